@@ -10,6 +10,7 @@ from tests.architecture.walk import ROOT, walk_of_a_bucket
 FILES_MAX = 25
 MOVES_MAX = 120
 C_FUNCTIONS_MAX = 7
+FRAMES_MAX = 14
 """What was reached (38, 154 and 12 before), and what a late confirmation adds."""
 
 
@@ -22,6 +23,7 @@ def test_the_way_of_a_gradient_stays_short(walk):
     assert len(walk.files) <= FILES_MAX, walk.files
     assert len(walk.calls) <= MOVES_MAX, walk.calls
     assert len(walk.crossings) <= C_FUNCTIONS_MAX, walk.crossings
+    assert len(walk.frames) <= FRAMES_MAX, walk.frames
 
 
 def test_the_way_of_a_gradient_is_the_documented_one(walk):

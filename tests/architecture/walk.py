@@ -13,6 +13,8 @@ from typing import NamedTuple
 from tests.torch.workers import launch, values
 
 ROOT = Path(__file__).parents[2]
+LOOP = "dlcp/transport/endpoint.py _run", "dlcp/transport/endpoint.py _turn"
+"""What is on the stack of the endpoint's thread whatever it does."""
 SETTLED_STEPS = 3
 """Steps before the one that is traced: by then the buckets are rebuilt and round trips are known."""
 
@@ -29,13 +31,15 @@ class Call(NamedTuple):
 class Walk(NamedTuple):
     """What one rank does for one bucket, from the hook until the average is back and confirmed.
 
-    ``files`` in the order of their first call, ``calls`` without repeats, and ``crossings``: which functions of the C
-    library Python calls, and how often.
+    ``files`` in the order of their first call, ``calls`` without repeats, ``crossings``: which functions of the C
+    library Python calls, and how often, and ``frames``: what is on the stack from the hook to the first message that C
+    is given, first in the thread of the hook, then in the endpoint's.
     """
 
     files: list[str]
     calls: list[Call]
     crossings: dict[str, int]
+    frames: list[str]
 
 
 class _Tracer:
@@ -46,6 +50,8 @@ class _Tracer:
         self.files = {}
         self.calls = {}
         self.crossings = Counter()
+        self.handed_over = []
+        self.sending = []
 
     def install(self):
         sys.setprofile(self._note)
@@ -54,6 +60,8 @@ class _Tracer:
         if not self.on or event != "call" or (file := _file_of(frame)) is None:
             return
         self.files.setdefault(file)
+        if (file, frame.f_code.co_name) == ("dlcp/transport/endpoint.py", "call"):
+            self.handed_over = _stack(frame)
         caller = frame.f_back
         while caller is not None and _file_of(caller) is None:
             caller = caller.f_back
@@ -70,9 +78,21 @@ class _Tracer:
         def call(*arguments):
             if self.on:
                 self.crossings[name] += 1
+                if name == "dlcp_send" and not self.sending:
+                    self.sending = self.handed_over + [each for each in _stack(sys._getframe()) if each not in LOOP]
             return function(*arguments)
 
         return call
+
+
+def _stack(frame):
+    """Return the project's functions on a stack, the outermost first."""
+    found = []
+    while frame is not None:
+        if file := _file_of(frame):
+            found.append(f"{file} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found[::-1]
 
 
 def _file_of(frame):
@@ -108,7 +128,7 @@ def trace(worker):
     state.endpoint.flush(5.0)  # until what was sent is confirmed, which is the end of the walk
     tracer.on = False
     state.close()
-    return Walk(list(tracer.files), list(tracer.calls), dict(tracer.crossings))
+    return Walk(list(tracer.files), list(tracer.calls), dict(tracer.crossings), tracer.sending)
 
 
 def walk_of_a_bucket():
@@ -119,8 +139,9 @@ def walk_of_a_bucket():
 def main():
     """Print the walk as one JSON document."""
     walk = walk_of_a_bucket()
-    print(json.dumps({"files": walk.files, "calls": walk.calls, "crossings": walk.crossings}, indent=1))
-    print(f"{len(walk.files)} files, {len(walk.calls)} moves, {len(walk.crossings)} C functions", file=sys.stderr)
+    print(json.dumps(walk._asdict(), indent=1))
+    counts = f"{len(walk.files)} files, {len(walk.calls)} moves, {len(walk.crossings)} C functions"
+    print(f"{counts}, {len(walk.frames)} frames", file=sys.stderr)
 
 
 if __name__ == "__main__":
