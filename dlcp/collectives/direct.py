@@ -515,7 +515,9 @@ class DirectRun(BucketRun):
             if bound.ratio < known:
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             bound = replace(bound, ratio=min(bound.ratio, known))
-            tags.protected[-1] = True  # tells it size and format
+            # It tells size and format. These tags may be views of those that are for all who ask; but there nothing may
+            # be lost, so that every packet is protected already.
+            tags.protected[-1] = True
         deferred = None
         if bound.deferral:
             tags = self._protect_due(owner, tags)

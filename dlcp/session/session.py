@@ -548,6 +548,8 @@ class TrainingSession:
     def start(self, pending: PendingBucket) -> None:
         """Average a bucket that was admitted and is on the host, or leave it until the ranks have recovered."""
         assert pending.bucket
+        # Two holds of the lock: callbacks of the reducer may run before its start returns, and take the lock, too. In
+        # between `reducing` may still change, so recovery reads it only once `decided` is set.
         with self.table.changed:
             pending.reducing = self.phase is SessionPhase.READY
         if pending.reducing:

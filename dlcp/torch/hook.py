@@ -301,6 +301,7 @@ class State:
             if self.feedback.size:  # from a checkpoint of more ranks
                 add_residual(self.feedback, tensor, segments_of(bucket, self._layers))
             return _resolved(tensor)
+        # It counts the step's buckets; above 0 it also says that backward has begun: samples() and flush() go by that.
         if self._sequence == 0:
             self._step_began_s = time.monotonic()
         weight = session.weight(self.step)
