@@ -695,6 +695,7 @@ API int64_t dlcp_turn(engine *self, double until_s) {
             continue;
         wait_for_news(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
     }
+    /* No wake-up is lost: whoever wakes has left a command before, and commands are done before the next turn. */
     __atomic_store_n(&self->woken, 0, __ATOMIC_RELEASE);
     return self->event_count;
 }

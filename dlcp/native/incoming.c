@@ -253,7 +253,7 @@ static void settle_in(engine *owner, incoming *self, const uint8_t *from) {
 /* Tell the sender no more. */
 static void finished_settle(engine *owner, finished *self) {
     if (self->state == FINISHED_STOPPING) {
-        finished **link = &owner->stopping;
+        finished **link = &owner->stopping; /* it is in the list, as its state says */
         while (*link != self)
             link = &(*link)->next_stopping;
         *link = self->next_stopping;

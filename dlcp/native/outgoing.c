@@ -46,11 +46,14 @@ void outgoing_free(flow *to, outgoing *self) {
         break;
     }
     to->flying -= self->flying;
-    for (int64_t i = 0; self->flying; i++)
+    /* Ends because `flying` is exactly the number of packets in that state. */
+    for (int64_t i = 0; self->flying; i++) {
+        assert(i < self->packets);
         if (self->state[i] == FLYING) {
             self->flying--;
             to->paths[self->path[i]].flying--;
         }
+    }
     for (int64_t way = 0; way < to->path_count; way++)
         for (int queue = 0; queue < QUEUES; queue++) {
             run_queue *sent = &to->paths[way].runs[queue];
@@ -319,6 +322,8 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
 /* Note that everything arrived, all of which has been sent; return how many packets were not known to have arrived. */
 int64_t outgoing_all_delivered(const engine *owner, flow *to, outgoing *self, double now_s) {
     int64_t before = self->delivered;
+    /* Nothing is deferred: a message with deferred packets is never whole, so nobody says that it is. */
+    assert(self->to_send == self->packets);
     for (uint32_t i = 0; self->delivered < self->packets; i++)
         if (self->state[i] != DELIVERED)
             outgoing_delivered(owner, to, self, i, now_s);
