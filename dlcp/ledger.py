@@ -90,7 +90,7 @@ class Ledger:
             More was lost or deferred than the bound allows, or a protected packet was; the message is entered
             nevertheless.
         """
-        packets, arrived, deferred = len(delivery.delivered), delivery.arrived, delivery.put_off
+        packets, arrived, deferred = len(delivery.delivered), delivery.arrived, delivery.deferred_count
         lost = packets - arrived - deferred
         entry = MessageRecord(
             key.step,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between ranks of which a bounded share may be lost."""
+"""Messages between ranks that may lose a bounded share of their packets."""
 
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection

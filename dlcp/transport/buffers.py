@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for messages: buffers that are used again, and memory that ranks of this host read."""
+"""Memory for messages: reusable buffers, and memory that other ranks of this host can read."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 _SIZES_KEPT: Final = 64
 _BUFFERS_KEPT: Final = 16
-"""How many sizes a pool keeps, and how many buffers of each. Chosen by us: more than a step's buckets need."""
+"""How many sizes a pool keeps, and how many buffers of each: more than a step's buckets need."""
 _ALIGNMENT: Final = 64
-"""Of pieces of exported memory, in bytes: a cache line."""
+"""Alignment of pieces of exported memory, in bytes: a cache line."""
 
 
 class BufferPool:
-    """Buffers for what arrives early or out of turn, used again and again: fresh memory costs as much as a reduction.
+    """Reusable buffers for early and out-of-order packets, since fresh memory costs as much as a reduction.
 
     Sizes are rounded up by at most an eighth, so that messages of almost the same size share buffers.
     """
@@ -32,7 +32,7 @@ class BufferPool:
         return whole[:size]
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Return a buffer, or a part of one that stands for it, that nobody uses any more."""
+        """Return a buffer, or a part that stands for it, once it is unused."""
         if not len(buffer):
             return
         whole: NDArray[np.uint8] = buffer if buffer.base is None else buffer.base
@@ -44,24 +44,24 @@ class BufferPool:
 
 
 class ExportedMemory:
-    """Memory of this rank that other ranks of its host map: what is sent from here, they read where it is.
+    """Memory of this rank that other ranks of its host map, so they read messages in place.
 
-    As with all messages, the bytes must not change until they are confirmed, not even once a copy has taken their place
-    (``Endpoint.detach``).
+    As with all messages, the bytes must not change until they are acknowledged, not even after ``Endpoint.detach`` has
+    replaced them by a copy.
     """
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self.memory = memory
         self._taken: dict[int, int] = {}
-        """Start and end of each piece in use."""
+        """End of each piece in use, by its start."""
 
     @staticmethod
     def needed(sizes: Iterable[int]) -> int:
-        """Return how many bytes pieces of such sizes take up together."""
+        """Return how many bytes pieces of these sizes take up together."""
         return sum(size + -size % _ALIGNMENT for size in sizes)
 
     def take(self, size: int) -> NDArray[np.uint8] | None:
-        """Return a piece of ``size`` bytes that begins with a cache line; None if there is no room for it."""
+        """Return a piece of ``size`` bytes aligned to a cache line; None if there is no room."""
         start = 0
         for first, last in sorted(self._taken.items()):
             if first - start >= size:
@@ -73,5 +73,5 @@ class ExportedMemory:
         return self.memory[start : start + size]
 
     def give(self, piece: NDArray[np.uint8]) -> None:
-        """Return a piece that nobody uses any more."""
+        """Return a piece once it is unused."""
         del self._taken[piece.ctypes.data - self.memory.ctypes.data]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many packets a rank may have on the way to another: what a rate control is told, and what it answers.
+"""How many packets a rank may have in flight to a peer: the input and output of a rate control.
 
-A job should count as one flow on a port, however many ranks send to it, so each of its flows grows by its weight only.
+A job should count as one flow on a port, however many ranks send to it, so each of its flows grows by its weight.
 """
 
 import math
@@ -12,23 +12,23 @@ INITIAL_WINDOW_PACKETS = 10.0
 
 
 class Report(NamedTuple):
-    """What became of packets since the last report; it may cover one acknowledgement, or several windows.
+    """Feedback on packets since the last report; covers anything from one acknowledgement to several windows.
 
     Parameters
     ----------
     now_s
-        Time on the clock of the transport.
+        Time on the transport's clock.
     delivered, marked, lost
-        Packets newly confirmed, how many of these were marked congested (ECN), and packets found lost.
+        Packets newly acknowledged, how many of these were marked by ECN, and packets declared lost.
     rtt_s
-        The smallest round-trip time that was sampled, without the receiver's delay; 0 if none was.
+        Minimum sampled round-trip time, without the receiver's delay; 0 if there was no sample.
     smoothed_rtt_s
-        The average round-trip time, 0 if it is not known.
+        Smoothed round-trip time; 0 if unknown.
     limited
-        Whether the window held packets back.
+        Whether the window was the limit.
     one_way_s
-        The smallest one-way time that was sampled, less what the hosts' clocks differ by; infinity if none was. It can
-        be below 0, and is of use only beside others.
+        Minimum sampled one-way delay, up to the offset between the hosts' clocks; infinity if there was no sample. It
+        can be negative, and is only meaningful relative to other samples.
     """
 
     now_s: float
@@ -42,12 +42,12 @@ class Report(NamedTuple):
 
 
 class RateControl(Protocol):
-    """A window in packets, driven by reports; one of less than a packet admits a packet now and then.
+    """A window in packets, driven by reports; a window below one packet admits one now and then.
 
     Attributes
     ----------
     weight
-        The share of a flow that this flow counts as; it may be changed at any time.
+        The share of a flow that this flow counts as; may change at any time.
     """
 
     window: float
@@ -56,20 +56,20 @@ class RateControl(Protocol):
 
     @property
     def slow_start(self) -> bool:
-        """Whether the window grows by all that is delivered while it holds packets back: then each report counts."""
+        """Whether the window grows by all that is delivered while it is the limit, so that each report counts."""
 
     def on_report(self, report: Report) -> None:
-        """Take in one report."""
+        """Process one report."""
 
     def restart(self, now_s: float) -> bool:
-        """After a pause in which nothing was on the way a message begins; return whether the window shrank."""
+        """Begin a message after a pause with nothing in flight; return whether the window shrank."""
 
     def on_timeout(self) -> None:
-        """Nothing was heard for a whole probe timeout."""
+        """Nothing arrived for a whole probe timeout."""
 
 
 class NoWindow:
-    """No window: there is no network in between that could be congested."""
+    """No window: there is no network in between to congest."""
 
     ecn_capable = False
     slow_start = False

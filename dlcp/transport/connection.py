@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's messages to and from all its peers, without a thread, a clock or a socket (sans-I/O).
 
-The engine moves the packets; :class:`Connection` gives it messages, and calls whoever waits for them.
-:class:`dlcp.transport.endpoint.Endpoint` gives it a thread and a socket, tests a network in virtual time.
+The engine moves packets; :class:`Connection` submits messages to it and runs their completion callbacks.
+:class:`dlcp.transport.endpoint.Endpoint` adds a thread and a socket; tests add a network in virtual time.
 """
 
 import heapq
@@ -66,25 +66,25 @@ if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.timeline import Timeline
 
 HELLO_REPEAT_S: Final = 0.1
-"""Time between greetings that nobody answers, when no round trip is known yet. At 0.1 ms a lost greeting delays the
-start by this much; at 100 ms each rank sends one or two greetings too many."""
+"""Time between unanswered greetings while no round trip is known. At 0.1 ms a lost greeting delays the start by this
+much; at 100 ms each rank sends one or two needless greetings."""
 KEEPALIVE_S: Final = 0.5
-"""A peer that owes an answer and is silent for this long is greeted, to see whether it lives. It only has to be well
+"""A peer that owes an answer and is silent for this long is greeted, to check that it is alive. It only has to be well
 below ``silence_s``."""
 QUEUED_MEMORY_S: Final = 10.0
-"""For how long a path on which packets waited in a queue counts as congested, as long as its idle round trip is
+"""How long a path counts as congested after packets have queued on it, as long as its idle round trip is
 remembered."""
 ABORT_BYTES_MAX: Final = 1000
 FAREWELL: Final = b"\0"
-"""How the reason of a rank begins that leaves in order: nobody has to give up for that."""
+"""Prefix of the reason when a rank leaves in order, so that peers need not give up."""
 LAST_PACKETS_S: Final = 0.25
-"""How long after a farewell what a rank sent before may still come. Chosen by us: many queues' delay."""
+"""How long after a farewell earlier packets may still arrive: the delay of many queues."""
 
 T = TypeVar("T")
 Emit = Callable[[int, bytes, int, int], object]
-"""Takes what leaves without a socket: rank, datagram, IPv4 type of service, path."""
+"""Sends a packet without a socket: rank, datagram, IPv4 type of service, path."""
 Call = Callable[[Callable[[], None]], None]
-"""Has a function run in the thread of a connection, in the order of the calls."""
+"""Runs a function in a connection's thread, in the order of the calls."""
 log = logging.getLogger("dlcp")
 
 
@@ -93,29 +93,29 @@ def _at_once(function: Callable[[], None]) -> None:
 
 
 class Connection:
-    """All messages of one rank. Whoever drives it gives it packets and time; only one thread may use it.
+    """All messages of one rank. The caller supplies packets and time; only one thread may use it.
 
-    :meth:`send` and :meth:`receive` take a callback, which gets what became of the message or the error that ended it.
-    It is called once, by :meth:`take_events` or, after a failure, at once.
+    :meth:`send` and :meth:`receive` take a callback, which gets the message's outcome or the error that ended it. It is
+    called once, by :meth:`take_events` or, after a failure, at once.
 
     Attributes
     ----------
     local_peers
-        Ranks to and from which packets go through memory: nothing gets lost there.
+        Ranks reached through shared memory, without loss.
     buffers
-        Memory for what arrives out of turn.
+        Memory for packets that arrive out of order.
     exported
-        Memory from which local peers read what is sent to them.
+        Memory from which local peers read messages to them.
     on_unexpected
         Called with sender and key of a message that arrives before its receive is posted.
     on_message
-        Called with a peer, and the time, whenever a message of its is here or it has confirmed one.
+        Called with a peer and the time when a message from it completes or it has acknowledged one.
     first_step
-        The step of the last :meth:`begin_step`; packets of earlier ones are refused.
+        The step of the last :meth:`begin_step`; packets of earlier steps are refused.
     due_s
         When to call :meth:`on_time` next.
     timeline
-        Where it is noted what becomes of messages; None: nowhere. Closed with the endpoint.
+        Records the outcome of messages; None for no recording. Closed with the endpoint.
 
     Parameters
     ----------
@@ -126,21 +126,21 @@ class Connection:
     options
         See :class:`TransportOptions`.
     receive_packets
-        How many packets the socket's receive buffer holds; peers divide it among themselves.
+        How many packets the socket's receive buffer holds; peers share it.
     clock
-        The clock of whoever drives it.
+        The caller's clock.
     call
-        Has a function run in the thread that drives it, from any other; by default the function runs at once.
+        Runs a function in the connection's thread, from any thread; by default it runs at once.
     sock
         The socket, if the engine is to use it.
     emit
-        How packets leave otherwise.
+        Sends packets if there is no socket.
     shared
-        Memory through which packets go to and come from ranks of this host.
+        Memory for packets to and from ranks of this host.
     ports
-        From which packets leave on all paths but the first, in the order of the paths.
+        Source ports of all paths but the first, in order.
     further
-        The sockets that have these ports, if the engine is to use a socket.
+        The sockets bound to these ports, if the engine is to use a socket.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class Connection:
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def send(self, request: SendRequest, then: Then[Delivery]) -> None:
-        """Send a message, and call ``then`` once the receiver has confirmed it."""
+        """Send a message, and call ``then`` once the receiver has acknowledged it."""
         size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
         if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
-            raise ValueError(f"{size} bytes need other than {packets} packets of {self.options.payload_bytes}")
+            raise ValueError(f"{size} bytes do not fit {packets} packets of {self.options.payload_bytes} bytes")
         if request.deferred is not None:
             request.check_deferred(request.deferred)
         now_s, bound = self._clock(), self._bound(request.peer, request.bound)
@@ -219,15 +219,15 @@ class Connection:
         peer.on_send(now_s)
         self.engine.send(request, bound, now_s)
         unconfirmed = peer.sending
-        unconfirmed.pop(request.key, None)  # they stay in the order of their deadlines
+        unconfirmed.pop(request.key, None)  # keeps the order of deadlines
         unconfirmed[request.key] = sending
         if peer.left:
             self.call_later(0.0, partial(self._without, peer))
 
     def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
-        """Go on sending a message from a copy, so that its payload may change although it is not confirmed.
+        """Continue sending a message from a copy, so that its payload may change before it is acknowledged.
 
-        Without a ``copy`` one is made, if anything of it may still have to be sent.
+        Without a ``copy`` one is made, if any of it may still have to be sent.
         """
         sending = self._peers[peer].sending.get(key)
         if sending is None or not self.engine.detach(peer, key, copy):
@@ -249,8 +249,8 @@ class Connection:
             size = packets * self.options.payload_bytes
             if not packets:
                 raise ValueError(
-                    f"{at_step(self.job, request.key.step)}: nothing of {request.label} has come from rank {peer}: "
-                    "size unknown"
+                    f"{at_step(self.job, request.key.step)}: size of {request.label} is unknown: "
+                    f"nothing has arrived from rank {peer}"
                 )
         else:
             size = request.message_bytes
@@ -276,9 +276,9 @@ class Connection:
         divisor: float | None = None,
         key: MessageKey | None = None,
     ) -> StreamingReduction:
-        """Return a reduction of ``values`` with what ``members`` others send, for their :class:`ReceiveRequest`.
+        """Return a reduction of ``values`` with ``members`` contributions, for their :class:`ReceiveRequest`.
 
-        The sum is divided by ``divisor``: by default the number of ranks, which gives the average. Others that begin
+        The sum is divided by ``divisor``, by default the number of ranks, which gives the average. Others that begin
         with different chunks all send it as ``key``; the one at position k then has the order
         ``ChunkOrder(-k % members, members)``.
         """
@@ -288,7 +288,7 @@ class Connection:
         return self.engine.reduction(values, per_packet, members, divisor, first)
 
     def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on; receives that are still posted for them fail."""
+        """Refuse packets of steps before ``step`` from now on; receives still posted for them fail."""
         if step > self.first_step:
             self.first_step = step
             self._inbound_before, self.engine.inbound_peak = self.engine.inbound_peak, 0.0
@@ -297,24 +297,24 @@ class Connection:
             for key in [key for key in peer.receiving if key.step < step]:
                 receiving = peer.receiving.pop(key)
                 error = TransportError(
-                    f"{at_step(self.job, key.step)} is over: {receiving.request.label} of rank {peer.rank} is not "
-                    "waited for any more"
+                    f"{at_step(self.job, key.step)} is over: no longer waiting for {receiving.request.label} from rank "
+                    f"{peer.rank}"
                 )
                 _tell(receiving.then, error)
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message, of which no packets will come any more."""
+        """Forget a complete message, for which no more packets will come."""
         self.engine.forget(peer, key)
 
     def remind(self) -> None:
-        """Tell senders again which messages came whole, until they confirm it: soon this rank cannot be asked."""
+        """Remind senders which messages are complete, until they acknowledge it: this rank will soon be gone."""
         self.engine.remind(self._clock())
 
     def _packets(self, size: int) -> int:
         return -(-size // self.options.payload_bytes)
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
-        """Return what a message may lose, where it may lose ``bound`` in the network; what is deferred is not lost."""
+        """Return a message's bound, given the ``bound`` for loss in the network; deferral is not loss."""
         if peer not in self.local_peers:
             return bound
         return LossBound(deferral=bound.deferral) if bound.deferral else RELIABLE
@@ -335,22 +335,22 @@ class Connection:
             self.engine.send_control(peer, PacketType.ABORT, payload)
 
     def bid_farewell(self, reason: str) -> None:
-        """Tell all peers that this rank leaves, and has all that it needs."""
+        """Tell all peers that this rank leaves and needs nothing more."""
         payload = FAREWELL + reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes) - len(FAREWELL)]
         for peer in self._peers:
             self.engine.send_control(peer, PacketType.ABORT, payload)
 
     def _without(self, peer: Peer) -> None:
-        """Go on without a peer that has left: what was sent to it, it had no need of; what it did not send is missed.
+        """Continue without a peer that has left; fail if a message from it is still missing.
 
-        What has come from it but is not looked at yet counts as there: this runs after events were taken in.
+        It needed none of the messages to it. Events were processed before, so its last packets have been counted.
         """
         if peer.receiving:
             key, receiving = min(peer.receiving.items(), key=lambda item: item[0].step)
             self.fail(
                 PeerLeftError(
                     f"{at_step(self.job, key.step)}: rank {peer.rank} has left ({peer.left}) while rank {self.rank} "
-                    f"waited for {receiving.request.label}; do all ranks take the same number of steps?"
+                    f"waited for {receiving.request.label}; do all ranks run the same number of steps?"
                 )
             )
             return
@@ -364,7 +364,7 @@ class Connection:
             _tell(sending.then, Delivery(delivered, 0, 0, now_s - sending.started_s, deferred))
 
     def fail(self, error: TransportError) -> None:
-        """Give up: everything that waits, and everything asked for from now on, gets ``error``."""
+        """Give up: all pending and future requests get ``error``."""
         self._failure = self._failure or error
         self.engine.stop()
         failed: list[Then[Any]] = []
@@ -395,12 +395,12 @@ class Connection:
 
     @property
     def all_confirmed(self) -> bool:
-        """Whether peers have confirmed all that was sent to them."""
+        """Whether peers have acknowledged all that was sent to them."""
         return not any(peer.sending for peer in self._peers.values())
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is on its way and every peer knows it."""
+        """Whether nothing is in flight and every peer knows it."""
         return self.all_confirmed and not self.engine.stopping
 
     @property
@@ -410,13 +410,13 @@ class Connection:
         return self._refused + Counter({n.removeprefix("refused_"): v for n, v in counted if n.startswith("refused_")})
 
     def counters(self) -> Counter[str]:
-        """Return what else was counted, by name."""
+        """Return the other counters, by name."""
         return Counter({n: v for n, v in self.engine.counters().items() if not n.startswith("refused_")})
 
     def rate_to(self, rank: int) -> float:
-        """Return how fast a rank has taken in lately what waited to be sent to it, in bit/s; 0 if that is not known.
+        """Return a rank's recent delivery rate while packets were waiting, in bit/s; 0 if unknown.
 
-        It is not known of local peers: a rank's rate is that of its port.
+        It is unknown for local peers: a rank's rate is that of its port.
         """
         if rank in self.local_peers or rank not in self._peers:
             return 0.0
@@ -424,16 +424,16 @@ class Connection:
 
     @property
     def inbound_bps(self) -> float:
-        """The fastest that data has come in this step or the last one, in bit/s; 0 if that is not known.
+        """The fastest that data has arrived in this step or the last one, in bit/s; 0 if unknown.
 
-        No more than the port in front of this rank lets through, nor than what was sent.
+        At most the rate of the port in front of this rank, and of what was sent.
         """
         return max(self._inbound_before, self.engine.inbound_peak) * self.options.payload_bytes * 8
 
     def is_clear(self, rank: int) -> bool:
-        """Return whether nothing that was sent to a rank has been lost or marked lately, or ever; from any thread.
+        """Return whether no packet to a rank has been lost or marked lately, or ever; callable from any thread.
 
-        It is always so of local peers, and never where ``TransportOptions.clear_after_s`` is infinite.
+        Always true of local peers, and never where ``TransportOptions.clear_after_s`` is infinite.
         """
         if rank in self.local_peers or rank not in self._peers:
             return True
@@ -441,36 +441,36 @@ class Connection:
         return clear_after_s < math.inf and self._clock() - self._peers[rank].congested_s > clear_after_s
 
     def is_congested(self, rank: int) -> bool:
-        """Return whether the path to a rank is not clear, or packets to it have waited in a queue lately.
+        """Return whether the path to a rank is not clear, or packets to it have queued lately.
 
-        It is never so of local peers.
+        Never true of local peers.
         """
         if self.is_clear(rank):
             return self._clock() - self._peers[rank].queued_s <= QUEUED_MEMORY_S if rank in self._peers else False
         return True
 
     def rtt_to(self, rank: int) -> float:
-        """Return the smoothed round-trip time to a rank in seconds; 0 if it is not known."""
+        """Return the smoothed round-trip time to a rank in seconds; 0 if unknown."""
         return self._peers[rank].smoothed_rtt_s if rank in self._peers else 0.0
 
     def window_to(self, rank: int) -> float:
-        """Return how many packets may be on their way to a rank; 0 for local peers, to whom memory leads."""
+        """Return the congestion window to a rank in packets; 0 for local peers, which are reached through memory."""
         peer = self._peers[rank]
         return 0.0 if peer.local else peer.control.window
 
     def paths_to(self, rank: int) -> list[PathState]:
-        """Return what is known of the paths to a rank on which packets have been sent."""
+        """Return the state of the paths to a rank on which packets have been sent."""
         return self.engine.paths_to(rank)
 
     def set_flow_weight(self, flow_weight: float | None) -> None:
-        """Let each flow count as another share of one from now on; see ``TransportOptions.flow_weight``."""
+        """Let each flow count as this share of one from now on; see ``TransportOptions.flow_weight``."""
         for peer in self._peers.values():
             peer.control.weight = weight_of(flow_weight, len(self._peers))
 
     # Events -----------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> None:
-        """Take in what the engine has to say; callbacks run here."""
+        """Process the engine's events; callbacks run here."""
         while events := self.engine.take_events():
             for event in events:
                 match event:
@@ -548,12 +548,12 @@ class Connection:
             if payload.startswith(FAREWELL):
                 if not peer.left:
                     peer.left = reason[len(FAREWELL) :]
-                    # Its last packets may be behind: on another path, or in another queue.
+                    # Its last packets may still be in flight: on another path, or in another queue.
                     self.call_later(LAST_PACKETS_S, partial(self._without, peer))
                 return
             self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
         elif header.index:
-            self._refused["stale"] += 1  # a late probe of the path's MTU, which says its size there
+            self._refused["stale"] += 1  # a late path MTU probe, which carries its size there
         elif len(payload) - GREETING.size not in range(0, PATHS_MAX * GREETING_PORT.size, GREETING_PORT.size):
             self._refused["malformed"] += 1
         else:
@@ -576,7 +576,7 @@ class Connection:
         self.engine.accept(peer.rank, ports)
         if kind is PacketType.HELLO:
             self._greet(peer, now_s, PacketType.HELLO_ACK)
-            if self._ports and not peer.answered:  # it was not there when it was greeted
+            if self._ports and not peer.answered:  # it was not up when it was greeted
                 self._greet(peer, now_s)
         else:
             peer.answered = True
@@ -590,7 +590,7 @@ class Connection:
     # Packets and time, for whoever drives it --------------------------------------------------------------------------
 
     def on_datagram(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
-        """Take in one datagram; whatever is wrong with it is counted in ``refused``. For use without a socket."""
+        """Process one datagram; invalid ones are counted in ``refused``. For use without a socket."""
         self.engine.take_in(datagram, tos, source, now_s)
         self.take_events()
 
@@ -602,14 +602,14 @@ class Connection:
         self.take_events()
 
     def pump(self, now_s: float) -> bool:
-        """Send what the windows admit, a burst to each peer; return whether anything was sent."""
+        """Send what the windows admit, one burst per peer; return whether anything was sent."""
         sent = self.engine.pump(now_s) > 0
         self.take_events()
         return sent
 
     def on_time(self, now_s: float) -> None:
-        """Call what was to be called later, and look for peers and messages that are overdue; find :attr:`due_s`."""
-        # This process may not have run for so long: what peers sent meanwhile is still to be read.
+        """Run delayed calls, check for overdue peers and messages, and set :attr:`due_s`."""
+        # This process may not have run for this long: packets from the meantime are still unread.
         paused_s = now_s - self._looked_s - HELLO_REPEAT_S
         if paused_s > KEEPALIVE_S:
             for peer in self._peers.values():
@@ -626,16 +626,17 @@ class Connection:
             if error:
                 self.fail(error)
             overdue += self._overdue(peer, now_s)
-        if overdue:  # what has waited longest explains the others, which wait for a rank that waits for it
+        if overdue:  # the longest wait explains the others, which wait for a rank that waits itself
             self.fail(min(overdue, key=itemgetter(0))[1])
 
     def _silence(self, peer: Peer, now_s: float) -> TransportError | None:
-        """Ask a peer for a sign of life where something hangs on it; return the error if it is silent for too long."""
+        """Probe a peer that owes something for a sign of life; return the error if it is silent for too long."""
         silent_s = now_s - peer.flow.heard_s
         if not peer.sending and not peer.receiving:
             peer.flow.heard_s = max(peer.flow.heard_s, now_s - self.options.silence_s / 2)
         elif silent_s > self.options.silence_s:
-            # What somebody waits for tells more than what was sent and may be in, and only its confirmation lost.
+            # A pending receive says more than a sent message, which may have arrived with only its acknowledgement
+            # lost.
             waiting: dict[MessageKey, Any] = peer.receiving or peer.sending
             step, label = min((key.step, message.request.label) for key, message in waiting.items())
             return PeerSilentError(
@@ -647,13 +648,13 @@ class Connection:
         return None
 
     def _overdue(self, peer: Peer, now_s: float) -> Iterator[tuple[float, TransportError]]:
-        """Return the errors of messages that are not complete by their deadlines, with these."""
+        """Yield the errors of messages that missed their deadlines, with these deadlines."""
         for key, sending in peer.sending.items():
             if now_s < sending.deadline_s:
                 break  # the others are due later
             delivered, _, _, packets = self.engine.sending(peer.rank, key)
             text = (
-                f"{at_step(self.job, key.step)}: rank {peer.rank} confirmed {delivered / packets:.0%} of "
+                f"{at_step(self.job, key.step)}: rank {peer.rank} acknowledged {delivered / packets:.0%} of "
                 f"{sending.request.label} (bound {sending.bound.required(packets) / packets:.0%}) "
                 f"in {now_s - sending.started_s:.1f} s"
             )
@@ -671,8 +672,8 @@ class Connection:
 
 
 def _tell(then: Then[T], outcome: Outcome[T]) -> None:
-    """Call what waits for a message; an error of its own must not end the other messages."""
+    """Run a completion callback; an error in it must not end the other messages."""
     try:
         then(outcome)
     except Exception:
-        log.exception("what was to follow a message failed")
+        log.exception("a completion callback failed")

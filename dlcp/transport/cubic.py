@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUBIC for flows that count as a share of one."""
+"""CUBIC for flows that count as a fraction of one."""
 
 import math
 
@@ -7,15 +7,15 @@ from dlcp.transport.congestion import INITIAL_WINDOW_PACKETS, Report
 
 
 class CubicWindow:
-    """CUBIC (RFC 9438), for traffic that shares a drop-tail queue with TCP; reacts to loss, once a round trip.
+    """CUBIC (RFC 9438), for traffic that shares a drop-tail queue with TCP; reacts to loss once per round trip.
 
     Parameters
     ----------
     weight
-        The share of a flow that this flow counts as. k flows of weight 1/k together should behave as one. Where each
-        packet is as likely lost as any other, the throughput of an AIMD flow goes with the square root of its increase,
-        hence the square. Where a flow loses the packets that it grew by, throughput goes with the inverse of the
-        decrease instead, so a light flow decreases by more, too; the root is a compromise of ours between the two.
+        The share of a flow that this flow counts as: k flows of weight 1/k together should behave as one. If all
+        packets are equally likely to be lost, an AIMD flow's throughput is proportional to the square root of its
+        increase, hence the square. If a flow loses the packets that it grew by, throughput is inversely proportional to
+        the decrease instead, so a light flow also decreases by more; the root is a compromise between the two.
     """
 
     SCALE = 0.4
@@ -43,7 +43,7 @@ class CubicWindow:
         return 1 - min(self.DECREASE_MAX, self.DECREASE / math.sqrt(self.weight))
 
     def on_report(self, report: Report) -> None:
-        """Take in one report."""
+        """Process one report."""
         if report.lost:
             if report.now_s >= self._recovery_until_s:
                 self.back_off(report.now_s, report.smoothed_rtt_s)
@@ -53,7 +53,7 @@ class CubicWindow:
             self.grow(report)
 
     def resume(self, window: float) -> None:
-        """Go on from a window that another control has found."""
+        """Continue from a window that another control has found."""
         self.window = self._threshold = self._peak = window
 
     def grow(self, report: Report) -> None:
@@ -72,8 +72,8 @@ class CubicWindow:
             self.window += min((goal - self.window) / self.window * delivered, delivered / 2)
 
     def back_off(self, now_s: float, rtt_s: float) -> None:
-        """Shrink after a loss; what is lost within a round trip of ``rtt_s`` belongs to it."""
-        # Fast convergence: a flow that has less than it had gives room to newcomers.
+        """Shrink after a loss; losses within a round trip of ``rtt_s`` count as the same one."""
+        # Fast convergence: a shrinking flow makes room for newcomers.
         self._peak = self.window * (1 + self._keep) / 2 if self.window < self._peak else self.window
         self.window = max(1.0, self.window * self._keep)
         self._threshold = max(2.0, self.window)
@@ -81,11 +81,11 @@ class CubicWindow:
         self._recovery_until_s = now_s + rtt_s
 
     def restart(self, now_s: float) -> bool:
-        """See :meth:`RateControl.restart`: the window stays, as CUBIC's does in pauses of less than a timeout."""
+        """See :meth:`RateControl.restart`: the window stays, as CUBIC's does in pauses shorter than a timeout."""
         return False
 
     def on_timeout(self) -> None:
-        """Start over from one packet, as RFC 5681 has it."""
+        """Start over from one packet (RFC 5681)."""
         self._threshold = max(2.0, self.window * self._keep)
         self._peak = self.window
         self.window = 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DCTCP's window, extended by delay and by losses, for queues of its own and for those that TCP fills."""
+"""DCTCP's window, extended by delay and loss, for its own queues and for queues that TCP fills."""
 
 import math
 from typing import NamedTuple
@@ -11,99 +11,99 @@ from dlcp.transport.random_loss import Finding, RandomLoss
 
 SMALLEST_JOB_WINDOW_PACKETS = 9.0
 SMALLEST_WINDOW_PACKETS = 3.0
-"""What a job keeps on the way to a rank at least, divided among its senders, and the most that one of them keeps.
+"""The least that a job keeps in flight to a rank, divided among its senders; also the most that one sender keeps.
 
-Packets over the job's share wait below all other traffic and hold their place in the window meanwhile, so a smaller
-window would leave the share unused. Chosen by us.
+Packets over the job's share wait below all other traffic and occupy the window meanwhile, so a smaller window would
+leave the share unused. Not tuned.
 """
 ROUND_PACKETS_MIN, ROUND_PART = 4, 0.9
-"""A round is of this part of a window: growing by an eighth, it is larger than what was on the way. A smaller window is
-judged over four packets: of fewer, none or all are marked. Chosen by us."""
+"""A round covers this part of a window: after growing by an eighth, the window exceeds what was in flight. A smaller
+window is judged over four packets: of fewer, all or none are marked."""
 CALM_ROUNDS_MAX, PATIENCE_ROUNDS = 2, 5
-"""Each round without congestion doubles the growth: the first two, and all after the fifth, as TIMELY's
+"""Each of the first two rounds without congestion doubles the growth, and each after the fifth, as TIMELY's
 hyper-active increase begins after five (SIGCOMM 2015)."""
 LOSS_CUT = 0.25
-"""A loss beside marks shrinks the window by this share, or by the share lost if that is more. Chosen by us:
-CUBIC has 0.3. In proportion to the losses alone, flows would lose as much as they grew, and never become equal."""
+"""A loss in a marking queue shrinks the window by this share, or by the share lost if that is more. CUBIC uses 0.3. If
+it were proportional to the losses alone, flows would lose as much as they grew and never converge to equal shares."""
 COLLAPSE = 0.5
-"""So many losses are congestion wherever they come from, once the queue is contested. Chosen by us."""
+"""In a contested queue, this share of losses is congestion whatever its cause. Not tuned."""
 GENTLE = 8
-"""A window grows by an eighth at most, else each increase would overshoot. Chosen by us."""
+"""A window grows by at most an eighth, or each increase would overshoot."""
 ROUNDS_MAX = 16
-"""Growth for at most this many rounds in one report. Chosen by us."""
+"""Growth for at most this many rounds in one report. Not tuned."""
 START_GROWTH_MAX = 3
-"""While starting, a window grows to four times at most in one report, however much was delivered. Chosen by us."""
+"""In slow start, a window grows at most fourfold in one report, however much was delivered. Not tuned."""
 START_MARKED = 0.25
-"""The start is over once this share of a round is marked: less comes of a start's own bursts. Chosen by us."""
+"""Slow start ends once this share of a round is marked: its own bursts mark less."""
 DELAY_BETA = 0.8
 DELAY_CUT_MAX = 0.5
-"""How a window shrinks with delay, and by how much at most in one round; as in Swift (SIGCOMM 2020)."""
+"""How a window shrinks with delay, and its largest decrease in one round; as in Swift (SIGCOMM 2020)."""
 LATE = 1.25
-"""What was on the way when a window shrank is known so many round trips later: the last loss of it is found a quarter
-of a round trip after its acknowledgement would have come (RACK, RFC 8985)."""
+"""After this many round trips, the fate of all packets in flight at a decrease is known: the last loss is found a
+quarter of a round trip after its acknowledgement was expected (RACK, RFC 8985)."""
 TRIAL_CUT_MIN = 0.15
-"""A smaller decrease shows nothing. Chosen by us."""
+"""A smaller decrease is too small to tell. Not tuned."""
 OURS_MIN = 0.5
-"""A queue is this flow's if sending less shortens it by this part at least of what it would if no others sent. Chosen
-by us: a flow that has less than half of a port loses its share to those that fill the buffer, as Vegas does; one that
-has more can drain it. Copa (NSDI 2018) and Nimbus (SIGCOMM 2022) choose between two such modes, too."""
+"""A queue is this flow's if sending less shortens it by at least this part of what it would if no others sent. A flow
+with less than half of a port loses its share to flows that fill the buffer, as Vegas does; one with more can drain the
+queue. Copa (NSDI 2018) and Nimbus (SIGCOMM 2022) choose between two such modes, too."""
 REGAINED_QUEUED, REGAINED_IDLE = 0.925, 1.25
-"""A contested queue is tried again once the window is so large, in terms of what it was before the last loss: with a
-queue that could be this flow's, when three quarters of what CUBIC gave way by are regained; without one, when CUBIC is
-far beyond its plateau, which says that others are gone. Chosen by us."""
+"""A contested queue is tested again once the window reaches this multiple of its size before the last loss. If the
+queue could be this flow's, that is when CUBIC has regained three quarters of its decrease; without a queue, when it is
+far beyond its plateau, which shows that the other flows are gone."""
 PAUSE_ROUNDS, PAUSE_MIN_S = 2, 0.01
-"""After so long without a report, others may be gone, too. The second is how far apart reports are without hurry."""
+"""After this long without a report, other flows may be gone, too. The second is the usual spacing of reports."""
 RESTART_PART = 1 / 4
-"""A flow begins with this part of its window after a pause if losses have shrunk the window lately, that is, within the
-time for which the idle path is remembered. Chosen by us: two round trips later it has the whole window again."""
+"""After a pause, a flow begins with this part of its window if losses have shrunk it lately, that is, within the time
+for which the idle path is remembered. Two round trips later it has the whole window again."""
 PROBE_PART = 0.75
-"""To see the idle path again, a flow keeps this part of what it holds on the way; BBRv2 keeps half."""
+"""To measure the idle path again, a flow keeps this part of its packets in flight; BBRv2 keeps half."""
 
 
 class Trial(NamedTuple):
-    """Less is sent, to see whether that shortens the queue: the window, and times, that were before."""
+    """Sending less, to see whether that shortens the queue: the window and times from before."""
 
     window: float
     rtt_s: float
     back_s: float
-    """How much of it acknowledgements have waited."""
+    """How much of it was queueing of acknowledgements."""
 
 
 class DctcpWindow:
-    """Window control in proportion to what is marked, lost or late; DCTCP's rule (RFC 8257), extended.
+    """Window control in proportion to marks, losses and delay; extends DCTCP's rule (RFC 8257).
 
     Three signs of congestion shrink the window, once a round (a window's worth of packets):
 
-    - marks, by half the marked share, averaged;
-    - losses: where a queue stands, what the path does not lose anyway; else only if they cease when less is sent
-      (:class:`RandomLoss`), for to bounded loss a lost gradient packet is a signal rather than a fault;
-    - delay of several milliseconds, but not below what the path has been seen to carry.
+    - marks, by half the smoothed share of marked packets;
+    - losses: with a standing queue, those beyond the path's random loss; without one, only if they cease when less is
+      sent (:class:`RandomLoss`), since with bounded loss a lost gradient packet is a signal rather than a fault;
+    - delay of several milliseconds, but not below the window that the path has been seen to carry.
 
-    It grows while it holds packets back: by what is delivered at first, then by ``weight`` a round, and faster the
-    longer nothing is congested.
+    While it is the limit the window grows: by all that is delivered at first, then by ``weight`` per round, and faster
+    the longer there is no congestion.
 
-    A decrease for delay is undone if it does not shorten the queue: then others fill it, whom it would only give way
-    to. From then on, and from a loss in an unmarked queue on, the queue is contested, and the window goes by losses
-    alone as theirs does (:class:`CubicWindow`), until it has regained what it lost; then delay is tried again.
+    A decrease for delay is undone if it does not shorten the queue: then other flows fill it, and this one would only
+    yield to them. From then on, and after a loss in an unmarked queue, the queue is contested: the window reacts to
+    losses alone, as theirs do (:class:`CubicWindow`), until it has regained what it lost. Then delay is tried again.
 
-    Where losses shrank it lately it begins again with a part whenever a message begins after a pause (:meth:`restart`).
-    A whole window at once would find the queue full of what others keep there, packet by packet: flows that pause would
+    If losses shrank the window lately, it restarts with a part of it whenever a message begins after a pause
+    (:meth:`restart`). A whole window at once would meet a queue that other flows keep full, and flows that pause would
     lose their shares to those that do not.
 
-    What was on the way when a window shrank does not shrink it again. Where marks keep queues short that are longer
-    than the path, it may: that is how many flows that begin at once find their shares.
+    Packets in flight at a decrease do not shrink the window again. The exception is marks where the marking threshold
+    exceeds what the path holds: that lets many flows that begin at once find their shares.
 
     Parameters
     ----------
     weight
         The share of a flow that this flow counts as, 0 to 1.
     heed_delay
-        False where delay says nothing of this flow's own queue, because others keep a buffer behind the priority
-        queues full.
+        False if delay says nothing about this flow's own queue, because others keep a buffer behind the priority queues
+        full.
     """
 
     GAIN = 1 / 8
-    """Weight of the newest window in the average; RFC 8257 has 1/16. Chosen by us: training steps are short."""
+    """Weight of the newest window in the average; RFC 8257 uses 1/16, but training steps are short."""
     ecn_capable = True
 
     def __init__(self, weight: float = 1.0, *, heed_delay: bool = True) -> None:
@@ -122,12 +122,12 @@ class DctcpWindow:
         self._round = Round(0.0)
         self._round_packets = max(self.window, ROUND_PACKETS_MIN)
         self._aftermath_s = 0.0
-        """How long this round is of packets that were on the way when the window shrank; 0: it is not."""
+        """Length of a round of packets that were in flight at a decrease, in seconds; 0: this is not such a round."""
         self._trial: Trial | None = None
         self._probed = 0.0
-        """The window after the idle path was looked at, 0 if it is not."""
+        """The window to return to once the idle path has been measured; 0 if it is not being measured."""
         self._cubic: CubicWindow | None = None
-        """Moves the window while the queue is contested."""
+        """Sets the window while the queue is contested."""
         self._regained = math.inf
         """The window before the last loss in a contested queue."""
         self._was_full = False
@@ -137,12 +137,12 @@ class DctcpWindow:
 
     @property
     def contested(self) -> bool:
-        """Whether the queue is filled by others, so that only losses count."""
+        """Whether other flows fill the queue, so that only losses count."""
         return self._cubic is not None
 
     @property
     def slow_start(self) -> bool:
-        """See :class:`RateControl`: at first, after a silence, and while losses are tried out."""
+        """See :class:`RateControl`: at first, after silence, and while losses are on trial."""
         return self._starting or self._random.trying or self.window < self._resume_at
 
     @property
@@ -154,12 +154,12 @@ class DctcpWindow:
         return min(SMALLEST_WINDOW_PACKETS, SMALLEST_JOB_WINDOW_PACKETS * self.weight)
 
     def on_report(self, report: Report) -> None:
-        """Take in one report; the window shrinks at most once a round."""
+        """Process one report; the window shrinks at most once a round."""
         self._timeouts = 0
         if report.now_s - self._reported_s > max(PAUSE_MIN_S, report.smoothed_rtt_s) * PAUSE_ROUNDS:
             self._regained = min(self._regained, self.window)
             if self._path.base_s > DELAY_MIN_S and not self._starting:
-                # A whole window leaves at once, which a short queue may not hold, however well the path does.
+                # A whole window leaves at once, and a short queue may overflow even on a good path.
                 self._round, self._aftermath_s = Round(report.now_s), LATE * report.smoothed_rtt_s
         self._reported_s = report.now_s
         if report.limited:
@@ -185,7 +185,7 @@ class DctcpWindow:
         self.window += self._growth * rounds
 
     def _start(self, report: Report) -> None:
-        """Grow by what is delivered: at first, and after a silence."""
+        """Grow by all that is delivered: at first, and after silence."""
         growth = min(max(0, report.delivered - 2 * report.marked), START_GROWTH_MAX * self.window)
         if self._starting and not self._random.trying:
             self.window += growth
@@ -215,7 +215,7 @@ class DctcpWindow:
             self._overflowed_s = report.now_s
         brief = finished.marked and self._path.base_s > DELAY_MIN_S and not self._path.queued(delay_s)
         if self.window < before and (brief or self._trial or self._cubic or not self._heed_delay):
-            # Losses of packets that were sent into the place of many lost ones belong to the same event.
+            # Packets sent in place of many lost ones may be lost too: that is the same event.
             rounds = 2 if finished.lost > LOSS_CUT * finished.packets else 1
             self._aftermath_s = rounds * LATE * max(report.smoothed_rtt_s, report.rtt_s)
 
@@ -275,21 +275,21 @@ class DctcpWindow:
             least, carried = 0.0, PROBE_PART * self._path.carried
             self._probed = self._path.carried + self._path.rate * allowed_s / 2
         self.window = max(self._smallest, min(before, carried), least)
-        # The packets that a start has on the way have not shown yet how long they wait.
+        # It is not known yet how long the packets of a slow start will queue.
         if self.window < before * (1 - TRIAL_CUT_MIN) and not self._starting:
             self._trial = Trial(before, report.smoothed_rtt_s, self._path.back_s)
         self._starting = False
 
     def _share_of_queue(self, trial: Trial, rtt_s: float) -> float:
-        """Return by how much the way there became shorter, where 1 is by what it would have if no others sent."""
+        """Return by how much the forward delay fell, relative to the fall expected if no others sent."""
         before_s = trial.rtt_s - trial.back_s
         alone_s = max(self._path.base_s, before_s - trial.rtt_s * (1 - self.window / trial.window))
         return (before_s - (rtt_s - self._path.back_s)) / (before_s - alone_s) if before_s > alone_s else 1.0
 
     def _enter_contest(self, window: float, rtt_s: float, report: Report) -> None:
-        """Go by losses alone, from a window, or from what was on the way in a round trip if that is less.
+        """React to losses alone, from ``window`` or from what was in flight per round trip if that is less.
 
-        A start has doubled its window since then.
+        Slow start has doubled its window since then.
         """
         carried = max(self._path.rate * rtt_s, window / 2) if self._path.rate else window
         self.window = max(self._smallest, min(window, carried))
@@ -308,7 +308,7 @@ class DctcpWindow:
         ):
             self._yield(report)
             return
-        # Where no queue stands, and as much is lost as ever, losses are not the others' doing.
+        # Without a standing queue and with no more losses than usual, the losses are not due to other flows.
         idle = not self._path.queued(self._path.average_s(report.smoothed_rtt_s))
         lossy = idle and self._random.watch(finished.packets, finished.lost)
         regained = self.window >= self._regained * (REGAINED_QUEUED if queued else REGAINED_IDLE)
@@ -322,7 +322,7 @@ class DctcpWindow:
         self.window = self._cubic.window = max(self._smallest, self._cubic.window)
 
     def _next_growth(self, wary: bool) -> float:
-        # Bursts of others end as suddenly as they begin: what is free for longer is taken faster.
+        # Other flows' bursts end as suddenly as they begin: capacity that stays free is claimed faster.
         if wary:
             self._calm_rounds = 0
             return self.weight
@@ -331,7 +331,7 @@ class DctcpWindow:
         return min(self.weight * 2.0**doublings, max(self.weight, self.window / GENTLE))
 
     def restart(self, now_s: float) -> bool:
-        """See :meth:`RateControl.restart`: it grows by what is delivered until it is what it was."""
+        """See :meth:`RateControl.restart`: it grows by all that is delivered until it is back to its old size."""
         still = self._starting or self._random.trying or self.contested
         whole = max(self.window, self._resume_at)
         part = max(self._initial, whole * RESTART_PART)
@@ -341,7 +341,7 @@ class DctcpWindow:
         return True
 
     def on_timeout(self) -> None:
-        """Halve the window if this is the second time in a row: one question or answer may have been lost at random."""
+        """Halve the window on the second timeout in a row: one probe or answer may have been lost at random."""
         self._timeouts += 1
         if self._timeouts > 1:
             self._cubic = self._trial = None

@@ -21,10 +21,10 @@ from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 
 CLOSE_LINGER_S: Final = 1.0
-"""How long an endpoint that closes waits for the last confirmations; several round trips of a long path."""
+"""How long a closing endpoint waits for the last acknowledgements; several round trips of a long path."""
 FAREWELLS: Final = 3
-"""How often a rank says that it leaves, for nobody confirms that: where one packet in ten is lost, one rank in a
-thousand hears none of them, and waits for ``silence_s`` if it wants something."""
+"""How often a rank announces that it leaves, which nobody acknowledges: at 10 % packet loss, one rank in a thousand
+misses all of them, and waits ``silence_s`` if it still expects something."""
 _POLL_S: Final = 0.005
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ class Endpoint:
     Attributes
     ----------
     connection
-        The messages. Other threads may read its rates and counters; its methods are for functions given to
-        :meth:`call` and for callbacks, which all run in the endpoint's thread.
+        The messages. Other threads may read its rates and counters; call its methods only from functions given to
+        :meth:`call` and from callbacks, which all run in the endpoint's thread.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class Endpoint:
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._ended: str | None = None
-        """Why the thread takes no more commands; changed, and read by others, under the lock."""
+        """Why the thread accepts no more commands; protected by the lock."""
         self._closing = False
         # Memory has no paths.
         spread = options.paths > 1 and not (shared and shared.ranks >= peers.keys())
         self._further = bind_further(sock, options.paths - 1 if spread else 0)
-        with contextlib.suppress(OSError):  # an older kernel hands over datagrams one by one
+        with contextlib.suppress(OSError):  # older kernels deliver datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
         self.connection = Connection(
             rank,
@@ -99,7 +99,7 @@ class Endpoint:
         self._thread.start()
 
     def send(self, request: SendRequest) -> Future[Delivery]:
-        """Send a message; the future resolves once the receiver has confirmed it."""
+        """Send a message; the future resolves once the receiver has acknowledged it."""
         return self._ask(partial(self.connection.send, request))
 
     def receive(self, request: ReceiveRequest) -> Future[Arrival]:
@@ -112,10 +112,10 @@ class Endpoint:
         Raises
         ------
         TransportError
-            The thread has ended, because the endpoint was closed or has failed; the message says which.
+            The thread has ended because the endpoint was closed or has failed; the message says which.
         """
         if threading.get_ident() == self._thread_id:
-            self._commands.append(function)  # run before the engine's next turn
+            self._commands.append(function)  # runs before the engine's next turn
             return
         with self._lock:
             if self._ended:
@@ -129,7 +129,7 @@ class Endpoint:
         Raises
         ------
         PeerSilentError
-            Some have not within ``timeout_s``; the message names them and their addresses.
+            Some have not answered within ``timeout_s``; the message names them and their addresses.
         """
         end_s = time.monotonic() + timeout_s
         while strangers := self.connection.strangers:
@@ -139,23 +139,23 @@ class Endpoint:
                 )
                 raise PeerSilentError(
                     f"job {self.connection.job}: no answer within {timeout_s:.0f} s from {where}; "
-                    "is it started, is the port open, and does the session token agree?"
+                    "is it running, is the port open, and is the session token the same?"
                 )
             self.call(self.connection.greet_all)
             time.sleep(0.05)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until peers have confirmed all that was sent, and its senders know; tell whether that came in time.
+        """Wait until peers have acknowledged all that was sent; return whether that came in time.
 
         Raises
         ------
         TransportError
-            The endpoint has been closed, or has failed.
+            The endpoint was closed or has failed.
         """
         end_s = time.monotonic() + timeout_s
         while True:
             answer: Future[bool] = Future()
-            self.call(partial(self._report_confirmed, answer))  # after all that was asked before
+            self.call(partial(self._report_confirmed, answer))  # after all earlier commands
             with contextlib.suppress(FutureTimeoutError):
                 if answer.result(max(0.0, end_s - time.monotonic())):
                     return True
@@ -164,14 +164,15 @@ class Endpoint:
             time.sleep(_POLL_S)
 
     def close(self, reason: str | None = None) -> None:
-        """Stop; without a ``reason`` once peers have confirmed what was sent, with one after telling them of it.
+        """Stop: without a ``reason``, after peers have acknowledged everything; with one, after telling them.
 
-        Several threads may call it at once: whoever gives a reason ends the others' wait. What the endpoint holds is
-        released by its own thread, which therefore is through with it.
+        Several threads may call it at once; a call with a reason ends the others' wait. The endpoint's own thread
+        releases
+        its resources, so nothing can be using them.
         """
         if reason is None:
             self._linger()
-        with contextlib.suppress(TransportError):  # it has ended before, or failed and told the peers
+        with contextlib.suppress(TransportError):  # it ended before, or failed and told the peers
             if reason is not None:
                 self.call(partial(self.connection.abort, reason))
             self.call(self._stop)
@@ -179,17 +180,17 @@ class Endpoint:
             self._thread.join(5)
 
     def _linger(self) -> None:
-        """Wait until peers have what was sent to them, and for a moment until they know that it is confirmed."""
+        """Wait until peers have everything that was sent, then briefly until they know that it is acknowledged."""
         with contextlib.suppress(TransportError):
             if not self.flush(self.connection.options.silence_s):
                 return
             self.call(self.connection.remind)
-            self.flush(CLOSE_LINGER_S)  # which asks after that was done
+            self.flush(CLOSE_LINGER_S)  # checks after that ran
             end_s = time.monotonic() + CLOSE_LINGER_S
             while not self._ended and not self.connection.settled and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
             for _ in range(FAREWELLS):
-                self.call(partial(self.connection.bid_farewell, "its script has ended, or has closed its session"))
+                self.call(partial(self.connection.bid_farewell, "its script has ended or has closed its session"))
                 time.sleep(_POLL_S)
 
     def _report_confirmed(self, answer: "Future[bool]") -> None:
@@ -233,13 +234,13 @@ class Endpoint:
             failure = TransportError(f"rank {self.connection.rank}: the endpoint failed: {error!r}")
             failure.__cause__ = error
             why = str(failure)
-            with contextlib.suppress(Exception):  # it may be what has failed
+            with contextlib.suppress(Exception):  # the connection itself may have failed
                 self.connection.abort(why)
             self.connection.fail(failure)
             raise
         finally:
             self._end(why)
-            # Here, where nothing else can be using them: a number that is closed is soon somebody else's.
+            # In this thread nothing else can be using them: a closed descriptor's number is soon reused.
             self._engine.release()
             for each in (self._socket, *self._further):
                 each.close()
@@ -247,18 +248,18 @@ class Endpoint:
                 self.connection.timeline.close()
 
     def _end(self, why: str) -> None:
-        """Take no more commands, and answer those that came meanwhile: with the error that the protocol has by now."""
+        """Accept no more commands, and answer pending ones with the connection's error."""
         with self._lock:
             self._ended = why
         while self._commands:
-            with contextlib.suppress(Exception):  # what fails was told why by the protocol
+            with contextlib.suppress(Exception):  # the connection has reported the reason
                 self._commands.popleft()()
 
     def _turn(self) -> None:
         now_s = time.monotonic()
         if now_s >= self.connection.due_s:
             self.connection.on_time(now_s)
-        while self._commands:  # last, for callbacks give commands, too, and nobody wakes the engine for them
+        while self._commands:  # last, since callbacks add commands without waking the engine
             self._commands.popleft()()
         if not self._closing:
             self._engine.turn(self.connection.due_s)

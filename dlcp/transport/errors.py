@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong between two ranks. Every message names the rank, the step and the layers it is about."""
+"""Errors between two ranks. Every message names the rank, the step and the layers concerned."""
 
 
 class TransportError(RuntimeError):
@@ -15,7 +15,7 @@ class DeadlineError(TransportError):
 
 
 class PeerHangsError(TransportError):
-    """A rank answers, but does not come to what the others wait for: its script hangs, or is much slower."""
+    """A rank answers but does not reach the point that others wait for: its script hangs or is much slower."""
 
 
 class PeerAbortedError(TransportError):
@@ -27,7 +27,7 @@ class RankEndedError(PeerSilentError):
 
 
 class PeerLeftError(TransportError):
-    """A rank has left in order, and this one still waits for something of it."""
+    """A rank has left in order while this one still waits for something from it."""
 
 
 class MessageMismatchError(TransportError):
@@ -39,5 +39,5 @@ class BoundExceededError(TransportError):
 
 
 def at_step(job: int, step: int) -> str:
-    """Return how an error message begins that is about a step."""
+    """Return the beginning of an error message about a step."""
     return f"job {job}, step {step}"

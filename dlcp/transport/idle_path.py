@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a path is like when nothing waits in it, and what it carries: found from rounds of packets."""
+"""A path's delay without queues and its capacity, estimated from rounds of packets."""
 
 import math
 from collections import deque
@@ -7,25 +7,25 @@ from collections import deque
 from dlcp.transport.congestion import Report
 
 QUEUE_MIN_S, QUEUE_PART = 0.0012, 1 / 16
-"""A round whose shortest round trip is longer than the idle path's by this, and by this part of it, has met a standing
-queue. Chosen by us: a little more than an acknowledgement may be delayed, for less cannot be told from the wake-up
-times of a busy host; and well below the shallowest buffer that a long path should have, a fifth of what it holds."""
+"""A round has met a standing queue if its minimum round trip exceeds the idle path's by both of these. This is a little
+more than the delay of an acknowledgement, since less cannot be told from wake-up times of a busy host; and well below
+the shallowest sensible buffer of a long path, a fifth of its bandwidth-delay product."""
 FULL_PART = 0.5
-"""Where packets have waited for at least this part of the longest that they did lately, a buffer may have been full, so
-that a loss is congestion. Where they waited for less, the buffer has held more without a loss. Chosen by us; loss
-differentiation by round trips (Spike, mBiaz; Cen et al., ToN 2003) has such thresholds."""
+"""If packets have queued for at least this part of the longest recent delay, a buffer may have been full, so a loss is
+congestion. With less, the buffer has held more without a loss. Loss differentiation by round trips (Spike, mBiaz; Cen
+et al., ToN 2003) has such thresholds."""
 DELAY_MIN_S, DELAY_PART = 0.005, 1 / 4
-"""More delay than this, and than this part of the idle path's round trip, is too much in itself, even without losses or
-marks: CoDel's target (RFC 8289), and on long paths what bursts need (chosen by us; LEDBAT++ allows 60 ms on any)."""
+"""More delay than both of these is too much in itself, even without losses or marks: CoDel's target (RFC 8289), and on
+long paths room for bursts (LEDBAT++ allows 60 ms on any path)."""
 BASE_MEMORY_S, BASE_MEMORY_ROUNDS = 10.0, 50
-"""How long the shortest round-trip time is remembered at least: BBR's window, or as many round trips where a deep
-queue makes these long."""
+"""How long the minimum round-trip time is remembered at least: BBR's window, or this many round trips if a deep queue
+makes them long."""
 RATE_MEMORY_ROUNDS = 10
 """How many rounds the highest rate is remembered; BBR's window."""
 
 
 class Round:
-    """What became of about a window's worth of packets."""
+    """Feedback on about a window's worth of packets."""
 
     __slots__ = ("began_s", "delivered", "lost", "marked", "one_way_s", "rtt_s")
 
@@ -36,11 +36,11 @@ class Round:
 
     @property
     def packets(self) -> int:
-        """Packets confirmed or lost."""
+        """Packets acknowledged or lost."""
         return self.delivered + self.lost
 
     def add(self, report: Report) -> None:
-        """Take in one report."""
+        """Add one report."""
         self.delivered += report.delivered
         self.marked += report.marked
         self.lost += report.lost
@@ -50,22 +50,22 @@ class Round:
 
 
 class IdlePath:
-    """A path's round-trip time without queues, and how much it has carried lately.
+    """A path's round-trip time without queues, and its recent throughput.
 
     Attributes
     ----------
     rate
-        The most packets a second in any of the last ``RATE_MEMORY_ROUNDS`` rounds, as BBR estimates bandwidth.
+        Highest rate in packets/s of the last ``RATE_MEMORY_ROUNDS`` rounds, as BBR estimates bandwidth.
     back_s
-        How long acknowledgements have waited on their way back in the last round, where one-way times tell.
+        How long acknowledgements queued on the way back in the last round, if one-way delays are known.
     """
 
     def __init__(self) -> None:
         self._shortest_s = [math.inf, math.inf]
         self._quickest_s = [math.inf, math.inf]
-        """One way."""
+        """Minimum one-way delay, of the memory's older half and of the newer one."""
         self._longest_s = [0.0, 0.0]
-        """Of the memory's older half, and of the newer one."""
+        """Longest round-trip time, without queueing on the way back; in the same order."""
         self._memory_s = BASE_MEMORY_S
         self._renewed_s = self._met_s = 0.0
         self._rates: deque[float] = deque(maxlen=RATE_MEMORY_ROUNDS)
@@ -73,31 +73,31 @@ class IdlePath:
 
     @property
     def base_s(self) -> float:
-        """The shortest round-trip time of the memory to twice that, in seconds; 0 if there was none."""
+        """Minimum RTT over the last one to two windows, in seconds; 0 if there was none."""
         base_s = min(self._shortest_s)
         return 0.0 if base_s == math.inf else base_s
 
     @property
     def rate(self) -> float:
-        """Return the rate in packets a second; 0 if there was no round yet."""
+        """Return the rate in packets/s; 0 before the first round."""
         return max(self._rates, default=0.0)
 
     @property
     def carried(self) -> float:
-        """Packets that are on the way at that rate if none waits."""
+        """Packets in flight at that rate with empty queues."""
         return self.rate * (self.base_s + self.back_s)
 
     @property
     def allowed_s(self) -> float:
-        """The delay that is not too much."""
+        """The largest acceptable delay."""
         return max(DELAY_MIN_S, self.base_s * DELAY_PART)
 
     def add(self, finished: Round, now_s: float, *, keep: bool) -> float:
-        """Take in a round, return by how much its shortest way there was longer than the idle path's.
+        """Add a round; return by how much its minimum forward delay exceeds the idle path's.
 
-        Without one-way times, the way back counts, too.
+        Without one-way delays, the way back counts, too.
 
-        With ``keep``, nothing is forgotten: others keep the queue from ever being empty.
+        With ``keep``, nothing is forgotten: other flows keep the queue from ever being empty.
         """
         if now_s > finished.began_s:
             self._rates.append(finished.delivered / (now_s - finished.began_s))
@@ -124,26 +124,26 @@ class IdlePath:
         return delay_s
 
     def meet(self, now_s: float) -> None:
-        """Take the round-trip time of the idle path for known as of now."""
+        """Treat the idle path's round-trip time as just measured."""
         self._met_s = now_s
 
     def average_s(self, smoothed_rtt_s: float) -> float:
-        """Return by how much the way there is longer than the idle path's in the average."""
+        """Return by how much the average forward delay exceeds the idle path's."""
         return smoothed_rtt_s - self.base_s - self.back_s
 
     def queued(self, delay_s: float) -> bool:
-        """Return whether a round with that delay has met a standing queue."""
+        """Return whether a round with this delay has met a standing queue."""
         return delay_s > max(QUEUE_MIN_S, self.base_s * QUEUE_PART)
 
     def may_be_full(self, delay_s: float, smoothed_rtt_s: float) -> bool:
-        """Return whether that queue may have been all that there is room for.
+        """Return whether that queue may have filled its buffer.
 
-        On a long path a queue is filled and emptied within a round: there the average counts, too.
+        On a long path a queue fills and drains within a round, so the average counts, too.
         """
         if self.base_s > DELAY_MIN_S:
             delay_s = max(delay_s, self.average_s(smoothed_rtt_s))
         return self.queued(delay_s) and delay_s > (max(self._longest_s) - self.base_s) * FULL_PART
 
     def fading(self, now_s: float) -> bool:
-        """Return whether the idle path was not met for so long that its round-trip time will be forgotten soon."""
+        """Return whether the idle path was last seen so long ago that its round-trip time will soon be forgotten."""
         return now_s - self._met_s > self._memory_s / 2

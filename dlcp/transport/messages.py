@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between ranks: what is sent, what is received, and how much of it may be lost."""
+"""Messages between ranks: requests, results, and loss bounds."""
 
 import math
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
 SHARE: Final = Range(0, 1, below=True)
-"""The shares of a message that may be lost, or deferred: something of it has to arrive."""
+"""Shares of a message that may be lost or deferred: some of it has to arrive."""
 Share = Annotated[float, SHARE]
 
 
 class MessageKey(NamedTuple):
-    """What tells the messages between two ranks apart: training step (generation) and number within it."""
+    """Identifies a message between two ranks: training step (generation) and number within it."""
 
     step: int
     message: int
@@ -33,19 +33,19 @@ class MessageKey(NamedTuple):
 class LossBound:
     """The loss that a message may suffer.
 
-    A message of n packets is complete when all its protected packets and at least ceil((1 - ratio) n) of all are in.
+    A message of n packets is complete when all protected packets and at least ceil((1 - ratio) n) packets have arrived.
 
     Parameters
     ----------
     ratio
-        The largest share of packets that may be lost, 0 to 1. It is a ceiling: used when packets were lost or are late,
+        The largest share of packets that may be lost, 0 to 1. It is a ceiling: used only when packets are lost or late,
         never on an idle network.
     immediate
-        Stop at the bound even while the rest is on its way, as the DLCP paper does (arXiv 2008.08445). That throws away
-        up to ``ratio`` of every message.
+        Stop at the bound even while the rest is in flight, as the DLCP paper does (arXiv 2008.08445). That discards up
+        to ``ratio`` of every message.
     deferral
-        The largest share of packets that the sender may defer, that is, keep for a later step, 0 to 1. Whoever sends
-        decides which; they are not lost.
+        The largest share of packets that the sender may defer to a later step, 0 to 1. The sender chooses them; they do
+        not count as lost.
     """
 
     ratio: float = 0.0
@@ -78,20 +78,20 @@ class SendRequest(NamedTuple):
     Attributes
     ----------
     peer, key
-        The receiver, and what tells the message from others to it.
+        The receiver, and the message's identity among those to it.
     payload, tail
-        Its bytes: those of ``tail`` follow those of ``payload``. They must not change until the message is delivered.
+        Its bytes: those of ``payload``, then those of ``tail``. They must not change until the message is delivered.
     tags
         Its packets' tags.
     bound
         How much of it may be lost.
     label
-        What error messages call it, such as the layers that it holds.
+        Its name in error messages, such as the layers that it holds.
     order
-        Which part of it leaves first.
+        Which part of it is sent first.
     deferred
-        Which of its packets are kept for a later step and not sent, shape (packets,); None: all are sent. Neither
-        protected packets nor the last one, which tells the size, can be deferred.
+        Which of its packets are deferred and not sent, shape (packets,); None: none. Neither protected packets nor the
+        last one, which tells the size, can be deferred.
     """
 
     peer: int
@@ -105,12 +105,12 @@ class SendRequest(NamedTuple):
     deferred: NDArray[np.bool_] | None = None
 
     def check_deferred(self, deferred: NDArray[np.bool_]) -> None:
-        """Check what is to be deferred.
+        """Check the deferred packets.
 
         Raises
         ------
         ValueError
-            It has another shape than the message, is more than the bound admits, or must be sent.
+            Wrong shape, more than the bound admits, or packets that must be sent.
         """
         packets = len(self.tags.queue)
         if deferred.shape != (packets,) or deferred.dtype != np.bool_ or not deferred.flags.c_contiguous:
@@ -128,9 +128,9 @@ class ReceiveRequest(NamedTuple):
     Attributes
     ----------
     peer, key
-        The sender, and what tells the message from others of it.
+        The sender, and the message's identity among those from it.
     message_bytes
-        Its size with its tail. None: what the sender says; then something of the message must have arrived
+        Its size with its tail. None: the size that the sender gives; then a packet of the message must have arrived
         (``Endpoint.on_unexpected``), and its sender must protect the last packet.
     bound, label
         As in :class:`SendRequest`.
@@ -138,8 +138,8 @@ class ReceiveRequest(NamedTuple):
         Where its bytes go: first ``into``, then ``tail``. Without ``into`` the transport allocates memory.
     reduction, position
         Add the message to a reduction instead, as the contribution at ``position``. The arrival's ``payload`` is then a
-        buffer of ``Endpoint.buffers`` in which packets waited for their turn; whoever finishes the reduction returns
-        it.
+        buffer of ``Endpoint.buffers`` in which packets waited for their turn; the caller that finishes the reduction
+        returns it.
     """
 
     peer: int
@@ -153,12 +153,12 @@ class ReceiveRequest(NamedTuple):
     position: int = 0
 
     def checked_into(self) -> Bytes | None:
-        """Return ``into`` as an array, once all places fit the message: packets are written without another check.
+        """Return ``into`` as an array after checking all destinations: the engine writes without another check.
 
         Raises
         ------
         ValueError
-            ``into`` and ``tail``, or the values of ``reduction``, are not of the message's size or not writable.
+            ``into`` and ``tail``, or the values of ``reduction``, do not match the message's size or are not writable.
         """
         into, size, reduction = self.into, self.message_bytes, self.reduction
         if into is None and self.tail is EMPTY and (reduction is None or reduction.values.nbytes == size):
@@ -174,16 +174,16 @@ class ReceiveRequest(NamedTuple):
         if reduction is not None and (reduction.values.nbytes != size or places):
             raise ValueError(
                 f"{self.label}: a message of {size} bytes cannot be added to {reduction.values.nbytes} bytes, or "
-                "is to be stored elsewhere as well"
+                "has a second destination; give either a reduction or a buffer of the same size"
             )
         return into
 
 
 class Delivery(NamedTuple):
-    """What became of a message that was sent, as its receiver confirmed it.
+    """Outcome of a sent message, as its receiver acknowledged it.
 
-    ``delivered`` has shape (packets,), as ``deferred``, which tells the packets that were kept for a later step (None:
-    none); ``sent`` counts every transmission, ``resent`` those after a packet's first.
+    ``delivered`` and ``deferred``, the packets left for a later step (None: none), have shape (packets,); ``sent``
+    counts every transmission, ``resent`` all but the first of each packet.
     """
 
     delivered: NDArray[np.bool_]
@@ -194,33 +194,33 @@ class Delivery(NamedTuple):
 
     @property
     def arrived(self) -> int:
-        """Packets that arrived."""
+        """Number of packets that arrived."""
         return int(np.count_nonzero(self.delivered))
 
     @property
-    def put_off(self) -> int:
-        """Packets that were deferred."""
+    def deferred_count(self) -> int:
+        """Number of packets that were deferred."""
         return 0 if self.deferred is None else int(np.count_nonzero(self.deferred))
 
     @property
     def lost(self) -> int:
-        """Packets that were sent and never arrived."""
-        return len(self.delivered) - self.arrived - self.put_off
+        """Number of packets that were sent and never arrived."""
+        return len(self.delivered) - self.arrived - self.deferred_count
 
     @property
     def recovered(self) -> int:
-        """Packets that were lost and arrived when sent again; at most ``resent``."""
+        """Number of packets that arrived after a loss and retransmission; at most ``resent``."""
         return min(self.resent, self.arrived) if self.resent else 0
 
 
 class Arrival(NamedTuple):
-    """A message as it arrived.
+    """A received message.
 
-    ``payload`` is where its bytes are, without the tail. Missing packets read as zeros where the transport allocated
-    the memory; elsewhere the memory keeps what it held. For a message that was added to a reduction, ``payload`` is the
-    buffer that its packets waited in, possibly empty, and its content means nothing. ``delivered`` and ``layer``, the
-    layer position in each packet's header, have shape (packets,). Of those that are missing the sender deferred
-    ``deferred``.
+    ``payload`` holds its bytes, without the tail. Missing packets read as zeros if the transport allocated the memory;
+    otherwise the memory keeps what it held. For a message that was added to a reduction, ``payload`` is the buffer that
+    its packets waited in, possibly empty, and its content is meaningless. ``delivered`` and ``layer``, the layer
+    position in each packet's header, have shape (packets,). ``deferred`` is the number of missing packets that the
+    sender deferred.
     """
 
     payload: Bytes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine, which is written in C (``dlcp/native``), as the endpoint calls it.
+"""Python interface to the C engine (``dlcp/native``).
 
-``engine.h`` says what the records and functions mean. ctypes declares them here once more, because it needs neither
-Python's headers nor a compiler where DLCP is installed from a wheel; ``dlcp_sizes`` shows when the two differ.
+``engine.h`` documents the records and functions. ctypes declares them here again, because it needs neither Python's
+headers nor a compiler where DLCP is installed from a wheel; ``dlcp_sizes`` reveals differences between the two.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ _COUNTERS: Final = (
 
 
 def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """Return the fields of a structure; each group is a type and the names of its fields, in order of ``engine.h``."""
+    """Return a structure's fields; each group is a type and the names of its fields, in the order of ``engine.h``."""
     return [(field, kind) for kind, names in groups for field in names.split()]
 
 
 def _record(name: str, **fields: Any) -> type[ctypes.Structure]:
-    """Return a structure; each argument is a type and the names of those fields, in the order of ``engine.h``."""
+    """Return a structure; each argument is a type and the names of its fields, in the order of ``engine.h``."""
     return type(name, (ctypes.Structure,), {"_fields_": _fields(*fields.values())})
 
 
@@ -86,7 +86,7 @@ _Head = _record(
 
 
 class Flow(ctypes.Structure):
-    """Everything on its way to one peer."""
+    """Everything in flight to one peer."""
 
     _fields_ = _fields(
         (c_double, "window"),
@@ -96,31 +96,31 @@ class Flow(ctypes.Structure):
         (c_double, "pace"),
     )
     window: float
-    """Packets that may be on the wire; less than one admits one packet now and then."""
+    """Packets that may be in flight; a window below one packet admits one now and then."""
     largest_window: int
-    """What the receiver's buffer admits, in packets."""
+    """The limit set by the receiver's buffer, in packets."""
     flying: int
-    """Packets on the wire."""
+    """Packets in flight."""
     smoothed_rtt_s: float
-    """Round-trip time, averaged as in RFC 6298; 0 if not known."""
+    """Round-trip time, smoothed as in RFC 6298; 0 if unknown."""
     rtt_variation_s: float
     """Its mean deviation."""
     heard_s: float
-    """When the last packet of the peer arrived."""
+    """When the last packet from the peer arrived."""
     burst: int
     """The most packets in one send."""
     mute: bool
-    """Send nothing but control packets."""
+    """Send only control packets."""
     slow_start: bool
-    """Whether the window is to grow at once if it holds packets back."""
+    """Whether the window should grow at once when it is the limit."""
     pace: float
-    """Packets a second that leave at most; infinity: as many as the window admits."""
+    """Maximum packets per second; infinity: as many as the window admits."""
 
 
 _EVENT: Final = struct.Struct("17q 4d 2P")
 _SEND_REQUEST: Final = struct.Struct("4q 2P 2q 5P 7q")
 _RECEIVE_REQUEST: Final = struct.Struct("8q 2P 2q P q")
-"""Records of which there are several for each message are packed and unpacked: that takes a fifth of the time."""
+"""Records needed several times per message are packed and unpacked: that takes a fifth of the time."""
 _SIZES: Final = {
     **{mirror.__name__: ctypes.sizeof(mirror) for mirror in (_Head, Flow, _Config)},
     "Event": _EVENT.size,
@@ -196,12 +196,12 @@ _SIGNATURES: Final[dict[str, tuple[Any, Sequence[Any]]]] = {
 
 
 def _load() -> ctypes.CDLL:
-    """Return the compiled library, with its functions declared.
+    """Load the compiled library and declare its functions.
 
     Raises
     ------
     ImportError
-        It is not here, or its records are not those of this module; the message says what to do.
+        It is missing, or its records do not match this module; the message says what to do.
     """
     library = dlcp.native.library()
     for name, (result, arguments) in _SIGNATURES.items():
@@ -209,32 +209,32 @@ def _load() -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     for which, (name, size) in enumerate(_SIZES.items()):
         if library.dlcp_sizes(which) != size:
-            raise ImportError(f"the record {name} has another size in {dlcp.native.LIBRARY}; install DLCP again")
+            raise ImportError(f"record {name} has a different size in {dlcp.native.LIBRARY}; reinstall DLCP")
     return library
 
 
 _LIBRARY: Final = _load()
-"""Loaded with this module, so that a program without it fails where it imports DLCP, and not in the first step."""
+"""Loaded at import, so that a program without it fails there and not in the first step."""
 
 
 class StreamingReduction:
-    """The average of this rank's values and what others send, formed in place while packets arrive.
+    """The average of this rank's values and the others' contributions, computed in place as packets arrive.
 
-    Own values come first, then those of the others in a fixed order, whoever arrives first: so the result is the same
-    every time. With ``first_block`` each of the others begins with another chunk of its message
+    Own values come first, then those of the others in a fixed order, whichever arrives first, so the result is always
+    the same. With ``first_block`` each of the others begins with another chunk of its message
     (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets that arrive before their turn
     wait in a buffer. Use it in the endpoint's thread.
 
     Parameters
     ----------
     values
-        Own values, shape (m,); the average in the end.
+        Own values, shape (m,); holds the average in the end.
     per_packet
         How many values a packet carries.
     members
         How many others contribute.
     divisor
-        What the sum is divided by.
+        Divisor of the sum.
     first_block
         The block of packets at which chunk 0 begins; below 0 for no chunks.
     """
@@ -262,13 +262,13 @@ class StreamingReduction:
             self._library.dlcp_reduction_free(self.pointer)
 
     def needs_buffer(self, position: int) -> bool:
-        """Return whether packets of the contribution at a position may arrive before their turn, and have to wait."""
+        """Return whether packets of the contribution at a position may arrive early and need a buffer."""
         return self._members > 1 and (self._by_chunks or position > 0)
 
     def copy_into(self, copy: NDArray[np.float32]) -> None:
-        """Have each packet's average in ``copy``, too, as soon as it is complete; call it before anything arrives.
+        """Also write each packet's average to ``copy`` as soon as it is complete; call it before anything arrives.
 
-        What :meth:`finish` averages is not written there.
+        Averages that :meth:`finish` computes are not written there.
         """
         self._copy = copy
         self._library.dlcp_reduction_copy(self.pointer, copy.ctypes.data)
@@ -280,14 +280,14 @@ class StreamingReduction:
         return np.unpackbits(bits.view(np.uint8), count=self._packets, bitorder="little").astype(np.bool_)
 
     def finish(self, rescale: bool) -> int:
-        """Average the packets that lack a contribution which will never arrive; return how many there were.
+        """Average packets with contributions that will never arrive; return how many there were.
 
-        Complete packets have been averaged before. The reduction is over then.
+        Complete packets are averaged already. This ends the reduction.
 
         Parameters
         ----------
         rescale
-            Divide by how many ranks contributed, else by the divisor.
+            Divide by the number of contributing ranks instead of the divisor.
         """
         incomplete = int(self._library.dlcp_reduction_finish(self.pointer, rescale))
         self.pointer = None
@@ -296,28 +296,27 @@ class StreamingReduction:
 
 
 class Engine:
-    """The messages of one rank. Not thread-safe, but for :meth:`wake`.
+    """The messages of one rank. Not thread-safe, except :meth:`wake`.
 
     Attributes
     ----------
     flows
-        What is on its way to each peer, by rank.
+        State of the flow to each peer, by rank.
 
     Parameters
     ----------
     rank, peers
         This rank, and the address of every other.
     ecn_capable
-        Of each peer, whether packets to it may be marked instead of dropped.
+        Per peer, whether its packets may be marked instead of dropped.
     job, token, options
         As in :class:`dlcp.transport.Endpoint`.
     sock
-        A non-blocking socket; without one packets leave as events.
+        A non-blocking socket; without one, packets to send become events.
     further
-        More sockets to send from, each a path; what comes to them is for nobody.
+        More sockets to send from, one per path; packets that arrive there are ignored.
     shared
-        Memory through which packets go to and come from ranks of this host, instead of the socket; closed with the
-        engine.
+        Memory for packets to and from ranks of this host, instead of the socket; closed with the engine.
     """
 
     def __init__(
@@ -393,13 +392,13 @@ class Engine:
             self._library.dlcp_import(self._engine, self._numbers[peer], memory.ctypes.data, len(memory))
 
     def __del__(self) -> None:
-        # Not sooner: other threads read counters and flows until nobody knows the engine any more.
+        # Not sooner: other threads read counters and flows as long as they hold a reference.
         if getattr(self, "_engine", None):
             self._library.dlcp_engine_free(self._engine)
 
     @property
     def room(self) -> int:
-        """How many datagrams may leave without a socket; below 0 any number."""
+        """How many datagrams may leave without a socket; negative for no limit."""
         return int(self._head.room)
 
     @room.setter
@@ -408,12 +407,12 @@ class Engine:
 
     @property
     def offload(self) -> bool:
-        """Whether the kernel takes whole bursts (UDP_SEGMENT)."""
+        """Whether the kernel accepts whole bursts (UDP_SEGMENT)."""
         return bool(self._head.offload)
 
     @property
     def stopping(self) -> bool:
-        """Whether a sender does not know yet what became of its message, but for whole ones: about those it asks."""
+        """Whether the sender of an incomplete message does not know its outcome; of complete ones it will ask."""
         return bool(self._head.stopping_count)
 
     @property
@@ -423,7 +422,7 @@ class Engine:
 
     @property
     def inbound_peak(self) -> float:
-        """The fastest that data has come through the network since this was set to 0, in packets a second."""
+        """The fastest that data arrived through the network since this was set to 0, in packets/s."""
         return float(self._head.inbound_peak)
 
     @inbound_peak.setter
@@ -431,7 +430,7 @@ class Engine:
         self._head.inbound_peak = packets_per_s
 
     def counters(self) -> dict[str, int]:
-        """Return what was counted so far; names that begin with ``refused_`` are of packets refused."""
+        """Return the counters; names that begin with ``refused_`` are of refused packets."""
         return {name: value for name in _COUNTERS if (value := getattr(self._head, name)) and name != "last_errno"}
 
     # Events -----------------------------------------------------------------------------------------------------------
@@ -442,11 +441,11 @@ class Engine:
         Raises
         ------
         MemoryError
-            Memory was short where nothing could be refused; the engine must not go on.
+            Memory ran out where nothing could be refused; the engine must not be used any more.
         """
         head = self._head
         if head.failed:
-            raise MemoryError("the engine had no memory for what it must remember")
+            raise MemoryError("the engine ran out of memory for its state; use smaller or fewer messages")
         count = head.event_count
         if not count:
             return []
@@ -494,7 +493,7 @@ class Engine:
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
-        """Send a message of which ``bound`` may be lost; its bytes are kept until :class:`Sent`."""
+        """Send a message with a loss bound; its bytes are kept until :class:`Sent`."""
         payload, tail, key = request.payload, request.tail, request.key
         queue, drop_class, layer, protected = map(np.ascontiguousarray, request.tags)
         packets, deferred, allowed = len(queue), request.deferred, 0
@@ -512,12 +511,12 @@ class Engine:
             raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
 
     def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
-        """Go on sending from a copy of a message's payload; return whether anything of it may still be sent."""
+        """Continue sending from a copy of a message's payload; return whether any of it may still be sent."""
         address = None if payload is None else payload.ctypes.data
         return bool(self._library.dlcp_detach(self._engine, self._numbers[peer], *key, address))
 
     def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
-        """Return how many packets of a message are delivered, on the wire, to be sent, and all; 0 if it is gone."""
+        """Return how many packets of a message are delivered, in flight, unsent, and in total; 0 if it is gone."""
         progress = _NUMBERS()
         self._library.dlcp_sending(self._engine, self._numbers[peer], *key, byref(progress))
         return progress[0], progress[1], progress[2], progress[3]
@@ -527,12 +526,13 @@ class Engine:
     ) -> int:
         """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
 
-        Without a buffer a reduction must not need one. Memory is kept until :class:`Arrived`, and for a reduction until
-        that is over.
+        Without a buffer, the reduction must not need one. Memory is kept until :class:`Arrived`, or for a reduction
+        until
+        it is over.
 
         Returns
         -------
-        0, or how many packets the sender's message has, if the two have different sizes.
+        0, or the packet count of the sender's message if the sizes differ.
         """
         key, size, tail, reduction = request.key, request.message_bytes, request.tail, request.reduction
         last = 0 if size is None else size - (packets - 1) * self._options.payload_bytes
@@ -553,7 +553,7 @@ class Engine:
         return done
 
     def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
-        """Return how many packets of a message have arrived, and how many it has, 0 if it is not known."""
+        """Return how many packets of a message have arrived, and how many it has; 0 if unknown."""
         progress = _NUMBERS()
         self._library.dlcp_receiving(self._engine, self._numbers[peer], *key, byref(progress))
         return progress[0], progress[1]
@@ -565,35 +565,35 @@ class Engine:
         return StreamingReduction(values, per_packet, members, divisor, first_block)
 
     def begin_step(self, step: int, now_s: float) -> None:
-        """Refuse packets of steps before ``step``, and drop what is received of them."""
+        """Refuse packets of steps before ``step``, and drop receives for them."""
         self._library.dlcp_begin_step(self._engine, step, now_s)
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message, of which no packets will come any more."""
+        """Forget a complete message, for which no more packets will come."""
         self._library.dlcp_forget(self._engine, self._numbers[peer], *key)
 
     def remind(self, now_s: float) -> None:
-        """Tell senders again which messages came whole, until they confirm it: soon nobody can be asked."""
+        """Remind senders which messages are complete, until they acknowledge it: this rank will soon be gone."""
         self._library.dlcp_remind(self._engine, now_s)
 
     def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
-        """Send a packet that is about a peer, not about a message."""
+        """Send a packet about a peer rather than a message."""
         self._library.dlcp_send_control(self._engine, self._numbers[peer], kind, payload, len(payload))
 
     # Paths ------------------------------------------------------------------------------------------------------------
 
     def accept(self, peer: int, ports: Sequence[int]) -> None:
-        """Take packets of a peer from other ports of its address, too, up to ``PATHS_MAX`` less one."""
+        """Also accept packets of a peer from these other ports of its address, at most ``PATHS_MAX`` - 1."""
         numbers = np.array(ports, np.uint16)
         self._library.dlcp_accept(self._engine, self._numbers[peer], numbers.ctypes.data, len(numbers))
 
     def spread(self, peer: int, paths: int) -> None:
-        """Let packets to a peer leave on so many paths: it knows the ports of all."""
+        """Send packets to a peer on this many paths: it knows all their ports."""
         if self._library.dlcp_spread(self._engine, self._numbers[peer], paths) == _NO_MEMORY:
             raise MemoryError(f"no memory for {paths} paths to rank {peer}")
 
     def paths_to(self, peer: int) -> list[PathState]:
-        """Return what is known of the paths to a peer that are in use or left."""
+        """Return the state of the paths to a peer, in use or abandoned."""
         found = []
         for number in range(PATHS_MAX):
             state = _STATE()
@@ -604,13 +604,13 @@ class Engine:
     # Packets ----------------------------------------------------------------------------------------------------------
 
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
-        """Take in one datagram, for use without a socket."""
+        """Process one datagram, for use without a socket."""
         raw = np.frombuffer(datagram, np.uint8)
         host, port = ipv4_number(source[0]), source[1]
         self._library.dlcp_take_in(self._engine, raw.ctypes.data, len(raw), host, port, tos, now_s)
 
     def tick(self, now_s: float) -> float:
-        """Do what is due: acknowledge, ask, repeat, report; return when something is due next."""
+        """Do what is due: acknowledge, probe, repeat, report; return when something is due next."""
         return float(self._library.dlcp_tick(self._engine, now_s))
 
     def pump(self, now_s: float) -> int:
@@ -622,17 +622,17 @@ class Engine:
         self._library.dlcp_turn(self._engine, until_s)
 
     def wake(self) -> None:
-        """Make :meth:`turn` return; from any thread."""
+        """Make :meth:`turn` return; callable from any thread."""
         self._head.woken = 1
-        with contextlib.suppress(OSError):  # full, which wakes as well; or closed
+        with contextlib.suppress(OSError):  # full, which also wakes it; or closed
             os.write(self._wake_write, b"\0")
 
     def stop(self) -> None:
-        """Drop all messages, and take no more."""
+        """Drop all messages, and accept no more."""
         self._library.dlcp_engine_stop(self._engine)
 
     def release(self) -> None:
-        """Stop, and close what the engine has opened."""
+        """Stop, and close what the engine opened."""
         self.stop()
         self._shared.close()
         if self._wake_write >= 0:
@@ -647,7 +647,7 @@ def ipv4_number(host: str) -> int:
 
 
 def service_of(tagged: bool, ecn_capable: bool) -> NDArray[np.uint8]:
-    """Return the IPv4 type of service by queue and by whether a packet may be dropped, shape (8, 2)."""
+    """Return the IPv4 type of service by queue and droppability, shape (8, 2)."""
     service = np.zeros((8, 2), np.uint8)
     if tagged:
         service[:] = [[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)]

@@ -16,13 +16,12 @@ PATHS_MAX: Final = 64
 """The most paths to a peer."""
 PathCount = Annotated[int, Range(1, PATHS_MAX)]
 SECONDS: Final = Range(0, 1e9, above=True)
-"""Deadlines. 30 years are the most: clocks and locks of the system overflow not far beyond."""
+"""Deadlines. At most 30 years: the system's clocks and locks overflow not far beyond."""
 Seconds = Annotated[float, SECONDS, Unit("s")]
 SwitchHops = Annotated[int, Range(1, 0xFFFF)]
-"""The drop budget that is divided by it has 16 bits."""
+"""The drop budget, which is divided by it, has 16 bits."""
 FlowWeight = Annotated[float, Range(0.0, 100)]
-"""A share of a flow, or so many flows; 0 is the default. 100 is chosen by us: one that weighs more than that leaves
-nothing to others."""
+"""A share of a flow, or a multiple; 0 is the default. A flow of weight 100 leaves nothing to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +33,32 @@ class TransportOptions:
     payload_bytes
         Bytes of a message per packet. 1440 fills an MTU of 1500 (20 IPv4, 8 UDP, 32 DLCP).
     tagged
-        False sends everything as ordinary traffic in one queue: no tags, nothing droppable, no urgent control packets.
+        False sends everything as ordinary traffic in one queue: no tags, no droppable packets, no urgent control
+        packets.
     congestion
         ``dctcp`` (DCTCP-like: reacts to ECN, loss and delay, for tagged traffic), ``ecn`` (the same without delay: for
-        a path where packets wait behind other traffic after they have left their queues, as in BMv2), or ``cubic`` (for
-        a queue shared with TCP).
+        paths where packets wait behind other traffic after leaving their queues, as in BMv2), or ``cubic`` (for a queue
+        shared with TCP).
     flow_weight
-        The share of one flow that traffic to each peer counts as; None divides one flow among those who send to a rank.
+        The share of a flow that traffic to each peer counts as; None divides one flow among a rank's senders.
     switch_hops
-        Switches that the packets of one message may cross, all equal paths taken together: 1 + 1 + S between two leaves
-        under S spines. The drop budget is divided by it, so that all of them together keep the bound. ``dlcp fabric
-        check`` tells the number.
+        Switches that packets of one message may cross, over all equal paths together: 1 + 1 + S between two leaves
+        under S spines. The drop budget is divided by it, so that the switches together keep the bound. ``dlcp fabric
+        check`` prints the number.
     silence_s
-        A peer that answers nothing for this long is dead.
+        A peer that is silent for this long is considered dead.
     deadline_s
-        A message that takes longer than this has failed.
+        A message that takes longer than this fails.
     paths
         Ports to send from, 1 to 64, so that a fabric that chooses among equal routes by addresses and ports (ECMP) has
-        as many choices for each peer. Of four routes 8 ports miss one in 38 % of all cases, 12 in 13 %, 16 in 4 %. The
-        default is chosen by us: on a loopback, where there is one route only, an all-reduce with 8 took as much
-        processor time as with 1, and with 16 took 2 to 3 % more.
+        as many choices for each peer. Of four routes 8 ports miss one in 38 % of all cases, 12 in 13 %, 16 in 4 %. On a
+        loopback, with only one route, an all-reduce with 8 took as much processor time as with 1, and with 16 took 2 to
+        3 % more.
     early_buffer_bytes
-        The most memory for messages that arrive before anybody waits for them.
+        Maximum memory for messages that arrive before their receives are posted.
     clear_after_s
-        A path on which nothing was lost or marked for so long is clear: what goes there is not tagged by magnitude.
-        Infinity: no path ever is. The default is chosen by us: where bursts of other traffic matter, they come more
-        often than once a minute.
+        A path without a loss or mark for this long is clear: its traffic is not tagged by magnitude. Infinity: no path
+        ever is. If bursts of other traffic matter, they come more often than the default of once a minute.
     """
 
     payload_bytes: int = 1440
@@ -89,5 +88,5 @@ class TransportOptions:
 
 
 def weight_of(flow_weight: float | None, senders: int) -> float:
-    """Return the share of a flow that one counts as; None divides one among all ``senders`` to its receiver."""
+    """Return the share of a flow that each counts as; None divides one among all ``senders`` to its receiver."""
     return flow_weight or 1 / max(1, senders)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest packets that really arrive at each peer, found by sending them before there is anything to lose.
+"""The largest packets that arrive at each peer, found by probing before there is anything to lose.
 
-A path can pass small packets and swallow large ones without a word (an MTU black hole), so neither a greeting nor the
-kernel's path MTU tells enough. This is packetization-layer discovery (RFC 8899) reduced to a short list of sizes: HELLO
-packets padded to a payload's size, never fragmented, each answered by a small HELLO_ACK that names the size.
+A path may pass small packets and silently drop large ones (an MTU black hole), so neither a greeting nor the kernel's
+path MTU is enough. This is packetization-layer discovery (RFC 8899) reduced to a short list of sizes: HELLO packets
+padded to a payload's size, never fragmented, each answered by a small HELLO_ACK that names the size.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait  # select.select knows no descriptors from 1024 on
+from multiprocessing.connection import wait  # select.select cannot handle descriptors from 1024 on
 from typing import Final
 
 from dlcp import wire
@@ -21,17 +21,17 @@ Address = tuple[str, int]
 
 IPV4_UDP_BYTES: Final = 28
 COMMON_MTUS: Final = (9000, 1500, 1460, 1450, 1400, 1280, 576)
-"""Jumbo frames, Ethernet, a large cloud's network, VXLAN, common tunnels, the least of IPv6 and the least of IPv4."""
+"""Jumbo frames, Ethernet, a large cloud's network, VXLAN, common tunnels, the minima of IPv6 and IPv4."""
 PAYLOAD_UNKNOWN: Final = 1440
-"""Fills Ethernet's MTU of 1500: what to use where no path can be asked, as to a parameter server."""
+"""Fills Ethernet's MTU of 1500: used where no path can be probed, as to a parameter server."""
 PAYLOAD_LEAST: Final = 64
-"""The smallest payload of all; a peer that does not even get this is cut off."""
+"""The smallest payload; a peer that does not even get this is unreachable."""
 
 REPEAT_S: Final = 0.02
 TRIES: Final = 25
-"""How often a size is tried once a peer answers. At 30 % loss each way, 5e-8 of good paths fail it. Chosen by us."""
+"""How often a size is tried once a peer answers. At 30 % loss each way, 5e-8 of good paths fail."""
 SMALLER_AFTER: Final = 2
-"""Tries of the largest size alone before the others are tried beside it."""
+"""Tries of the largest size alone before the others are tried as well."""
 
 _IP_MTU_DISCOVER: Final = 10
 _IP_PMTUDISC_PROBE: Final = 3
@@ -39,12 +39,12 @@ _IP_MTU: Final = 14
 
 
 def payload_for_mtu(mtu: int) -> int:
-    """Return how many bytes of a message a packet carries on a path of this MTU: a multiple of 8."""
+    """Return a packet's payload in bytes on a path of this MTU: a multiple of 8."""
     return (mtu - IPV4_UDP_BYTES - wire.HEADER_BYTES) // 8 * 8
 
 
 def first_hop_mtu(address: Address) -> int:
-    """Return the MTU of the way that leads to an address, as far as this host's kernel knows it, in bytes."""
+    """Return the MTU of the first hop to an address, as this host's kernel knows it, in bytes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect(address)  # sends nothing; asks the routing table
         return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
@@ -58,7 +58,7 @@ def candidate_payloads(mtu: int, configured: int = 0) -> list[int]:
     mtu
         The first hop's; nothing larger can leave this host.
     configured
-        What the user asks for, which then is the largest; 0 for the largest common one.
+        The size that the user requests, which is then the largest; 0 for the largest common one.
     """
     largest = configured or payload_for_mtu(min(mtu, max(COMMON_MTUS)))
     common = {payload_for_mtu(size) for size in COMMON_MTUS}
@@ -67,7 +67,7 @@ def candidate_payloads(mtu: int, configured: int = 0) -> list[int]:
 
 @dataclass(slots=True)
 class _Path:
-    """What is known of the way to one peer."""
+    """Probing state of the path to one peer."""
 
     address: Address
     passed: int = 0
@@ -78,9 +78,9 @@ class _Path:
 
 @dataclass(slots=True)
 class PathProbe:
-    """Finds the payload that passes to each peer, and answers those who ask the same of this rank.
+    """Finds the payload that passes to each peer, and answers the probes of others.
 
-    Call :meth:`turn` until :attr:`done`, and further until every peer is done too: it may still ask.
+    Call :meth:`turn` until :attr:`done`, and then until every peer is done too: it may still probe.
 
     Parameters
     ----------
@@ -109,21 +109,21 @@ class PathProbe:
 
     @property
     def done(self) -> bool:
-        """Whether every peer has been reached, and nothing larger is likely to pass than what has."""
+        """Whether every peer has been reached, and no larger size is likely to pass."""
         return all(self._settled(path) for path in self._paths.values())
 
     @property
     def unreachable(self) -> list[int]:
-        """Peers that have answered nothing so far."""
+        """Peers that have not answered so far."""
         return [peer for peer, path in self._paths.items() if not path.passed]
 
     @property
     def payload_bytes(self) -> int:
-        """The largest payload that has passed to every peer; 0 while one has not been reached."""
+        """The largest payload that has passed to every peer; 0 until all have been reached."""
         return min((path.passed for path in self._paths.values()), default=self.candidates[0])
 
     def turn(self, wait_s: float) -> None:
-        """Send what is due, and take in what comes within ``wait_s``."""
+        """Send due probes, and process what arrives within ``wait_s``."""
         with _never_fragmented(self.sock):
             for path in self._paths.values():
                 if not self._settled(path) and time.monotonic() >= path.due_s:
@@ -168,14 +168,14 @@ class PathProbe:
 
     def _send(self, kind: PacketType, size: int, address: Address, padding: bytes) -> None:
         header = Header(kind, 0, Queue.CONTROL, 0, 0, self.job, 0, 0, 0, self.rank, size, 0, self.token)
-        # A packet larger than the first hop's MTU cannot leave, and a full buffer loses it: both are answers.
+        # A packet above the first hop's MTU cannot leave, and a full buffer loses it: both count as no answer.
         with contextlib.suppress(OSError):
             self.sock.sendto(header.encode() + padding, address)
 
 
 @contextlib.contextmanager
 def _never_fragmented(sock: socket.socket) -> Iterator[None]:
-    """Send with the don't-fragment bit, whatever the kernel believes of the path."""
+    """Send with the don't-fragment bit, regardless of the kernel's path MTU."""
     before = sock.getsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER)
     sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
     try:

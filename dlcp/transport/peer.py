@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another rank: how much may be on its way there, how fast it takes that in, and whether it is there at all."""
+"""Another rank: its window, its delivery rate, and whether it is alive."""
 
 import math
 from collections.abc import Callable
@@ -14,37 +14,36 @@ from dlcp.transport.native_engine import Flow
 
 USEFUL_WINDOW_BYTES = 2 << 20
 FASTEST_BPS = 100e9
-"""A window is no larger than what a link of this speed can hold in a round trip, or this many bytes if that is less.
+"""A window is limited to what a link of this speed holds in a round trip, or to this many bytes if that is more.
 
-More only stands in buffers, and falls out of a host's caches. Chosen by us, by CPU time on a loopback.
+More only fills buffers, and falls out of a host's caches. Chosen by CPU time on a loopback.
 """
 READ_EVERY_S = 0.02
-"""How often a receiver reads its buffer at least: what arrives within that has to fit in, not what a longer path holds.
-Chosen by us: several times what a busy host makes a process wait.
+"""How often a receiver reads its buffer at least: it must hold what arrives in this time, not a whole window of a
+longer path. Several times what a busy host makes a process wait.
 """
 UNLIMITED_PACKETS = 1 << 40
 PACED_RTT_MIN_S = 0.005
-"""Windows leave at a pace on paths at least so long: what a pause of training saves up would else leave as one burst,
-and overflow a queue that is shorter than the path. On shorter ones it is a matter of few packets. Chosen by us."""
+"""Windows are paced on paths at least this long: otherwise what accumulates in a pause of training leaves as one burst,
+and overflows a queue that is shorter than the path. On shorter paths it is a matter of few packets."""
 PACE, PACE_SLOW_START = 1.25, 2.0
-"""So many windows a round trip may leave, about as Linux has it."""
+"""How many windows may leave per round trip, about as in Linux."""
 RATE_MEMORY_S = 0.3
-"""Time constant of the rate's average, in seconds of sending. Chosen by us: a part of a training step on a slow
-network."""
+"""Time constant of the rate's average, in seconds of sending: a part of a training step on a slow network."""
 RATE_MIN_S = 0.03
-"""How long packets must have been waiting, in the average, before the rate means something."""
+"""How long packets must have been waiting, on average, before the rate is meaningful."""
 RATE_STALE_S = 3.0
 
 T = TypeVar("T")
 Outcome: TypeAlias = T | Exception
 Then: TypeAlias = Callable[[Outcome[T]], object]
-"""Called with what became of a message: its delivery or arrival, or the error that ended it."""
+"""Completion callback: takes a delivery, an arrival, or the error that ended the message."""
 
 
 class DeliveryRate:
-    """Rate of one flow, from acknowledgements that arrive while packets wait (as BBR samples it, but averaged).
+    """Rate of one flow, from acknowledgements that arrive while packets wait (sampled as in BBR, but averaged).
 
-    It is judged only while there is something to send: else one would measure one's own idleness.
+    It is only measured while there is something to send: otherwise it would measure the sender's idleness.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class DeliveryRate:
         self._waiting = False
 
     def on_feedback(self, now_s: float, delivered: int, waiting: bool) -> None:
-        """Take in that ``delivered`` packets arrived; ``waiting`` says whether more wait to be sent."""
+        """Add ``delivered`` packets; ``waiting`` says whether more wait to be sent."""
         if self._waiting:
             elapsed_s = now_s - self._last_s
             keep = math.exp(-elapsed_s / RATE_MEMORY_S)
@@ -63,14 +62,14 @@ class DeliveryRate:
         self._last_s, self._waiting = now_s, waiting
 
     def packets_per_s(self, now_s: float) -> float:
-        """Return the rate, or 0 if it is not known."""
+        """Return the rate, or 0 if unknown."""
         if self._seconds < RATE_MIN_S or now_s - self._last_s > RATE_STALE_S:
             return 0.0
         return self._packets / self._seconds
 
 
 def pace_of(control: RateControl, base_rtt_s: float, smoothed_rtt_s: float) -> float:
-    """Return how many packets a second may leave at most; infinity if the path is too short for that to matter."""
+    """Return the pace in packets per second; infinity if the path is too short for pacing to matter."""
     if base_rtt_s < PACED_RTT_MIN_S:
         return math.inf
     return (PACE_SLOW_START if control.slow_start else PACE) * control.window / max(base_rtt_s, smoothed_rtt_s)
@@ -78,16 +77,16 @@ def pace_of(control: RateControl, base_rtt_s: float, smoothed_rtt_s: float) -> f
 
 @dataclass(slots=True)
 class Sending:
-    """A message until its receiver has confirmed it."""
+    """A message until its receiver has acknowledged it."""
 
     request: SendRequest
-    """It holds the bytes that the engine reads."""
+    """Holds the bytes that the engine reads."""
     then: Then[Delivery]
     bound: LossBound
     started_s: float
     deadline_s: float
     copy: Bytes | None = None
-    """What the engine reads instead of the payload, see ``Connection.detach``."""
+    """Read by the engine instead of the payload, see ``Connection.detach``."""
 
 
 @dataclass(slots=True)
@@ -114,15 +113,15 @@ class Peer:
     rank
         Which.
     flow
-        What is on its way there.
+        The flow to it.
     control
-        What finds the window.
+        Its congestion control.
     payload_bytes
         Bytes of a message per packet.
     room_packets
-        What its receive buffer has room for.
+        Packets that its receive buffer holds.
     local
-        Packets go there through memory, which says itself when it is full.
+        Whether it is reached through memory, which reports by itself when it is full.
     """
 
     rank: int
@@ -133,37 +132,37 @@ class Peer:
     local: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
-    """Messages that it has not confirmed, in the order of their deadlines: all are given equally long."""
+    """Messages that it has not acknowledged, in the order of their deadlines: all get the same time."""
     receiving: dict[MessageKey, Receiving] = field(default_factory=dict)
     """Receives posted for its messages, in the same order."""
     greeted: bool = False
     answered: bool = False
-    """Whether it has answered a greeting, and so knows what ports packets come from."""
+    """Whether it has answered a greeting, and so knows this rank's ports."""
     left: str = ""
-    """Why it has left; it sends nothing more, and needs nothing more."""
+    """Why it has left; it sends and needs nothing more."""
     kept: list[Sending] = field(default_factory=list)
-    """What was on its way to it when it left: the engine may read these messages until the end."""
+    """Messages in flight when it left: the engine may read them until the end."""
     hello_due_s: float = 0.0
     smoothed_rtt_s: float = 0.0
-    """As of the last report; 0 if it is not known."""
+    """As of the last report; 0 if unknown."""
     base_rtt_s: float = math.inf
     """The shortest round trip so far."""
     congested_s: float = -math.inf
     """When a packet to it was last lost or marked."""
     queued_s: float = -math.inf
-    """When packets to it last waited in a queue."""
+    """When packets to it last queued."""
     _largest: float = math.inf
 
     def __post_init__(self) -> None:
         self.limit_window()
 
     def on_send(self, now_s: float) -> None:
-        """Let the window be smaller if a message begins after a pause; long paths pace it instead."""
+        """Shrink the window if a message begins after a pause; long paths are paced instead."""
         if not self.sending and self.base_rtt_s < PACED_RTT_MIN_S and self.control.restart(now_s):
             self._apply_window()
 
     def on_report(self, reported: Reported) -> None:
-        """Let the window follow what came back."""
+        """Update the window from feedback."""
         report = reported.report
         if report.lost or report.marked:
             self.congested_s = report.now_s
@@ -179,12 +178,12 @@ class Peer:
         self.rate.on_feedback(report.now_s, report.delivered, reported.waiting)
 
     def on_timeout(self) -> None:
-        """Shrink the window: questions go unanswered."""
+        """Shrink the window: probes go unanswered."""
         self.control.on_timeout()
         self._apply_window()
 
     def limit_window(self) -> None:
-        """Bound the window by what the receiver has room for, and by what may be of use."""
+        """Limit the window to the receiver's buffer and to a useful size."""
         if self.local:
             self.flow.largest_window = UNLIMITED_PACKETS
         else:
@@ -197,7 +196,7 @@ class Peer:
 
     def _apply_window(self) -> None:
         control, flow = self.control, self.flow
-        if control.window > self._largest:  # it must not grow on the strength of what the bound lets through
+        if control.window > self._largest:  # it must not grow while another limit applies
             control.window = self._largest
         flow.window, flow.slow_start, flow.pace = control.window, control.slow_start, math.inf
         if self.base_rtt_s < math.inf:

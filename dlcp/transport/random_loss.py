@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether packets are lost because too many are on the way, or at random: found out by sending fewer for a while.
+"""Tells congestion from random loss by sending fewer packets for a while.
 
 A failing cable loses the same share of fewer packets; a full buffer loses none of them.
 """
@@ -8,38 +8,38 @@ import math
 from enum import Enum
 
 TOLERATED = 0.02
-"""Losses without a standing queue that nobody needs to look into, as BBR has it (BBRLossThresh)."""
+"""Losses without a standing queue that need no investigation, as in BBR (BBRLossThresh)."""
 BASELINE_MAX = 0.38
-"""More than this is never taken for random. Chosen by us: above the 30 % that a path may lose in our tests."""
+"""More than this is never considered random: above the 30 % of the lossiest path in our tests."""
 _BLOCK_PACKETS = 32
-"""Losses are judged over this many packets at least. Chosen by us."""
+"""Losses are judged over at least this many packets. Not tuned."""
 CALM_BLOCK_PACKETS = 256
-"""After this many packets without conspicuous losses a new block begins. Chosen by us."""
+"""After this many packets without conspicuous losses a new block begins. Not tuned."""
 DEVIATIONS = 3.0
-"""Losses are conspicuous if they exceed what is expected by this many standard deviations. Chosen by us: a block is
-looked at every round."""
+"""Losses are conspicuous if they exceed the expected number by this many standard deviations: a block is tested every
+round."""
 DWELL_PACKETS = 128
-"""A trial gives others this many packets' time to begin theirs before it looks, and looks as long. Chosen by us."""
+"""Before and during a trial, this many packets pass, so that other flows can begin theirs. Not tuned."""
 CUT_MIN = 0.3
-"""A trial sends less by this share at least: what CUBIC gives way by (RFC 9438), so that others take note."""
+"""A trial sends less by at least this share: CUBIC's decrease (RFC 9438), so that others notice."""
 QUICK_LOSSES, THOROUGH_LOSSES = 8, 32
-"""A trial lasts until this many losses would have been expected; the first while the window is still being found."""
+"""A trial lasts until this many losses would be expected; the first value while the window is still being found."""
 QUICK_REMAINDER, THOROUGH_REMAINDER = 0.5, 0.75
 """Losses are random if at least this part of them remains. Of a true 8, fewer than half come once in 25 times; of a
-true 32, fewer than three quarters once in 13 times. With n flows at the port one that gives way changes little: 0.75
-tells congestion from chance up to 8 flows and 10 % loss. Chosen by us."""
+true 32, fewer than three quarters once in 13 times. With n flows at the port, one flow's decrease changes little: 0.75
+tells congestion from chance up to 8 flows and 10 % loss."""
 
 
 class Finding(Enum):
-    """What the losses of a round say."""
+    """Verdict on the losses of a round."""
 
     NOTHING = 0
     CONSPICUOUS = 1
-    """There are more than usual: shrink the window by ``cut`` and see; a trial begins."""
+    """More than usual: shrink the window by ``cut`` for a trial."""
     CONGESTION = 2
-    """They became fewer as less was sent."""
+    """They decreased with the sending rate."""
     RANDOM = 3
-    """They did not: the window may be what it was."""
+    """They did not: restore the window."""
 
 
 class RandomLoss:
@@ -48,11 +48,11 @@ class RandomLoss:
     Attributes
     ----------
     baseline
-        That share, 0 to 1, as far as a trial has shown it.
+        That share, 0 to 1, as measured by a trial.
     cut
-        By what share of the window less is sent in a trial.
+        Share by which a trial shrinks the window.
     trying
-        Whether a trial is on: the window must keep still.
+        Whether a trial is running: the window must not change.
     """
 
     def __init__(self) -> None:
@@ -67,19 +67,19 @@ class RandomLoss:
         self._window = 0.0
 
     def explains(self, packets: int, lost: int) -> bool:
-        """Return whether ``lost`` of ``packets`` are no more than the path loses without a queue."""
+        """Return whether the path's random loss explains ``lost`` of ``packets``."""
         expected = packets * max(self.baseline, min(self._usual, TOLERATED))
         return lost <= expected + DEVIATIONS * math.sqrt(expected)
 
     def judge(self, packets: int, lost: int, window: float, *, starting: bool) -> Finding:
-        """Take in what became of a round of packets in which no queue stood.
+        """Judge a round of packets without a standing queue.
 
         Parameters
         ----------
         packets, lost
-            Packets confirmed or lost, and of these lost.
+            Packets acknowledged or lost, and the lost ones of them.
         window
-            The present window.
+            The current window.
         """
         if self._settling > 0:
             self._settling -= packets
@@ -97,13 +97,13 @@ class RandomLoss:
             return self._begin(window, starting)
         if self._packets >= CALM_BLOCK_PACKETS:
             self._usual = self._lost / self._packets
-            # What is lost at any time includes the path's own losses, so these cannot be more.
+            # Losses at any time include the path's random ones, so these cannot be more.
             self.baseline = min(self.baseline, (self._lost + DEVIATIONS * math.sqrt(self._lost + 1)) / self._packets)
             self._packets = self._lost = 0
         return Finding.NOTHING
 
     def watch(self, packets: int, lost: int) -> bool:
-        """Take in packets that met no queue while others fill it; return whether that many losses are not tolerated."""
+        """Add packets that met no queue while it is contested; return whether too many of them are lost."""
         self._packets += packets
         self._lost += lost
         if self._packets >= CALM_BLOCK_PACKETS:
@@ -112,7 +112,7 @@ class RandomLoss:
         return self._usual > TOLERATED
 
     def abandon(self) -> None:
-        """Forget the block and end any trial: a queue stands, so losses say nothing about the path now."""
+        """Forget the block and end any trial: with a standing queue, losses say nothing about the path."""
         self._packets = self._lost = 0
         self._settling = 0.0
         self.trying = False
@@ -121,7 +121,7 @@ class RandomLoss:
         self._before = self._lost / self._packets
         self.abandon()
         self.trying = True
-        # The window has grown since losses began: less must be sent than then.
+        # The window has grown since the first loss: the trial must send less than then.
         self.cut = 1 - (1 - max(CUT_MIN, self._before - self.baseline)) * min(1.0, self._window / window)
         self._settling = window if starting else max(window, DWELL_PACKETS)
         return Finding.CONSPICUOUS

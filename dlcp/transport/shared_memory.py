@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory through which ranks of one host send each other packets, instead of through their sockets.
+"""Shared memory through which ranks of one host exchange packets instead of through sockets.
 
 Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/ring.c``), and an eventfd,
-the bell, that wakes it. Behind the rings there may be memory that the rank exports: what it sends from there is not
-copied into rings, the others read it where it is. A rank hands inbox and bell to the others in a handshake over a Unix
-socket with an abstract name. Those names belong to a network namespace: two ranks can connect only where no network
+the bell, that wakes it. Behind the rings there may be memory that the rank exports: messages sent from there are not
+copied into rings, the others read them in place. A rank passes inbox and bell to the others in a handshake over a Unix
+socket with an abstract name. Those names belong to a network namespace: two ranks can connect only if there is no
+network between them, real or emulated.
 lies between them, real or emulated.
 
-A process of another user is no peer, whatever it knows: the kernel says who is at the other end (``SO_PEERCRED``).
+A process of another user cannot be a peer, whatever it knows: the kernel reports who is at the other end
+(``SO_PEERCRED``).
 """
 
 import fcntl
@@ -29,24 +31,24 @@ from numpy.typing import NDArray
 from dlcp.transport.messages import EMPTY
 
 RING_BYTES: Final = 1 << 20
-"""Of one direction between two ranks; a multiple of the page size. Chosen by us, by time: between 512 KiB and 2 MiB it
-makes no difference, less holds too few bursts for a reader that has to be woken."""
+"""Per direction between two ranks; a multiple of the page size. Between 512 KiB and 2 MiB the time is the same; a
+smaller ring holds too few bursts for a reader that has to be woken."""
 EXPORT_BYTES: Final = 64 << 20
-"""What a rank exports by default, for results of buckets that are under way, a shard of each; only what is used takes
-up memory. Chosen by us: those of one tensor of 256 MB over four ranks."""
+"""Size of a rank's exported memory by default, for the results of pending buckets, a shard of each: enough for one
+tensor of 256 MB over four ranks. Only what is used takes up memory."""
 _PAGE: Final = mmap.PAGESIZE
 _HANDSHAKE: Final = struct.Struct("=QqqqQQ")
-"""Token, job, the sender's rank, the receiver's ring in the sender's inbox, bytes of a ring, bytes exported."""
+"""Token, job, the sender's rank, the index of the receiver's ring in the sender's inbox, ring and exported bytes."""
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
-"""``F_SEAL_*`` of Linux, which other systems and old builds of Python do not name."""
+"""``F_SEAL_*`` of Linux, which other systems and old builds of Python do not define."""
 _POLL_S: Final = 0.02
 _BACKLOG: Final = 1024
-"""Ranks that may connect before this one accepts; the kernel may grant less."""
+"""Ranks that may connect before this one accepts; the kernel may allow fewer."""
 
 
 def supported() -> bool:
-    """Return whether ranks of this host can share memory: it takes a recent Linux and a Python built on one."""
+    """Return whether ranks of this host can share memory: requires a recent Linux and a Python built on one."""
     return all(hasattr(os, name) for name in ("memfd_create", "eventfd")) and hasattr(fcntl, "F_ADD_SEALS")
 
 
@@ -57,9 +59,9 @@ class Ring:
     Attributes
     ----------
     marks
-        How far writer and reader are.
+        Positions of writer and reader.
     data
-        What is on its way.
+        Data in flight.
     asleep
         Whether the reader waits for its bell.
     bell
@@ -73,23 +75,23 @@ class Ring:
 
     @classmethod
     def within(cls, memory: NDArray[np.uint8], index: int, ring_bytes: int, bell: int) -> "Ring":
-        """Return a ring of an inbox: a page that says whether its owner sleeps, then for each ring marks and data."""
+        """Return a ring of an inbox: a page with the owner's sleep flag, then for each ring its positions and data."""
         start = _PAGE + index * (_PAGE + ring_bytes)
         return cls(memory[start : start + _PAGE], memory[start + _PAGE : start + _PAGE + ring_bytes], memory[:4], bell)
 
 
 @dataclass(slots=True)
 class SharedMemory:
-    """The rings between a rank and others of its host; close it when the engine that uses them is gone.
+    """The rings between a rank and others of its host; close it after the engine that uses them.
 
     Attributes
     ----------
     inward, outward
-        By rank: where packets come from it, and where they go to it.
+        Rings for packets from and to a rank, by rank.
     exported
-        Memory to send from without copies; empty if there is none.
+        Memory to send from without copies; may be empty.
     imported
-        By rank: what it exports.
+        Exported memory of each rank, by rank.
     """
 
     inward: dict[int, Ring] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class SharedMemory:
         return frozenset(self.inward.keys() & self.outward.keys())
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Drop the rings to and from all but some ranks: both ends must want them."""
+        """Drop the rings to and from all other ranks: both ends must want them."""
         dropped = SharedMemory(
             {rank: ring for rank, ring in self.inward.items() if rank not in ranks},
             {rank: ring for rank, ring in self.outward.items() if rank not in ranks},
@@ -116,7 +118,7 @@ class SharedMemory:
         dropped.close(keep=self._bells())
 
     def close(self, keep: Collection[int] = ()) -> None:
-        """Close the bells, but for some; memory goes with the arrays."""
+        """Close the bells, except some; memory goes with the arrays."""
         for bell in self._bells().difference(keep):
             os.close(bell)
         self.inward, self.outward, self.imported, self.exported = {}, {}, {}, EMPTY
@@ -126,17 +128,17 @@ class SharedMemory:
 
 
 class SharedMemoryRendezvous:
-    """Where ranks of this host find each other to share memory; a context manager.
+    """Where ranks of this host meet to share memory; a context manager.
 
     Parameters
     ----------
     export_bytes
-        How much memory to export at least.
+        Memory to export, at least.
 
     Attributes
     ----------
     name
-        What the others have to know to connect; drawn at random.
+        The address at which others connect; random.
     """
 
     def __init__(self, export_bytes: int = EXPORT_BYTES) -> None:
@@ -154,7 +156,7 @@ class SharedMemoryRendezvous:
         self._socket.close()
 
     def connect(self, rank: int, names: Mapping[int, str], *, job: int, token: int, timeout_s: float) -> SharedMemory:
-        """Exchange handshakes with those of the other ranks who are on this host.
+        """Exchange handshakes with the other ranks on this host.
 
         Parameters
         ----------
@@ -165,16 +167,16 @@ class SharedMemoryRendezvous:
         job, token
             Handshakes of other jobs and sessions are refused.
         timeout_s
-            How long to wait for ranks that are here.
+            How long to wait for ranks on this host.
 
         Raises
         ------
         OSError
-            The system does not permit it.
+            The system does not allow it.
 
         Returns
         -------
-        What came of it: the ranks then tell each other with whom they have a ring in each direction, and keep those.
+        The shared memory. The ranks then compare which rings exist in both directions, and keep only those.
         """
         end_s, shared = time.monotonic() + timeout_s, SharedMemory()
         with ExitStack() as open_ends:
@@ -187,9 +189,9 @@ class SharedMemoryRendezvous:
                     try:
                         connection.connect(f"\0{names[peer]}")
                     except BlockingIOError:
-                        continue  # more ranks connect than it has room for: try again
+                        continue  # the backlog is full: try again
                     except ConnectionRefusedError:
-                        missing.discard(peer)  # it is elsewhere
+                        missing.discard(peer)  # it is on another host
                         continue
                     missing.discard(peer)
                     if _is_own_user(connection):
@@ -219,7 +221,7 @@ class SharedMemoryRendezvous:
                 try:
                     socket.send_fds(connection, [handshake], [memory, bell])
                 except ConnectionError:
-                    continue  # it left meanwhile
+                    continue  # it has left
                 shared.inward[peer] = Ring.within(inbox, index, RING_BYTES, bell)
             self._receive(shared, connections, job=job, token=token, end_s=end_s)
         finally:
@@ -229,7 +231,7 @@ class SharedMemoryRendezvous:
                 os.close(bell)
 
     def _receive(self, shared: SharedMemory, peers: Collection[int], *, job: int, token: int, end_s: float) -> None:
-        """Take the handshakes of those who connect, of this user and this session, until all peers' are there."""
+        """Accept handshakes of this user and session until those of all peers have arrived."""
         with ExitStack() as accepted, selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while shared.inward.keys() - shared.outward and (left_s := end_s - time.monotonic()) > 0:
@@ -247,13 +249,13 @@ class SharedMemoryRendezvous:
                     except OSError:
                         continue
                     rank = _take_handshake(shared, peers, handshake, given, job, token)
-                    # The mapping outlives its descriptor; the bell is kept.
+                    # The mapping outlives its descriptor; the bell is kept open.
                     for descriptor in given if rank is None else given[:1]:
                         os.close(descriptor)
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to this one's user: nobody else may write into our memory."""
+    """Return whether the process at the other end belongs to our user: no other may write to our memory."""
     credentials = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(credentials[1] == os.geteuid())
 
@@ -261,7 +263,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 def _take_handshake(
     shared: SharedMemory, peers: Collection[int], handshake: bytes, given: list[int], job: int, token: int
 ) -> int | None:
-    """Keep what a handshake gives; return its rank, or None if it is not one of this session or not sound."""
+    """Keep the contents of a handshake; return its rank, or None if it is invalid or of another session."""
     try:
         its_token, its_job, rank, index, ring_bytes, export_bytes = _HANDSHAKE.unpack(handshake)
         if (its_token, its_job) != (token, job) or rank not in peers or rank in shared.outward:
@@ -278,9 +280,9 @@ def _take_handshake(
 def _imported(
     given: list[int], index: int, ring_bytes: int, export_bytes: int
 ) -> tuple[Ring, NDArray[np.uint8]] | None:
-    """Map the ring that a handshake gives, and what its sender exports.
+    """Map the ring of a handshake, and the sender's exported memory.
 
-    None if they are not what was said, or might shrink while they are mapped.
+    None if they are not as announced, or might shrink while they are mapped.
     """
     if len(given) != 2 or fcntl.fcntl(given[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         return None

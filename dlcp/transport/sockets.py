@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The UDP sockets of an endpoint, and addresses as people write them."""
+"""The UDP sockets of an endpoint, and parsing of addresses."""
 
 import contextlib
 import socket
@@ -12,25 +12,25 @@ from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 
 RECEIVE_BUFFER_BYTES: Final = 8 << 20
 SKB_OVERHEAD_BYTES: Final = 832
-"""What Linux charges a datagram for beside its bytes, rounded up (sk_buff and its data's alignment)."""
-# Options of Linux that Python does not name, or not everywhere.
+"""Linux's overhead per datagram, rounded up (sk_buff and its data's alignment)."""
+# Linux socket options that Python does not define, or not everywhere.
 UDP_SEGMENT: Final = 103
-"""One send gives several datagrams."""
+"""One send carries several datagrams."""
 UDP_GRO: Final = 104
-"""One read gives several datagrams."""
+"""One read returns several datagrams."""
 SO_RCVBUFFORCE: Final = 33
 SO_TIMESTAMPNS: Final = 35
-"""The kernel says when a datagram came."""
+"""The kernel reports when a datagram arrived."""
 IP_RECVTOS: Final = getattr(socket, "IP_RECVTOS", 13)
 
 
 def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
-    """Bind a UDP socket to the first of ``ports`` that is free, with as large a receive buffer as the kernel grants.
+    """Bind a UDP socket to the first free port of ``ports``, with as large a receive buffer as the kernel allows.
 
     Raises
     ------
     OSError
-        None of them can be bound; the message names them.
+        No port can be bound; the message names them.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     tried = []
@@ -56,13 +56,13 @@ def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
 
 
 def bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
-    """Return so many sockets at other ports of a socket's address, only to send from; fewer if no more can be had."""
+    """Return this many more sockets at a socket's address, only to send from; fewer if the system allows no more."""
     further: list[socket.socket] = []
-    with contextlib.suppress(OSError):  # fewer paths do, too
+    with contextlib.suppress(OSError):  # fewer paths work, too
         while len(further) < count:
             further.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             further[-1].setblocking(False)
-            further[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # as little as the kernel grants
+            further[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)  # the kernel's minimum
             further[-1].bind((sock.getsockname()[0], 0))
         return further
     further.pop().close()
@@ -70,17 +70,17 @@ def bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
 
 
 def packets_held(sock: socket.socket, payload_bytes: int) -> int:
-    """Return how many full packets the receive buffer holds: the kernel may have granted less than was asked for."""
+    """Return how many full packets the receive buffer holds: the kernel may have allowed less than requested."""
     granted = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     return max(8, int(granted // (payload_bytes + HEADER_BYTES + SKB_OVERHEAD_BYTES)))
 
 
 def parse_address(text: str) -> Address:
-    """Return host and port of ``host:port``; the port may be left out.
+    """Parse ``host:port`` into host and port; the port is optional.
 
     Raises
     ------
     ValueError
-        There is no host, or the port is no number from 0 to 65535.
+        There is no host, or the port is not a number from 0 to 65535.
     """
     return host_and_port(text, UDP_PORT_BASE)

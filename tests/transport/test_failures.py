@@ -127,7 +127,7 @@ def test_a_receiver_that_answers_but_never_takes_a_message_misses_its_deadline()
     network.run(all_done(delivery))
     error = error_of(delivery)
     assert isinstance(error, DeadlineError)
-    assert_names(error, "step 3", "rank 1 confirmed 100%", LAYERS, "bound 91%")
+    assert_names(error, "step 3", "rank 1 acknowledged 100%", LAYERS, "bound 91%")
     assert 5.9 < network.now < 6.5
 
 
