@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One engine a rank: what Python calls, the events that it gets, the socket, and the loop over all that, which moves
- * whole bursts: UDP_SEGMENT out, UDP_GRO in. */
+/* One engine per rank: its API for Python, its events, the socket, and the main loop, which moves whole bursts:
+ * UDP_SEGMENT out, UDP_GRO in. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -27,10 +27,10 @@
 #endif
 
 enum { BURSTS = 8, BATCH = 32, SINGLES = 4, CONTROL_MAX = 128 };
-/* No power of two, or small datagrams would all fall on the same cache lines. */
+/* Not a power of two, or small datagrams would all fall on the same cache lines. */
 enum { SLOT_BYTES = DATAGRAM_MAX + 1600 };
 static const double BUSY_RETRY_S = 0.0005;
-/* A datagram is not taken to have waited in its socket for longer. */
+/* The longest time for which a datagram is assumed to have waited in its socket. */
 static const double STAMP_AGO_MAX_S = 1;
 
 double clock_s(void) {
@@ -41,17 +41,17 @@ double clock_s(void) {
 
 /* Life ------------------------------------------------------------------------------------------------------------- */
 
-/* The largest that glibc adapts to, less what it adds. */
+/* glibc's largest adaptive threshold, less its overhead. */
 enum { FREED_BYTES = (32 << 20) - (64 << 10) };
 
-/* Have glibc keep memory that is freed. It takes what is larger than anything freed so far from the kernel each time,
- * as fresh pages, which cost as much as what is done with them: the gradients of a step, say. */
+/* Make glibc keep freed memory. It gets blocks larger than any freed so far from the kernel each time, as fresh pages,
+ * which cost as much as processing their contents, such as a step's gradients. */
 static void keep_freed_memory(void) {
     void *volatile once = malloc(FREED_BYTES);
     free(once);
 }
 
-/* Make an engine; its peers are to be named next (dlcp_peer). NULL: no memory. */
+/* Make an engine; add its peers next (dlcp_peer). NULL: no memory. */
 API engine *dlcp_engine_new(const config *rules) {
     keep_freed_memory();
     engine *self = calloc(1, sizeof *self);
@@ -88,8 +88,8 @@ API engine *dlcp_engine_new(const config *rules) {
     return self;
 }
 
-/* Name a peer: `address` is in host byte order, `service` has the type of service by queue and by whether a packet may
- * be dropped. Return its flow, whose public head is the caller's to write; NULL: no memory. */
+/* Add a peer: `address` is in host byte order, `service` has the type of service by queue and by whether a packet may
+ * be dropped. Return its flow, whose public head the caller sets; NULL: no memory. */
 API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
                     double now_s) {
     flow *one = &self->flows[peer];
@@ -116,7 +116,7 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     return one;
 }
 
-/* Send from one more socket; return 0, or NO_MEMORY if there are too many. */
+/* Add a socket to send from; return 0, or NO_MEMORY if there are too many. */
 API int64_t dlcp_add_socket(engine *self, int64_t socket) {
     if (self->socket_count == PATHS_MAX)
         return NO_MEMORY;
@@ -124,7 +124,7 @@ API int64_t dlcp_add_socket(engine *self, int64_t socket) {
     return 0;
 }
 
-/* Take packets of a peer that come from other ports of its address, too. */
+/* Also accept packets of a peer from these other ports of its address. */
 API void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count) {
     flow *from = &self->flows[peer];
     from->port_count = smaller(count, PATHS_MAX - 1);
@@ -139,7 +139,7 @@ static void free_garbage(engine *self) {
     self->garbage_count = 0;
 }
 
-/* Drop all messages and take no more; the caller has its memory back. */
+/* Drop all messages and accept no more; the caller may free its memory. */
 API void dlcp_engine_stop(engine *self) {
     self->closed = true;
     for (int64_t i = 0; i < self->config.peers; i++)
@@ -174,7 +174,7 @@ API void dlcp_engine_free(engine *self) {
 
 /* Events ----------------------------------------------------------------------------------------------------------- */
 
-/* Return a new event, to be filled in; NULL if memory is short, which the caller of the engine is told (`failed`). */
+/* Return a new event to fill in; NULL if out of memory, which sets `failed`. */
 event *engine_event(engine *self, event_kind kind, int64_t peer, double now_s) {
     if (self->event_count == self->event_capacity) {
         event *events = realloc(self->events, (size_t)self->event_capacity * 2 * sizeof *events);
@@ -190,7 +190,7 @@ event *engine_event(engine *self, event_kind kind, int64_t peer, double now_s) {
     return one;
 }
 
-/* Free memory that an event points at, once Python has seen it. */
+/* Free memory that an event points at, once Python has processed it. */
 void engine_discard(engine *self, void *memory) {
     if (self->garbage_count == self->garbage_capacity) {
         int64_t capacity = self->garbage_capacity ? self->garbage_capacity * 2 : 64;
@@ -203,7 +203,7 @@ void engine_discard(engine *self, void *memory) {
     self->garbage[self->garbage_count++] = memory;
 }
 
-/* Begin to move packets. If Python has taken all events, what they pointed at is of no use any more. */
+/* Begin a batch. Once Python has taken all events, the memory they pointed at is freed. */
 static void begin_batch(engine *self) {
     if (!self->event_count)
         free_garbage(self);
@@ -213,7 +213,7 @@ static void begin_batch(engine *self) {
 static event *report_packet(engine *self, event_kind kind, const flow *peer, const uint8_t *datagram, int64_t bytes) {
     uint8_t *copy = malloc((size_t)bytes);
     if (!copy)
-        return NULL; /* as good as lost */
+        return NULL; /* counts as lost */
     memcpy(copy, datagram, (size_t)bytes);
     engine_discard(self, copy);
     event *news = engine_event(self, kind, peer->peer, peer->heard_s);
@@ -226,7 +226,7 @@ static event *report_packet(engine *self, event_kind kind, const flow *peer, con
 
 /* Packets out ------------------------------------------------------------------------------------------------------ */
 
-/* How many packets one BITMAP or STOP tells of. */
+/* How many packets one BITMAP or STOP covers. */
 int64_t engine_bitmap_packets(const engine *self) {
     return self->config.payload_bytes * 8;
 }
@@ -245,17 +245,17 @@ void engine_write_header(const engine *self, uint8_t *header, enum packet_type t
     put64(header + 24, self->config.token);
 }
 
-/* Return what a failed send comes to: SOCKET_FULL, or 0 for what counts as lost on the way. */
+/* Map the errno of a failed send to SOCKET_FULL or to loss (0). */
 static int after_error(engine *self) {
     if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)
         return SOCKET_FULL;
-    /* No route, or an unreachable peer; the deadline names the peer. */
+    /* No route, or an unreachable peer; the deadline's error names the peer. */
     self->send_errors++;
     self->last_errno = errno;
     return 0;
 }
 
-/* Append what the kernel is told beside a burst; return the bytes in use. */
+/* Append a control message for a burst; return the bytes in use. */
 static size_t put_ancillary(char *at, size_t used, int level, int type, const void *value, size_t bytes) {
     struct cmsghdr *entry = (struct cmsghdr *)(at + used);
     entry->cmsg_level = level;
@@ -265,7 +265,7 @@ static size_t put_ancillary(char *at, size_t used, int level, int type, const vo
     return used + CMSG_SPACE(bytes);
 }
 
-/* Send pieces to a peer's address: datagrams of `segment` bytes, or one if that is 0. Return as sendmsg. */
+/* Send pieces to a peer's address: datagrams of `segment` bytes, or a single one if that is 0. Return as sendmsg. */
 static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, int64_t parts, int tos, uint16_t segment,
                            int64_t way) {
     union {
@@ -287,7 +287,7 @@ static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, i
     return sendmsg(self->sockets[way], &message, MSG_DONTWAIT);
 }
 
-/* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss on the way. */
+/* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss. */
 int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
     if (self->socket < 0) {
         if (!self->room)
@@ -320,14 +320,14 @@ static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint
             bytes += (int64_t)pieces[part].iov_len;
         }
         assert(bytes <= HEADER_BYTES + DATAGRAM_MAX);
-        /* A packet that the socket cannot take now, when earlier ones of the burst have left, is as good as lost. */
+        /* Once part of a burst has left, a packet that the socket cannot accept counts as lost. */
         if (engine_send_datagram(self, to, datagram, bytes, message->tags[packets[k]][3], way) < 0 && !k)
             return SOCKET_FULL;
     }
     return 0;
 }
 
-/* Send packets of a message at once, on one path; return as engine_send_datagram. */
+/* Send packets of a message in one burst, on one path; return as engine_send_datagram. */
 int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
                       uint8_t (*headers)[HEADER_BYTES], int64_t way) {
     if (self->socket < 0 || (!to->out.bytes && count > 1 && !self->offload))
@@ -347,13 +347,13 @@ int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t 
     if (send_pieces(self, to, pieces, parts, message->tags[packets[0]][3], segment, way) >= 0)
         return 0;
     if (segment && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
-        self->offload = 0; /* no checksum offload on the way out, or an old kernel */
+        self->offload = 0; /* no transmit checksum offload, or an old kernel */
         return send_one_by_one(self, to, message, packets, count, headers, way);
     }
     return after_error(self);
 }
 
-/* Send a control packet that is about a message. One that cannot leave now is as good as lost, and repeated as such. */
+/* Send a control packet about a message. If it cannot leave now it counts as lost, and is repeated. */
 void engine_send_control(engine *self, flow *to, enum packet_type type, const known *name, int64_t index, int64_t count,
                          const uint8_t *payload, int64_t bytes) {
     uint8_t *datagram = self->datagram;
@@ -361,13 +361,13 @@ void engine_send_control(engine *self, flow *to, enum packet_type type, const kn
     engine_write_header(self, datagram, type, name->step, name->message, index, count);
     if (bytes)
         memcpy(datagram + HEADER_BYTES, payload, (size_t)bytes);
-    /* A greeting tells the peer which other ports are ours, so it comes from the one that is known. */
+    /* A greeting tells the peer our other ports, so it comes from the known one. */
     int64_t way = type == HELLO || type == HELLO_ACK || type == ABORT ? 0 : path_for_control(to);
     if (engine_send_datagram(self, to, datagram, HEADER_BYTES + bytes, (int)self->config.control_tos, way) < 0)
         self->control_unsent++;
 }
 
-/* Send a control packet that is about a peer: a greeting or an abort. */
+/* Send a control packet about a peer: a greeting or an abort. */
 API void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes) {
     static const known none = {0, 0, 0, NULL};
     engine_send_control(self, &self->flows[peer], (enum packet_type)type, &none, 0, 0, payload, bytes);
@@ -375,8 +375,7 @@ API void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8
 
 /* Packets in ------------------------------------------------------------------------------------------------------- */
 
-/* Count a datagram as refused if it is not of this session, or not from a peer if that is given; return whether it is.
- */
+/* Return whether a datagram is not of this session, or not from peer `from` if given; count it as refused. */
 bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes) {
     int64_t *reason = NULL;
     if (bytes < HEADER_BYTES || datagram[0] >> 4 != VERSION || !header_type(datagram) || header_type(datagram) > ABORT)
@@ -392,7 +391,7 @@ bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int
     return reason != NULL;
 }
 
-/* Take in a datagram of a peer. */
+/* Process a datagram from a peer. */
 void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
     from->heard_s = now_s;
     switch ((enum packet_type)header_type(datagram)) {
@@ -420,13 +419,13 @@ void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t byte
     }
 }
 
-/* Return from which of a peer's ports a packet comes; below 0: from none. */
+/* Return which of a peer's ports a packet comes from; negative: none. */
 static int64_t path_of(flow *from, const struct sockaddr_in *source) {
     if (from->address.sin_addr.s_addr != source->sin_addr.s_addr)
         return -1;
     if (from->address.sin_port == source->sin_port)
         return 0;
-    /* Packets of a burst have one source. */
+    /* All packets of a burst have the same source. */
     for (int64_t i = 0, at = from->port_last; i < from->port_count; i++, at = at + 1 < from->port_count ? at + 1 : 0)
         if (from->ports[at] == source->sin_port) {
             from->port_last = at;
@@ -435,7 +434,7 @@ static int64_t path_of(flow *from, const struct sockaddr_in *source) {
     return -1;
 }
 
-/* Note that data has come through the network. What limits a fast stretch is the port in front of this rank. */
+/* Record an arrival of data from the network. The port in front of this rank limits a fast stretch. */
 static void note_inbound(engine *self, double now_s) {
     if (now_s - self->inbound_last_s > self->config.inbound_pause_s) {
         self->inbound_since_s = now_s;
@@ -473,7 +472,7 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
     engine_take(self, from, datagram, bytes, tos, now_s);
 }
 
-/* Take in one datagram, for use without a socket. */
+/* Process one datagram, for use without a socket. */
 API void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
                       double now_s) {
     begin_batch(self);
@@ -484,7 +483,7 @@ API void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint
     flow_report(self, now_s); /* as after each batch from a socket */
 }
 
-/* Note when the kernel got a burst, by our clock. */
+/* Record when the kernel received a burst, on our clock. */
 static void note_arrival(engine *self, const struct timespec *stamp, double now_s) {
     struct timespec real;
     clock_gettime(CLOCK_REALTIME, &real);
@@ -492,8 +491,7 @@ static void note_arrival(engine *self, const struct timespec *stamp, double now_
     self->arrived_s = now_s - fmin(fmax(ago_s, 0), STAMP_AGO_MAX_S); /* the clock may have been set meanwhile */
 }
 
-/* What the kernel tells beside a burst: the size of its datagrams, all of it if there is one, the type of service, and
- * when it came. */
+/* Read a burst's control messages: its segment size (the whole burst if absent), type of service, and arrival time. */
 static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, int64_t *segment, int *tos,
                            double now_s) {
     *segment = bytes;
@@ -515,7 +513,7 @@ static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, i
     }
 }
 
-/* Take in the datagrams of a burst, each of `segment` bytes but the last. */
+/* Process the datagrams of a burst, each of `segment` bytes except the last. */
 static void split(engine *self, struct msghdr *header, int64_t bytes, const uint8_t *buffer, int64_t segment, int tos,
                   double now_s) {
     if (header->msg_flags & MSG_TRUNC)
@@ -544,7 +542,7 @@ static struct msghdr addressed(envelope *from, struct iovec *piece) {
                            .msg_controllen = CONTROL_MAX};
 }
 
-/* Receive one burst, always into the same buffer, which stays in the caches. Return whether there is one. */
+/* Receive one burst, always into the same, cached buffer. Return whether there was one. */
 static bool receive_burst(engine *self) {
     envelope from;
     struct iovec piece = {self->buffers, DATAGRAM_MAX};
@@ -563,7 +561,7 @@ static bool receive_burst(engine *self) {
     return true;
 }
 
-/* Receive datagrams that come one by one, many in one call. */
+/* Receive single datagrams, many in one call. */
 static int receive_singles(engine *self) {
     struct mmsghdr messages[BATCH];
     struct iovec pieces[BATCH];
@@ -588,8 +586,8 @@ static int receive_singles(engine *self) {
     return count;
 }
 
-/* Take in what the socket holds, up to a batch; return how much it was. A lone datagram may be the end of a message:
- * only after some the next ones are expected to come alone. */
+/* Process the socket's contents, up to a batch; return how many datagrams. A lone datagram may be the end of a message:
+ * only after several in a row are more expected to arrive alone. */
 static int receive_socket(engine *self) {
     if (self->singles >= SINGLES)
         return receive_singles(self);
@@ -599,9 +597,9 @@ static int receive_socket(engine *self) {
     return count;
 }
 
-/* Take in what has come, up to a batch; return how much it was. Where all peers are on this host, the socket is for
- * strangers. What would have to wait for other ranks' packets stays in its ring while there is anything else: there it
- * costs nothing. */
+/* Process arrivals, up to a batch; return how many. If all peers are on this host, only strangers use the socket.
+ * Packets that have to wait for other ranks' packets stay in their ring while there is other work: waiting there costs
+ * nothing. */
 static int64_t receive(engine *self) {
     int64_t count = 0;
     for (int patient = 1; self->shared && !count && patient >= 0; patient--)
@@ -612,7 +610,7 @@ static int64_t receive(engine *self) {
 
 /* The loop --------------------------------------------------------------------------------------------------------- */
 
-/* Do what is due: acknowledge, ask, repeat and report; return when something is due next. */
+/* Do what is due: acknowledge, probe, repeat and report; return when something is due next. */
 static double tick(engine *self, double now_s) {
     double due_s = flow_acknowledge_due(self, now_s);
     for (int64_t i = 0; i < self->config.peers; i++) {
@@ -624,8 +622,8 @@ static double tick(engine *self, double now_s) {
     return sooner(due_s, flow_report(self, now_s));
 }
 
-/* Send a burst to each peer that has room; return how many packets left, or SOCKET_FULL. Where a ring is, its reader
- * wakes us once it is not full. */
+/* Send a burst to each peer that has room; return how many packets left, or SOCKET_FULL. When a ring is full, its
+ * reader wakes us later. */
 static int64_t pump(engine *self, double now_s) {
     int64_t sent = 0;
     for (int64_t i = 0; i < self->config.peers; i++) {
@@ -648,7 +646,7 @@ API int64_t dlcp_pump(engine *self, double now_s) {
     return pump(self, now_s);
 }
 
-/* When the first flow that waits for time to pass may send. */
+/* When the first flow that only waits for time to pass may send. */
 static double resume_s(const engine *self, double now_s) {
     double due_s = INFINITY;
     for (int64_t i = 0; i < self->config.peers; i++)
@@ -656,7 +654,7 @@ static double resume_s(const engine *self, double now_s) {
     return due_s;
 }
 
-/* Wait for packets, for a bell or to be woken; if `full`, not long, for the socket may have room again. */
+/* Wait for packets, a bell or a wake-up; if `full`, only briefly, since the socket may have room again. */
 static void wait_for_news(engine *self, double until_s, bool full) {
     double wait_s = fmax(until_s - clock_s(), 0);
     if (full)
@@ -682,7 +680,7 @@ static void wait_for_news(engine *self, double until_s, bool full) {
     }
 }
 
-/* Move packets until `until_s`, or until there are events or another thread has set `woken`; return how many events. */
+/* Move packets until `until_s`, an event, or another thread's `woken`; return the number of events. */
 API int64_t dlcp_turn(engine *self, double until_s) {
     begin_batch(self);
     while (!self->event_count) {
@@ -695,12 +693,12 @@ API int64_t dlcp_turn(engine *self, double until_s) {
             continue;
         wait_for_news(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
     }
-    /* No wake-up is lost: whoever wakes has left a command before, and commands are done before the next turn. */
+    /* No wake-up is lost: the waking thread queued a command before, and commands run before the next turn. */
     __atomic_store_n(&self->woken, 0, __ATOMIC_RELEASE);
     return self->event_count;
 }
 
-/* Sizes of what Python mirrors, for it to check. */
+/* Sizes of the records that Python mirrors, for it to check. */
 API int64_t dlcp_sizes(int64_t which) {
     static const int64_t sizes[] = {
         (int64_t)offsetof(engine, config),

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transport's engine: messages, the packets they consist of, and how those reach a peer.
+/* The transport's engine: messages, their packets, and how these reach a peer.
  *
- *   engine.c     one engine a rank: what Python calls, the events that it gets, sockets, and the loop over all that
- *   outgoing.c   a message on its way out, until its receiver has confirmed it
- *   incoming.c   a message on its way in, and what is known of it once it is complete
- *   flow.c       everything on its way to one peer: window, round-trip time, losses, acknowledgements
- *   path.c       the ways to a peer, and which of them are good
- *   reduction.c  an average that is formed while packets arrive
- *   ring.c       packets through memory, between ranks of one host
- *   tags.c       what packets carry of their tags, and the order in which they leave
+ *   engine.c     one engine per rank: its API for Python, its events, sockets, and the main loop
+ *   outgoing.c   a sent message, until its receiver has acknowledged it
+ *   incoming.c   a received message, and its state once it is complete
+ *   flow.c       everything in flight to one peer: window, round-trip time, losses, acknowledgements
+ *   path.c       the paths to a peer, and how good they are
+ *   reduction.c  an average that is computed as packets arrive
+ *   ring.c       packets through shared memory, between ranks of one host
+ *   tags.c       the encoding of tags in packets, and the sending order
  *
- * Nothing here calls Python. Whatever Python has to know becomes an event, and Python takes all events when the batch
- * of packets is through. What an event points at stays until the next call that moves packets.
+ * Nothing here calls Python. Python learns everything from events, which it takes after each batch of packets. What an
+ * event points at stays valid until the next call that moves packets.
  *
  * Python submits messages and windows, and keeps the buffers that it submits until an event says that the message is
  * done. It mirrors `config`, `event`, `send_request`, `receive_request` and the public heads of `engine` and `flow` in
  * dlcp/transport/native_engine.py; dlcp_sizes tells whether the two agree. The packet header's layout is that of
  * dlcp/wire/header.py; a test compares the two. Times are in seconds on CLOCK_MONOTONIC. One thread drives an engine;
- * only `woken` may be set by others.
+ * other threads may only set `woken`.
  */
 #ifndef DLCP_ENGINE_H
 #define DLCP_ENGINE_H
@@ -39,10 +39,10 @@ enum { VERSION = 1 };
 enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_ACK, ABORT };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 enum { SOCKET_FULL = -1, RING_FULL = -2, NO_MEMORY = -3 };
-/* Payload of a PROBE: whether its sender has more to send (1: do not go without it yet), and in the next four bytes how
- * many packets it defers, that is, will not send. Zeros at its end are left out. */
+/* Payload of a PROBE: whether its sender has more to send (1: do not complete without it yet), and in the next four
+ * bytes how many packets it defers and will not send. Trailing zeros are omitted. */
 enum { QUESTION_BYTES = 5 };
-/* In the block of an acknowledgement's entry: the message is complete, all of it is here, nobody need ask. */
+/* In the block of an acknowledgement's entry: the message is complete with every packet, so no probe is needed. */
 #define ACK_WHOLE 0x80000000u
 
 static_assert(PATHS_MAX <= 64, "sets of paths are the bits of a uint64_t");
@@ -57,14 +57,14 @@ typedef struct incoming incoming;
 typedef struct outgoing outgoing;
 typedef struct reduction reduction;
 
-/* What an engine goes by. The constants have their reasons in dlcp/transport/engine.py, whence they come. */
+/* An engine's configuration. dlcp/transport/engine.py defines and justifies the constants. */
 typedef struct {
     int64_t rank, job;
     uint64_t token;
     int64_t payload_bytes;
     int64_t tagged;                     /* 0: all is ordinary traffic, in one queue */
     int64_t peers, ranks;               /* `ranks` is one more than the largest rank */
-    int64_t socket, wake;               /* -1: there is none, packets become events */
+    int64_t socket, wake;               /* -1: none, packets become events */
     int64_t control_queue, control_tos; /* of control packets */
     int64_t early_bytes_max;            /* memory for messages that arrive before their receive is posted */
     double silence_s, deadline_s;
@@ -83,14 +83,14 @@ typedef struct {
 } config;
 
 typedef enum {
-    EVENT_SENT,       /* the receiver has confirmed a message: packets, sent, resent, bits */
+    EVENT_SENT,       /* the receiver has acknowledged a message: packets, sent, resent, bits */
     EVENT_ARRIVED,    /* a message is complete: packets, deferred, last_bytes, bits, data (layers) */
-    EVENT_UNEXPECTED, /* the first packet of a message whose receive is not posted: packets */
-    EVENT_MISMATCH,   /* a posted receive has another size than its message: packets, as the sender has them */
-    EVENT_CONTROL,    /* a greeting, the answer to one, or an abort: data is the packet */
-    EVENT_REPORT,     /* what became of packets since the last report: delivered to smoothed_rtt_s */
-    EVENT_TIMEOUT,    /* a peer leaves questions unanswered */
-    EVENT_DATAGRAM,   /* without a socket: a packet leaves: data, tos, path */
+    EVENT_UNEXPECTED, /* the first packet of a message without a posted receive: packets */
+    EVENT_MISMATCH,   /* a posted receive differs in size from its message: packets, as sent */
+    EVENT_CONTROL,    /* a greeting, its answer, or an abort: data is the packet */
+    EVENT_REPORT,     /* feedback since the last report: delivered to smoothed_rtt_s */
+    EVENT_TIMEOUT,    /* a peer leaves probes unanswered */
+    EVENT_DATAGRAM,   /* without a socket: a packet to send: data, tos, path */
 } event_kind;
 
 typedef struct {
@@ -105,12 +105,13 @@ typedef struct {
 
 typedef struct {
     int64_t peer, step, message, packets;
-    const uint8_t *payload, *tail; /* those of `tail` follow those of `payload` */
+    const uint8_t *payload, *tail; /* bytes of `payload`, then those of `tail` */
     int64_t bytes, tail_bytes;
-    const uint8_t *queue, *drop_class, *layer, *is_protected; /* tags, one of each a packet */
-    const uint8_t *deferred;                                  /* by packet, which are not sent; NULL: all are */
+    const uint8_t *queue, *drop_class, *layer, *is_protected; /* tags, one of each per packet */
+    const uint8_t *deferred;                                  /* by packet, whether it is not sent; NULL: all are sent
+                                                               */
     int64_t allowed, budget, bounded; /* packets that may be lost, in all and at one switch; whether any bound is set */
-    int64_t immediate;                /* the receiver stops at the bound, come what may */
+    int64_t immediate;                /* the receiver stops at the bound in any case */
     int64_t seed, chunk, chunks;      /* see dlcp_send_order */
 } send_request;
 
@@ -118,31 +119,31 @@ typedef struct {
     int64_t peer, step, message, packets;
     int64_t required, immediate; /* packets that meet the bound */
     int64_t deferrable;          /* packets that the sender may defer */
-    int64_t last_bytes;          /* of the last packet; 0: not known */
-    uint8_t *buffer, *tail; /* what is beyond `bytes` goes to `tail`; no buffer where every packet is added at once */
+    int64_t last_bytes;          /* of the last packet; 0: unknown */
+    uint8_t *buffer, *tail;      /* bytes beyond `bytes` go to `tail`; no buffer if every packet is added at once */
     int64_t bytes, tail_bytes;
     reduction *reduction; /* NULL: the message is stored */
     int64_t position;
 } receive_request;
 
-/* An average over ranks, formed in place in a fixed order while packets arrive. */
+/* An average over ranks, computed in place in a fixed order as packets arrive. */
 struct reduction {
     float *values; /* own contribution, then the sum, then the average */
-    float *copy;   /* of averages that are complete; NULL: not wanted */
+    float *copy;   /* for complete averages; NULL: none */
     int64_t count; /* values */
     int64_t packets, per_packet;
-    int64_t members;             /* how many others contribute */
+    int64_t members;             /* number of other contributors */
     uint16_t *added;             /* how many of them are in the sum, per packet */
-    int64_t blocks, first_block; /* of packets, as they are sent; below 0: no chunks */
-    incoming **from;             /* by position; the reduction frees them, unless they are still active */
+    int64_t blocks, first_block; /* of packets, in sending order; negative: no chunks */
+    incoming **from;             /* by position; the reduction frees them unless they are still active */
     float divisor;
 };
 
-/* What a message is found by; the first member of what is kept in a table. */
+/* Identity of a message; the first member of every table entry. */
 typedef struct known known;
 struct known {
     int64_t peer, step, message;
-    known *next; /* in its chain */
+    known *next; /* in its hash chain */
 };
 
 typedef struct {
@@ -153,39 +154,39 @@ typedef struct {
 struct incoming {
     known name;
     int64_t packets, arrived, arrived_protected;
-    int64_t protected_packets; /* -1: the sender has not said */
+    int64_t protected_packets; /* -1: unknown so far */
     int64_t required;          /* packets that meet the bound; -1: no receive is posted */
-    int64_t deferred;          /* packets that will not be sent, as far as the sender has said */
+    int64_t deferred;          /* packets that will not be sent, as announced so far */
     int64_t deferrable;        /* packets that may be deferred */
     bool immediate, asked;
     int64_t last_bytes;
-    bool active;    /* it takes packets: the table has it */
+    bool active;    /* it accepts packets: it is in the table */
     bool complete;  /* its bound is met */
-    uint64_t *bits; /* what has arrived, as in `event` */
-    uint8_t *layer; /* what each packet's header says */
+    uint64_t *bits; /* packets that have arrived, as in `event` */
+    uint8_t *layer; /* from each packet's header */
     uint8_t *buffer, *tail;
     int64_t bytes, tail_bytes;
-    int64_t early_bytes; /* not 0: `buffer` is the engine's own */
+    int64_t early_bytes; /* nonzero: the engine owns `buffer` */
     reduction *reduction;
     int64_t position;
 };
 
 typedef enum {
-    FINISHED_STOPPING, /* packets are missing; the sender is told until it confirms that */
-    FINISHED_WHOLE,    /* the sender was told by an acknowledgement, and may ask if that was lost */
+    FINISHED_STOPPING, /* packets are missing; the sender is told until it acknowledges */
+    FINISHED_WHOLE,    /* an acknowledgement told the sender, which probes if that was lost */
     FINISHED_KNOWN,    /* the sender knows */
 } finished_state;
 
-/* What is remembered of a message that is complete: packets of it may still come. */
+/* State kept of a complete message, since more of its packets may arrive. */
 typedef struct finished finished;
 struct finished {
     known name;
     finished_state state;
-    bool asked; /* its sender had sent all of it: what comes of it for the first time is late */
+    bool asked; /* its sender had sent everything: packets that arrive for the first time are late */
     int64_t packets;
     double completed_s;
-    uint8_t *bitmap;      /* as on the wire, most significant bit first; NULL: every packet is in */
-    uint8_t *unconfirmed; /* by part of the bitmap; one part if there is no bitmap */
+    uint8_t *bitmap;      /* as on the wire, most significant bit first; NULL: every packet arrived */
+    uint8_t *unconfirmed; /* by part of the bitmap; one part without a bitmap */
     int64_t parts, unconfirmed_count;
     double due_s, give_up_s, repeat_s;
     finished *next_stopping, *older, *newer;
@@ -193,7 +194,7 @@ struct finished {
 
 typedef enum { UNSENT, FLYING, DELIVERED, ABANDONED, RETRANSMIT } packet_state;
 
-/* When a question was asked, and until when what it is about was sent. */
+/* When a probe was sent, and the latest send time of the packets that it asks about. */
 enum { QUESTIONS = 8 };
 typedef struct {
     double asked_s, until_s;
@@ -203,35 +204,35 @@ struct outgoing {
     int64_t peer, step, message;
     int64_t packets, flying, sent, resent, delivered;
     int64_t to_send;    /* all but the deferred ones */
-    int64_t unsent;     /* packets that wait to be sent, for the first time or again */
-    double active_s;    /* when a packet was last sent or found delivered, */
-    double last_sent_s; /* and when one was last sent, */
+    int64_t unsent;     /* packets that wait for transmission or retransmission */
+    double active_s;    /* when a packet was last sent or found delivered */
+    double last_sent_s; /* when a packet was last sent */
     int last_queue;     /* and in which queue */
     const uint8_t *payload, *tail;
     int64_t bytes, tail_bytes;
-    uint8_t head[HEADER_BYTES]; /* what all headers have in common */
+    uint8_t head[HEADER_BYTES]; /* common part of all headers */
     uint8_t (*tags)[4];         /* per packet: bytes 1 to 3 of its header, and its type of service */
-    uint32_t *order;            /* of those to send */
+    uint32_t *order;            /* of the packets to send */
     int64_t next;               /* in `order` */
     uint8_t *state;             /* packet_state */
     double *sent_s;
     uint8_t *path;        /* where it was sent last */
     uint64_t *acked;      /* bits, as in `event` */
-    uint32_t *retransmit; /* a ring of packets, each in it once; what was delivered meanwhile is passed over */
+    uint32_t *retransmit; /* ring of packets, each at most once; delivered ones are skipped */
     int64_t retransmit_first, retransmit_count;
-    uint32_t *abandoned_next; /* lists by drop class of what may stay lost */
+    uint32_t *abandoned_next; /* lists by drop class of packets that may stay lost */
     uint32_t abandoned_first[DROP_CLASSES];
     int64_t abandoned, allowed;
-    /* What is asked of the receiver. */
+    /* Probes to the receiver. */
     int64_t protected_packets;
     bool immediate;
-    asked asked[QUESTIONS]; /* the latest questions, by number, which answers repeat */
-    int64_t questions;      /* so many so far */
-    double probed_s;        /* when the last one was asked */
+    asked asked[QUESTIONS]; /* the latest probes, by number, which answers repeat */
+    int64_t questions;      /* probes so far */
+    double probed_s;        /* when the last one was sent */
     int64_t probes_unanswered, probes_without_news, delivered_seen;
-    uint64_t *confirmed; /* what the parts of a STOP say */
+    uint64_t *confirmed; /* contents of the STOP's parts */
     int64_t confirmed_packets;
-    outgoing *next_whole; /* of those that an acknowledgement being read says are whole */
+    outgoing *next_whole; /* list of the messages that the current acknowledgement reports complete */
     bool whole;
 };
 
@@ -239,7 +240,7 @@ struct outgoing {
 typedef struct {
     double sent_s;
     outgoing *message; /* NULL once it is gone */
-    uint32_t first;    /* in the message's order; the packet itself, if `packets` is 0 */
+    uint32_t first;    /* in the message's order; the packet itself if `packets` is 0 */
     uint32_t packets;
 } run;
 
@@ -248,27 +249,27 @@ typedef struct {
     int64_t first, count, capacity;
 } run_queue;
 
-/* When the newest packet that has arrived was sent, and when that became known. */
+/* Send time of the newest packet that has arrived, and when that became known. */
 typedef struct {
     double sent_s, known_s;
 } newest;
 
-/* One of the ways to a peer: what is on it, and how good it is. */
+/* One path to a peer: what is in flight on it, and how good it is. */
 typedef struct {
     int64_t flying, sent;
-    double weight;  /* 1: as good as the best; 0: it is left, until */
-    double again_s; /* this, */
+    double weight;  /* 1: as good as the best; 0: abandoned */
+    double again_s; /* until this time */
     double patience_s;
-    bool on_trial;               /* as it is again at first */
-    double delay_s, loss, marks; /* smoothed: round trip (0: not known), shares of packets */
-    int64_t samples;             /* round trips since the last report, */
-    double least_s, one_way_s;   /* the shortest of them, and of the ways there, less `clocks_us` */
+    bool on_trial;               /* just tried again */
+    double delay_s, loss, marks; /* smoothed: round trip (0: unknown), shares of packets */
+    int64_t samples;             /* round trips since the last report */
+    double least_s, one_way_s;   /* minimum RTT of these and minimum one-way delay, less `clocks_us` */
     int64_t judged, lost, marked;
-    newest newest[QUEUES];        /* of what has arrived, */
-    newest newest_before[QUEUES]; /* and of that before the last news */
+    newest newest[QUEUES];        /* of the arrived packets */
+    newest newest_before[QUEUES]; /* of those before the last feedback */
     double sampled_s;
-    int64_t lost_in_row;     /* packets since one arrived, */
-    double last_delivered_s; /* which became known then */
+    int64_t lost_in_row;     /* packets lost since one arrived */
+    double last_delivered_s; /* when the last arrival became known */
     run_queue runs[QUEUES];
     uint32_t marked_seen;
 } path;
@@ -279,7 +280,7 @@ typedef struct {
     int64_t block;
 } ack_block;
 
-/* How far the two sides of a ring are, in bytes since its beginning; in memory that both have. */
+/* Positions of a ring's two sides, in bytes since its beginning; in shared memory. */
 typedef struct {
     _Alignas(64) uint64_t written;
     _Alignas(64) uint64_t taken;
@@ -289,10 +290,10 @@ typedef struct {
 /* One side's view of a ring. */
 typedef struct {
     ring_marks *marks;
-    uint8_t *bytes; /* NULL: there is none */
+    uint8_t *bytes; /* NULL: none */
     uint64_t capacity;
-    uint64_t mine;   /* how far this side is, */
-    uint64_t theirs; /* and the other, as far as is known */
+    uint64_t mine;   /* this side's position */
+    uint64_t theirs; /* the other side's, as far as known */
     bool starving;   /* this side waits for room */
 } ring;
 
@@ -301,59 +302,59 @@ struct flow {
     double window;
     int64_t largest_window, flying;
     double smoothed_rtt_s, rtt_variation_s, heard_s;
-    int64_t burst;      /* most packets in one send */
-    int64_t mute;       /* send nothing but control packets */
-    int64_t slow_start; /* a window that holds packets back is to be reported soon */
-    double pace;        /* packets a second that leave at most; infinity: as many as the window admits */
+    int64_t burst;      /* maximum packets in one send */
+    int64_t mute;       /* send only control packets */
+    int64_t slow_start; /* report a limiting window soon */
+    double pace;        /* maximum packets per second; infinity: as many as the window admits */
     /* private */
     int64_t peer, rank;
     struct sockaddr_in address;
-    uint8_t service[QUEUES][2];               /* type of service, by queue and by whether a packet may be dropped */
+    uint8_t service[QUEUES][2];               /* by queue and by whether a packet may be dropped */
     int64_t delivered, marked, lost, limited; /* since the last report */
-    int64_t clocks_us;                        /* what clocks differ by, and the first packet took; below 0: none */
+    int64_t clocks_us;                        /* clock offset plus the first packet's delay; negative: unknown */
     double reported_s, report_due_s;          /* infinity if there is nothing to report */
     double disorder, sent_last_s;
-    double backoff;   /* by how much later than otherwise packets count as lost: 1, or more if those sent again are */
-    double stamped_s; /* the latest time with which a packet was marked: each is later than the one before */
-    double rtt_min_s; /* the shortest round trip so far; 0: not known */
-    double response_s, response_variation_s; /* round trip until this side has seen the answer, and its deviation */
-    int64_t lossy_packets;                   /* for so many more packets to send, some are expected to get lost */
-    double answered_s; /* the longest that a peer took to answer a question; of use until a round trip is known */
-    double paced_s;    /* for how long the pace allows nothing, after what has left */
-    bool held;         /* packets wait for that */
+    double backoff;   /* factor on the delay until packets count as lost: above 1 if retransmissions are lost */
+    double stamped_s; /* the last send time given to a packet: these increase strictly */
+    double rtt_min_s; /* minimum round trip so far; 0: unknown */
+    double response_s, response_variation_s; /* round trip including our processing, and its deviation */
+    int64_t lossy_packets;                   /* losses are expected for this many more packets */
+    double answered_s; /* the longest that the peer took to answer a probe; used until a round trip is known */
+    double paced_s;    /* when the pace admits packets again */
+    bool held;         /* packets wait for the pace */
     double newest_delivered_s[QUEUES]; /* on any path */
     path *paths;
     int64_t path_count, path_last;
-    double stalled_due_s;                 /* when to look next for paths on which nothing arrives, */
-    double overtaken_due_s;               /* and when packets count as lost which later ones have overtaken, */
-    uint64_t overtaken_paths;             /* bits: there */
-    uint64_t fresh_paths;                 /* bits: something has come back of what was sent there */
-    int64_t excused_lost, excused_marked; /* on paths that are left or on trial: the window has no part in it */
+    double stalled_due_s;                 /* when to look next for paths on which nothing arrives */
+    double overtaken_due_s;               /* when overtaken packets count as lost */
+    uint64_t overtaken_paths;             /* bits: paths with such packets */
+    uint64_t fresh_paths;                 /* bits: paths with new feedback */
+    int64_t excused_lost, excused_marked; /* on abandoned paths or on trial: they do not affect the window */
     outgoing **messages;
     int64_t message_count, message_capacity;
-    double look_s; /* no message is to be asked about before */
+    double look_s; /* no message needs a probe before this time */
     uint32_t marked_seen;
-    uint16_t late_seen; /* packets that were late, not lost, */
-    double widened_s;   /* and when the reordering window was last made wider for that */
+    uint16_t late_seen; /* packets that were late, not lost */
+    double widened_s;   /* when the reordering window last grew because of them */
     /* receiving */
     uint32_t marked_received;
-    uint16_t late_received;     /* packets that were late, not lost: they came twice, or after they had been given up */
-    in_port_t ports[PATHS_MAX]; /* from which it sends, too, in network byte order */
+    uint16_t late_received;     /* late, not lost: duplicates, or arrived after they were given up */
+    in_port_t ports[PATHS_MAX]; /* its other source ports, in network byte order */
     int64_t port_count, port_last;
     uint32_t path_marked[PATHS_MAX];
-    uint64_t marked_paths; /* bits: more marks than were told */
+    uint64_t marked_paths; /* bits: paths with marks that were not reported yet */
     ack_block *fresh, recent[ACK_RECENT];
     int64_t fresh_count, fresh_capacity, fresh_packets, recent_count;
     double ack_due_s, acknowledged_s, data_last_s;
     /* to and from a peer on this host */
     ring out, in;
-    const uint8_t *imported; /* memory of the peer's, which it sends from */
+    const uint8_t *imported; /* the peer's exported memory */
     int64_t imported_bytes;
     uint32_t *peer_asleep;
     int peer_bell;
 };
 
-/* Memory for messages that arrive early, used again: fresh memory costs as much as what is done with it. */
+/* Reusable memory for early messages: fresh memory costs as much as processing them. */
 enum { EARLY_CACHED = 64 };
 typedef struct {
     uint8_t *memory;
@@ -365,40 +366,40 @@ struct engine {
     event *events;
     int64_t event_count;
     int64_t woken;   /* set by any thread to make dlcp_turn return */
-    int64_t failed;  /* memory was short where nothing could be refused: the engine must not go on */
+    int64_t failed;  /* memory ran out where nothing could be refused: the engine must not be used any more */
     int64_t offload; /* 0 once the kernel has refused UDP_SEGMENT */
-    int64_t room;    /* without a socket: datagrams that may leave; below 0: any number */
+    int64_t room;    /* without a socket: datagrams that may leave; negative: no limit */
     int64_t stopping_count, early_bytes, oldest_step;
     int64_t refused_malformed, refused_token, refused_job, refused_sender, refused_stale;
     int64_t data, duplicate, late, early_full, probe, control_unsent;
     int64_t send_errors, last_errno, truncated, acknowledgements, received_bursts, sent_bursts;
-    double inbound_peak; /* the fastest that data came through the network since this was set to 0, in packets/s */
+    double inbound_peak; /* the fastest that data arrived since this was set to 0, in packets/s */
     /* private */
     config config;
-    double inbound_since_s, inbound_last_s; /* the stretch that is being measured, */
-    int64_t inbound_count;                  /* and what came in it, without its first packet */
+    double inbound_since_s, inbound_last_s; /* the stretch being measured */
+    int64_t inbound_count;                  /* packets in it, except the first */
     int64_t event_capacity;
-    void **garbage; /* what events may point at, until the next call that moves packets */
+    void **garbage; /* memory that events may point at, until the next call that moves packets */
     int64_t garbage_count, garbage_capacity;
     int64_t *flow_of_rank;
     flow *flows;
     table incoming, finished;
-    finished *stopping; /* in the order in which they began */
+    finished *stopping; /* by begin time */
     finished *oldest_finished, *newest_finished;
     early_buffer early[EARLY_CACHED];
-    double reminded_s; /* when the sender of a whole message was last told again */
-    bool closed;       /* no message is taken any more */
+    double reminded_s; /* when senders of complete messages were last reminded */
+    bool closed;       /* accepts no more messages */
     int socket, wake, bell;
     int sockets[PATHS_MAX]; /* by path; all but the first only send */
     int64_t socket_count;
-    uint32_t *asleep;        /* says to peers on this host: this engine waits for its bell; NULL: there are none */
+    uint32_t *asleep;        /* tells peers on this host that this engine waits for its bell; NULL: no such peers */
     int64_t shared;          /* flows whose packets come through a ring */
-    const uint8_t *exported; /* what is sent from here, peers on this host read where it is */
+    const uint8_t *exported; /* peers on this host read messages sent from here in place */
     int64_t exported_bytes;
-    double arrived_s;  /* when the kernel got the datagram that is being taken in */
-    int64_t singles;   /* how many datagrams of data have come alone, one after the other */
-    uint8_t *buffers;  /* for receiving, */
-    uint8_t *datagram; /* and to write one in that is sent at once: HEADER_BYTES + DATAGRAM_MAX */
+    double arrived_s;  /* when the kernel received the current datagram */
+    int64_t singles;   /* consecutive data datagrams that arrived alone */
+    uint8_t *buffers;  /* for receiving */
+    uint8_t *datagram; /* for a datagram sent at once: HEADER_BYTES + DATAGRAM_MAX */
 };
 
 /* engine.c */
@@ -504,7 +505,7 @@ static inline void put64(uint8_t *at, uint64_t value) {
     put32(at, (uint32_t)(value >> 32));
     put32(at + 4, (uint32_t)value);
 }
-/* Where the fields of a header are. */
+/* Fields of a header. */
 static inline int header_type(const uint8_t *header) {
     return header[0] & 15;
 }

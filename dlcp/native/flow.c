@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Everything on its way to one peer: its window, its round-trip time, what of it is lost, and the acknowledgements of
- * both directions.
+/* Everything in flight to one peer: window, round-trip time, losses, and the acknowledgements of both directions.
  *
- * Packets count as lost when one that was sent later on the same path into the same queue has arrived, by more than the
- * disorder to be expected or that long ago (RACK, RFC 8985, kept per queue because strict priority reorders across
- * queues, and per path because delays differ). What no later packet follows is asked for (outgoing.c). A path on which
- * nothing arrives at all is judged by the others, with patience, and left.
+ * A packet is declared lost when one sent later on the same path into the same queue has arrived, and either was sent
+ * later by more than the reordering window or arrived longer than that ago (RACK, RFC 8985, kept per queue because
+ * strict priority reorders across queues, and per path because delays differ). A packet that no later one follows is
+ * probed for (outgoing.c). A path on which nothing arrives at all is judged by the other paths, patiently, and
+ * abandoned.
  *
- * An acknowledgement tells of blocks of 64 packets which of them have arrived. It tells all that is known of its
- * blocks, and repeats the last ones before, so that the next one makes up for it if it is lost. Its payload has entries
- * of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete, and all of it is here) and bits
- * (8; bit k is packet 64 block + k). In its header, `count` holds how many packets of the flow arrived marked congested
- * so far, `message` how many were late, not lost, `index` when the newest packet came, by the
- * receiver's clock in microseconds, and `step` how long ago that is. An entry with the block ACK_PATH says of a path,
- * its `step`, how many packets arrived marked there, its `bits`.
+ * An acknowledgement reports in blocks of 64 packets which of them have arrived. It contains everything known about
+ * its blocks, and repeats the previous ones, so the next acknowledgement makes up for a lost one. Its payload has
+ * entries of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete with every packet) and
+ * bits (8; bit k is packet 64 block + k). In its header, `count` is the number of packets of the flow that arrived
+ * with an ECN mark so far, `message` the number that were late, not lost, `index` the newest packet's arrival, by the
+ * receiver's clock in microseconds, and `step` how long ago that was. An entry with the block ACK_PATH reports for a
+ * path, its `step`, how many packets arrived marked there, its `bits`.
  */
 
 #include <math.h>
@@ -23,13 +23,13 @@
 #include "engine.h"
 
 enum { RUNS_FIRST = 16 };
-/* By how much the times differ with which the packets of a burst are marked: much less than sending one takes, and more
- * than a double can tell apart after years of uptime. */
+/* Spacing of the send times of a burst's packets: much less than the time to send one, and still resolved by a double
+ * after years of uptime. */
 static const double STAMP_S = 0x1p-26;
 
 /* What is on the wire ---------------------------------------------------------------------------------------------- */
 
-/* Take a sample into an average and its mean deviation (RFC 6298). */
+/* Add a sample to an average and its mean deviation (RFC 6298). */
 static void smooth(double *average_s, double *deviation_s, double sample_s) {
     if (*average_s == 0) {
         *average_s = sample_s;
@@ -45,7 +45,7 @@ static void smooth_rtt(flow *self, double rtt_s) {
     smooth(&self->smoothed_rtt_s, &self->rtt_variation_s, rtt_s);
 }
 
-/* How long an acknowledgement waits for more to tell. */
+/* How long an acknowledgement waits for more packets. */
 static double flow_ack_delay_s(const engine *owner, const flow *self) {
     const config *rules = &owner->config;
     if (self->smoothed_rtt_s == 0)
@@ -57,7 +57,7 @@ static int64_t microseconds(double seconds) {
     return (int64_t)(seconds * 1e6);
 }
 
-/* Return how long a packet took, but for what the clocks differ by; `arrived_us` is modulo 2^32. */
+/* Return a packet's one-way delay, plus the clock offset; `arrived_us` is modulo 2^32. */
 static double one_way_s(flow *self, uint32_t arrived_us, double sent_s) {
     uint32_t took_us = arrived_us - (uint32_t)microseconds(sent_s);
     if (self->clocks_us < 0)
@@ -65,8 +65,8 @@ static double one_way_s(flow *self, uint32_t arrived_us, double sent_s) {
     return (int32_t)(took_us - (uint32_t)self->clocks_us) * 1e-6;
 }
 
-/* Find the shortest round trip since the last report, and the shortest way there. Of several paths it is their mean, by
- * samples: a queue that stands on one of them is not hidden by another one's being empty. */
+/* Find the minimum RTT and the minimum one-way delay since the last report. Over several paths it is their mean,
+ * weighted by samples, so that an empty path does not hide another one's queue. */
 static void report_times(flow *self, event *news) {
     int64_t samples = 0;
     double rtt_s = 0, there_s = 0;
@@ -82,14 +82,14 @@ static void report_times(flow *self, event *news) {
     news->one_way_s = samples ? there_s / (double)samples : INFINITY;
 }
 
-/* By how much a packet may arrive later than one that was sent after it. Where packets that are sent again get lost
- * again, a queue stays full: to send them sooner would only have more of them dropped. */
+/* How much later a packet may arrive than one sent after it. If retransmissions get lost, a queue stays full: earlier
+ * retransmissions would only be dropped, too. */
 double flow_reordering_s(const engine *owner, const flow *self) {
     double rtt_s = self->smoothed_rtt_s > 0 ? self->smoothed_rtt_s : owner->config.initial_rtt_s;
     return fmin(rtt_s * self->disorder * self->backoff, owner->config.probe_timeout_max_s);
 }
 
-/* By how much a packet may arrive later than one that is sent after it where the last one was sent. */
+/* How much later a packet may arrive than one sent after it, on the last one's path. */
 double flow_lateness_s(const engine *owner, const flow *self) {
     double longest_s = 0;
     for (int64_t i = 0; i < self->path_count; i++)
@@ -98,7 +98,7 @@ double flow_lateness_s(const engine *owner, const flow *self) {
     return flow_reordering_s(owner, self) + fmax(longest_s - self->paths[self->path_last].delay_s, 0);
 }
 
-/* How long an acknowledgement may take (RFC 9002, 6.2.1), with the time that both hosts take to attend to it. */
+/* How long an acknowledgement may take (RFC 9002, 6.2.1), including both hosts' processing time. */
 double flow_probe_timeout_s(const engine *owner, const flow *self) {
     const config *rules = &owner->config;
     if (self->out.bytes)
@@ -108,24 +108,23 @@ double flow_probe_timeout_s(const engine *owner, const flow *self) {
     double timeout_s = self->response_s + fmax(4 * self->response_variation_s, flow_reordering_s(owner, self));
     for (int64_t i = 0; self->path_count > 1 && i < self->path_count; i++)
         if (self->paths[i].flying)
-            timeout_s = fmax(timeout_s, 2 * self->paths[i].delay_s); /* a question must not overtake what it is about */
+            timeout_s = fmax(timeout_s, 2 * self->paths[i].delay_s); /* a probe must not overtake its packets */
     return fmin(timeout_s, fmax(rules->probe_timeout_max_s, 2 * self->smoothed_rtt_s));
 }
 
-/* What is to be found lost in one queue of a path: what was sent before `until_s`, of what was sent before `newest_s`.
- */
+/* What to declare lost in one queue of a path: packets sent before `until_s`, out of those sent before `newest_s`. */
 typedef struct {
     double until_s, newest_s;
     int64_t lost;
-    double oldest_s; /* when the first packet was sent that may yet be lost; infinity: there is none */
+    double oldest_s; /* send time of the first packet that may still be lost; infinity: none */
 } search;
 
-/* After how long without news of a path, while others bring some, nothing is expected to arrive there. */
+/* How long a path may be silent while others are not, before nothing is expected to arrive there. */
 double flow_stalled_s(const engine *owner, const flow *self) {
     return flow_reordering_s(owner, self) + 3 * flow_probe_timeout_s(owner, self);
 }
 
-/* Find what of packets that were sent together is lost; return whether all of them are settled. */
+/* Find losses in a run; return whether all its packets are settled. */
 static bool lose_run(const engine *owner, flow *self, const run *sent, search *within) {
     outgoing *message = sent->message;
     uint32_t count = sent->packets ? sent->packets : 1;
@@ -134,7 +133,7 @@ static bool lose_run(const engine *owner, flow *self, const run *sent, search *w
         if (sent_s >= within->newest_s)
             return false;
         uint32_t index = sent->packets ? message->order[sent->first + k] : sent->first;
-        /* One that was sent again since then has a run of its own. */
+        /* A packet retransmitted since then has its own run. */
         if (message->state[index] != FLYING || message->sent_s[index] != sent_s)
             continue;
         if (sent_s >= within->until_s) {
@@ -159,7 +158,7 @@ static search lose_until(const engine *owner, flow *self, run_queue *sent, doubl
     return within;
 }
 
-/* Find what of a path is lost by what has arrived much later on others; leave it if nothing arrives there at all. */
+/* Find a path's losses by much later arrivals on other paths; abandon it if nothing arrives there at all. */
 static int64_t lose_stalled(const engine *owner, flow *self, path *way, int queue, double stalled_s, double now_s) {
     double until_s = self->newest_delivered_s[queue] - fmax(stalled_s, 2 * way->delay_s);
     int64_t lost = lose_until(owner, self, &way->runs[queue], until_s, until_s).lost;
@@ -171,8 +170,7 @@ static int64_t lose_stalled(const engine *owner, flow *self, path *way, int queu
     return lost;
 }
 
-/* Find what of a path is lost: what later packets have overtaken by more than the reordering window, or what has been
- * overtaken for so long (RFC 8985, 7.2). */
+/* Find a path's losses: packets overtaken by more than the reordering window, or longer ago (RFC 8985, 7.2). */
 static int64_t lose_overtaken(const engine *owner, flow *self, path *way, double now_s) {
     double disorder_s = flow_reordering_s(owner, self);
     int64_t lost = 0;
@@ -207,7 +205,7 @@ static int64_t find_lost(const engine *owner, flow *self, double now_s) {
     return lost;
 }
 
-/* Find packets that have been overtaken for too long, where that is due; return when to look again. */
+/* Find packets that were overtaken too long ago, if due; return when to look again. */
 double flow_find_overtaken(engine *owner, flow *self, double now_s) {
     if (now_s >= self->overtaken_due_s) {
         int64_t lost = find_lost(owner, self, now_s);
@@ -216,8 +214,7 @@ double flow_find_overtaken(engine *owner, flow *self, double now_s) {
     return self->overtaken_due_s;
 }
 
-/* Find when the next report may be taken. Where nothing asks for a smaller or a larger window there is no hurry; of
- * what goes through memory there is nothing to learn. */
+/* Schedule the next report. There is no hurry unless the window should shrink or grow; memory has nothing to report. */
 static void schedule_report(const engine *owner, flow *self) {
     if (self->out.bytes || (!self->delivered && !self->lost))
         return;
@@ -226,7 +223,7 @@ static void schedule_report(const engine *owner, flow *self) {
     self->report_due_s = self->reported_s + fmax(self->smoothed_rtt_s, calm_s);
 }
 
-/* Note what came back, for the next report. */
+/* Record feedback for the next report. */
 void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s) {
     if (delivered)
         lost += find_lost(owner, self, now_s);
@@ -247,8 +244,8 @@ static bool is_waiting(const flow *self) {
     return false;
 }
 
-/* Report on flows once one is due; return when the next one is. Half its time before it is due is not too early: those
- * of several flows are taken together, for a turn of Python costs more than a report. */
+/* Report on flows once a report is due; return when the next one is. A flow may report after half its time: several
+ * flows report together, since a turn of Python costs more than a report. */
 double flow_report(engine *owner, double now_s) {
     double due_s = INFINITY;
     for (int64_t i = 0; i < owner->config.peers; i++)
@@ -281,12 +278,12 @@ double flow_report(engine *owner, double now_s) {
 
 /* Sending ---------------------------------------------------------------------------------------------------------- */
 
-/* Return when a window of less than a packet admits the next one. */
+/* Return when a window below one packet admits the next one. */
 static double paused_until_s(const flow *self) {
     return self->sent_last_s + self->smoothed_rtt_s / fmin(self->window, 1);
 }
 
-/* Return when time alone lets the next packet go; infinity if none waits, or it waits for something else, too. */
+/* Return when the next packet may leave if only time is needed; infinity if none waits or something else is missing. */
 double flow_resumes_s(const flow *self, double now_s) {
     double until_s = INFINITY;
     if (self->window < 1)
@@ -302,15 +299,15 @@ static int64_t room(const flow *self, double now_s) {
     return (int64_t)fmin(self->window, (double)self->largest_window) - self->flying;
 }
 
-/* Return how many packets may leave at once at the flow's pace. A timer for each would be too much: what is due within
- * `pace_turn_s` leaves together. */
+/* Return how many packets the pace admits at once. A timer for each would cost too much: packets due within
+ * `pace_turn_s` leave together. */
 static double pace_room(const engine *owner, flow *self, double now_s) {
     double turn_s = owner->config.pace_turn_s;
     self->held = now_s < self->paced_s - (self->held ? 0 : turn_s);
     return self->held ? 0 : fmax(self->pace * turn_s, (double)owner->config.path_burst);
 }
 
-/* The most urgent queue first; in it the layer nearest the input; then who came first. */
+/* The most urgent queue first, then the layer nearest the input, then the oldest message. */
 static outgoing *most_urgent(const flow *self) {
     outgoing *best = NULL;
     int best_urgency = -1;
@@ -328,13 +325,13 @@ static outgoing *most_urgent(const flow *self) {
     return best;
 }
 
-/* Where the run that was sent `after` the first one is. */
+/* Position of the run `after` places behind the first. */
 static int64_t place_of_run(const run_queue *sent, int64_t after) {
     int64_t at = sent->first + after;
     return at < sent->capacity ? at : at - sent->capacity;
 }
 
-/* Make room for so many more runs; return 0, or NO_MEMORY. */
+/* Make room for this many more runs; return 0, or NO_MEMORY. */
 static int reserve_runs(run_queue *sent, int64_t more) {
     if (sent->count + more <= sent->capacity)
         return 0;
@@ -362,7 +359,7 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
                       int64_t way, double now_s) {
     run_queue *sent = &self->paths[way].runs[message->tags[packets[0]][1] >> 5];
     bool again = message->state[packets[0]] == RETRANSMIT;
-    /* Every packet has a time of its own, which also says the order in which they left. */
+    /* Every packet has a unique send time, which also gives their order. */
     double stamp_s = fmax(now_s, self->stamped_s + STAMP_S);
     if (!again)
         note_run(sent, (run){stamp_s, message, (uint32_t)message->next, (uint32_t)count});
@@ -390,13 +387,13 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
     self->paths[way].sent += count;
     self->path_last = way;
     message->active_s = message->last_sent_s = self->sent_last_s = now_s;
-    message->last_queue = message->tags[packets[0]][1] >> 5; /* a burst is of one queue */
+    message->last_queue = message->tags[packets[0]][1] >> 5; /* all packets of a burst are in one queue */
     self->lossy_packets = self->lossy_packets > count ? self->lossy_packets - count : 0;
     outgoing_expect(owner, self, message);
     self->paced_s = fmax(self->paced_s, now_s - owner->config.pace_turn_s) + (double)count / self->pace;
 }
 
-/* Send one burst within the window, the most urgent packets first; return how many packets, or what keeps them. */
+/* Send one burst within the window, most urgent packets first; return how many, or why none. */
 int64_t flow_pump(engine *owner, flow *self, double now_s) {
     if (!self->message_count || self->mute)
         return 0;
@@ -421,7 +418,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
     int64_t count = outgoing_gather(owner, message, limit, packets);
     bool again = message->state[packets[0]] == RETRANSMIT;
-    /* Before anything leaves: a packet that no run tells of would never be found lost. */
+    /* Before anything leaves: a packet that is in no run could never be declared lost. */
     if (reserve_runs(&self->paths[way].runs[message->tags[packets[0]][1] >> 5], again ? count : 1)) {
         owner->failed = 1;
         return 0;
@@ -444,7 +441,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
 /* Acknowledgements out --------------------------------------------------------------------------------------------- */
 
 static void note_block(flow *self, incoming *message, int64_t block) {
-    /* As good as all of them: packets of a block come one after the other. */
+    /* Checking a few is enough: packets of a block arrive together. */
     for (int64_t k = self->fresh_count - 1; k >= 0 && k >= self->fresh_count - 4; k--)
         if (self->fresh[k].message == message && self->fresh[k].block == block)
             return;
@@ -452,7 +449,7 @@ static void note_block(flow *self, incoming *message, int64_t block) {
         int64_t capacity = self->fresh_capacity ? self->fresh_capacity * 2 : 64;
         ack_block *fresh = realloc(self->fresh, (size_t)capacity * sizeof *fresh);
         if (!fresh)
-            return; /* as good as a lost acknowledgement */
+            return; /* same as a lost acknowledgement */
         self->fresh = fresh;
         self->fresh_capacity = capacity;
     }
@@ -460,7 +457,7 @@ static void note_block(flow *self, incoming *message, int64_t block) {
     self->fresh[self->fresh_count++] = (ack_block){message, block};
 }
 
-/* Note a packet of data, be it for the first time or again. */
+/* Record the arrival of a data packet, new or duplicate. */
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s) {
     self->marked_received += (tos & 3) == 3; /* ECN: congestion experienced */
     if (!self->fresh_packets++)
@@ -469,7 +466,7 @@ void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64
     note_block(self, message, index / ACK_BLOCK_PACKETS);
 }
 
-/* Acknowledge nothing of a message any more. */
+/* Stop acknowledging a message. */
 void flow_forget_incoming(flow *self, const incoming *message) {
     for (int64_t k = 0; k < self->fresh_count; k++)
         if (self->fresh[k].message == message)
@@ -487,7 +484,7 @@ static void put_entry(uint8_t *at, const ack_block *block) {
     put64(at + 10, message->bits[block->block]);
 }
 
-/* Tell how many packets have come marked on one path that has had some since that was told. */
+/* Report the marked packets of one path with unreported ones. */
 static void put_marks(flow *self, uint8_t *at) {
     int way = __builtin_ctzll(self->marked_paths);
     self->marked_paths &= self->marked_paths - 1;
@@ -497,7 +494,7 @@ static void put_marks(flow *self, uint8_t *at) {
     put64(at + 10, self->path_marked[way]);
 }
 
-/* Remember what the next acknowledgement repeats. */
+/* Save a block for the next acknowledgement to repeat. */
 static void note_recent(flow *self, ack_block block) {
     if (self->recent_count == ACK_RECENT) {
         memmove(self->recent, self->recent + 1, (ACK_RECENT - 1) * sizeof *self->recent);
@@ -539,7 +536,7 @@ void flow_acknowledge(engine *owner, flow *self, double now_s) {
     self->acknowledged_s = now_s;
 }
 
-/* Tell at once that a message is complete, and all of it is here. */
+/* Report at once that a message is complete with every packet. */
 void flow_acknowledge_whole(engine *owner, flow *self, incoming *message, double now_s) {
     note_block(self, message, (message->packets - 1) / ACK_BLOCK_PACKETS);
     if (!self->fresh_packets)
@@ -547,7 +544,7 @@ void flow_acknowledge_whole(engine *owner, flow *self, incoming *message, double
     flow_acknowledge(owner, self, now_s);
 }
 
-/* Acknowledge what is due; return when the next acknowledgement will be. */
+/* Send due acknowledgements; return when the next one is due. */
 double flow_acknowledge_due(engine *owner, double now_s) {
     const config *rules = &owner->config;
     double due_s = INFINITY;
@@ -573,12 +570,12 @@ double flow_acknowledge_due(engine *owner, double now_s) {
 static int64_t marked_since(uint32_t *seen, uint32_t total) {
     uint32_t marked = total - *seen;
     if (marked >= 0x80000000u)
-        return 0; /* overtaken by a later one */
+        return 0; /* a later one has overtaken it */
     *seen = total;
     return marked;
 }
 
-/* Take in how many packets were late, not lost. All of a round trip are one piece of news (RFC 8985, 6.2). */
+/* Process the count of late packets. All of a round trip count as one event (RFC 8985, 6.2). */
 static void take_late(const engine *owner, flow *self, uint16_t total, double now_s) {
     int16_t more = (int16_t)(total - self->late_seen);
     if (more <= 0)
@@ -590,7 +587,7 @@ static void take_late(const engine *owner, flow *self, uint16_t total, double no
     self->disorder = fmin(self->disorder * 2, owner->config.disorder_max);
 }
 
-/* Take in how many packets arrived marked on a path. */
+/* Process a path's count of marked packets. */
 static void take_marks(flow *self, const uint8_t *entry) {
     uint32_t number = get32(entry);
     if (number >= self->path_count)
@@ -602,13 +599,13 @@ static void take_marks(flow *self, const uint8_t *entry) {
         self->excused_marked += marked;
 }
 
-/* Take in the round trips on paths of which packets have arrived that were sent once; `sampled` are their bits. */
+/* Sample the round trips of paths on which packets arrived that were sent once; `sampled` are their bits. */
 static void sample_paths(const engine *owner, flow *self, uint64_t sampled, const uint8_t *header, double now_s) {
     double ago_s = (double)header_step(header) * 1e-6, total_s = 0, newest_s = 0;
     int64_t paths = 0;
     for (; sampled; sampled &= sampled - 1) {
         path *way = &self->paths[__builtin_ctzll(sampled)];
-        /* As the network has it: without the time for which a packet waited until its host attended to it. */
+        /* The network's part, without the packet's wait for its host. */
         double rtt_s = fmax(owner->arrived_s - way->sampled_s - ago_s, 1e-6);
         path_sample_delay(owner, way, rtt_s);
         newest_s = fmax(newest_s, way->sampled_s);
@@ -652,10 +649,10 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         for (uint64_t fresh = bits & ~message->acked[first / ACK_BLOCK_PACKETS]; fresh; fresh &= fresh - 1) {
             uint32_t index = (uint32_t)(first + __builtin_ctzll(fresh));
             if (message->state[index] == UNSENT)
-                continue; /* nobody can have got it: forged or confused */
+                continue; /* it was not sent, so nobody can have it: forged or confused */
             double sent_s = outgoing_delivered(owner, self, message, index, now_s);
             delivered++;
-            /* Karn: the time of a packet that was sent twice is no round trip. */
+            /* Karn: a retransmitted packet gives no round-trip sample. */
             path *way = &self->paths[message->path[index]];
             uint64_t bit = 1ull << message->path[index];
             if (!(message->tags[index][0] & RETRANSMISSION) && sent_s > (sampled & bit ? way->sampled_s : 0)) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A message on its way in: which of its packets have arrived and where their bytes go, from its first packet or its
- * posted receive, whichever is first, until its sender knows that it is complete. */
+/* A received message: which packets have arrived and where their bytes go, from its first packet or posted receive,
+ * whichever is first, until its sender knows that it is complete. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -31,7 +31,7 @@ known *table_find(const table *self, int64_t peer, int64_t step, int64_t message
     return one;
 }
 
-/* Make room for one more; return 0, or NO_MEMORY. */
+/* Make room for one more entry; return 0, or NO_MEMORY. */
 static int table_reserve(table *self) {
     if (self->count < self->capacity)
         return 0;
@@ -72,7 +72,7 @@ static void table_remove(table *self, const known *one) {
 
 /* Memory for messages that arrive early ---------------------------------------------------------------------------- */
 
-/* Return a size rounded up by at most an eighth: shards of a bucket differ by a packet, and share buffers. */
+/* Round a size up by at most an eighth: shards of a bucket differ by a packet, and share buffers. */
 static int64_t early_capacity(int64_t bytes) {
     int64_t step = 1;
     while (step * 16 <= bytes)
@@ -97,7 +97,7 @@ static uint8_t *early_take(engine *owner, int64_t bytes) {
     return memory;
 }
 
-/* Keep memory for other messages, but no more bytes of it than may be in use. */
+/* Keep memory for other messages, up to the limit of memory in use. */
 static void early_give(engine *owner, uint8_t *memory, int64_t bytes) {
     owner->early_bytes -= bytes;
     int64_t capacity = early_capacity(bytes), kept = capacity;
@@ -117,12 +117,11 @@ static void early_give(engine *owner, uint8_t *memory, int64_t bytes) {
 
 /* Copies past the caches ------------------------------------------------------------------------------------------- */
 
-/* From this size on, a message is not wanted in the caches: it would only push out what is. Chosen by us, of a core's
- * usual L2. */
+/* From this size on, a message bypasses the caches: it would only evict useful data. The usual size of a core's L2. */
 enum { STREAM_MIN_BYTES = 1 << 20 };
 
 #ifdef __SSE2__
-/* Copy to memory past the caches, without reading first what is overwritten. */
+/* Copy past the caches, without reading the destination first. */
 void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
     int64_t done = smaller(-(intptr_t)into & 15, bytes);
     memcpy(into, from, (size_t)done);
@@ -131,7 +130,7 @@ void stream(uint8_t *into, const uint8_t *from, int64_t bytes) {
     memcpy(into + done, from + done, (size_t)(bytes - done));
 }
 
-/* Let other threads see what was streamed before what follows. */
+/* Make streamed data visible to other threads before later writes. */
 static void finish_streams(void) {
     _mm_sfence();
 }
@@ -178,9 +177,9 @@ void incoming_free(incoming *self) {
     free(self);
 }
 
-/* Take no more packets for a message. A reduction may still need what has arrived, and frees it. */
+/* Accept no more packets for a message. A reduction may still need what has arrived, and frees it. */
 static void incoming_close(engine *owner, incoming *self) {
-    flow_forget_incoming(&owner->flows[self->name.peer], self); /* what is not acknowledged yet is with its STOP */
+    flow_forget_incoming(&owner->flows[self->name.peer], self); /* its STOP covers what is not acknowledged yet */
     table_remove(&owner->incoming, &self->name);
     self->active = false;
     if (self->early_bytes)
@@ -194,7 +193,7 @@ static void incoming_drop(engine *owner, incoming *self) {
         incoming_free(self);
 }
 
-/* Know a message that arrives before its receive is posted; NULL if it is not taken. */
+/* Create a message that arrives before its receive is posted; NULL if it is not accepted. */
 static incoming *incoming_unexpected(engine *owner, flow *from, const uint8_t *header, double now_s) {
     int64_t packets = header_count(header), bytes = packets * owner->config.payload_bytes;
     if (packets < 1 || packets > MESSAGE_PACKETS_MAX) {
@@ -202,7 +201,7 @@ static incoming *incoming_unexpected(engine *owner, flow *from, const uint8_t *h
         return NULL;
     }
     if (owner->early_bytes + bytes > owner->config.early_bytes_max) {
-        owner->early_full++; /* nothing is lost: unacknowledged packets are sent again */
+        owner->early_full++; /* nothing is lost: unacknowledged packets are retransmitted */
         return NULL;
     }
     uint8_t *buffer = early_take(owner, bytes);
@@ -234,7 +233,7 @@ static void copy_in(incoming *self, int64_t offset, const uint8_t *payload, int6
         memcpy(self->tail + (offset + direct - self->bytes), payload + direct, (size_t)(bytes - direct));
 }
 
-/* Put what arrived early where it belongs. */
+/* Move early packets to their destination. */
 static void settle_in(engine *owner, incoming *self, const uint8_t *from) {
     int64_t payload_bytes = owner->config.payload_bytes, total = self->bytes + self->tail_bytes;
     for (int64_t i = 0; i < self->packets; i++) {
@@ -250,10 +249,10 @@ static void settle_in(engine *owner, incoming *self, const uint8_t *from) {
 
 /* What is known of complete messages ------------------------------------------------------------------------------- */
 
-/* Tell the sender no more. */
+/* Stop notifying the sender. */
 static void finished_settle(engine *owner, finished *self) {
     if (self->state == FINISHED_STOPPING) {
-        finished **link = &owner->stopping; /* it is in the list, as its state says */
+        finished **link = &owner->stopping; /* it is in the list, given its state */
         while (*link != self)
             link = &(*link)->next_stopping;
         *link = self->next_stopping;
@@ -273,7 +272,7 @@ static void finished_free(engine *owner, finished *self) {
     free(self);
 }
 
-/* Say once more that no more of a message is needed, in those parts that its sender has not confirmed. */
+/* Repeat the STOP for those parts of a message that its sender has not acknowledged. */
 static void finished_stop(engine *owner, finished *self, double now_s) {
     flow *to = &owner->flows[self->name.peer];
     int64_t span = engine_bitmap_packets(owner), bytes = (self->packets + 7) / 8;
@@ -288,7 +287,7 @@ static void finished_stop(engine *owner, finished *self, double now_s) {
     self->repeat_s = fmin(owner->config.stop_repeat_max_s, self->repeat_s * 2);
 }
 
-/* Tell a sender until it confirms it; `bits` is what arrived, NULL if everything did. */
+/* Notify a sender until it acknowledges; `bits` are the arrived packets, NULL if all. */
 static int finished_begin_stop(engine *owner, finished *self, const uint64_t *bits, double now_s, double give_up_s) {
     int64_t span = engine_bitmap_packets(owner), parts = bits ? (self->packets + span - 1) / span : 1;
     uint8_t *unconfirmed = malloc((size_t)parts), *bitmap = bits ? calloc((size_t)(self->packets + 7) / 8, 1) : NULL;
@@ -308,7 +307,7 @@ static int finished_begin_stop(engine *owner, finished *self, const uint64_t *bi
     self->repeat_s = flow_probe_timeout_s(owner, &owner->flows[self->name.peer]);
     self->state = FINISHED_STOPPING;
     self->next_stopping = NULL;
-    finished **link = &owner->stopping; /* there are few */
+    finished **link = &owner->stopping; /* the list is short */
     while (*link)
         link = &(*link)->next_stopping;
     *link = self;
@@ -328,7 +327,7 @@ static finished *finished_add(engine *owner, const known *name, int64_t packets,
     self = calloc(1, sizeof *self);
     if (!self || table_reserve(&owner->finished)) {
         free(self);
-        owner->failed = 1; /* late packets of it would begin it again */
+        owner->failed = 1; /* or late packets would start it again */
         return NULL;
     }
     self->name = (known){name->peer, name->step, name->message, NULL};
@@ -346,7 +345,7 @@ static finished *finished_find(const engine *owner, int64_t peer, int64_t step, 
     return (finished *)table_find(&owner->finished, peer, step, message);
 }
 
-/* Say again what senders have not confirmed; return when to do so next. */
+/* Repeat unacknowledged STOPs; return when to do so next. */
 double finished_repeat(engine *owner, double now_s) {
     double due_s = INFINITY;
     finished *next = NULL;
@@ -363,7 +362,7 @@ double finished_repeat(engine *owner, double now_s) {
     return due_s;
 }
 
-/* Tell senders of whole messages again, for a moment or until they confirm it: soon nobody can be asked. */
+/* Remind senders of complete messages, briefly or until they acknowledge: this rank will soon be gone. */
 API void dlcp_remind(engine *owner, double now_s) {
     for (finished *self = owner->oldest_finished; self; self = self->newer) {
         if (self->state != FINISHED_WHOLE)
@@ -374,7 +373,7 @@ API void dlcp_remind(engine *owner, double now_s) {
     }
 }
 
-/* Forget a complete message, of which no packets will come any more. */
+/* Forget a complete message, for which no more packets will come. */
 API void dlcp_forget(engine *owner, int64_t peer, int64_t step, int64_t message) {
     finished *self = finished_find(owner, peer, step, message);
     if (self && self->state != FINISHED_STOPPING)
@@ -393,13 +392,13 @@ API void dlcp_begin_step(engine *owner, int64_t step, double now_s) {
                 incoming_drop(owner, (incoming *)one);
         }
     }
-    /* A sender that missed our acknowledgement may still ask; after twice the silence that we bear, it will not. */
+    /* A sender that missed our acknowledgement may still probe, but not after twice the tolerated silence. */
     double asked_since_s = now_s - 2 * owner->config.silence_s;
     finished *next = NULL;
     for (finished *self = owner->oldest_finished; self && self->name.step < step; self = next) {
         next = self->newer;
         if (self->state == FINISHED_WHOLE && self->completed_s > asked_since_s)
-            break; /* what follows is younger */
+            break; /* the rest are newer */
         if (self->state != FINISHED_STOPPING)
             finished_free(owner, self);
     }
@@ -426,7 +425,7 @@ static bool meets_bound(const incoming *self) {
            self->arrived_protected >= self->protected_packets;
 }
 
-/* Report a message whose bound is met, and tell its sender; return whether it is. The message may be gone then. */
+/* Report a message that meets its bound, and notify its sender; return whether it does. The message may be freed. */
 static bool complete(engine *owner, incoming *self, double now_s) {
     if (!meets_bound(self))
         return false;
@@ -456,7 +455,7 @@ static bool complete(engine *owner, incoming *self, double now_s) {
         done->state = FINISHED_WHOLE;
     else if (done && finished_begin_stop(owner, done, self->bits, now_s, now_s + owner->config.deadline_s))
         owner->failed = 1;
-    if (!self->reduction) { /* else that frees it; what the event points at stays */
+    if (!self->reduction) { /* otherwise the reduction frees it; what the event points at stays */
         engine_discard(owner, self->bits);
         engine_discard(owner, self->layer);
         free(self);
@@ -471,8 +470,8 @@ static bool agrees(const engine *owner, const incoming *self, const receive_requ
            request->last_bytes <= owner->config.payload_bytes;
 }
 
-/* Post a receive. Its memory is the caller's, who keeps it until EVENT_ARRIVED, and where there is a reduction until
- * that is freed. Return 0; NO_MEMORY; or, if the message that is here has another size, how many packets it has. */
+/* Post a receive. The caller keeps its memory until EVENT_ARRIVED, or until the reduction, if any, is freed. Return 0;
+ * NO_MEMORY; or, if the arriving message has another size, its number of packets. */
 API int64_t dlcp_receive(engine *owner, const receive_request *request, double now_s) {
     incoming *self = incoming_find(owner, request->peer, request->step, request->message);
     if (self && !agrees(owner, self, request)) {
@@ -519,7 +518,7 @@ API int64_t dlcp_receive(engine *owner, const receive_request *request, double n
     return 0;
 }
 
-/* Tell how many packets of a message have arrived, and how many it has; 0 if it is not known. */
+/* Return how many packets of a message have arrived, and how many it has; 0 if unknown. */
 API void dlcp_receiving(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t *progress) {
     const incoming *self = incoming_find(owner, peer, step, message);
     progress[0] = self ? self->arrived : 0;
@@ -532,7 +531,7 @@ static bool is_current(const engine *owner, int64_t step) {
     return step >= owner->oldest_step && step <= owner->oldest_step + STEPS_AHEAD_MAX;
 }
 
-/* Return the message that data belongs to which is not known yet; NULL if none is to be begun. */
+/* Return the message of data that is not known yet; NULL to accept none. */
 static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t size, double now_s) {
     int64_t step = header_step(header), index = header_index(header), count = header_count(header);
     if (!is_current(owner, step)) {
@@ -563,7 +562,7 @@ static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t
     return incoming_unexpected(owner, from, header, now_s);
 }
 
-/* Refuse data that does not fit its message. Whoever posted the receive learns that sizes differ. */
+/* Refuse data that does not fit its message. A mismatch with a posted receive is reported. */
 static void refuse_misfit(engine *owner, incoming *self, const uint8_t *header, int64_t size, double now_s) {
     owner->refused_malformed++;
     if (self->required < 0)
@@ -585,7 +584,7 @@ static void refuse_misfit(engine *owner, incoming *self, const uint8_t *header, 
     finished_add(owner, &name, packets, now_s);
 }
 
-/* Take in a packet of data. Its payload need not be behind its header. */
+/* Process a data packet. Its payload need not follow its header in memory. */
 void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const uint8_t *payload, int64_t size, int tos,
                         double now_s) {
     int64_t index = header_index(header), payload_bytes = owner->config.payload_bytes;
@@ -625,7 +624,7 @@ void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const 
     complete(owner, self, now_s);
 }
 
-/* Answer the question of that number: which packets are here. */
+/* Answer the probe of this number: which packets have arrived. */
 static void send_bitmap(engine *owner, flow *to, const incoming *self, uint16_t number) {
     int64_t span = engine_bitmap_packets(owner);
     uint8_t datagram[HEADER_BYTES + DATAGRAM_MAX], *bitmap = datagram + HEADER_BYTES;
@@ -643,7 +642,7 @@ static void send_bitmap(engine *owner, flow *to, const incoming *self, uint16_t 
     }
 }
 
-/* Answer a sender's question: what is missing, or that no more is needed. */
+/* Answer a sender's probe: what is missing, or that no more is needed. */
 void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int64_t bytes, double now_s) {
     int64_t step = header_step(datagram), message = header_message(datagram);
     finished *done = finished_find(owner, from->peer, step, message);
@@ -652,7 +651,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
         finished_stop(owner, done, now_s);
         return;
     }
-    /* A sender that has not asked for so long knows. */
+    /* A sender that has not probed for this long knows the outcome. */
     if (done && done->state == FINISHED_WHOLE && now_s < done->completed_s + 2 * owner->config.silence_s) {
         finished_tell_whole(owner, done);
         return;
@@ -688,7 +687,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
     send_bitmap(owner, from, self, get16(datagram + 6));
 }
 
-/* Note that a sender knows one part of what became of its message. */
+/* Record that a sender has acknowledged one part of a STOP. */
 void incoming_take_stop_ack(engine *owner, flow *from, const uint8_t *datagram) {
     finished *done = finished_find(owner, from->peer, header_step(datagram), header_message(datagram));
     if (!done)

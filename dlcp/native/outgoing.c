@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A message on its way out: which of its packets are on the wire, delivered, lost or to be sent again, and what its
- * receiver is asked when nothing of it is on its way. */
+/* A sent message: which packets are in flight, delivered, lost or to be retransmitted, and the probes when nothing is
+ * in flight. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -9,11 +9,10 @@
 #include "engine.h"
 
 enum { NONE = 0xFFFFFFFF };
-/* Packets may be later by this factor than any was lately. */
+/* Margin on the largest recent lateness of packets. */
 static const double LATER = 1.5;
-/* Where a window is no larger than this, it cannot shrink any more as fast as congestion asks. Then a flow's backoff
- * doubles when a packet that was sent again is lost, and shrinks by a factor when one arrives: it grows where more than
- * a seventh of them are lost. */
+/* A window this small can hardly shrink as congestion requires. Then a flow's backoff doubles when a retransmission is
+ * lost, and shrinks by a factor when one arrives: it grows if more than a seventh of them are lost. */
 static const double BACKOFF_WINDOW = 8, BACKOFF_DECAY = 0.9, BACKOFF_MAX = 64;
 
 outgoing *outgoing_find(flow *to, int64_t step, int64_t message) {
@@ -36,7 +35,7 @@ static void release(outgoing *self) {
     free(self);
 }
 
-/* Forget a message, and what of it was on the wire. */
+/* Forget a message and its packets in flight. */
 void outgoing_free(flow *to, outgoing *self) {
     for (int64_t k = 0; k < to->message_count; k++) {
         if (to->messages[k] != self)
@@ -66,7 +65,7 @@ void outgoing_free(flow *to, outgoing *self) {
     release(self);
 }
 
-/* Take what is deferred out of the order. */
+/* Remove deferred packets from the order. */
 static void defer(outgoing *self, const uint8_t *deferred) {
     int64_t kept = 0;
     for (int64_t i = 0; i < self->packets; i++)
@@ -75,7 +74,7 @@ static void defer(outgoing *self, const uint8_t *deferred) {
     self->to_send = self->unsent = kept;
 }
 
-/* Give packets their tags and their order; return 0, or NO_MEMORY. */
+/* Set packets' tags and order; return 0, or NO_MEMORY. */
 static int tag_packets(const engine *owner, const flow *to, outgoing *self, const send_request *request) {
     size_t packets = (size_t)request->packets;
     uint8_t *droppable = malloc(packets), *ordinary = NULL;
@@ -101,8 +100,7 @@ static int tag_packets(const engine *owner, const flow *to, outgoing *self, cons
     return made;
 }
 
-/* Return whether a question is to follow the last packet of a message: one is expected to get lost, and none was asked
- * since that left. */
+/* Return whether a probe should follow a message's last packet: a loss is expected, and no probe was sent since. */
 static bool question_follows(const flow *to, const outgoing *self) {
     return to->lossy_packets && !self->unsent && self->flying && self->probed_s < self->last_sent_s;
 }
@@ -113,8 +111,8 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     self->probes_without_news++;
     self->probes_unanswered++;
     owner->probe++;
-    /* Behind it, or the question would overtake what it is about, in a queue that grows, say. One that is not answered
-     * may have been lost there, and the next one asks only about what is older. */
+    /* In the same queue behind the packets, or the probe could overtake them, for example in a growing queue. If it
+     * goes unanswered it may have been lost there, and the next one only asks about older packets. */
     int behind = self->flying && self->probes_unanswered == 1;
     self->questions++;
     self->asked[self->questions % QUESTIONS] = (asked){now_s, behind ? now_s : self->probed_s};
@@ -136,7 +134,7 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
         owner->control_unsent++;
 }
 
-/* Send a message. Its bytes are the caller's, who keeps them until EVENT_SENT. Return 0, or NO_MEMORY. */
+/* Send a message. The caller keeps its bytes until EVENT_SENT. Return 0, or NO_MEMORY. */
 API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) {
     flow *to = &owner->flows[request->peer];
     if (to->message_count == to->message_capacity) {
@@ -183,11 +181,11 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
     }
     to->messages[to->message_count++] = self;
     if (self->immediate || self->to_send < self->packets)
-        ask(owner, to, self, now_s); /* tells the receiver how many packets are protected, and how many deferred */
+        ask(owner, to, self, now_s); /* announces how many packets are protected and deferred */
     return 0;
 }
 
-/* Go on sending a message from a copy of its payload; return whether anything of it may still be sent. */
+/* Continue sending a message from a copy of its payload; return whether any of it may still be sent. */
 API int64_t dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
     outgoing *self = outgoing_find(&owner->flows[peer], step, message);
     if (!self || self->delivered == self->to_send)
@@ -197,8 +195,8 @@ API int64_t dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t messa
     return 1;
 }
 
-/* Tell how many packets of a message have been delivered, are on the wire or wait to be sent, and how many it has: for
- * messages about errors. All are 0 if the message is gone. */
+/* Return how many packets of a message are delivered, in flight, unsent, and in total, for error messages. All are 0 if
+ * the message is gone. */
 API void dlcp_sending(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t *progress) {
     const outgoing *self = outgoing_find(&owner->flows[peer], step, message);
     progress[0] = self ? self->delivered : 0;
@@ -229,7 +227,7 @@ int outgoing_pieces(const engine *owner, const outgoing *self, uint32_t index, s
     return count;
 }
 
-/* Return the packet that is next to be sent; call it only while some are unsent. */
+/* Return the next packet to send; call it only while some are unsent. */
 uint32_t outgoing_next_packet(outgoing *self) {
     while (self->retransmit_count) {
         uint32_t index = self->retransmit[self->retransmit_first];
@@ -241,9 +239,9 @@ uint32_t outgoing_next_packet(outgoing *self) {
     return self->order[self->next];
 }
 
-/* Choose packets that may leave in one burst: all but the last of full size, all with one type of service and queue. */
+/* Choose packets for one burst: all but the last of full size, all with the same type of service and queue. */
 int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint32_t *packets) {
-    uint32_t first = outgoing_next_packet(self); /* passes over what is stale at the head of the ring */
+    uint32_t first = outgoing_next_packet(self); /* skips stale entries at the head of the ring */
     uint8_t tos = self->tags[first][3];
     int queue = self->tags[first][1] >> 5;
     int64_t again = self->retransmit_count, count = 0;
@@ -262,18 +260,18 @@ int64_t outgoing_gather(const engine *owner, outgoing *self, int64_t limit, uint
     return count;
 }
 
-/* Have a message looked at at once of which nothing is on the way or waits, although some is missing. */
+/* Schedule an immediate check of an incomplete message with nothing in flight or waiting. */
 static void note_idle(flow *to, const outgoing *self) {
     if (!self->unsent && !self->flying && self->delivered < self->to_send)
         to->look_s = -INFINITY;
 }
 
-/* Note that a packet arrived that was sent at `sent_s`, and how late it was if later ones had arrived before: so late
- * may others be that are not lost. */
+/* Record the arrival of a packet sent at `sent_s`, and its lateness if later ones had arrived before: others may be as
+ * late without being lost. */
 static void note_order(const engine *owner, flow *to, path *way, int queue, double sent_s, double now_s) {
     newest *last = &way->newest[queue], *before = &way->newest_before[queue];
     if (last->known_s < now_s)
-        *before = *last; /* what is known at once may have arrived in any order */
+        *before = *last; /* packets reported together may have arrived in any order */
     if (sent_s < before->sent_s && to->smoothed_rtt_s > 0) {
         double late_s = now_s - before->known_s + before->sent_s - sent_s;
         to->disorder = fmin(fmax(to->disorder, LATER * late_s / to->smoothed_rtt_s), owner->config.disorder_max);
@@ -284,13 +282,13 @@ static void note_order(const engine *owner, flow *to, path *way, int queue, doub
     to->newest_delivered_s[queue] = fmax(to->newest_delivered_s[queue], sent_s);
 }
 
-/* Note that a packet arrived; return when it was sent. */
+/* Record that a packet arrived; return when it was sent. */
 double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_t index, double now_s) {
     uint8_t state = self->state[index];
     path *way = &to->paths[self->path[index]];
     int queue = self->tags[index][1] >> 5, again = self->tags[index][0] & RETRANSMISSION;
     double sent_s = self->sent_s[index];
-    /* It was late, not lost: an over-share packet, say, that waited in a lower queue. */
+    /* It was late, not lost, for example an over-share packet that waited in a lower queue. */
     if (state == ABANDONED || state == RETRANSMIT)
         to->disorder = fmin(to->disorder * 2, owner->config.disorder_max);
     if (state == FLYING) {
@@ -312,17 +310,17 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
     self->active_s = now_s;
     if (state == FLYING && again)
         to->backoff = fmax(to->backoff * BACKOFF_DECAY, 1);
-    /* Unless the first one has arrived, not the one that was sent again: there was hardly time for that. */
+    /* Unless the original arrived rather than the retransmission, for which there was hardly time. */
     if (state != FLYING || !again || now_s - sent_s >= to->rtt_min_s)
         note_order(owner, to, way, queue, sent_s, now_s);
     note_idle(to, self);
     return sent_s;
 }
 
-/* Note that everything arrived, all of which has been sent; return how many packets were not known to have arrived. */
+/* Record that every packet arrived; return how many were not known to have arrived. */
 int64_t outgoing_all_delivered(const engine *owner, flow *to, outgoing *self, double now_s) {
     int64_t before = self->delivered;
-    /* Nothing is deferred: a message with deferred packets is never whole, so nobody says that it is. */
+    /* A message with deferred packets is never complete with every packet, so nobody reports it as such. */
     assert(self->to_send == self->packets);
     for (uint32_t i = 0; self->delivered < self->packets; i++)
         if (self->state[i] != DELIVERED)
@@ -337,8 +335,8 @@ static void send_again(outgoing *self, uint32_t index) {
     self->unsent++;
 }
 
-/* Note that a flying packet is lost, and choose what to send again. Protected packets always are. Of the others the
- * least valuable are abandoned, up to the bound. */
+/* Record a lost packet, and choose what to retransmit: protected packets always; of the others, the least valuable are
+ * abandoned up to the bound. */
 void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index) {
     path *way = &to->paths[self->path[index]];
     to->lossy_packets = owner->config.lossy_packets;
@@ -366,7 +364,7 @@ void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index
             most_valuable++;
         uint32_t packet = self->abandoned_first[most_valuable];
         self->abandoned_first[most_valuable] = self->abandoned_next[packet];
-        /* It may have been delivered since it was found lost. */
+        /* It may have been delivered since it was declared lost. */
         if (self->state[packet] == ABANDONED)
             send_again(self, packet);
     }
@@ -375,7 +373,7 @@ void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index
 
 /* Control ---------------------------------------------------------------------------------------------------------- */
 
-/* Report a message that its receiver has confirmed, and forget it. `bits` is what arrived, the event's from now on. */
+/* Report a message that its receiver has acknowledged, and forget it. The event owns `bits`, the arrived packets. */
 void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *bits, double now_s) {
     event *done = engine_event(owner, EVENT_SENT, to->peer, now_s);
     if (done) {
@@ -389,9 +387,9 @@ void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *
     outgoing_free(to, self);
 }
 
-/* Find when to ask what is missing; infinity while packets leave freely. Where packets get lost, a question follows the
- * last one, by as much as that may be late: so its receiver knows soon what is missing. Elsewhere it would be needless
- * nearly always, and comes when an acknowledgement is late. */
+/* Return when to probe for missing packets; infinity while packets leave freely. With losses, a probe follows the last
+ * packet after its possible lateness, so the receiver's answer comes soon. Otherwise it would nearly always be
+ * needless, and is sent when an acknowledgement is late. */
 static double ask_due_s(const engine *owner, const flow *to, outgoing *self, double timeout_s) {
     if (self->delivered != self->delivered_seen) {
         self->delivered_seen = self->delivered;
@@ -401,19 +399,19 @@ static double ask_due_s(const engine *owner, const flow *to, outgoing *self, dou
     if (!idle && !self->flying)
         return INFINITY;
     if (idle && self->delivered < self->to_send && !self->probes_without_news)
-        return 0; /* what is missing may stay lost, if the receiver agrees */
+        return 0; /* missing packets may stay lost, if the receiver agrees */
     if (question_follows(to, self))
         return self->last_sent_s + fmin(timeout_s, flow_lateness_s(owner, to));
-    /* Questions and answers get lost like anything else: only answers without news say that asking is no use. */
+    /* Probes and answers get lost, too: only answers without progress justify backing off. */
     int64_t without_news = self->probes_without_news - self->probes_unanswered +
                            self->probes_unanswered / owner->config.unanswered_patience;
     int most = (int)owner->config.backoff_max, doublings = (int)smaller(most, without_news);
-    /* On a slow path, or one that a forged answer makes look slow, doubling must not end in minutes. */
+    /* On a slow path, or one that a forged answer makes look slow, doubling must not lead to minutes. */
     double wait_s = fmin(ldexp(timeout_s, doublings), ldexp(owner->config.probe_timeout_max_s, most));
     return fmax(self->active_s, self->probed_s) + fmax(timeout_s, wait_s);
 }
 
-/* Expect an answer to what has been sent of a message. */
+/* Expect feedback on the packets of a message that were sent. */
 void outgoing_expect(const engine *owner, flow *to, const outgoing *self) {
     double timeout_s = flow_probe_timeout_s(owner, to);
     if (question_follows(to, self))
@@ -421,8 +419,8 @@ void outgoing_expect(const engine *owner, flow *to, const outgoing *self) {
     to->look_s = sooner(to->look_s, self->last_sent_s + timeout_s);
 }
 
-/* Ask a peer what is missing, where that is due; return when to look again. Whatever puts a question off is seen only
- * then: so messages are looked at once a timeout, not at every packet. */
+/* Probe a peer for missing packets where due; return when to look again. Feedback that delays a probe is noticed only
+ * then, so messages are checked once per timeout and not at every packet. */
 double outgoing_ask(engine *owner, flow *to, double now_s) {
     if (!to->message_count)
         return INFINITY;
@@ -442,7 +440,7 @@ double outgoing_ask(engine *owner, flow *to, double now_s) {
     return due_s;
 }
 
-/* What was sent before `until_s` and is not in the bitmap is lost. Return whether that was news. */
+/* Packets sent before `until_s` and absent from the bitmap are lost. Return whether any are new. */
 static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap,
                         double until_s, double now_s) {
     int64_t news = 0, lost = 0;
@@ -450,7 +448,7 @@ static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, 
         uint32_t index = (uint32_t)(first + i);
         uint8_t state = self->state[index];
         if (bitmap[i >> 3] >> (7 - (i & 7)) & 1) {
-            if (state == DELIVERED || state == UNSENT) /* nobody can have got what was not sent */
+            if (state == DELIVERED || state == UNSENT) /* nobody can have a packet that was not sent */
                 continue;
             outgoing_delivered(owner, to, self, index, now_s);
             news++;
@@ -463,11 +461,11 @@ static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, 
     return news + lost > 0;
 }
 
-/* Take in one part of a STOP; complete the message once every part is here. */
+/* Process one part of a STOP; complete the message once every part has arrived. */
 static void take_stop(engine *owner, flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap,
                       double now_s) {
     if (!self->confirmed) {
-        /* Behind the bits there is one for each part, to tell those that are here. */
+        /* After these bits comes one per part, for the parts that have arrived. */
         size_t words = bit_words(self->packets) * 2;
         self->confirmed = calloc(words, sizeof *self->confirmed);
         if (!self->confirmed)
@@ -490,14 +488,14 @@ static void take_stop(engine *owner, flow *to, outgoing *self, int64_t first, in
     engine_discard(owner, bits);
 }
 
-/* Take in a BITMAP, which packets of a message have arrived, or a STOP: no more of them are needed. */
+/* Process a BITMAP, which packets have arrived, or a STOP: no more are needed. */
 void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int64_t bytes, double now_s) {
     int is_stop = header_type(datagram) == STOP;
     known name = {to->peer, header_step(datagram), header_message(datagram), NULL};
     int64_t first = header_index(datagram), span = engine_bitmap_packets(owner), size = bytes - HEADER_BYTES;
     outgoing *self = outgoing_find(to, name.step, name.message);
     if (!self) {
-        if (is_stop) /* our last answer was lost; the bitmap has been read */
+        if (is_stop) /* our last answer was lost; the bitmap was processed */
             engine_send_control(owner, to, STOP_ACK, &name, first, 0, NULL, 0);
         else
             owner->late++;
@@ -524,8 +522,8 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
         return;
     }
     const asked *question = &self->asked[(self->questions - ago) % QUESTIONS];
-    /* A peer that is not there yet answers without news: ask it less often, but the network is not to blame. */
-    if (self->probes_unanswered > 1) /* lost questions do not count: this is one answer */
+    /* A peer that is not ready answers without progress: probe less often, but not because of congestion. */
+    if (self->probes_unanswered > 1) /* lost probes do not count: this is one answer */
         self->probes_without_news -= self->probes_unanswered - 1;
     self->probes_unanswered = 0;
     to->answered_s = fmax(to->answered_s, now_s - question->asked_s);

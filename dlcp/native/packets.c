@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Frames between network interfaces and rows of memory: many at a time, out of a ring that the kernel fills (packet(7),
- * TPACKET_V2, whose frames are seen at once, where those of version 3 wait until a block is full or a timer fires). */
+/* Frames between network interfaces and rows of memory, many at a time, from a ring that the kernel fills (packet(7),
+ * TPACKET_V2, which shows frames at once; version 3 waits until a block is full or a timer fires). */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -14,17 +14,17 @@
 
 #include "engine.h"
 
-enum { TOGETHER = 64 }; /* frames of one system call; more gain nothing */
+enum { TOGETHER = 64 }; /* frames per system call; more gain nothing */
 enum { TAKEN_REFUSED, TAKEN_MALFORMED, TAKEN_OVERSIZE };
 enum { SENT_OVERSIZE, SENT_UNREACHABLE, SENT_FAILED };
 
-/* A ring as it was asked for, and the frame that the kernel fills next. */
+/* A ring as configured, and the frame that the kernel fills next. */
 typedef struct {
     uint8_t *memory;
     int64_t block_bytes, frame_bytes, frames_per_block, frames;
     int64_t next;
-    int64_t frame_min, frame_max; /* bytes of a frame that is taken */
-    int64_t tagged_bytes;         /* what a filter leaves of a frame with a VLAN tag */
+    int64_t frame_min, frame_max; /* accepted frame sizes in bytes */
+    int64_t tagged_bytes;         /* bytes of a frame with a VLAN tag that a filter leaves */
 } packet_ring;
 
 static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
@@ -32,8 +32,8 @@ static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
     return (struct tpacket2_hdr *)(ring->memory + block * ring->block_bytes + within * ring->frame_bytes);
 }
 
-/* Copy up to `count` waiting frames into the rows that `slots` names, in order, and give the ring's back to the kernel.
- * `lengths` and `stamps_ns` (real time) are told of each; `others` counts what is no frame for us. Return how many. */
+/* Copy up to `count` waiting frames into the rows listed in `slots`, in order, and return the ring's frames to the
+ * kernel. `lengths` and `stamps_ns` (real time) are set for each; `others` counts foreign frames. Return how many. */
 API int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,
                               int64_t *lengths, int64_t *stamps_ns, int64_t *others) {
     int64_t taken = 0;
@@ -68,8 +68,8 @@ static int kind_of(int error) {
     return error == ENETDOWN || error == ENXIO || error == ENODEV ? SENT_UNREACHABLE : SENT_FAILED;
 }
 
-/* Send the rows that `slots` names, in order and without waiting. What cannot leave is counted in `failures` and left
- * out. Return how many have left; `bytes` is told how many bytes those are. */
+/* Send the rows listed in `slots`, in order and without waiting. Frames that cannot leave are skipped and counted in
+ * `failures`. Return how many left, with their total size in `bytes`. */
 API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes, const int64_t *slots,
                               const int64_t *lengths, int64_t count, int64_t *bytes, int64_t *failures) {
     struct mmsghdr messages[TOGETHER];

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The ways to a peer. Packets of each leave from a port of its own, so that a fabric that chooses among equal routes by
- * addresses and ports (ECMP) leads them over several.
+/* The paths to a peer. Each has its own source port, so that a fabric that chooses among equal routes by addresses and
+ * ports (ECMP) uses several of them.
  *
- * A flow has one window; its paths share it by weight. A path whose packets are later or more often marked than those
- * of the best one, or more often lost than those of most, loses weight, and gains it again while they are not: so
- * delays become alike, as they do where each packet takes the path with the shortest expected wait. One of little
- * weight is left, and tried again after a while; what is lost on it meanwhile says nothing of the others, nor of the
- * window. A window of few packets uses few paths: a packet is found lost by later ones of its own path. Compare REPS
- * (2407.21625), which remembers what entropies were good, and PLB (SIGCOMM 2022), which changes them when packets are
- * marked.
+ * A flow has one window; its paths share it by weight. A path whose packets are later or marked more often than those
+ * of the best one, or lost more often than those of most, loses weight, and regains it once they are not. So delays
+ * become equal, as they do if each packet takes the path with the shortest expected wait. A path of little weight is
+ * abandoned, and tried again after a while; its losses meanwhile affect neither other paths nor the window. A small
+ * window uses few paths, since losses are found by later packets on the same path. Compare REPS (2407.21625), which
+ * remembers good entropies, and PLB (SIGCOMM 2022), which changes them when packets are marked.
  */
 
 #include <math.h>
@@ -16,7 +15,7 @@
 
 #include "engine.h"
 
-/* Let a flow have so many paths; return 0, or NO_MEMORY. */
+/* Allocate this many paths; return 0, or NO_MEMORY. */
 int path_make(const engine *owner, flow *self, int64_t count) {
     if (count <= self->path_count)
         return 0;
@@ -33,7 +32,7 @@ int path_make(const engine *owner, flow *self, int64_t count) {
     return 0;
 }
 
-/* Let packets to a peer leave on so many paths, all of whose ports it knows; return 0, or NO_MEMORY. */
+/* Send packets to a peer on this many paths, all of whose ports it knows; return 0, or NO_MEMORY. */
 API int64_t dlcp_spread(engine *owner, int64_t peer, int64_t count) {
     flow *self = &owner->flows[peer];
     int64_t most = owner->socket < 0 ? PATHS_MAX : owner->socket_count;
@@ -41,8 +40,8 @@ API int64_t dlcp_spread(engine *owner, int64_t peer, int64_t count) {
     return self->out.bytes ? 0 : path_make(owner, self, smaller(count, most));
 }
 
-/* Tell of a path its weight (0: it is left), delay in seconds, shares of packets lost and marked, and how many packets
- * have been sent on it; all are 0 if there is no such path. */
+/* Return a path's weight (0: abandoned), delay in seconds, shares of packets lost and marked, and packets sent so far;
+ * all are 0 if there is no such path. */
 API void dlcp_path_state(engine *owner, int64_t peer, int64_t number, double *state) {
     const flow *self = &owner->flows[peer];
     static const path none;
@@ -54,7 +53,7 @@ API void dlcp_path_state(engine *owner, int64_t peer, int64_t number, double *st
     state[4] = (double)one->sent;
 }
 
-/* How many paths the window is enough for. */
+/* How many paths the window suffices for. */
 static int64_t affordable(const engine *owner, const flow *self) {
     double packets = fmin(self->window, (double)self->largest_window);
     return smaller(self->path_count, 1 + (int64_t)(packets / owner->config.path_packets));
@@ -67,8 +66,8 @@ static void try_again(const engine *owner, path *one) {
     one->judged = one->lost = one->marked = 0;
 }
 
-/* Choose where the next burst goes, the path with the fewest packets on their way for its weight, and bound how many
- * packets it may be by that path's part of the window. */
+/* Choose the path of the next burst, the one with the fewest packets in flight for its weight, and limit the burst to
+ * that path's share of the window. */
 int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_s) {
     if (self->path_count == 1)
         return 0;
@@ -84,7 +83,7 @@ int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_
         left--;
         weights += one->weight;
         double load = (double)(one->flying + 1) / one->weight;
-        /* Of those alike, the next one after the last. */
+        /* Among equal ones, the next after the last. */
         if (load < least || (load == least && best <= self->path_last && i > self->path_last)) {
             best = i;
             least = load;
@@ -96,7 +95,7 @@ int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_
     return best;
 }
 
-/* The path for packets that are about messages: the first that is not known to be bad. */
+/* The path for control packets about messages: the first that is not known to be bad. */
 int64_t path_for_control(const flow *self) {
     for (int64_t i = 0; i < self->path_count; i++)
         if (self->paths[i].weight == 1)
@@ -124,9 +123,9 @@ static int by_size(const void *one, const void *other) {
     return (left > right) - (left < right);
 }
 
-/* Return what share of its weight a path is to keep, compared with the others, when it has just lost a share `lost`;
- * below 0: there are none. Losses are compared with the others' median: a full queue loses many packets of one path and
- * then of another, and of many paths some have always been spared. */
+/* Return the share of its weight that a path should keep, compared with the others, after losing a share `lost`;
+ * negative: there are no others. Losses are compared with the others' median: a full queue loses many packets of one
+ * path and then of another, and among many paths some are always spared. */
 static double deserved(const engine *owner, const flow *self, const path *one, double lost) {
     const config *rules = &owner->config;
     double delay_s = INFINITY, marks = INFINITY, losses[PATHS_MAX];
@@ -175,7 +174,7 @@ static void judge(const engine *owner, flow *self, path *one, double lost, doubl
     }
 }
 
-/* Judge paths of which enough has come back. */
+/* Judge paths with enough feedback. */
 void path_judge_all(const engine *owner, flow *self, double now_s) {
     if (self->path_count == 1)
         return;
@@ -197,7 +196,7 @@ void path_judge_all(const engine *owner, flow *self, double now_s) {
     self->fresh_paths = 0;
 }
 
-/* Take in a round trip on a path. */
+/* Add a round-trip sample of a path. */
 void path_sample_delay(const engine *owner, path *self, double delay_s) {
     self->delay_s = self->delay_s == 0 ? delay_s : self->delay_s + (delay_s - self->delay_s) * owner->config.path_gain;
 }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An average over ranks that is formed while packets arrive: own values first, then the others by position.
+/* An average over ranks, computed as packets arrive: own values first, then the others by position.
  *
  * Each of the others begins with another chunk of its message, so that contributions to different chunks arrive at the
- * same time. In chunk c therefore the others come in the order of (position + c) modulo their number: in the order in
- * which they send it. The order does not depend on who comes first, so neither does the result. What comes before its
- * turn waits in its message's buffer. */
+ * same time. In chunk c the others are added in the order of (position + c) modulo their number, in which they send it.
+ * The order does not depend on arrival, so neither does the result. Packets that arrive before their turn wait in their
+ * message's buffer. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -66,12 +66,12 @@ static int64_t chunk_of(const reduction *self, int64_t index) {
     return (block < 0 ? block + self->blocks : block) * self->members / self->blocks;
 }
 
-/* How many others come before a member. */
+/* How many others precede a member. */
 static int64_t turn_of(const reduction *self, int64_t position, int64_t index) {
     return (position + chunk_of(self, index)) % self->members;
 }
 
-/* Who comes after `added` others. */
+/* The member after `added` others. */
 static incoming *member_after(const reduction *self, int64_t added, int64_t index) {
     return self->from[(added + self->members - chunk_of(self, index)) % self->members];
 }
@@ -95,8 +95,8 @@ void reduction_add(reduction *self, int64_t position, int64_t index, const uint8
     }
 }
 
-/* Begin a reduction of `count` values, which are divided by `divisor` in the end. `first_block` is the block of packets
- * at which chunk 0 begins; below 0 for no chunks. NULL: no memory. */
+/* Begin a reduction of `count` values, to be divided by `divisor`. `first_block` is the block of packets at which chunk
+ * 0 begins; negative: no chunks. NULL: no memory. */
 API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
                                   int64_t first_block) {
     reduction *self = calloc(1, sizeof *self);
@@ -120,7 +120,7 @@ API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_pack
     return NULL;
 }
 
-/* Have a copy of each average as soon as it is complete; call it before anything is added. */
+/* Also write each average to `copy` as soon as it is complete; call it before anything is added. */
 API void dlcp_reduction_copy(reduction *self, float *copy) {
     self->copy = copy;
 }
@@ -135,16 +135,16 @@ API void dlcp_reduction_free(reduction *self) {
     free(self);
 }
 
-/* Fill `bits` (one bit a packet) with what of the member at `position` is in the sum, which must not be finished yet:
- * until then all that count are those before it and itself. */
+/* Fill `bits` (one per packet) with the packets of the member at `position` that are in the sum. Call it before the
+ * reduction is finished: until then the sum has exactly the members up to this one. */
 API void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
     for (int64_t i = 0; i < self->packets; i++)
         if (self->added[i] > turn_of(self, position, i))
             set_bit(bits, i);
 }
 
-/* Average what has some contributions missing, once nothing more will come, and free the reduction: divide by how many
- * ranks contributed with `rescale`, else by the divisor. Return how many packets were not complete. */
+/* Average packets that lack contributions once nothing more will arrive, and free the reduction. Divide by the number
+ * of contributing ranks with `rescale`, otherwise by the divisor. Return how many packets were incomplete. */
 API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale) {
     int64_t incomplete = 0;
     for (int64_t i = 0; i < self->packets; i++) {

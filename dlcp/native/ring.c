@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packets between ranks of one host, through memory that both have: a ring for each direction, into which the sender
- * writes bursts just as they would leave through its socket, and in which the receiver reads them where they lie. A
- * receiver that waits says so, and is woken through an eventfd. Both sides are processes of one job; what a ring holds
- * is checked all the same.
+/* Packets between ranks of one host, through shared memory: a ring per direction, into which the sender writes bursts
+ * as they would leave through its socket, and which the receiver reads in place. A receiver that waits sets a flag, and
+ * is woken through an eventfd. Both sides are processes of one job; a ring's contents are validated all the same.
  *
- * A record is its head, in RECORD_ALIGN bytes, and its datagrams, one after the other, all but the last of one size. It
- * does not wrap: a head of 0 bytes leads back to the beginning.
+ * A record is its head, in RECORD_ALIGN bytes, followed by its datagrams, all but the last of the same size. It does
+ * not wrap: a head of 0 bytes leads back to the beginning.
  *
- * What a rank sends from memory that it exports is not copied into the ring: the record holds headers, and says where
- * in that memory the message begins. A sender leaves its bytes as they are until they are confirmed, and the receiver
- * takes them from there.
+ * Messages in a rank's exported memory are not copied into the ring: the record holds headers, and where in that memory
+ * the message begins. The sender does not change its bytes until they are acknowledged, and the receiver reads them
+ * there.
  */
 
 #include <string.h>
@@ -18,8 +17,8 @@
 #include "engine.h"
 
 enum { RECORD_ALIGN = 64, RECORDS = 2 };
-enum { CONTROL_ROOM = 16384 }; /* what data leaves free for control packets */
-/* What a record of exported packets takes up, so that not too many wait before what is more urgent. */
+enum { CONTROL_ROOM = 16384 }; /* room that data leaves for control packets */
+/* Size charged to a record of exported packets, so that not too many wait before more urgent ones. */
 enum { EXPORTED_ROOM = 16384 };
 
 typedef struct {
@@ -33,8 +32,8 @@ static uint64_t aligned(uint64_t bytes) {
 
 /* A peer has both rings, or none.
  *
- * Take packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`,
- * which is for all of an engine's rings, begin as zeros; `bell` is an eventfd that the engine waits on. */
+ * Receive packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`,
+ * which all rings of an engine share, begin as zeros; `bell` is an eventfd that the engine waits on. */
 API void dlcp_ring_in(engine *owner, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity,
                       uint32_t *asleep, int bell) {
     flow *from = &owner->flows[peer];
@@ -45,8 +44,8 @@ API void dlcp_ring_in(engine *owner, int64_t peer, ring_marks *marks, uint8_t *b
     owner->bell = bell;
 }
 
-/* Put packets for a peer into its ring from now on, not into the socket; what it means is as above, `asleep` and `bell`
- * are its. */
+/* Send packets to a peer through its ring from now on, not the socket; arguments as above, with the peer's `asleep` and
+ * `bell`. */
 API void dlcp_ring_out(engine *owner, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity,
                        uint32_t *asleep, int bell) {
     flow *to = &owner->flows[peer];
@@ -55,14 +54,13 @@ API void dlcp_ring_out(engine *owner, int64_t peer, ring_marks *marks, uint8_t *
     to->peer_bell = bell;
 }
 
-/* Let peers on this host read what is sent from `bytes` bytes at `memory`, which they have, too, instead of copying it.
- */
+/* Let peers on this host read messages from the `bytes` bytes at `memory`, which they map, in place. */
 API void dlcp_export(engine *owner, const uint8_t *memory, int64_t bytes) {
     owner->exported = memory;
     owner->exported_bytes = bytes;
 }
 
-/* Know the memory that a peer has exported. */
+/* Register a peer's exported memory. */
 API void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t bytes) {
     flow *from = &owner->flows[peer];
     from->imported = memory;
@@ -73,11 +71,11 @@ API void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t
  */
 
 static bool has_room(const ring *self, uint64_t bytes) {
-    uint64_t used = self->mine - self->theirs; /* more than there is if the reader says what cannot be */
+    uint64_t used = self->mine - self->theirs; /* more than the capacity if the reader reports nonsense */
     return used <= self->capacity && bytes <= self->capacity - used;
 }
 
-/* Return room for a record of so many bytes that leaves others free, or NULL if the ring is full. */
+/* Return room for a record of this many bytes that leaves `free` bytes free, or NULL if the ring is full. */
 static uint8_t *reserve(ring *self, uint64_t bytes, uint64_t free) {
     uint64_t offset = self->mine % self->capacity, left = self->capacity - offset, size = RECORD_ALIGN + aligned(bytes);
     uint64_t needed = (size <= left ? size : left + size) + free;
@@ -105,7 +103,7 @@ static void wake_peer(flow *to) {
         return;
     uint64_t one = 1;
     ssize_t written = write(to->peer_bell, &one, sizeof one);
-    (void)written; /* it can only be full, so that it is ringing */
+    (void)written; /* it can only fail if full, and then the bell rings anyway */
 }
 
 static uint64_t size_of(const record_head *head) {
@@ -146,7 +144,7 @@ int ring_send_burst(engine *owner, flow *to, const struct iovec *pieces, int64_t
     return 0;
 }
 
-/* Tell whether packets of a message are sent from memory that has been exported. */
+/* Return whether packets of a message are sent from exported memory. */
 bool ring_is_exported(const engine *owner, const outgoing *message, const uint32_t *packets, int64_t count) {
     if (!owner->exported || message->payload < owner->exported ||
         message->payload + message->bytes > owner->exported + owner->exported_bytes)
@@ -179,11 +177,11 @@ static bool has_news(flow *from) {
         return true;
     if (!from->out.starving || __atomic_load_n(&from->out.marks->starving, __ATOMIC_SEQ_CST))
         return false;
-    from->out.starving = false; /* said once: what waited for room may have nothing to write any more */
+    from->out.starving = false; /* reset: the waiting packets may be gone by then */
     return true;
 }
 
-/* Say that the engine is about to wait; return whether it need not, for something has come or may leave. */
+/* Announce that the engine is about to wait; return whether it need not, since something arrived or may leave. */
 bool ring_fall_asleep(engine *owner) {
     if (!owner->asleep)
         return false;
@@ -201,7 +199,7 @@ void ring_wake_up(engine *owner) {
         __atomic_store_n(owner->asleep, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Take in packets of a message that the peer sends from memory which it has exported; return whether it has. */
+/* Process packets of a message in the peer's exported memory; return whether the record was valid. */
 static bool take_exported(engine *owner, flow *from, record_head head, const uint8_t *headers, double now_s) {
     int64_t place = head.place, bytes = head.message_bytes;
     if (place < 0 || bytes < 0 || place > from->imported_bytes || bytes > from->imported_bytes - place)
@@ -209,7 +207,7 @@ static bool take_exported(engine *owner, flow *from, record_head head, const uin
     if (head.segment != HEADER_BYTES || head.bytes > EXPORTED_ROOM)
         return false;
     for (uint64_t start = 0; start + HEADER_BYTES <= head.bytes; start += HEADER_BYTES) {
-        uint8_t header[HEADER_BYTES]; /* of our own: it says from where is read */
+        uint8_t header[HEADER_BYTES]; /* our own copy: it determines what is read */
         memcpy(header, headers + start, HEADER_BYTES);
         int64_t offset = header_index(header) * owner->config.payload_bytes, left = bytes - offset;
         if (left <= 0)
@@ -239,7 +237,7 @@ static void take_datagrams(engine *owner, flow *from, record_head head, const ui
     }
 }
 
-/* Take in a record, and return its size with its head; 0 if it is none. `left` bytes the peer has written, it says. */
+/* Process a record, and return its size with its head; 0 if invalid. The peer claims to have written `left` bytes. */
 static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
     ring *self = &from->in;
     const uint8_t *at = self->bytes + self->mine % self->capacity;
@@ -250,7 +248,7 @@ static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
     if (!head.bytes)
         return room <= left ? room : 0;
     uint64_t size = size_of(&head);
-    /* Whoever takes a datagram has room for what a socket could bring, and no more. */
+    /* A consumer of datagrams has room for what a socket could deliver, and no more. */
     if (!head.segment || head.segment > DATAGRAM_MAX || size > room || size > left)
         return 0;
     double now_s = owner->arrived_s = clock_s();
@@ -262,7 +260,7 @@ static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
     return size;
 }
 
-/* Tell whether the next record begins with a packet that a sum wants only after what others send. */
+/* Return whether the next record begins with a packet that a sum needs only after others' packets. */
 static bool is_out_of_turn(const engine *owner, const flow *from) {
     uint64_t offset = from->in.mine % from->in.capacity;
     const uint8_t *at = from->in.bytes + offset, *header = at + RECORD_ALIGN;
@@ -275,7 +273,7 @@ static bool is_out_of_turn(const engine *owner, const flow *from) {
            !reduction_is_in_turn(message->reduction, message->position, index);
 }
 
-/* Take in what a peer has put into its ring, up to some records, if `patient` none that is early; return how many. */
+/* Process records of a peer's ring, up to a limit, and no early ones if `patient`; return how many. */
 int64_t ring_receive(engine *owner, flow *from, bool patient) {
     ring *self = &from->in;
     int64_t count = 0;
@@ -287,7 +285,7 @@ int64_t ring_receive(engine *owner, flow *from, bool patient) {
         if (patient && is_out_of_turn(owner, from))
             break;
         uint64_t size = take_record(owner, from, self->theirs - self->mine);
-        if (!size) { /* not written by an engine: what it says next cannot be told */
+        if (!size) { /* not written by an engine: the rest is unreadable */
             owner->refused_malformed++;
             self->bytes = NULL;
             break;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the library was compiled from, so that nobody calls one that no longer fits. */
+/* The library's sources, so that an outdated one is never called. */
 
 #include "engine.h"
 
-/* The SHA-256 of all sources, in hexadecimal; setup.py gives it. */
+/* SHA-256 of all sources, in hexadecimal; set by setup.py. */
 API const char *dlcp_sources(void) {
     return DLCP_SOURCES;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Magnitudes, drop classes and sending order of packets: what dlcp/magnitudes.py and dlcp/tags.py do in NumPy. */
+/* Magnitudes, drop classes and sending order, as dlcp/magnitudes.py and dlcp/tags.py compute them in NumPy. */
 
 #include <math.h>
 #include <stdint.h>
@@ -7,7 +7,7 @@
 
 #include "engine.h"
 
-/* A second version of a function for AVX2, chosen when the library is loaded; this takes the GNU C library. */
+/* A second version of a function for AVX2, chosen at load time; requires the GNU C library. */
 #if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
 #define FASTEST __attribute__((target_clones("avx2", "default")))
 #else
@@ -43,12 +43,11 @@ INLINED float widen_bfloat16(uint16_t bits) {
     return float_of((uint32_t)bits << 16);
 }
 
-/* The absolute value of a half-precision number. Every case is worked out and then chosen, which vector units can do.
- */
+/* The absolute value of a half-precision number. Every case is computed and then selected, which vectorizes. */
 INLINED float widen_float16(uint16_t bits) {
     uint32_t rest = (uint32_t)(bits & 0x7fff) << 13;
     uint32_t normal = rest + (112u << 23);
-    /* A number without a leading one gets one in front, which is then taken off: no subnormal float, they are slow. */
+    /* Add an implicit leading one and subtract it again, since subnormal floats are slow. */
     float subnormal = float_of(rest + (113u << 23)) - 0x1p-14f;
     uint32_t chosen = bits_of(subnormal);
     uint32_t is_normal = -(uint32_t)(rest >= 1u << 23), is_infinite = -(uint32_t)(rest >= 0x7c00u << 13);
@@ -87,7 +86,7 @@ MAGNITUDES(float64, double, double, sqrt)
 MAGNITUDES(float16, uint16_t, float, sqrtf)
 MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
 
-/* Writes ceil(count / per_packet) magnitudes. `format` counts as dlcp.dtypes.ValueType does; unknown ones return -1. */
+/* Writes ceil(count / per_packet) magnitudes. `format` is a dlcp.dtypes.ValueType; unknown ones return -1. */
 API int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result) {
     switch (format) {
     case 0:
@@ -111,7 +110,7 @@ API int dlcp_packet_magnitudes(const void *values, int format, int64_t count, in
 
 enum { CLASSES = 8, BORDERS = CLASSES - 1 };
 
-/* The packets of a layer, from `first` to before `stop`, and at which quantiles its classes part. */
+/* A layer's packets, from `first` to before `stop`, and the quantiles that separate its classes. */
 struct layer_packets {
     int64_t first, stop, row;
     double quantiles[BORDERS];
@@ -138,7 +137,7 @@ static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count) {
     }
 }
 
-/* The value at a quantile of sorted magnitudes, interpolated between the two next to it. */
+/* The value at a quantile of sorted magnitudes, interpolated between its two neighbours. */
 static double at_quantile(const uint32_t *sorted, int64_t count, double quantile) {
     double place = quantile * (double)(count - 1);
     place = place < (double)(count - 1) ? place : (double)(count - 1);
@@ -148,7 +147,7 @@ static double at_quantile(const uint32_t *sorted, int64_t count, double quantile
     return value < high ? value : high;
 }
 
-/* The least float that is not below a border: floats compare with it as with the border. */
+/* The least float that is not below a border: comparing floats with it is the same as with the border. */
 static float threshold(double border) {
     float value = (float)border;
     return (double)value < border ? nextafterf(value, INFINITY) : value;
@@ -164,7 +163,7 @@ FASTEST static void classes_between(const float *magnitudes, int64_t count, cons
     }
 }
 
-/* Moves a layer's borders to where its finite magnitudes have their quantiles, but only `1 - memory` of the way. */
+/* Moves a layer's borders towards the quantiles of its finite magnitudes, by `1 - memory` of the way. */
 static void move_borders(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layer, double memory,
                          double *borders, uint32_t *keys, uint32_t *other) {
     int64_t count = 0;
@@ -174,18 +173,18 @@ static void move_borders(const float *magnitudes, const uint8_t *kept, const str
     }
     if (!count)
         return;
-    sort_keys(keys, other, count); /* numbers from 0 up have the order of their bits */
+    sort_keys(keys, other, count); /* nonnegative floats sort like their bits */
     for (int border = 0; border < BORDERS; border++) {
         double now = at_quantile(keys, count, layer->quantiles[border]);
         borders[border] = isnan(borders[border]) ? now : memory * borders[border] + (1 - memory) * now;
     }
 }
 
-/* Gives each packet its drop class and says whether it is protected.
+/* Sets each packet's drop class and whether it is protected.
 
-   magnitudes, kept, classes, protected: one per packet; the kept ones are in class 0 whatever their magnitude.
-   borders: a row of 7 per layer, which layers[...].row points into; NaN before a layer was seen.
-   scratch: twice `scratch_half` keys, and that is as many as the layer with the most packets has. */
+   magnitudes, kept, classes, protected: one per packet; kept packets are in class 0 whatever their magnitude.
+   borders: a row of 7 per layer, indexed by layers[...].row; NaN before a layer was seen.
+   scratch: twice `scratch_half` keys, which is the packet count of the largest layer. */
 API void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layers, int64_t count,
                        double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
                        uint8_t *protected) {
@@ -211,10 +210,10 @@ API void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struc
     }
 }
 
-/* ---- what packets carry of their tags ---- */
+/* ---- encoding of tags in packets ---- */
 
-/* Writes bytes 1 to 3 of each packet's header and its type of service, of those that `service` has for its queue and
-   for whether it may be dropped: if at least its class says so, it is not protected, and `bounded` allows for loss. */
+/* Writes bytes 1 to 3 of each packet's header, and its type of service from `service`, by its queue and by whether it
+   may be dropped: its class is high enough, it is not protected, and `bounded` allows for loss. */
 API void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer,
                           const uint8_t *is_protected, uint32_t packets, uint32_t bounded, uint32_t flag,
                           const uint8_t service[][2], uint8_t (*encoded)[4], uint8_t *droppable) {
@@ -228,20 +227,20 @@ API void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const
     }
 }
 
-/* ---- the order of sending ---- */
+/* ---- sending order ---- */
 
-/* One queue's part of the order while it is being written. */
+/* One queue's part of the order under construction. */
 struct queue_order {
-    uint32_t *order;          /* where its packets go */
-    uint32_t packets, blocks; /* how many there are */
-    uint32_t start;           /* the block that goes first */
-    uint32_t seen;            /* how many have been met */
-    uint32_t *next;           /* where the next that is not droppable goes */
-    uint32_t waiting;         /* droppable ones of this block, which follow those */
+    uint32_t *order;          /* destination of its packets */
+    uint32_t packets, blocks; /* their number */
+    uint32_t start;           /* the block sent first */
+    uint32_t seen;            /* packets visited so far */
+    uint32_t *next;           /* destination of the next packet that is not droppable */
+    uint32_t waiting;         /* droppable ones of this block, which come after them */
     uint32_t droppable[SEND_BLOCK_PACKETS];
 };
 
-/* Where a block goes: those before `start` follow the last one, which may be short. */
+/* Destination of a block: those before `start` follow the last one, which may be short. */
 static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block) {
     if (block >= queue->start)
         return queue->order + (size_t)(block - queue->start) * SEND_BLOCK_PACKETS;
@@ -249,9 +248,9 @@ static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block)
            (size_t)block * SEND_BLOCK_PACKETS;
 }
 
-/* Writes the indices of packets in the order of sending: the highest queue first; in a queue by blocks of 256 of its
-   packets, beginning with block `seed` modulo their number, or `chunk` of `chunks` parts of them later; in a block
-   those first that may not be dropped. Queues are 0 to 7. */
+/* Writes the packets' indices in sending order: the highest queue first; within a queue by blocks of 256 of its
+   packets, beginning with block `seed` modulo their number, or `chunk` of `chunks` parts of them later; within a block
+   droppable packets last. Queues are 0 to 7. */
 API void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed,
                          uint32_t chunk, uint32_t chunks, uint32_t *order) {
     struct queue_order queues[QUEUES] = {0};
