@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number formats that gradients come in."""
+"""Number formats of gradients."""
 
 from enum import Enum
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class ValueType(Enum):
-    """A number format, with the NumPy type that holds its bits; NumPy has no bfloat16, so its bits travel as uint16."""
+    """A number format, with the NumPy type that holds its bits; bfloat16, which NumPy lacks, travels as uint16."""
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"
@@ -21,19 +21,19 @@ class ValueType(Enum):
         return np.dtype("uint16" if self is ValueType.BFLOAT16 else self.value)
 
     def check_storage(self, values: NDArray[np.generic]) -> None:
-        """Raise TypeError for a buffer that is not held as this format is."""
+        """Raise TypeError for a buffer that does not have this format's storage type."""
         if values.dtype != self.storage:
-            raise TypeError(f"a buffer of {self.value} is held as {self.storage}, got {values.dtype}")
+            raise TypeError(f"a buffer of {self.value} must be stored as {self.storage}, got {values.dtype}")
 
     def widen(self, values: NDArray[np.generic]) -> NDArray[np.floating]:
-        """Return the values in a type that sums keep their precision in: float32, or float64 for float64."""
+        """Return the values in a type that preserves precision in sums: float32, or float64 for float64."""
         self.check_storage(values)
         if self is ValueType.BFLOAT16:
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values.astype(np.float64 if self is ValueType.FLOAT64 else np.float32, copy=False)
 
     def narrow(self, values: NDArray[np.floating]) -> NDArray[np.generic]:
-        """Round values to this format, to nearest, ties to even; what :meth:`widen` undoes."""
+        """Round values to this format, to nearest, ties to even; the inverse of :meth:`widen`."""
         if self is not ValueType.BFLOAT16:
             with np.errstate(over="ignore"):
                 return values.astype(self.storage, copy=False)

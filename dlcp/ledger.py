@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was sent, delivered, lost, recovered and deferred, by step, layer and message; and whether bounds were kept."""
+"""Counts of packets sent, delivered, lost, recovered and deferred, by step, layer and message; and bound violations."""
 
 import threading
 from collections import deque
@@ -17,18 +17,17 @@ from dlcp.wire import DROP_CLASSES
 
 LAYER_POSITIONS = 256
 COUNTS = ("sent", "delivered", "lost", "retransmitted", "deferred")
-"""What of all messages is added up, in packets."""
+"""Totals over all messages, in packets."""
 COUNTED_TOGETHER = 1 << 17
-"""How many packets are counted by layer and class at a time: of a few, counting is the least that it costs. Chosen by
-us."""
+"""How many packets are counted by layer and class at a time: for a few, the fixed cost dominates."""
 
 
 class MessageRecord(NamedTuple):
     """One message in the ledger of its sender. Counts are in packets; ``bound`` is the share that may be lost.
 
     ``retransmitted`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to
-    them, ``lost`` those that never did, ``deferred`` those that were kept for a later step, of which the share
-    ``deferral_bound`` may be.
+    them, ``lost`` those that never did, ``deferred`` those that were left for a later step, whose share is limited by
+    ``deferral_bound``.
     """
 
     step: int
@@ -48,7 +47,7 @@ class MessageRecord(NamedTuple):
 
 
 class Ledger:
-    """The accounts of one rank's messages. Safe to use from several threads.
+    """The records of one rank's messages. Thread-safe.
 
     Parameters
     ----------
@@ -66,15 +65,15 @@ class Ledger:
         self.violations = 0
         self.max_message_ratio = self.max_deferred_ratio = 0.0
         self.max_deferred_steps = 0
-        """The most steps in a row that a packet waited, see :meth:`note_waiting`."""
+        """The most consecutive steps that a packet waited, see :meth:`note_waiting`."""
         self._sink = sink
         self._lock = threading.Lock()
         self._totals: dict[int, list[int]] = {}
         """By receiver, in the order of :data:`COUNTS`."""
         self._waiting_steps: dict[int, NDArray[np.uint16]] = {}
-        """Of buckets of which something waits, by number: for how many steps, shape (packets,)."""
+        """For how many steps each packet of a bucket has waited, shape (packets,), by number of the bucket."""
         self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
-        """Layers and classes of packets that have not been counted by them."""
+        """Layers and classes of packets that are not counted yet."""
         self._uncounted_packets = 0
         self._by_layer = np.zeros((LAYER_POSITIONS, 3), np.int64)
         self._by_class = np.zeros((DROP_CLASSES, 3), np.int64)
@@ -82,12 +81,12 @@ class Ledger:
     def record(
         self, key: MessageKey, receiver: int, layers: str, tags: PacketTags, bound: LossBound, delivery: Delivery
     ) -> MessageRecord:
-        """Enter a message that its receiver has confirmed; its tags must not change any more.
+        """Record a message that its receiver has acknowledged; its tags must not change any more.
 
         Raises
         ------
         BoundExceededError
-            More was lost or deferred than the bound allows, or a protected packet was; the message is entered
+            More was lost or deferred than the bound allows, or a protected packet was lost; the message is recorded
             nevertheless.
         """
         packets, arrived, deferred = len(delivery.delivered), delivery.arrived, delivery.deferred_count
@@ -131,7 +130,7 @@ class Ledger:
     def _note_missing(
         self, entry: MessageRecord, tags: PacketTags, bound: LossBound, delivery: Delivery
     ) -> BoundExceededError | None:
-        """Count what was lost; return the error if that is more than the bound allows, or more was deferred."""
+        """Count what was lost; return the error if that, or what was deferred, exceeds the bound."""
         packets, lost, deferred = entry.packets, entry.lost, entry.deferred
         self.max_message_ratio = max(self.max_message_ratio, lost / packets)
         self.max_deferred_ratio = max(self.max_deferred_ratio, deferred / packets)
@@ -151,13 +150,14 @@ class Ledger:
         )
 
     def note_waiting(self, bucket: int, packets: NDArray[np.bool_]) -> None:
-        """Note which packets of a bucket wait for a later step: those that are deferred, or lost beside such.
+        """Note which packets of a bucket wait for a later step: deferred ones, and lost ones of the same bucket.
 
         Parameters
         ----------
         bucket
-            Its number. Whoever defers notes each of its steps, for a packet waits from one to the next, in whichever
-            message it would have been.
+            Its number. While a bucket defers, note each of its steps: a packet waits from one step to the next,
+            whichever
+            message would carry it.
         packets
             Of the whole bucket, shape (packets,).
         """
@@ -171,13 +171,13 @@ class Ledger:
                 self.max_deferred_steps = max(self.max_deferred_steps, int(steps.max()))
 
     def of_step(self, step: int) -> list[MessageRecord]:
-        """Return the latest records that are of a step; of its messages, those that have been confirmed."""
+        """Return the latest records of a step; of its messages, only the acknowledged ones."""
         with self._lock:
             latest = list(takewhile(lambda record: record.step >= step, reversed(self.records)))
         return [record for record in reversed(latest) if record.step == step]
 
     def by_receiver(self) -> dict[int, dict[str, int]]:
-        """Return by receiver what was sent to it and became of it, by the names in :data:`COUNTS`, in packets."""
+        """Return totals by receiver, by the names in :data:`COUNTS`, in packets."""
         with self._lock:
             return {receiver: dict(zip(COUNTS, totals, strict=True)) for receiver, totals in self._totals.items()}
 
@@ -208,7 +208,7 @@ class Ledger:
             }
 
     def _count(self) -> None:
-        """Count packets by layer and class that have not been."""
+        """Count pending packets by layer and class."""
         if self._uncounted:
             for table, parts in zip((self._by_layer, self._by_class), zip(*self._uncounted, strict=True), strict=True):
                 table[:, 0] += np.bincount(np.concatenate(parts), minlength=len(table))
@@ -217,7 +217,7 @@ class Ledger:
 
 
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the summaries of some ledgers, of different ranks, as one."""
+    """Merge the summaries of different ranks' ledgers."""
     counts = (*COUNTS, "violations")
     largest = {"max_message_ratio": 0.0, "max_deferred_ratio": 0.0, "max_deferred_steps": 0}
     layers = sorted({layer for each in summaries for layer in each["by_layer"]}, key=int)
@@ -233,5 +233,5 @@ def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def as_json(record: MessageRecord) -> dict[str, Any]:
-    """Return a record as plain values."""
+    """Return a record as plain values for JSON."""
     return record._asdict()

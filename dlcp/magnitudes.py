@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the values in a packet are, and which drop class that makes it.
+"""Magnitudes of packets, and the drop classes that follow from them.
 
-Both are done in C, by ``dlcp/native/tags.c``.
+Both are computed in C, by ``dlcp/native/tags.c``.
 """
 
 import ctypes
@@ -17,12 +17,12 @@ from dlcp.native import address
 from dlcp.wire import DROP_CLASSES
 
 BORDERS: Final = DROP_CLASSES - 1
-"""How many magnitudes part the classes 7|6|...|1|0."""
+"""Number of magnitudes that separate the classes 7|6|...|1|0."""
 
 LAYER_PACKETS: Final = np.dtype(
     [("first", np.int64), ("stop", np.int64), ("row", np.int64), ("quantiles", np.float64, BORDERS)]
 )
-"""The packets of a layer, from ``first`` to before ``stop``; its row of borders; the quantiles where classes part."""
+"""A layer's packets, from ``first`` to before ``stop``; its row of borders; the quantiles that separate classes."""
 
 _FORMATS: Final = {value_type: number for number, value_type in enumerate(ValueType)}
 
@@ -30,7 +30,7 @@ _FORMATS: Final = {value_type: number for number, value_type in enumerate(ValueT
 def packet_magnitudes(
     values: NDArray[np.generic], value_type: ValueType, values_per_packet: int
 ) -> NDArray[np.float32]:
-    """Return the root mean square of each packet's values: its L2 norm, made comparable for a short last packet.
+    """Return the root mean square of each packet's values: its L2 norm, but comparable for a short last packet.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def packet_magnitudes(
     Raises
     ------
     TypeError
-        The buffer is held in another type than ``value_type.storage``.
+        The buffer has another type than ``value_type.storage``.
     """
     value_type.check_storage(values)
     if not (values.flags.c_contiguous and values.flags.aligned):
@@ -66,21 +66,21 @@ def classify(
     memory: float,
     borders: NDArray[np.float64],
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Judge packets by the distribution of their own layer, so that classes hold their shares whatever its scale.
+    """Classify packets by the distribution within their own layer, so that class shares do not depend on its scale.
 
     Parameters
     ----------
     magnitudes
-        One per packet, as :func:`packet_magnitudes` returns them.
+        One per packet, as returned by :func:`packet_magnitudes`.
     kept
-        Which packets are protected whatever their magnitude, shape (packets,).
+        Packets that are protected whatever their magnitude, shape (packets,).
     layers
-        Whose packets they are, of ``LAYER_PACKETS``, without gaps or overlap.
+        The packets' layers, of ``LAYER_PACKETS``, without gaps or overlap.
     memory
         Weight of the past in the borders.
     borders
-        Magnitudes that part the classes, ascending, shape (rows, 7); a row of NaN for a layer not seen before. They
-        are moved: to the quantiles of the layer's finite magnitudes, ``1 - memory`` of the way.
+        Magnitudes that separate the classes, ascending, shape (rows, 7); a row of NaN for a new layer. Updated in
+        place: moved by ``1 - memory`` of the way to the quantiles of the layer's finite magnitudes.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def classify(
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Return the compiled library, with these functions declared."""
+    """Return the compiled library with these functions declared."""
     library = native.library()
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.dlcp_packet_magnitudes.argtypes = [pointer, ctypes.c_int, number, number, pointer]

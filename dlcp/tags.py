@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a packet's tags say: the queue from its layer, the drop class from its magnitude.
+"""Packet tags: the queue from the layer, the drop class from the magnitude.
 
 Front layers go first, because the next forward pass needs them first. Packets of small values are dropped first,
-because losing them changes a step least. Both are judged by packet: by value it would cost more than it saves.
+because losing them changes a step least. Both are judged per packet: per value it would cost more than it saves.
 """
 
 import threading
@@ -19,15 +19,15 @@ from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
 from dlcp.wire import DROP_CLASSES, Queue
 
 FRONT_SHARES = (0.30, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10)
-"""Share of packets per drop class, 0 to 7, in the layer nearest the input. Chosen by us."""
+"""Share of packets per drop class, 0 to 7, in the layer nearest the input. Not tuned."""
 BACK_SHARES = (0.60, 0.06, 0.06, 0.06, 0.06, 0.06, 0.05, 0.05)
-"""The same in the layer nearest the output, which bears less loss (0.4 % against 1.1 %, MLT). Chosen by us."""
+"""The same in the layer nearest the output, which tolerates less loss (0.4 % against 1.1 %, MLT). Not tuned."""
 
 BLOCK_PACKETS: Final = 256
-"""How many packets of a queue are sent together. A burst (UDP_SEGMENT) has no more than 64 of one kind, and a block two
-kinds. Chosen by us: of smaller blocks most bursts are short, which costs a fifth more of them."""
+"""How many packets of a queue are sent together. A burst (UDP_SEGMENT) has at most 64 of one kind, and a block two
+kinds. In smaller blocks most bursts are short, so there are a fifth more of them."""
 LAYOUTS: Final = 4096
-"""How many layouts of buffers are remembered: more than a model has buckets or layers. Chosen by us."""
+"""How many layouts of buffers are remembered: more than a model has buckets or layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Layer:
     """A parameter of the model.
 
     ``position`` is 0 for the layer nearest the input and 255 for the one nearest the output. ``shape`` is the
-    parameter's, ``()`` where it is not known: some compressors take it for a matrix.
+    parameter's, ``()`` if unknown: some compressors treat it as a matrix.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where values of a layer lie in a buffer: ``start`` to ``stop``, in values.
+    """A range of a buffer that holds values of a layer: ``start`` to ``stop``, in values.
 
-    ``offset`` is where in the layer they begin. A layer that is cut in shards has a segment for each. What lies beyond
-    its end belongs to nothing: it fills up a packet, say.
+    ``offset`` is where in the layer they begin. A layer split into shards has a segment for each. Values beyond the
+    layer's end belong to nothing, such as padding of a packet.
     """
 
     layer: Layer
@@ -66,7 +66,7 @@ class PacketTags(NamedTuple):
     protected: NDArray[np.bool_]
 
     def part(self, packets: slice, more: int = 0) -> "PacketTags":
-        """Return the tags of some packets, as views; of ``more`` packets, tagged like the last, as a copy."""
+        """Return the tags of some packets, as views; with ``more`` packets, tagged like the last, as a copy."""
         fields: list[NDArray[Any]] = [each[packets] for each in self]
         if more > 0:
             fields = [np.append(each, each[-1:].repeat(more)) for each in fields]
@@ -75,14 +75,14 @@ class PacketTags(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TagPolicy:
-    """How tags follow layer and magnitude.
+    """How tags depend on layer and magnitude.
 
     Parameters
     ----------
     front_shares, back_shares
-        Share of packets in each drop class, 0 to 7, for the first and the last layer; layers between are interpolated.
+        Share of packets in each drop class, 0 to 7, for the first and the last layer; interpolated in between.
     small_layer_values
-        Layers of fewer values than this (biases, norms) are protected whole: they are cheap and matter.
+        Layers of fewer values than this (biases, norms) are fully protected: they are cheap and matter.
     memory
         Weight of the past in a layer's recent distribution of magnitudes, 0 to 1.
     """
@@ -100,7 +100,7 @@ class TagPolicy:
             raise ValueError(f"memory must lie in [0, 1), got {self.memory}")
 
     def quantiles(self, position: int) -> NDArray[np.float64]:
-        """Return the quantiles of magnitude that part the classes 7|6|...|1|0 in a layer, ascending, shape (7,)."""
+        """Return the quantiles of magnitude that separate the classes 7|6|...|1|0 in a layer, ascending, shape (7,)."""
         back = position / 255
         shares = (1 - back) * np.asarray(self.front_shares) + back * np.asarray(self.back_shares)
         return np.cumsum(shares[:0:-1])
@@ -110,7 +110,7 @@ def layers_in_order(names: Sequence[str], shapes: Mapping[str, Sequence[int]] | 
     """Give each parameter its position by order of definition, input side first.
 
     Parameters of one module (``conv1.weight`` and ``conv1.bias``) share a position. ``shapes`` are the parameters', by
-    name, as far as they are known.
+    name, as far as known.
     """
     shapes = shapes or {}
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
@@ -120,10 +120,10 @@ def layers_in_order(names: Sequence[str], shapes: Mapping[str, Sequence[int]] | 
 
 
 class ChunkOrder(NamedTuple):
-    """Which part of a message is sent first: of ``chunks`` equal parts, ``chunk`` parts after the one its seed says.
+    """Which part of a message is sent first: of ``chunks`` equal parts, ``chunk`` parts after the seeded one.
 
-    Ranks that send to the same one begin with different chunks, so that the receiver, which adds them up in a fixed
-    order, finds all of them useful at once.
+    Ranks that send to the same receiver begin with different chunks, so that the receiver, which adds them up in a
+    fixed order, can use all of them at once.
     """
 
     chunk: int = 0
@@ -131,7 +131,7 @@ class ChunkOrder(NamedTuple):
 
 
 AS_SEEDED: Final = ChunkOrder()
-"""The chunk that the seed says comes first."""
+"""Begins with the seeded chunk."""
 
 
 def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -142,22 +142,22 @@ def queue_of_layer(position: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class PacketLayout:
-    """Which packets of a buffer belong to which layer, and the tags that follow from that alone.
+    """The layers of a buffer's packets, and the tags that depend on nothing else.
 
     Parameters
     ----------
     segments
         The layers of the buffer.
     values, values_per_packet
-        How many values it has, and how many of them a packet carries.
+        Its number of values, and how many of them a packet carries.
     queue, layer
         Tags, shape (packets,).
     kept
         Packets that carry values of a small layer, shape (packets,).
     owners
-        The layers' packets, of ``LAYER_PACKETS``; those that no packet belongs to are left out.
+        The layers' packets, of ``LAYER_PACKETS``; layers without packets are omitted.
     whole
-        The tags where nothing may be lost.
+        The tags if nothing may be lost.
     """
 
     segments: tuple[Segment, ...]
@@ -173,7 +173,7 @@ class PacketLayout:
     def of(
         cls, segments: Sequence[Segment], values: int, values_per_packet: int, policy: TagPolicy, rows: dict[str, int]
     ) -> "PacketLayout":
-        """Lay a buffer out; ``rows`` gives each layer its row of borders, new layers the next ones."""
+        """Lay out a buffer; ``rows`` gives each layer its row of borders, new layers the next ones."""
         starts = np.array([segment.start for segment in segments])
         small = np.array([s.stop - s.start < policy.small_layer_values for s in segments])
         positions = np.array([segment.layer.position for segment in segments], np.uint8)
@@ -182,7 +182,7 @@ class PacketLayout:
         first = np.searchsorted(starts, first_value, "right") - 1
         last = np.searchsorted(starts, last_value, "right") - 1
         small_before = np.concatenate([[0], np.cumsum(small)])
-        # A packet on a border is as urgent as the most urgent layer in it, and belongs to the one in its middle.
+        # A packet with several layers is as urgent as the most urgent one, and belongs to the one in its middle.
         spans = np.column_stack([first, last + 1]).ravel()
         layer = np.minimum.reduceat(np.append(positions, np.uint8(255)), spans)[::2]
         middle = np.searchsorted(starts, (first_value + last_value) // 2, "right") - 1
@@ -198,23 +198,23 @@ class PacketLayout:
         return cls(tuple(segments), values, values_per_packet, queue, layer, kept, owners, whole)
 
     def fits(self, segments: Sequence[Segment], values: int, values_per_packet: int) -> bool:
-        """Tell whether this is the layout of such a buffer."""
+        """Return whether this is the layout of such a buffer."""
         same_sizes = values == self.values and values_per_packet == self.values_per_packet
         return same_sizes and tuple(segments) == self.segments
 
 
 @lru_cache(64)
 def plain_tags(packets: int) -> PacketTags:
-    """Return the tags of a message that has no layer and may lose nothing; for all who ask, so not to be changed."""
+    """Return the tags of a message without layers that may lose nothing; shared, so read-only."""
     queue = Queue.LAST_GRADIENT if packets == 1 else (Queue.FIRST_GRADIENT + Queue.LAST_GRADIENT) // 2
     nothing = np.zeros(packets, np.uint8)
     return PacketTags(np.full(packets, queue, np.uint8), nothing, nothing, nothing.astype(np.bool_))
 
 
 class Tagger:
-    """Tags the packets of gradients, remembering how large each layer's values have been of late.
+    """Tags the packets of gradients, tracking the recent magnitudes of each layer.
 
-    It may be used by several threads, and pickled or copied with what it remembers.
+    Thread-safe; it may be pickled or copied with its state.
     """
 
     def __init__(self, policy: TagPolicy | None = None) -> None:
@@ -222,12 +222,12 @@ class Tagger:
         self._rows: dict[str, int] = {}
         self._borders = np.empty((0, BORDERS))
         self._layouts: dict[tuple[str, int, int], PacketLayout] = {}
-        """By the buffer's first layer and its end: a model's buckets are the same step for step."""
+        """By the buffer's first layer and its end: a model's buckets are the same in every step."""
         self._lock = threading.Lock()
 
     @property
     def policy(self) -> TagPolicy:
-        """How tags follow layer and magnitude; setting it keeps what is remembered of the layers."""
+        """How tags depend on layer and magnitude; setting it keeps the layers' state."""
         return self._policy
 
     @policy.setter
@@ -258,9 +258,9 @@ class Tagger:
         return self.tag_magnitudes(magnitudes, len(values), segments, values_per_packet)
 
     def tag_whole(self, values: int, segments: Sequence[Segment], values_per_packet: int) -> PacketTags:
-        """Tag the packets of a buffer of so many ``values`` of which nothing may be lost: by layer only.
+        """Tag the packets of a buffer of ``values`` values that may lose nothing: by layer only.
 
-        The tags are for all who ask, so not to be changed.
+        The tags are shared, so they must not be changed.
         """
         with self._lock:
             return self._layout(segments, values, values_per_packet).whole
@@ -268,12 +268,12 @@ class Tagger:
     def tag_magnitudes(
         self, magnitudes: NDArray[np.float32], values: int, segments: Sequence[Segment], values_per_packet: int
     ) -> PacketTags:
-        """Tag the packets of a buffer of so many ``values`` by magnitudes that are known: computed on a GPU, say.
+        """Tag the packets of a buffer of ``values`` values by known magnitudes, for example computed on a GPU.
 
         Parameters
         ----------
         magnitudes
-            As :func:`packet_magnitudes` returns them, NaN excluded.
+            As returned by :func:`packet_magnitudes`, without NaN.
         """
         with self._lock:
             layout = self._layout(segments, values, values_per_packet)
@@ -281,7 +281,7 @@ class Tagger:
         return PacketTags(layout.queue.copy(), classes, layout.layer.copy(), protected)
 
     def small_layer_packets(self, segments: Sequence[Segment], values: int, per_packet: int) -> NDArray[np.bool_]:
-        """Return which packets of a buffer of so many ``values`` carry values of a small layer, shape (packets,)."""
+        """Return which packets of a buffer of ``values`` values carry values of a small layer, shape (packets,)."""
         with self._lock:
             return self._layout(segments, values, per_packet).kept
 
@@ -290,7 +290,7 @@ class Tagger:
             return self._policy, dict(self._rows), self._borders.copy()
 
     def __setstate__(self, state: tuple[TagPolicy, dict[str, int], NDArray[np.float64]]) -> None:
-        self.__init__(state[0])  # type: ignore[misc]  # the lock and the layouts are made anew
+        self.__init__(state[0])  # type: ignore[misc]  # creates a new lock and new layouts
         _, self._rows, self._borders = state
 
     def _layout(self, segments: Sequence[Segment], values: int, values_per_packet: int) -> PacketLayout:

@@ -44,9 +44,9 @@ EVENTS: Final = {
 """Values of each event's note.
 
 Of a bucket, by step and its number: it is ``ready``; its packets are ``tagged``; all ranks have ``contributed`` to this
-rank's shard, and ``last`` was the last of them; the shard is ``summed``; all shards are ``gathered``; the bucket is
-``averaged``, and ``applied`` when its waiter has it. Of a message, by step and its own number: a peer has confirmed it
-(``sent``), or it has ``arrived``. Its note is taken when it ends; ``began_ns`` is when it was sent, or its receive
+rank's shard, rank ``last`` as the last one; the shard is ``summed``; all shards are ``gathered``; the bucket is
+``averaged``, and ``applied`` when its waiter has it. Of a message, by step and its own number: a peer has acknowledged
+it (``sent``), or it has ``arrived``. The note is taken when it ends; ``began_ns`` is when it was sent or its receive
 posted; ``window`` is in packets, 0 through memory. A collective of a process group, by its number, is ``issued`` and
 ``done``. ``left`` means that the session stopped using DLCP."""
 TEXTS: Final = frozenset({"session", "layers", "what", "reason"})
@@ -106,7 +106,7 @@ class Timeline:
             return None
 
     def note(self, event: str, step: int, number: int, *values: int | str) -> None:
-        """Take a note of an event of :data:`EVENTS`, at the present time."""
+        """Take a note of an event of :data:`EVENTS`, at the current time."""
         self._notes.append((time.monotonic_ns(), event, step, number, *values))
 
     def note_message(

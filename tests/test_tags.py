@@ -219,7 +219,7 @@ def test_magnitudes_are_root_mean_squares(value_type):
 
 
 def test_magnitudes_of_another_storage_are_refused():
-    with pytest.raises(TypeError, match="bfloat16 is held as uint16"):
+    with pytest.raises(TypeError, match="bfloat16 must be stored as uint16"):
         packet_magnitudes(np.zeros(10, np.float32), ValueType.BFLOAT16, 5)
 
 

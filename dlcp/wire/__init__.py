@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format, in one place."""
+"""The wire format."""
 
 from dlcp.wire.header import (
     DROP_CLASSES,

@@ -39,14 +39,14 @@ local f = {
     token = ProtoField.uint64("dlcp.token", "Session token", base.HEX, nil),
     ack_step = ProtoField.uint32("dlcp.ack_step", "Step", base.DEC),
     ack_message = ProtoField.uint16("dlcp.ack_message", "Message", base.DEC),
-    ack_whole = ProtoField.bool("dlcp.ack_whole", "The message is done, all of it has arrived", 32, nil, 0x80000000),
+    ack_whole = ProtoField.bool("dlcp.ack_whole", "The message is complete, every packet has arrived", 32, nil, 0x80000000),
     ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC, nil, 0x7fffffff),
     ack_arrived = ProtoField.uint64("dlcp.ack_arrived", "Arrived (bit k = packet 64 block + k)", base.HEX),
     ack_path = ProtoField.uint32("dlcp.ack_path", "Path", base.DEC),
-    ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that came marked on it", base.DEC),
-    packet_bytes = ProtoField.uint32("dlcp.packet_bytes", "Bytes of a message in a packet", base.DEC),
-    room = ProtoField.uint32("dlcp.room", "Room for packets on their way", base.DEC),
-    path_port = ProtoField.uint16("dlcp.path_port", "UDP port of a further path", base.DEC),
+    ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that arrived marked on it", base.DEC),
+    packet_bytes = ProtoField.uint32("dlcp.packet_bytes", "Message bytes per packet", base.DEC),
+    room = ProtoField.uint32("dlcp.room", "Room for packets in flight", base.DEC),
+    path_port = ProtoField.uint16("dlcp.path_port", "UDP port of another path", base.DEC),
 }
 dlcp.fields = {
     f.version,
@@ -81,7 +81,7 @@ dlcp.fields = {
 }
 
 local too_short = ProtoExpert.new(
-    "dlcp.too_short", "Too few bytes for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
+    "dlcp.too_short", "Too short for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
 local other_version = ProtoExpert.new(
     "dlcp.other_version", "Not a DLCP version that this dissector knows", expert.group.PROTOCOL, expert.severity.WARN)
 local unknown_type = ProtoExpert.new(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes ``dissector.lua``, the Wireshark dissector of the DLCP header, from the field table in ``dlcp.wire``.
 
-``python -m dlcp.wire.dissector`` refreshes the file beside this module. Wireshark and tshark read it with
+``python -m dlcp.wire.dissector`` updates the file beside this module. Wireshark and tshark read it with
 ``-X lua_script:dissector.lua``, or from their plugins folder.
 """
 
@@ -14,7 +14,7 @@ from dlcp.wire.payloads import ACK_ENTRY, ACK_FIELD_BITS, ACK_PATH, GREETING, GR
 
 DISSECTOR_PATH: Final = Path(__file__).with_suffix(".lua")
 _TEMPLATE_PATH: Final = Path(__file__).with_suffix(".template.lua")
-"""What of the dissector does not depend on the field table, with ``@NAME@`` where that goes."""
+"""The parts that do not depend on the field table, with ``@NAME@`` placeholders for the rest."""
 
 LABELS: Final = {
     "version": "Version",
@@ -37,18 +37,18 @@ LABELS: Final = {
     "count": "Packets in the message",
     "token": "Session token",
 }
-"""What Wireshark shows for each field; its filter name is ``dlcp.`` and the field's name."""
+"""Wireshark's label of each field; its filter name is ``dlcp.`` and the field's name."""
 
 ACK_LABELS: Final = {
     "step": "Step",
     "message": "Message",
-    "whole": "The message is done, all of it has arrived",
+    "whole": "The message is complete, every packet has arrived",
     "block": "Block of 64 packets",
     "arrived": "Arrived (bit k = packet 64 block + k)",
 }
-"""What Wireshark shows for each field of an acknowledgement's entry; its filter name is ``dlcp.ack_`` and the name."""
+"""Wireshark's label of each field of an acknowledgement's entry; its filter name is ``dlcp.ack_`` and the name."""
 WORD_BITS: Final = 32
-"""Fields that fill no bytes are parts of a word of so many."""
+"""Fields that are not whole bytes are parts of a word of this size."""
 
 
 def _bit_offsets() -> dict[str, int]:
@@ -61,12 +61,12 @@ def _bit_offsets() -> dict[str, int]:
 
 
 def _byte_range(name: str, first_bit: int) -> str:
-    """Return the Lua expression for the bytes that hold a field: whole bytes, or the one byte it shares."""
+    """Return the Lua expression for a field's bytes: whole bytes, or the one byte that it shares."""
     return f"buffer({first_bit // 8}, {max(1, FIELD_BITS[name] // 8)})"
 
 
 def _value(name: str, first_bit: int) -> str:
-    """Return the Lua expression for the number in a field of at most 32 bits."""
+    """Return the Lua expression for the value of a field of at most 32 bits."""
     bits = FIELD_BITS[name]
     whole = _byte_range(name, first_bit)
     return f"{whole}:uint()" if bits % 8 == 0 else f"{whole}:bitfield({first_bit % 8}, {bits})"
@@ -86,7 +86,7 @@ def _declaration(name: str, first_bit: int) -> str:
 
 
 def _entry_words() -> Iterator[tuple[str, int, int, int]]:
-    """Give each field of an ACK's entry: name, and first byte, bits and mask of its word; 0: it fills the word."""
+    """Yield each field of an ACK's entry: name, and its word's first byte, bits and mask; 0: it fills the word."""
     first_bit = 0
     for name, bits in ACK_FIELD_BITS.items():
         if bits % 8 == 0:
@@ -108,7 +108,7 @@ def _entry_declarations() -> list[str]:
 
 
 def _entry_adds() -> list[str]:
-    """Return the Lua lines that show one entry of an ACK's payload, which begins at ``at``."""
+    """Return the Lua lines that show one entry of an ACK's payload, starting at ``at``."""
     return [
         f"            entry:add(f.ack_{name}, buffer(at + {first}, {word_bits // 8}))"
         for name, first, word_bits, _ in _entry_words()
@@ -121,13 +121,13 @@ def generate() -> str:
     Raises
     ------
     ValueError
-        A field neither lies within one byte nor fills 1, 2, 4 or 8 whole ones; the generator knows no other kind.
+        A field neither lies within one byte nor fills 1, 2, 4 or 8 bytes; the generator supports no others.
     """
     offsets = _bit_offsets()
     for name, first_bit in offsets.items():
         bits = FIELD_BITS[name]
         if not (first_bit % 8 + bits <= 8 or (first_bit % 8 == 0 and bits in (16, 32, 64))):
-            raise ValueError(f"field {name}: {bits} bits from bit {first_bit} on are no byte-aligned integer")
+            raise ValueError(f"field {name}: {bits} bits from bit {first_bit} on are not a byte-aligned integer")
     parts = {
         "VERSION": str(VERSION),
         "HEADER_BYTES": str(HEADER_BYTES),

@@ -12,10 +12,10 @@ local TYPES = {
 local f = {
 @FIELDS@
     ack_path = ProtoField.uint32("dlcp.ack_path", "Path", base.DEC),
-    ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that came marked on it", base.DEC),
-    packet_bytes = ProtoField.uint32("dlcp.packet_bytes", "Bytes of a message in a packet", base.DEC),
-    room = ProtoField.uint32("dlcp.room", "Room for packets on their way", base.DEC),
-    path_port = ProtoField.uint16("dlcp.path_port", "UDP port of a further path", base.DEC),
+    ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that arrived marked on it", base.DEC),
+    packet_bytes = ProtoField.uint32("dlcp.packet_bytes", "Message bytes per packet", base.DEC),
+    room = ProtoField.uint32("dlcp.room", "Room for packets in flight", base.DEC),
+    path_port = ProtoField.uint16("dlcp.path_port", "UDP port of another path", base.DEC),
 }
 dlcp.fields = {
     @FIELD_LIST@,
@@ -27,7 +27,7 @@ dlcp.fields = {
 }
 
 local too_short = ProtoExpert.new(
-    "dlcp.too_short", "Too few bytes for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
+    "dlcp.too_short", "Too short for a DLCP header", expert.group.MALFORMED, expert.severity.ERROR)
 local other_version = ProtoExpert.new(
     "dlcp.other_version", "Not a DLCP version that this dissector knows", expert.group.PROTOCOL, expert.severity.WARN)
 local unknown_type = ProtoExpert.new(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DLCP header: 32 bytes after UDP, network byte order. Whatever else knows its layout is checked against this.
+"""The DLCP header: 32 bytes after UDP, network byte order. All other definitions of it are checked against this one.
 
-A switch decides by the first eight bytes. The rest tells messages, packets and sessions apart.
+A switch decides by the first eight bytes. The rest identifies messages, packets and sessions.
 """
 
 import struct
@@ -19,37 +19,38 @@ UDP_PORT_COUNT: Final = 8
 
 
 class PacketType(IntEnum):
-    """What a packet is for; four bits."""
+    """Packet types; four bits."""
 
     DATA = 1
     """Values of a message: one fragment."""
     ACK = 2
-    """Fragments that arrived, and how many of them were marked congested; see ``ACK_ENTRY`` in ``dissector``."""
+    """Packets that arrived, and how many of them had an ECN mark; see ``ACK_ENTRY`` in ``payloads``."""
     PROBE = 3
-    """The sender asks what is missing; it has nothing more to send now, unless a payload says that it has."""
+    """The sender asks what is missing; it has nothing more to send now, unless the payload says otherwise."""
     BITMAP = 4
-    """What has arrived of a message; an answer to PROBE."""
+    """Which packets of a message have arrived; the answer to PROBE."""
     STOP = 5
-    """The receiver needs no more of a message; carries what arrived of it, or nothing if all did."""
+    """The receiver needs no more of a message; carries which packets arrived, or nothing if all did."""
     STOP_ACK = 6
-    """The sender has read a STOP."""
+    """Acknowledges a STOP."""
     HELLO = 7
     """A peer announces itself."""
     HELLO_ACK = 8
     """The answer to HELLO."""
     ABORT = 9
     """A rank gives up and says why, so that its peers need not wait for a deadline. If the first byte is 0, it leaves
-    in order."""
+    in
+    order."""
 
 
 class Flag(IntFlag):
     """The flags byte."""
 
     PROTECTED = 0x80
-    """Never dropped by policy, and needed before a message counts as done."""
+    """Never dropped by policy, and required for a complete message."""
     RETRANSMISSION = 0x40
     TRIMMED = 0x20
-    """A switch cut the payload off."""
+    """A switch removed the payload."""
     CONGESTION = 0x10
     """Echo of an ECN mark."""
 
@@ -58,9 +59,9 @@ class Queue(IntEnum):
     """Strict-priority queues with a fixed meaning; gradients use those between FIRST_GRADIENT and LAST_GRADIENT."""
 
     EXCESS = 0
-    """What a job sends over its share."""
+    """A job's traffic above its share."""
     ORDINARY = 1
-    """Everybody else's traffic."""
+    """All other traffic."""
     FIRST_GRADIENT = 2
     LAST_GRADIENT = 6
     CONTROL = 7
@@ -115,13 +116,13 @@ _TYPES = {int(kind): kind for kind in PacketType}
 
 
 class HeaderError(ValueError):
-    """Bytes that are no DLCP header of this version; the message says which field is wrong."""
+    """Not a DLCP header of this version; the message names the wrong field."""
 
 
 class Header(NamedTuple):
     """One decoded header.
 
-    ``budget`` is the most packets of this message that one switch may drop; ``index`` and ``count`` are in packets.
+    ``budget`` is how many packets of this message one switch may drop; ``index`` and ``count`` are in packets.
     """
 
     type: PacketType
@@ -134,7 +135,7 @@ class Header(NamedTuple):
     step: int
     message: int
     sender: int
-    index: int  # type: ignore[assignment]  # hides tuple.index and tuple.count, which nobody needs of a header
+    index: int  # type: ignore[assignment]  # hides tuple.index and tuple.count, which a header does not need
     count: int  # type: ignore[assignment]  # likewise
     token: int
 

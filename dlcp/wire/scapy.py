@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The DLCP header as a Scapy layer, bound to the UDP destination ports. Needs Scapy (``pip install 'dlcp[capture]'``).
 
-``from dlcp.wire.scapy import DLCP`` is enough: from then on ``rdpcap("capture.pcap")[0][DLCP].step`` works, and so does
+``from dlcp.wire.scapy import DLCP`` is enough: afterwards ``rdpcap("capture.pcap")[0][DLCP].step`` works, and so does
 ``IP() / UDP() / DLCP(job=3, queue=6)``.
 """
 
@@ -18,7 +18,7 @@ _NAMES = {"type": {int(kind): kind.name for kind in PacketType}}
 
 
 def _field(name: str, bits: int) -> AnyField:
-    """Return the Scapy field of one header field: ``bits`` wide, with names for its values where it has any."""
+    """Return the Scapy field of one header field: ``bits`` wide, with names for its values if there are any."""
     default = int(_DEFAULTS.get(name, 0))
     if name in _NAMES:
         return BitEnumField(name, default, bits, _NAMES[name])
@@ -33,13 +33,13 @@ class DLCP(Packet):
 
     @classmethod
     def dispatch_hook(cls, _pkt: bytes | None = None, *args: Any, **kwargs: Any) -> type[Packet]:
-        """Return the layer to read ``_pkt`` with: this one, or ``Raw`` for what is no header of this version."""
+        """Return the layer to read ``_pkt`` with: this one, or ``Raw`` if it is not a header of this version."""
         if _pkt is not None and (len(_pkt) < HEADER_BYTES or _pkt[0] >> 4 != VERSION):
             return Raw
         return cls
 
     def mysummary(self) -> str:
-        """Return one line: the type, where the packet belongs, and its tags."""
+        """Return one line: the type, the packet's message, and its tags."""
         return self.sprintf(
             "DLCP %type% job %job% step %step% message %message% sender %sender% packet %index%/%count% "
             "layer %layer% queue %queue% class %drop_class%"

@@ -102,7 +102,7 @@ def test_tshark_says_what_is_wrong_with_a_packet():
         if packet.valid or not inside or not packet.datagram:
             assert complaint == ""
         elif len(packet.datagram) < HEADER_BYTES:
-            assert complaint == "Too few bytes for a DLCP header"
+            assert complaint == "Too short for a DLCP header"
         elif packet.datagram[0] >> 4 != VERSION:
             assert complaint == "Not a DLCP version that this dissector knows"
         else:
