@@ -79,4 +79,4 @@ def test_a_model_is_not_taken_over_twice():
         assert "already attached to a model" in found["attach"]
         assert "call attach(model) of that state" in found["closed"]
         assert "already reduces the gradients of this model" in found["fsdp"]
-        assert "has taken these parameters over already" in found["cross_step"]
+        assert "has already taken over these parameters" in found["cross_step"]
