@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over bytes for ``torch.distributed``, as any process group has them."""
+"""Collectives over bytes for ``torch.distributed``."""

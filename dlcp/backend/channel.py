@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process group's collectives send and receive: keys, tags, what becomes of messages, and when all is over."""
+"""Sending and receiving for a process group's collectives: keys, tags, outcomes, and cleanup."""
 
 import threading
 import time
@@ -31,31 +31,31 @@ from dlcp.transport import (
 )
 
 EAGER_BYTES = 16 << 10
-"""What is as small as this is sent from a copy, and need not be confirmed for a collective to end. Chosen by us."""
+"""Messages up to this size are sent from a copy, so a collective can end before they are acknowledged. Not tuned."""
 HORIZON_EVERY = 256
-"""Every so many collectives the ranks tell each other which messages are over for good. Chosen by us."""
+"""After this many collectives, ranks tell each other which messages are finished for good. Not tuned."""
 RANKS_MAX = 2048
-"""So many have a message number of their own in every round of a collective."""
+"""How many ranks can have their own message numbers in every round of a collective."""
 
 
 @dataclass(slots=True)
 class AllowedLoss:
-    """What contributions to a reduction may lose, and where it is entered.
+    """What contributions to a reduction may lose, and where losses are recorded.
 
-    There is no error feedback: nothing tells that a tensor is the one that was reduced in the last step. What is lost
-    is made up for by scaling the sum of those who delivered.
+    There is no error feedback: nothing shows that a tensor is the one reduced in the last step. Instead, the sum of the
+    delivered contributions is scaled up.
     """
 
     bound: LossBound
     tagger: Tagger = field(default_factory=Tagger)
     ledger: Ledger = field(default_factory=Ledger)
     least_values: int = 1024
-    """Smaller buffers arrive whole: they are cheap, and more often a norm or a count than a gradient."""
+    """Smaller buffers arrive in full: they are cheap, and more often a norm or a count than a gradient."""
 
 
 @dataclass(slots=True)
 class Collective:
-    """A collective that has been issued."""
+    """An issued collective."""
 
     number: int
     operation: Operation
@@ -65,9 +65,9 @@ class Collective:
 
 
 class Channel:
-    """What one rank's collectives send to and receive from its group. Its methods may be called from any thread.
+    """Messages of one rank's collectives within its group. Thread-safe.
 
-    A collective that fails ends the whole group: the other ranks are told, and everything under way and to come fails
+    A collective that fails ends the whole group: the other ranks are told, and all pending and future collectives fail
     with that error.
 
     Parameters
@@ -75,7 +75,7 @@ class Channel:
     endpoint
         This rank's endpoint; closed by :meth:`close`.
     ranks
-        How many ranks there are, 0 to ``ranks - 1``.
+        Number of ranks, 0 to ``ranks - 1``.
     name
         The group's name, for error messages.
     """
@@ -92,18 +92,18 @@ class Channel:
         self._under_way: dict[int, Operation] = {}
         self._floors: dict[int, int] = dict.fromkeys(self.peers, 0)
         self._unconfirmed = 0
-        """Parts that peers have not confirmed."""
+        """Parts that peers have not acknowledged."""
         self._adder = ThreadPoolExecutor(1, f"dlcp-{name}-add")
         where = f"group {name}, rank {self.rank}"
         self.point_to_point = PointToPoint(self.connection, where, self._fail, self.peers, lambda: self._next)
 
     @property
     def busy(self) -> bool:
-        """Whether a collective is under way."""
+        """Whether a collective is in progress."""
         return bool(self._under_way)
 
     def close(self, reason: str | None = None) -> None:
-        """End; without a ``reason`` once the peers have what they wait for, with one after telling them of it."""
+        """Close: without a ``reason``, once the peers have what they wait for; with one, after telling them."""
         end_s = time.monotonic() + self.connection.options.silence_s
         while reason is None and self._unconfirmed and not self._failure and time.monotonic() < end_s:
             time.sleep(0.002)
@@ -114,7 +114,7 @@ class Channel:
     def start(
         self, what: str, loss: AllowedLoss | None = None, op: ElementwiseOp | None = None, size: int = 0
     ) -> Collective:
-        """Give a collective its number; a reduction of ``size`` bytes may lose what ``loss`` allows and it bears."""
+        """Return a numbered collective; a reduction of ``size`` bytes may lose what ``loss`` allows, if its op can."""
         if loss and op:
             values = size // op.storage.itemsize
             if not op.bears_loss or values < loss.least_values or loss.bound.ratio == 0:
@@ -137,7 +137,7 @@ class Channel:
         return collective
 
     def begin(self, collective: Collective, action: Callable[[], None]) -> None:
-        """Do a collective's first things in the endpoint's thread, where all that follows is done, too."""
+        """Start a collective in the endpoint's thread, where everything else happens, too."""
         collective.operation.hold()
 
         def act() -> None:
@@ -147,7 +147,7 @@ class Channel:
         self.call(act, collective.operation)
 
     def aside(self, collective: Collective, function: Callable[[], None], then: Callable[[], None]) -> None:
-        """Do what takes long in a thread for such things, one after the other, and ``then`` in the endpoint's."""
+        """Run a long function in the thread for these, in order, and then ``then`` in the endpoint's thread."""
         collective.operation.hold()
 
         def conclude(done: "Future[None]") -> None:
@@ -160,7 +160,7 @@ class Channel:
         )
 
     def call(self, action: Callable[[], None], operation: Operation | None = None) -> None:
-        """Do something in the endpoint's thread. If that has ended, an operation fails that needs it."""
+        """Run an action in the endpoint's thread. If that has ended, the operation that needs it fails."""
         try:
             self.endpoint.call(action)
         except TransportError as error:
@@ -180,14 +180,14 @@ class Channel:
         lossy: bool = False,
         own: bool = False,
     ) -> None:
-        """Send a part of a collective, whole or, if ``lossy``, within its bound; an empty one is not sent.
+        """Send a part of a collective, in full or, if ``lossy``, within its bound; an empty part is not sent.
 
         Parameters
         ----------
         then
-            Called once the peer has it, which the collective then waits for. Else it may end before.
+            Called once the peer has it, which the collective then waits for. Otherwise it may end before.
         own
-            The data is the collective's own, and changes no more.
+            Whether the data is the collective's own, and does not change any more.
         """
         if collective.operation.done.done():
             return
@@ -230,7 +230,7 @@ class Channel:
     def receive_part(
         self, collective: Collective, peer: int, phase: int, data: memoryview, then: Callable[[], None] | None = None
     ) -> None:
-        """Let a part of a collective come whole into ``data``, and call ``then``; an empty one is there at once."""
+        """Receive a part of a collective in full into ``data``, and call ``then``; an empty part completes at once."""
         if len(data):
             key = self.key(collective, phase, self.rank)
             request = ReceiveRequest(peer, key, len(data), RELIABLE, collective.label, into=data)
@@ -239,7 +239,7 @@ class Channel:
             then()
 
     def post_receive(self, collective: Collective, request: ReceiveRequest, then: Callable[[Arrival], None]) -> None:
-        """Post a receive for a part of a collective, and call ``then`` with what arrived of it."""
+        """Post a receive for a part of a collective, and call ``then`` with its arrival."""
         if not collective.operation.done.done():
             self.connection.receive(request, collective.operation.part(then))
 
@@ -258,7 +258,7 @@ class Channel:
         assert collective.op
         value_type = ValueType(collective.op.format_name)
         values = np.frombuffer(data, value_type.storage)
-        # Buffers of one size are taken for one kind, of which the magnitudes are comparable.
+        # Buffers of the same size are treated as the same kind, with comparable magnitudes.
         layer = Layer(f"{collective.operation.where.rsplit(' number', 1)[0]}, {len(values)} values", 128)
         segment = Segment(layer, 0, len(values))
         packet = self.connection.options.payload_bytes // value_type.storage.itemsize
@@ -267,9 +267,9 @@ class Channel:
     # What is over -----------------------------------------------------------------------------------------------------
 
     def _exchange_horizon(self, number: int) -> None:
-        """Tell each peer the lowest step of which messages may still come, and learn the same of it.
+        """Tell each peer the lowest step that may still have messages, and learn the same from it.
 
-        What is older than all say is refused from then on, and need not be remembered any longer.
+        Steps older than every rank's are refused from then on, and need not be remembered.
         """
         operation = Operation(f"group {self.name}, rank {self.rank}: horizon {number}", self._fail)
         key = MessageKey(number, horizon_number())

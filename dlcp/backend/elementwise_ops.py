@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise operations: how the contributions of several ranks become one, over raw bytes."""
+"""Elementwise operations: combine several ranks' contributions, over raw bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from dlcp.dtypes import ValueType
 
 _WIDENED = {"float16": ValueType.FLOAT16, "bfloat16": ValueType.BFLOAT16}
-"""Formats that are added up in float32 and rounded once."""
+"""Formats that are added in float32 and rounded once."""
 
 BLOCK_VALUES = 1 << 15
-"""So many are reduced at a time. Chosen by us: a few such blocks fit into a core's second cache."""
+"""How many values are reduced at a time: a few such blocks fit into a core's L2 cache."""
 
 
 class ReduceOp(Enum):
-    """What becomes of the values of all ranks. ``MEAN`` is for real and complex floats, ``BITWISE_*`` for integers."""
+    """Reduction operations. ``MEAN`` is for real and complex floats, ``BITWISE_*`` for integers."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -51,27 +51,27 @@ _KINDS = {
     ReduceOp.BITWISE_OR: "biu",
     ReduceOp.BITWISE_XOR: "biu",
 }
-"""NumPy's kinds of types (bool, int, unsigned, float, complex) that each operation makes sense for."""
+"""NumPy's kinds of types (bool, int, unsigned, float, complex) that each operation supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseOp:
     """A reduction of values of one format.
 
-    Half-precision formats are widened, so that they are rounded once and not with every rank. Bools add as "or" and
-    multiply as "and".
+    Half-precision formats are widened, so that they are rounded once and not with every rank. Bools use "or" for sums
+    and "and" for products.
 
     Parameters
     ----------
     kind
-        What to do.
+        The operation.
     format_name
         A NumPy type's name, or ``bfloat16``.
 
     Raises
     ------
     TypeError
-        The operation makes no sense for the format.
+        The format does not support the operation.
     """
 
     kind: ReduceOp
@@ -80,17 +80,17 @@ class ElementwiseOp:
     def __post_init__(self) -> None:
         numbers = "f" if self.format_name in _WIDENED else np.dtype(self.format_name).kind
         if numbers not in _KINDS[self.kind]:
-            raise TypeError(f"{self.kind.value} makes no sense for {self.format_name}")
+            raise TypeError(f"{self.kind.value} is not supported for {self.format_name}")
 
     @property
     def storage(self) -> np.dtype[np.generic]:
-        """The NumPy type of a buffer in this format; the bits of bfloat16 are held as uint16."""
+        """The NumPy type of a buffer in this format; bfloat16 is stored as uint16."""
         widened = _WIDENED.get(self.format_name)
         return widened.storage if widened else np.dtype(self.format_name)
 
     @property
     def bears_loss(self) -> bool:
-        """Whether an average over those who delivered can stand for the whole."""
+        """Whether an average over the delivered contributions can replace the whole."""
         if self.kind not in (ReduceOp.SUM, ReduceOp.MEAN):
             return False
         return self.format_name in _WIDENED or self.storage.kind == "f"
@@ -102,23 +102,24 @@ class ElementwiseOp:
         ranks: int,
         delivered: NDArray[np.generic] | None = None,
     ) -> None:
-        """Let the contributions of all ranks become one, in the order given.
+        """Combine the contributions of all ranks, in the given order.
 
-        It goes block by block, so that what is in between stays in the cache.
+        It works block by block, so that intermediate values stay in the cache.
 
         Parameters
         ----------
         parts
-            One of each rank, all of one size; ``out`` may be the first of them.
+            One per rank, all of the same size; ``out`` may be the first of them.
         ranks
-            How many ranks there are.
+            Number of ranks.
         delivered
-            Where values were lost, and are 0: how many ranks each value holds, shape (values,). The result is then
-            scaled to stand for all ranks.
+            If values were lost, and are 0: how many ranks each value holds, shape (values,). The result is then scaled
+            to
+            represent all ranks.
         """
         values = [np.frombuffer(part, self.storage) for part in parts]
         result = np.frombuffer(out, self.storage)
-        with np.errstate(all="ignore"):  # infinities and overflow are the caller's, as in any reduction
+        with np.errstate(all="ignore"):  # infinities and overflow are the caller's concern, as in any reduction
             for start in range(0, len(result), BLOCK_VALUES):
                 block = slice(start, start + BLOCK_VALUES)
                 held = None if delivered is None else delivered[block]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collective operation under way: many messages, one end."""
+"""A collective operation in progress: many messages, one completion."""
 
 import threading
 from collections.abc import Callable
@@ -14,18 +14,18 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 class Operation:
-    """Done when all its parts are; failed as soon as one fails.
+    """Done when all its parts are; fails as soon as one fails.
 
-    Whoever starts it holds it open with ``with``, so that it cannot end before its last part is known.
+    The caller that starts it holds it open with ``with``, so that it cannot end before its last part is known.
 
     Parameters
     ----------
     where
-        What it is, for error messages: rank, group, collective and number.
+        Its name for error messages: rank, group, collective and number.
     on_failure
         Called once if a part fails, with the error.
     later
-        Calls a function some seconds from now, in the endpoint's thread.
+        Calls a function after some seconds, in the endpoint's thread.
     """
 
     def __init__(self, where: str, on_failure: Callable[[TransportError], None], later: Later | None = None) -> None:
@@ -49,13 +49,13 @@ class Operation:
         self._close_one()
 
     def hold(self) -> "Operation":
-        """Stay open until one more ``with`` has been left."""
+        """Stay open until one more ``with`` has ended."""
         with self._lock:
             self._open += 1
         return self
 
     def part(self, action: Callable[[Any], None] | None = None) -> Then[Any]:
-        """Stay open until the returned callback has a message, which it gives to ``action``."""
+        """Stay open until the returned callback gets a message, which it passes to ``action``."""
         self.hold()
 
         def conclude(result: Any) -> None:
@@ -66,10 +66,11 @@ class Operation:
         return guard(conclude, self.fail)
 
     def part_in_place(self, size: int, detach: Callable[[], None]) -> Then[Any]:
-        """Stay open until a message is sent or, if it takes longest, its memory of ``size`` bytes is copied.
+        """Stay open until a message is sent or, if it is the last to finish, its ``size`` bytes are copied.
 
-        ``detach`` lets what is left be sent from a copy. It is called in the endpoint's thread. The returned callback
-        is to hear what became of the message.
+        ``detach`` lets the rest be sent from a copy. It is called in the endpoint's thread. The returned callback takes
+        the
+        message's outcome.
         """
         with self._lock:
             self._serial += 1
@@ -90,7 +91,7 @@ class Operation:
         return guard(lambda _: None, self.fail)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error that says where it happened; only the first one counts."""
+        """End with an error that says where it happened; only the first error counts."""
         kind = type(error) if isinstance(error, TransportError) else TransportError
         what = str(error) if isinstance(error, TransportError) else repr(error)
         failure = kind(f"{self.where} failed: {what}")
@@ -112,7 +113,7 @@ class Operation:
             self._later(PATIENCE_S + 2 * size / COPY_BYTES_PER_S, self._detach)
 
     def _is_over(self) -> bool:
-        """Claim the end, if it has come. For one who holds the lock."""
+        """Claim the end if it has been reached. Call it with the lock held."""
         over = not (self._open or self._sent_in_place or self._ended)
         self._ended |= over
         return over

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages from one rank to another, found by tag, in the order in which they were sent.
+"""Messages from one rank to another, matched by tag, in sending order.
 
-No receiver knows beforehand when such a message comes. So a header precedes each. A message that fits into one packet
-with its header goes *eagerly*, along with it; of any other the header says which message will follow (*rendezvous*).
-Headers are received whenever they come. One that no posted receive matches waits in the unexpected queue.
+No receiver knows beforehand when such a message arrives, so each has a header. If a message and its header fit into one
+packet, the message goes *eagerly*, along with the header; otherwise the header says which message will follow
+(*rendezvous*). Headers are received whenever they arrive. A header without a matching posted receive waits in the
+unexpected queue.
 """
 
 import struct
@@ -33,22 +34,22 @@ from dlcp.transport import (
 )
 
 PROBE_EVERY_S: Final = 1.0
-"""How often a posted receive asks whether the sender is alive. Chosen by us, to be small against ``silence_s``."""
+"""How often a posted receive checks that the sender is alive; small against ``silence_s``."""
 FORGET_AFTER_S: Final = 30.0
-"""How long a complete message stays known, so that late packets of it are recognized. Chosen by us: none is as late."""
+"""How long a complete message is remembered, so that its late packets are recognized: longer than any may be late."""
 _HEADER: Final = struct.Struct(">BQqQ")
 
 
 class _Kind(IntEnum):
-    """What a header is for."""
+    """Purposes of a header."""
 
     CONTENT = 0
     PROBE = 1
-    """Nothing but to be confirmed, by a rank that is alive."""
+    """Only to be acknowledged, by a rank that is alive."""
 
 
 class _Stamp(NamedTuple):
-    """The number that the next message to a rank gets."""
+    """The number of the next message to a rank."""
 
     step: int
     slot: int
@@ -56,7 +57,7 @@ class _Stamp(NamedTuple):
 
 @dataclass(slots=True)
 class _SendState:
-    """What is sent to one rank."""
+    """State of sending to one rank."""
 
     stamp: _Stamp = field(default_factory=lambda: _Stamp(0, 0))
     order: int = 0
@@ -65,7 +66,7 @@ class _SendState:
 
 
 class _Header(NamedTuple):
-    """The header of a message; ``content`` is that of an eager one."""
+    """The header of a message; ``content`` is that of an eager message."""
 
     source: int
     key: MessageKey
@@ -76,7 +77,7 @@ class _Header(NamedTuple):
 
 @dataclass(slots=True)
 class _PostedReceive:
-    """A receive that no header has matched."""
+    """A receive without a matching header so far."""
 
     source: int | None
     tag: int
@@ -90,7 +91,7 @@ class _PostedReceive:
 
 
 class PointToPoint:
-    """Point-to-point messages of one rank. Its methods may be called from any thread.
+    """Point-to-point messages of one rank. Thread-safe.
 
     Parameters
     ----------
@@ -119,10 +120,10 @@ class PointToPoint:
         self._lock = threading.Lock()
         self._send_states: dict[int, _SendState] = {}
         self._early: dict[int, dict[int, _Header]] = {}
-        """Letters by source and order whose predecessors are still on their way."""
+        """Headers by source and order whose predecessors are still in flight."""
         self._next_order: dict[int, int] = {}
         self._complete: deque[tuple[float, int, MessageKey]] = deque()
-        """When each message was complete, its source and its key."""
+        """When each message completed, its source and its key."""
         self._unexpected: list[_Header] = []
         self._posted: list[_PostedReceive] = []
         self._under_way: set[Operation] = set()
@@ -131,14 +132,14 @@ class PointToPoint:
         connection.call(partial(setattr, connection, "on_unexpected", self._on_unexpected))
 
     def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
-        """Send a message; done when the other has received it. Until then ``data`` must not change."""
+        """Send a message; done when the peer has received it. Until then ``data`` must not change."""
         label = f"message to rank {peer} with tag {tag}"
         operation = Operation(f"{self._where}: {label}", self._on_failure)
         self._begin(operation, partial(self._send, operation, data, peer, tag, label))
         return operation.done
 
     def receive(self, data: memoryview, peer: int | None, tag: int) -> "Future[int]":
-        """Wait for the oldest unexpected message of this tag, from one rank or any; done with the rank it is from."""
+        """Receive the oldest message of this tag, from one rank or any; the future's result is the sender's rank."""
         sender = "any rank" if peer is None else f"rank {peer}"
         operation = Operation(f"{self._where}: message from {sender} with tag {tag}", self._on_failure)
         deadline_s = time.monotonic() + self._connection.options.deadline_s
@@ -148,12 +149,12 @@ class PointToPoint:
         return posted.answer
 
     def lowest_step(self, peer: int) -> int:
-        """Return the lowest step of a message that may still be on its way to a rank, now or later."""
+        """Return the lowest step of a message that may still be in flight to a rank, now or later."""
         state = self._send_states.get(peer)
         return min([self._step(), *(stamp.step for stamp in state.unconfirmed)] if state else [self._step()])
 
     def fail(self, error: TransportError) -> None:
-        """End everything that waits, and everything asked for from now on, with ``error``."""
+        """End all pending and future operations with ``error``."""
         with self._lock:
             self._failure = self._failure or error
             under_way, self._under_way = self._under_way, set()
@@ -161,7 +162,7 @@ class PointToPoint:
             operation.fail(error)
 
     def _begin(self, operation: Operation, action: Callable[[], None]) -> None:
-        """Do the first things for an operation in the endpoint's thread, where all that follows is done, too."""
+        """Start an operation in the endpoint's thread, where everything else happens, too."""
         with self._lock:
             if not self._failure:
                 self._under_way.add(operation)
@@ -249,7 +250,7 @@ class PointToPoint:
         self._unexpected.append(header)
 
     def _post_receive(self, posted: _PostedReceive) -> None:
-        posted.operation.hold()  # until a header has been opened
+        posted.operation.hold()  # until a header has been matched
         for header in self._unexpected:
             if posted.matches(header):
                 self._unexpected.remove(header)
@@ -276,7 +277,7 @@ class PointToPoint:
                 self._connection.receive(content, on_content)
 
     def _note_complete(self, source: int, key: MessageKey) -> None:
-        """Let the endpoint forget what was complete long ago: without collectives no horizon would ever do so."""
+        """Let the endpoint forget messages that completed long ago: without collectives no horizon would do so."""
         now_s = time.monotonic()
         self._complete.append((now_s, source, key))
         while self._complete and self._complete[0][0] < now_s - FORGET_AFTER_S:
@@ -291,7 +292,7 @@ class PointToPoint:
             self._connection.call_later(PROBE_EVERY_S, self._probe)
 
     def _probe(self) -> None:
-        """Ask those who are waited for whether they live: one who does not confirm it is found to be silent."""
+        """Check that awaited senders are alive: one that does not acknowledge will be found to be silent."""
         self._probing = False
         self._posted = [posted for posted in self._posted if not posted.operation.done.done()]
         if not self._posted or self._failure:
@@ -304,7 +305,7 @@ class PointToPoint:
             self._probe_peer(peer)
         self._schedule_probe()
         for posted in late:
-            posted.operation.fail(DeadlineError(f"nothing came in {self._connection.options.deadline_s:.1f} s"))
+            posted.operation.fail(DeadlineError(f"nothing arrived in {self._connection.options.deadline_s:.1f} s"))
 
     def _probe_peer(self, peer: int) -> None:
         state = self._send_states.setdefault(peer, _SendState())

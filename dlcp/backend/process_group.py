@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of a group of ranks over one endpoint, on raw bytes: everything arrives whole unless a loss is allowed.
+"""Collectives of a group of ranks over one endpoint, on raw bytes: everything arrives in full unless loss is allowed.
 
-Collectives are numbered in the order in which they are issued, which must be the same on all ranks; the number is the
-step of their messages. So any number of them can be under way, and none waits for another.
+Collectives are numbered in the order of issue, which must be the same on all ranks; the number is the step of their
+messages. So any number of them can be in progress, and none waits for another.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from dlcp.collectives.shards import binomial_tree, shard_bounds
 
 
 class Collectives(Channel):
-    """All collectives of one rank with its group. Its methods may be called from any thread, and return at once.
+    """All collectives of one rank within its group. Thread-safe; methods return at once.
 
-    Buffers are contiguous memoryviews of bytes; those given to be sent must not change, and those given to be written
-    not be read, until the operation's future is done. That is when what this rank waits for has come, and what it gives
-    is with the others or has been copied: a failure of theirs may only show in a later collective.
+    Buffers are contiguous memoryviews of bytes; input buffers must not change, and output buffers must not be read,
+    until the operation's future is done. By then this rank has received everything, and its data is with the others or
+    has been copied: a failure on their side may only show in a later collective.
     """
 
     # Moving bytes -----------------------------------------------------------------------------------------------------
 
     def barrier(self) -> "Future[None]":
-        """Be done when all ranks have come this far: in round k each learns of 2**k ranks more."""
+        """Complete when all ranks have reached this point: in round k each hears from 2**k more ranks."""
         collective = self.start("barrier")
         token = memoryview(bytearray(1))
         rounds = (self.ranks - 1).bit_length()
@@ -39,7 +39,7 @@ class Collectives(Channel):
             if number == rounds:
                 return
             distance = 1 << number
-            # Who has left a barrier may end without another word: so the others must know of it before.
+            # A rank may end right after a barrier without another word, so the others must know of it before.
             self.send_part(collective, (self.rank + distance) % self.ranks, number, token, then=confirmed)
             arrived = memoryview(bytearray(1))
             self.receive_part(
@@ -49,7 +49,7 @@ class Collectives(Channel):
         return self._run(collective, partial(enter, 0))
 
     def broadcast(self, data: memoryview, root: int) -> "Future[None]":
-        """Give all ranks the root's ``data``: by a binomial tree, or in parts that the ranks pass to each other."""
+        """Send the root's ``data`` to all ranks: by a binomial tree, or in parts that the ranks pass to each other."""
         collective = self.start("broadcast")
         small = self.ranks == 2 or len(data) <= EAGER_BYTES * self.ranks
         way = self._broadcast_by_tree if small else self._broadcast_in_parts
@@ -88,11 +88,11 @@ class Collectives(Channel):
             self.receive_part(collective, root, ALL_GATHER, parts[root])
 
     def all_gather(self, mine: memoryview, parts: Sequence[memoryview]) -> "Future[None]":
-        """Fill ``parts`` with what each rank gives as ``mine``; sizes may differ between ranks."""
+        """Fill ``parts`` with each rank's ``mine``; sizes may differ between ranks."""
         return self._all_to_all("all_gather", [mine] * self.ranks, parts)
 
     def gather(self, mine: memoryview, parts: Sequence[memoryview] | None, root: int) -> "Future[None]":
-        """Fill the root's ``parts`` with what each rank gives as ``mine``."""
+        """Fill the root's ``parts`` with each rank's ``mine``."""
         collective = self.start("gather")
         if self.rank != root:
             return self._run(collective, partial(self.send_part, collective, root, ALL_GATHER, mine))
@@ -118,14 +118,14 @@ class Collectives(Channel):
         return self._run(collective, send, partial(copy_bytes, parts[root], mine))
 
     def all_to_all(self, given: Sequence[memoryview], parts: Sequence[memoryview]) -> "Future[None]":
-        """Fill ``parts`` with what each rank has in its ``given`` for this one; any of them may be empty."""
+        """Fill ``parts`` with each rank's ``given`` for this one; any of them may be empty."""
         return self._all_to_all("all_to_all", given, parts)
 
     def _all_to_all(self, what: str, given: Sequence[memoryview], parts: Sequence[memoryview]) -> "Future[None]":
         collective = self.start(what)
 
         def swap() -> None:
-            for distance in range(1, self.ranks):  # each begins with another, so that none is overrun
+            for distance in range(1, self.ranks):  # each rank begins with another peer, so that none is overrun
                 source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
                 self.receive_part(collective, source, ALL_GATHER, parts[source])
                 self.send_part(collective, target, ALL_GATHER, given[target])
@@ -135,7 +135,7 @@ class Collectives(Channel):
     def _run(
         self, collective: Collective, begin: Callable[[], None], meanwhile: Callable[[], None] | None = None
     ) -> "Future[None]":
-        """Start a collective; ``meanwhile`` is what the caller's thread has to do for it."""
+        """Start a collective; ``meanwhile`` is work for the caller's thread."""
         with collective.operation:
             self.begin(collective, begin)
             if meanwhile:
@@ -145,12 +145,12 @@ class Collectives(Channel):
     # Reductions -------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, data: memoryview, op: ElementwiseOp, loss: AllowedLoss | None = None) -> "Future[None]":
-        """Reduce ``data`` over all ranks, in place and to the same bits everywhere."""
+        """Reduce ``data`` over all ranks, in place and bitwise equal everywhere."""
         collective = self.start("all_reduce", loss, op, len(data))
         return self._run(collective, partial(Reduction(self, collective, op).all_reduce, data))
 
     def reduce(self, data: memoryview, op: ElementwiseOp, root: int, loss: AllowedLoss | None = None) -> "Future[None]":
-        """Reduce ``data`` over all ranks, into the root's; that of the others stays."""
+        """Reduce ``data`` over all ranks, into the root's buffer; the others keep theirs."""
         collective = self.start("reduce", loss, op, len(data))
         return self._run(collective, partial(Reduction(self, collective, op).reduce, data, root))
 
@@ -170,9 +170,9 @@ class Collectives(Channel):
     # Point to point ---------------------------------------------------------------------------------------------------
 
     def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
-        """Send ``data`` to one rank; done when that rank has taken it."""
+        """Send ``data`` to one rank; done when that rank has received it."""
         return self.point_to_point.send(data, peer, tag)
 
     def receive(self, data: memoryview, peer: int | None, tag: int) -> "Future[int]":
-        """Fill ``data`` with the oldest message of that tag, from one rank or, with None, from any; tell from which."""
+        """Receive a tag's oldest message into ``data``, from one rank or, with None, any; the result is the sender."""
         return self.point_to_point.receive(data, peer, tag)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions: every rank reduces a shard of what all contribute, and gives the result to those who want it.
+"""Reductions: every rank reduces a shard of all contributions, and sends the result to the ranks that want it.
 
-Shards are cut into chunks, so that one is reduced while the next is on its way. Small all-reduces take one hop instead
-of two: all send everything to all, and each reduces by itself.
+Shards are divided into chunks, so that one is reduced while the next is in flight. Small all-reduces take one hop
+instead of two: all send everything to all, and each reduces by itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +20,16 @@ from dlcp.collectives.shards import ShardAccumulator, shard_bounds
 from dlcp.transport import RELIABLE, Arrival
 
 SMALL_BYTES: Final = 16 << 10
-"""A shard for every rank pays only above this; what is smaller is reduced by one rank."""
+"""A shard for every rank only pays off above this; smaller buffers are reduced by one rank."""
 ONE_HOP_BYTES: Final = 64 << 10
-"""The most that all send to all. Chosen by us: all reduce it in the endpoint's thread."""
+"""The most that all send to all: every rank reduces it in the endpoint's thread. Not tuned."""
 HOP_S: Final = 200e-6
 HOST_BYTES_PER_S: Final = 1e9
-"""What a hop takes, and how fast bytes leave a busy host: the order of magnitude on the machines we know."""
+"""Time of a hop, and rate at which bytes leave a busy host: the order of magnitude on the machines we know."""
 _CHUNK_BYTES: Final = 8 << 20
-"""The size of a chunk. Chosen by us."""
+"""The size of a chunk. Not tuned."""
 ASIDE_BYTES: Final = 64 << 10
-"""More than this is not reduced in the endpoint's thread. Chosen by us: 10 us of work."""
+"""More than this is not reduced in the endpoint's thread: 10 us of work."""
 
 
 class Reduction:
@@ -38,16 +38,16 @@ class Reduction:
     Parameters
     ----------
     channel, collective
-        Where it happens, and which collective it is.
+        Where it runs, and which collective it belongs to.
     op
-        What is done with the values.
+        The operation on values.
     """
 
     def __init__(self, channel: Channel, collective: Collective, op: ElementwiseOp) -> None:
         self.channel, self.collective, self.op = channel, collective, op
 
     def all_reduce(self, data: memoryview) -> None:
-        """Let every rank have the result in place of its contribution."""
+        """Give every rank the result in place of its contribution."""
         if self.collective.loss is None and len(data) <= one_hop_bytes(self.channel.ranks):
             self._one_hop(data)
             return
@@ -57,7 +57,7 @@ class Reduction:
         self._accumulate(mine, mine, self.channel.peers)
 
     def reduce(self, data: memoryview, root: int) -> None:
-        """Let the root have the result in place of its contribution."""
+        """Give the root the result in place of its contribution."""
         rank = self.channel.rank
         if self._is_small(data):
             shards = [data if rank == root else data[:0] for rank in range(self.channel.ranks)]
@@ -70,12 +70,12 @@ class Reduction:
             buffers = self.channel.connection.buffers
             buffer = buffers.take(len(shards[rank]))
             self._accumulate(shards[rank], buffer.data, [root])
-            # By then all that was sent from there is confirmed, or has been copied.
+            # By then everything sent from there has been acknowledged or copied.
             give = partial(buffers.give, buffer)
             self.collective.operation.done.add_done_callback(lambda _: self.channel.call(give))
 
     def reduce_scatter(self, parts: Sequence[memoryview], result: memoryview) -> None:
-        """Let every rank have the result of its part. For the caller's thread, which copies while packets leave."""
+        """Give every rank the result of its part. For the caller's thread, which copies while packets leave."""
         channel = self.channel
         channel.begin(self.collective, partial(self._contribute, parts, gather=False))
         for chunk in self._chunks_of(parts[channel.rank], result, []):
@@ -88,14 +88,14 @@ class Reduction:
     def _shards(self, data: memoryview) -> list[memoryview]:
         size, ranks = self.op.storage.itemsize, self.channel.ranks
         if self._is_small(data):
-            only = self.collective.number % ranks  # one after the other, so that none is busier than the rest
+            only = self.collective.number % ranks  # in turn, so that no rank is busier than the rest
             return [data if rank == only else data[:0] for rank in range(ranks)]
         per_packet = self.channel.connection.options.payload_bytes // size
         shards = shard_bounds(len(data) // size, per_packet, dict.fromkeys(range(ranks), 1.0))
         return [data[start * size : stop * size] for start, stop in shards.values()]
 
     def _one_hop(self, data: memoryview) -> None:
-        """Send everything to everybody; each reduces by itself, in the order of ranks."""
+        """Send everything to all; each rank reduces by itself, in the order of ranks."""
         channel, buffers = self.channel, self.channel.connection.buffers
         own = memoryview(bytes(data))
         received = {peer: buffers.take(len(data)) for peer in channel.peers}
@@ -119,27 +119,27 @@ class Reduction:
             on_contribution()
 
     def _contribute(self, shards: Sequence[memoryview], *, gather: bool) -> None:
-        """Send each owner its shard; with ``gather``, let what it makes of that come back to the same memory."""
+        """Send each owner its shard; with ``gather``, receive the result into the same memory."""
         channel, lossy = self.channel, self.collective.loss is not None
-        for distance in range(1, channel.ranks):  # each begins with another, so that none is overrun
+        for distance in range(1, channel.ranks):  # each rank begins with another peer, so that none is overrun
             owner = (channel.rank + distance) % channel.ranks
             for number, chunk in enumerate(self._cut(shards[owner])):
                 receive = partial(channel.receive_part, self.collective, owner, 2 * number + ALL_GATHER, chunk)
-                # Only once that is confirmed: the result overwrites what may have to be sent again.
+                # Only after its acknowledgement: the result overwrites data that may be needed for a retransmission.
                 then = receive if gather else None
                 phase = 2 * number + REDUCE_SCATTER
                 channel.send_part(self.collective, owner, phase, chunk, lossy=lossy, then=then)
 
     def _cut(self, shard: memoryview) -> list[memoryview]:
-        """Cut a shard into chunks at packet borders, into no more than can be numbered."""
+        """Divide a shard into chunks at packet borders, no more than can be numbered."""
         most = max(1, NUMBERS.stop // (2 * self.channel.ranks) - 1)
         packet = self.channel.connection.options.payload_bytes
         packets = max(_CHUNK_BYTES // packet, -(-len(shard) // (packet * most)), 1)
-        packets += packets % 2  # a packet need not hold whole values of 16 bytes, two do
+        packets += packets % 2  # one packet need not hold whole values of 16 bytes, two do
         return [shard[start : start + packets * packet] for start in range(0, len(shard), packets * packet)]
 
     def _accumulate(self, mine: memoryview, result: memoryview, receivers: Sequence[int]) -> None:
-        """Reduce this rank's shard into ``result``, and send it to those who want it."""
+        """Reduce this rank's shard into ``result``, and send it to the receivers."""
         for chunk in self._chunks_of(mine, result, receivers):
             chunk.prepare()
             chunk.begin()
@@ -159,15 +159,15 @@ class Reduction:
 class ChunkAccumulator:
     """The reduction of one chunk of this rank's shard.
 
-    Sums and means of float32 are formed while packets arrive; everything else once all contributions are here, if it
-    takes long in a thread beside the endpoint's.
+    Sums and means of float32 are formed as packets arrive; everything else once all contributions have arrived, in a
+    thread beside the endpoint's if it takes long.
 
     Parameters
     ----------
     reduction, phase
-        What it is a part of, and the phase of its messages.
+        The reduction, and the phase of its messages.
     own, out
-        This rank's contribution, and where the result is to be; they may be the same.
+        This rank's contribution, and the buffer for the result; they may be the same.
     then
         Called with the result in ``out``.
     """
@@ -180,12 +180,12 @@ class ChunkAccumulator:
         self.streaming = self.op.format_name == "float32" and self.op.kind in (ReduceOp.SUM, ReduceOp.MEAN)
 
     def prepare(self) -> None:
-        """Let a streaming sum begin with this rank's contribution, in any thread, before :meth:`begin`."""
+        """Start a streaming sum with this rank's contribution, in any thread, before :meth:`begin`."""
         if self.streaming:
             copy_bytes(self.own, self.out)
 
     def begin(self) -> None:
-        """Post receives for the contributions; with none to come, this rank's is the result."""
+        """Post receives for the contributions; without any, this rank's is the result."""
         channel, collective = self.channel, self.collective
         if not channel.peers:
             self.op.reduce([self.own], self.out, 1)
@@ -215,7 +215,7 @@ class ChunkAccumulator:
         self._over()
 
     def _finish_streaming(self) -> None:
-        """Form the result of packets that lack contributions, so that it stands for all ranks."""
+        """Scale packets that lack contributions, so that they represent all ranks."""
         accumulator = self.accumulator
         assert accumulator.reduction
         accumulator.reduction.finish(self.op.kind is ReduceOp.MEAN)
@@ -254,9 +254,9 @@ class ChunkAccumulator:
 
 
 def one_hop_bytes(ranks: int) -> int:
-    """Return up to which size an all-reduce takes one hop: what that costs in bytes is less than what a hop takes.
+    """Return the size up to which an all-reduce takes one hop: its extra bytes cost less than a second hop.
 
-    Everything to all moves ``n - 1`` times the buffer out of each rank, in shards it is ``2 (n - 1) / n`` times.
+    Everything to all moves ``n - 1`` times the buffer out of each rank; in shards it is ``2 (n - 1) / n`` times.
     """
     more = (ranks - 1) * (1 - 2 / ranks)
     return ONE_HOP_BYTES if more <= 0 else min(ONE_HOP_BYTES, int(HOP_S * HOST_BYTES_PER_S / more))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce over bounded-loss messages: direct (sharded), around a ring, by a parameter server, or as suits.
+"""All-reduce over bounded-loss messages: direct (sharded), ring, parameter server, or automatic choice.
 
-:func:`make_reducer` makes the pipeline that averages buckets; each algorithm is a module.
+:func:`make_reducer` makes the pipeline that averages buckets; each algorithm has its own module.
 """
 
 from typing import TYPE_CHECKING

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adasum in two hops and a word between: every rank combines a shard of what all contribute.
+"""Adasum in two hops and an exchange between them: every rank combines one shard of all contributions.
 
-Contributions go to their shard's owner within the loss bound, as in a direct all-reduce; what is lost counts as a
-gradient of 0, and becomes residual. Owners tell each other the scalar products of their shards, layer by layer. Their
-sums say what each rank's gradient is multiplied by (:mod:`dlcp.collectives.reduction_rules`), and the results go to
-all, whole. So it costs the bytes of an all-reduce and one hop more; the authors' recursive halving exchanges scalar
-products at each of its hops.
+Contributions go to their shard's owner within the loss bound, as in a direct all-reduce; lost values count as 0 and
+become residual. Owners exchange the scalar products of their shards, layer by layer. The sums of these determine the
+factor of each rank's gradient (:mod:`dlcp.collectives.reduction_rules`), and the results go to all ranks in full. This
+costs the bytes of an all-reduce and one more hop; the authors' recursive halving exchanges scalar products at each of
+its hops.
 
-If the path fails there is no Adasum to go on with: that is an error, and never an average that looks like it.
+If the path fails there is no fallback for Adasum: that is an error, and never silently an average.
 """
 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -29,11 +29,11 @@ from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, R
 
 PRODUCT: Final = np.dtype("<f8")
 NUMBERS_PER_BUCKET: Final = 2
-"""A bucket has the message numbers of two: the second are for scalar products."""
+"""A bucket takes the message numbers of two: the second set is for scalar products."""
 
 
 class Kind(Enum):
-    """A message's kind: which of its bucket's numbers it has, and which phase of that."""
+    """A message's kind: which of its bucket's numbers it uses, and which phase of that."""
 
     CONTRIBUTION = (0, REDUCE_SCATTER)
     RESULT = (0, ALL_GATHER)
@@ -46,9 +46,9 @@ class Adasum:
     Parameters
     ----------
     context
-        This rank, and what its algorithms share.
+        This rank, and the state that its algorithms share.
     work
-        Where shards are combined.
+        The executor that combines shards.
     """
 
     recoverable = False
@@ -63,16 +63,16 @@ class Adasum:
         return AdasumRun(self, step, sequence, bucket).start()
 
     def partial_results(self) -> list[PartialResult]:
-        """Return nothing: an average could be formed, and that is no Adasum."""
+        """Return nothing: averaging these would not be Adasum."""
         return []
 
     def close(self) -> None:
-        """End the thread in which shards are combined."""
+        """Stop the thread that combines shards."""
         self.work.shutdown(wait=False)
 
 
 class AdasumRun(BucketRun):
-    """One bucket on its way; but for arithmetic, in the endpoint's thread. It is written into at the very end."""
+    """One bucket in progress, in the endpoint's thread except for arithmetic; its values are written at the end."""
 
     def __init__(self, reducer: Adasum, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket, reducer.work)
@@ -89,12 +89,12 @@ class AdasumRun(BucketRun):
         self.products: dict[int, NDArray[np.float64]] = {}
         self.results: dict[int, NDArray[np.generic]] = {}
         self.unconfirmed: set[tuple[Kind, int]] = set()
-        """Messages that their receivers have not confirmed."""
+        """Messages that their receivers have not acknowledged."""
         self.lost: list[tuple[int, int]] = []
-        """From where to where values were lost."""
+        """Ranges of lost values: first and one after the last."""
 
     def begin(self) -> None:
-        """Send each owner its shard, and wait for all that will come."""
+        """Send each owner its shard, and post all receives."""
         ranks, size = len(self.ranks), self.values.itemsize
         product_bytes = len(self.bucket.segments) * ranks * ranks * PRODUCT.itemsize
         start, stop = self.shards[self.rank]
@@ -128,7 +128,7 @@ class AdasumRun(BucketRun):
             self.aside(self._multiply)
 
     def _multiply(self) -> None:
-        """Find the scalar products within the own shard."""
+        """Compute the scalar products within this rank's shard."""
         products = np.zeros((len(self.bucket.segments), *[len(self.ranks)] * 2))
         if len(self.contributions) == len(self.ranks):
             products = scalar_products(self._parts(), self._borders())
@@ -151,7 +151,7 @@ class AdasumRun(BucketRun):
             self.aside(self._combine)
 
     def _combine(self) -> None:
-        """Combine the own shard, now that the scalar products of whole layers are known."""
+        """Combine this rank's shard, once the scalar products of whole layers are known."""
         ranks = len(self.ranks)
         total = np.sum([self.products[rank] for rank in self.ranks], axis=0).reshape(-1, ranks, ranks)
         start, stop = self.shards[self.rank]
@@ -196,7 +196,7 @@ class AdasumRun(BucketRun):
         return [self.value_type.widen(self.contributions[rank]) for rank in self.ranks]
 
     def _borders(self) -> list[int]:
-        """Return where the bucket's layers begin and end within the own shard."""
+        """Return the boundaries of the bucket's layers within this rank's shard."""
         start, stop = self.shards[self.rank]
         ends = [segment.start for segment in self.bucket.segments] + [self.bucket.segments[-1].stop]
         return [min(max(end, start), stop) - start for end in ends]

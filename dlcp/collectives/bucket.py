@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an all-reduce is given: a bucket of gradients, what of it may be lost, and whose part in it this rank plays.
+"""The input of an all-reduce: a bucket of gradients, its loss bounds, and this rank's role.
 
-Layers may have a loss bound of their own: embeddings and norms are exact, say, and the front of the model is looser. A
-message may hold several layers, and its receiver counts packets, not layers. So a message's bound is the mean of its
-packets' bounds, and the sender protects all packets of a layer but as many as that layer may lose: the least valuable
-ones stay droppable. Protected packets always arrive, so no layer can spend what another one may lose.
+Layers may have their own loss bounds: for example exact embeddings and norms, and a looser bound for the front of the
+model. A message may hold several layers, and its receiver counts packets, not layers. So a message's bound is the mean
+of its packets' bounds, and the sender protects all packets of a layer except as many as that layer may lose: the least
+valuable ones stay droppable. Protected packets always arrive, so no layer can use up another one's bound.
 """
 
 from abc import ABC, abstractmethod
@@ -30,41 +30,41 @@ from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, Outcome,
 from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
-"""A rate that ranks tell each other behind an average, in bit/s; 0 if it is not known."""
+"""A rate that ranks report after an average, in bit/s; 0 if unknown."""
 FORMATS: Final = tuple(ValueType)
-"""A contribution to a parameter server ends with a byte: the place of its number format here."""
+"""A contribution to a parameter server ends with a byte: the index of its number format here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
 
-    The record does not change on its way; the average is written into the memory of ``values``.
+    The record never changes; the average is written into the memory of ``values``.
 
     Parameters
     ----------
     magnitudes
-        Those of its packets, shape (packets,), if they are known: as :func:`dlcp.magnitudes.packet_magnitudes` finds
+        Magnitudes of its packets, shape (packets,), if known: as :func:`dlcp.magnitudes.packet_magnitudes` computes
         them.
     exported
-        ``values`` lie in exported memory (``Connection.exported``), which local peers read in place: the caller gets
-        them back only when none of those reads them any more.
+        ``values`` are in exported memory (``Connection.exported``), which local peers read in place: the caller gets
+        them back only once no peer reads them any more.
     bound
-        What this bucket may lose, if not what ``ReduceOptions`` say. The same on all ranks, as all that follows.
+        Overrides the loss bound of ``ReduceOptions``. The same on all ranks, as are the fields below.
     exact
-        It holds no gradients: it arrives as it is, whatever gradients may lose or be rounded to.
+        Whether it holds no gradients: it arrives unchanged, whatever gradients may lose or be rounded to.
     flush
-        It holds gradients that are sent whole for once, with all that is residual: nothing is lost, deferred or left
-        out.
+        Whether it holds gradients that are sent in full for once, with everything pending: nothing is lost, deferred or
+        left out.
     samples
-        How many samples each contributor's values are the mean of, where contributors differ. The values have been
-        multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; where contributions are lost, rescaling
-        divides the rest by its own samples.
+        How many samples each contributor's values are the mean of, if contributors differ. The values have been
+        multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; if contributions are lost, rescaling divides
+        the rest by its own samples.
     scattered
-        A reduce-scatter: each owner of a shard keeps the average of it, and the other shards' values mean nothing then.
-        Only for the direct all-reduce, with shards of one size: its owners are the contributors, ascending.
+        Whether it is a reduce-scatter: each owner keeps the average of its shard, and the other shards' values become
+        meaningless. Only for the direct all-reduce, with equal shards, owned by the contributors in ascending order.
     factor
-        What averages of a scattered bucket are multiplied by: the number of ranks, say, makes sums of them.
+        Factor on averages of a scattered bucket: the number of ranks, for example, makes them sums.
     """
 
     values: NDArray[np.generic]
@@ -81,11 +81,11 @@ class Bucket:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of it may be lost or deferred, whatever options allow."""
+        """Whether nothing of it may be lost or deferred, whatever the options allow."""
         return self.exact or self.flush
 
     def label(self, start: int, stop: int) -> str:
-        """Return the layers of the values from ``start`` to before ``stop`` in words, for messages."""
+        """Name the layers of the values from ``start`` to before ``stop``, for messages."""
         first, last = (
             self.segments[bisect_right(self.segments, position, key=attrgetter("start")) - 1].layer.name
             for position in (start, stop - 1)
@@ -95,13 +95,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class LayerBounds:
-    """Bounds by layer name.
+    """Loss bounds by layer name.
 
     Parameters
     ----------
     rules
-        Pairs of a pattern (``*``, ``?`` and ``[...]``, as of file names) and the share of packets that layers of such a
-        name may lose, 0 to 1. The first that fits counts; a layer that none fits has the bound of its bucket.
+        Pairs of a pattern (``*``, ``?`` and ``[...]``, as for file names) and the share of packets that matching layers
+        may lose, 0 to 1. The first match counts; other layers have the bound of their bucket.
     """
 
     rules: tuple[tuple[str, float], ...] = ()
@@ -113,12 +113,12 @@ class LayerBounds:
 
     @classmethod
     def parse(cls, text: str) -> "LayerBounds":
-        """Return the bounds in words like ``embed*=0, *.norm?.*=0, head.*=0.01``.
+        """Parse bounds written like ``embed*=0, *.norm?.*=0, head.*=0.01``.
 
         Raises
         ------
         ValueError
-            A part is no pattern with a bound; the message says which.
+            A part is not a pattern with a bound; the message names it.
         """
         rules = []
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -135,20 +135,20 @@ class LayerBounds:
         return bool(self.rules)
 
     def of(self, name: str) -> float | None:
-        """Return the bound of a layer; None if it has none of its own."""
+        """Return the bound of a layer; None if it has no own bound."""
         return next((ratio for pattern, ratio in self.rules if fnmatchcase(name, pattern)), None)
 
     def bound_of(
         self, segments: Sequence[Segment], start: int, stop: int, values_per_packet: int, bound: LossBound
     ) -> LossBound:
-        """Return what the values from ``start`` to ``stop`` of a bucket may lose, as sender and receiver compute it.
+        """Return the bound of the values from ``start`` to ``stop``, as both sender and receiver compute it.
 
         Parameters
         ----------
         segments
             The bucket's layers.
         bound
-            Of layers without one of their own.
+            The bound of layers without their own.
         """
         if not self.rules or stop <= start:
             return bound
@@ -157,7 +157,7 @@ class LayerBounds:
         return LossBound(float(np.where(np.isnan(part), bound.ratio, part).mean()), bound.immediate)
 
     def exact_packets(self, segments: Sequence[Segment], values_per_packet: int) -> NDArray[np.bool_]:
-        """Return which packets of a bucket belong to layers of which nothing may be lost, shape (packets,)."""
+        """Return which packets of a bucket belong to layers that may lose nothing, shape (packets,)."""
         exact: NDArray[np.bool_] = _packet_ratios(self, tuple(segments), values_per_packet) == 0
         return exact
 
@@ -171,10 +171,10 @@ class LayerBounds:
         seed: int = 0,
         hops: int = 1,
     ) -> None:
-        """Protect, in place, all packets of a bucket but as many of each layer as it may lose.
+        """Protect, in place, all packets of a bucket except as many of each layer as it may lose.
 
-        Those of the highest drop class stay droppable; of equals, ``seed`` chooses. Where packets go over several hops
-        that may lose some, each hop may lose a part of that.
+        Those of the highest drop class stay droppable; among equals, ``seed`` chooses. If several hops may lose
+        packets, each may lose a part.
         """
         if not self.rules:
             return
@@ -185,7 +185,7 @@ class LayerBounds:
 
 
 def protect_all_but(tags: PacketTags, packets: NDArray[np.int64], ratio: float, seed: int = 0) -> None:
-    """Protect, in place, of some packets all but the share ``ratio``; see :meth:`LayerBounds.protect`."""
+    """Protect, in place, all of these packets but the share ``ratio``; see :meth:`LayerBounds.protect`."""
     droppable = packets[~tags.protected[packets]]
     excess = len(droppable) - LossBound(ratio).allowed(len(packets))
     if excess <= 0:
@@ -198,27 +198,27 @@ def protect_all_but(tags: PacketTags, packets: NDArray[np.int64], ratio: float, 
 
 @dataclass(frozen=True, slots=True)
 class ReduceOptions:
-    """What an all-reduce may lose and how it makes up for it.
+    """What an all-reduce may lose and how it compensates.
 
     Parameters
     ----------
     bound
-        The loss that the first hop may suffer, and what may be deferred for ranks behind a slow port
+        The loss bound of the first hop, and what may be deferred for ranks behind a slow port
         (:mod:`dlcp.collectives.deferral`). Nothing is deferred without error feedback.
     error_feedback
-        Send what was lost with the next step.
+        Send lost values with the next step.
     rescale
-        Divide each sum by how many ranks it holds rather than by how many there are, so that loss does not shrink it.
-        Only without error feedback: both at once are not stable over many steps (:class:`dlcp.session.Options`).
+        Divide each sum by how many ranks it holds rather than by all ranks, so that loss does not shrink it. Only
+        without error feedback: both at once are not stable over many steps (:class:`dlcp.session.Options`).
     adaptive_shards
-        Give ranks that receive slowly, because their port is congested, smaller shards.
+        Give smaller shards to ranks that receive slowly because their port is congested.
     layers
-        Which layers have a bound of their own.
+        Bounds of individual layers.
 
     Raises
     ------
     ValueError
-        Both ``rescale`` and ``error_feedback`` are asked for.
+        Both ``rescale`` and ``error_feedback`` are set.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
@@ -230,7 +230,7 @@ class ReduceOptions:
     def __post_init__(self) -> None:
         if self.rescale and self.error_feedback:
             raise ValueError(
-                "rescale goes only without error_feedback: to divide sums by how many ranks they hold and to send what "
+                "rescale needs error_feedback=False: dividing sums by the ranks that they hold while also sending what "
                 "they lack with the next step is not stable over many steps (see dlcp.session.Options)"
             )
 
@@ -240,13 +240,13 @@ class ReduceOptions:
         return self.bound.deferral if self.error_feedback else 0.0
 
     def bound_of(self, bucket: Bucket) -> LossBound:
-        """Return what a bucket may lose where its layers have no bound of their own; it says nothing of deferral."""
+        """Return the loss bound of layers without their own, without deferral."""
         return RELIABLE if bucket.whole else replace(bucket.bound or self.bound, deferral=0.0)
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
-        """Return what the values from ``start`` to before ``stop`` of a bucket may lose, and what may be deferred.
+        """Return the bounds for loss and deferral of a bucket's values from ``start`` to before ``stop``.
 
-        What may be deferred is what averages may defer, whatever the bucket's own bound says.
+        Deferral is limited as for averages, whatever the bucket's own bound says.
         """
         if bucket.whole:
             return RELIABLE
@@ -254,32 +254,32 @@ class ReduceOptions:
         return replace(bound, deferral=self.average_bound(bucket).deferral)
 
     def average_bound(self, bucket: Bucket) -> LossBound:
-        """Return what averages of a bucket may lose, which is nothing, and what of them may be deferred."""
+        """Return the bound of a bucket's averages: no loss, but deferral."""
         return RELIABLE if bucket.whole else LossBound(deferral=self.deferral_bound)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankContext:
-    """What all algorithms of one rank share.
+    """State that all algorithms of one rank share.
 
     Parameters
     ----------
     connection
         This rank's connection.
     contributors
-        The ranks that contribute and get the result, this one among them.
+        The ranks that contribute and get the result, including this one.
     options, tagger, ledger, residual
-        What may be lost, how packets are tagged, where messages are recorded, and what was lost before.
+        Loss limits, tagging of packets, the record of messages, and earlier losses.
     server
-        The parameter server's rank, if some bucket may go there: it counts when messages are numbered.
+        The parameter server's rank, if any bucket may go there: it counts in the numbering of messages.
     beside_ring
         Whether a ring may take buckets of the same steps.
     inbound_rates_bps
-        How fast each rank received in the last step, in bit/s, for whoever wants to know: the same on all ranks. Empty
-        where none that reduces here goes by it.
+        How fast each rank received in the last step, in bit/s: the same on all ranks. Empty if no reducer here uses
+        them.
     noted
-        Whether the endpoint's timeline gets the phases of buckets: not where these have other numbers than the
-        session's, as parts of them have.
+        Whether the endpoint's timeline records the phases of buckets: not if these are numbered differently than the
+        session's, as parts are.
     """
 
     connection: Connection
@@ -293,11 +293,11 @@ class RankContext:
     inbound_rates_bps: dict[int, float] = field(default_factory=dict)
     noted: bool = True
     rank: int = field(init=False)
-    """The rank that this is."""
+    """This rank."""
     peers: Sequence[int] = field(init=False)
     """The other contributors, ascending."""
     ranks: int = field(init=False)
-    """One more than the highest rank that sends or receives: what messages are numbered by."""
+    """One more than the highest rank that sends or receives, for the numbering of messages."""
 
     def __post_init__(self) -> None:
         contributors = sorted(self.contributors)
@@ -307,7 +307,7 @@ class RankContext:
         object.__setattr__(self, "ranks", max(contributors[-1], -1 if self.server is None else self.server) + 1)
 
     def key(self, step: int, sequence: int, phase: int, receiver: int) -> MessageKey:
-        """Return the key of a message of two hops; see :func:`dlcp.collectives.message_numbers.two_hop_number`."""
+        """Return a message's key in two hops; see :func:`dlcp.collectives.message_numbers.two_hop_number`."""
         return MessageKey(step, two_hop_number(sequence, phase, receiver, self.ranks, shared=self.beside_ring))
 
     def check_key(self, step: int, sequence: int) -> None:
@@ -316,11 +316,11 @@ class RankContext:
 
 
 class Strategy(Protocol):
-    """One way to make one of all ranks' buckets."""
+    """One way to combine all ranks' buckets into one."""
 
     @property
     def recoverable(self) -> bool:
-        """Whether :meth:`partial_results` are enough to complete the averages in another way."""
+        """Whether :meth:`partial_results` suffice to complete the averages in another way."""
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Reduce a bucket; the future's result is ``bucket.values``, written in place.
@@ -328,7 +328,7 @@ class Strategy(Protocol):
         Parameters
         ----------
         step, sequence
-            Training step, and number of the bucket within it; the same on all ranks.
+            Training step, and the bucket's number within it; the same on all ranks.
 
         Raises
         ------
@@ -337,21 +337,21 @@ class Strategy(Protocol):
         """
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of unfinished buckets; call it when the endpoint is closed."""
+        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
 
     def close(self) -> None:
-        """End the threads; call it when the endpoint is closed."""
+        """Stop the threads; call it when the endpoint is closed."""
 
 
 class Reducer(Strategy, Protocol):
-    """What averages the buckets of one rank, step by step."""
+    """Averages the buckets of one rank, step by step."""
 
     def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on; all averages of the last one are in."""
+        """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
 
 
 def guard(action: Callable[[Any], None], fail: Callable[[Exception], None]) -> Then[Any]:
-    """Return a callback that gives ``action`` what became of a message, and ``fail`` the error of either."""
+    """Return a callback that passes a message's result to ``action``, and errors of either to ``fail``."""
 
     def then(outcome: Outcome[Any]) -> None:
         if isinstance(outcome, Exception):
@@ -366,19 +366,19 @@ def guard(action: Callable[[Any], None], fail: Callable[[Exception], None]) -> T
 
 
 class BucketRun(ABC):
-    """One bucket on its way through an algorithm, from :meth:`start` to the future ``done``.
+    """One bucket's run through an algorithm, from :meth:`start` to the future ``done``.
 
     Parameters
     ----------
     context, step, sequence, bucket
-        This rank, the training step, the number of the bucket within it, and the bucket.
+        This rank, the training step, the bucket's number within it, and the bucket.
     work
-        Where long computations run, if there are any: the endpoint's thread has packets to wait for.
+        The executor of long computations, if any: the endpoint's thread must keep up with packets.
 
     Raises
     ------
     ValueError
-        The values cannot be sent from and written to where they are.
+        The values cannot be sent and written in place.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class BucketRun(ABC):
         self._work = work
 
     def start(self) -> "Future[NDArray[np.generic]]":
-        """Have the endpoint's thread begin."""
+        """Begin in the endpoint's thread."""
         try:
             self.context.connection.call(self._begin)
         except TransportError as error:
@@ -420,21 +420,21 @@ class BucketRun(ABC):
             self.timeline.note(event, self.step, self.sequence, *values)
 
     def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-        """Return the positions of the values in some packets of ``count`` values."""
+        """Return the positions of the values in these packets, out of ``count`` values."""
         first = np.flatnonzero(packets)[:, None] * self.values_per_packet
         positions = (first + np.arange(self.values_per_packet)).ravel()
         return positions[positions < count]
 
     def guard(self, action: Callable[[Any], None]) -> Then[Any]:
-        """Return a callback that gives ``action`` what became of a message; the bucket fails if either fails."""
+        """Return a callback that passes a message's result to ``action``; an error of either fails the bucket."""
         return guard(action, self.fail)
 
     def aside(self, action: Callable[[], None]) -> None:
-        """Do what takes long in the thread for it."""
+        """Run a long action in the work executor."""
         assert self._work
         try:
             self._work.submit(guard(lambda _: action(), self.fail), None)
-        except RuntimeError as error:  # the interpreter is ending
+        except RuntimeError as error:  # the interpreter is shutting down
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
@@ -445,7 +445,7 @@ class BucketRun(ABC):
 
 @lru_cache(4096)
 def _packet_ratios(bounds: LayerBounds, segments: tuple[Segment, ...], values_per_packet: int) -> NDArray[np.float64]:
-    """Return the bound of each packet of a bucket, the tightest of its layers'; NaN where none has one of its own."""
+    """Return the bound of each packet of a bucket, the tightest of its layers'; NaN if none has its own."""
     packets = -(-segments[-1].stop // values_per_packet)
     ratios = np.full(packets, np.nan)
     for segment in segments:
@@ -461,9 +461,9 @@ def _packet_ratios(bounds: LayerBounds, segments: tuple[Segment, ...], values_pe
 def _groups(
     bounds: LayerBounds, segments: tuple[Segment, ...], values_per_packet: int
 ) -> tuple[NDArray[np.int64], ...]:
-    """Return the packets of each layer that has a bound of its own, and those of all the others together.
+    """Return the packets of each layer with its own bound, and those of all others together.
 
-    Packets that a layer shares with one of a tighter bound are a group of their own.
+    Packets that a layer shares with one of a tighter bound form their own group.
     """
     ratios = _packet_ratios(bounds, segments, values_per_packet)
     first = np.arange(len(ratios)) * values_per_packet

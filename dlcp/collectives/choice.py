@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which collective a bucket takes: direct, around a ring, or by a parameter server.
+"""Choice of a bucket's collective: direct, ring, or parameter server.
 
 Each costs some latency and some bandwidth (Thakur, Rabenseifner and Gropp, IJHPCA 2005: a message of S bytes takes
 alpha + S beta); and each message occupies its sender and its receiver for a while (o, as in LogP, Culler et al. 1993).
-For n ranks, with the largest number m of them on a host, behind ports of rate R:
+For n ranks, at most m of them on a host, behind ports of rate R:
 
 ========= ===================== ============================================= ====================
 collective latency              bytes through the busiest port                flows into that port
@@ -13,15 +13,15 @@ ring      2 (n-1) (alpha + o)   2 (n-1) / n S                                 1
 server    2 (alpha + n o)       2 n S                                         n
 ========= ===================== ============================================= ====================
 
-So small messages go direct, and large ones around the ring where ranks share ports, or where many flows into a port get
-in each other's way. That incast penalty is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks,
-direct took 1.16, 1.41 and 1.36 times as long as the ring, of which the transport of today is the cause as much as the
-network. Ranks that all run on one host share memory and no port: there fewer messages win. Where ranks receive at
-different rates, direct gives the slow ones less to add up, and may put some off (:mod:`dlcp.collectives.deferral`); the
-ring goes at the pace of the slowest. A server pays where its port is several times as fast as the ranks', or where
-messages are tiny and ranks many.
+So small messages go direct, and large ones around the ring if ranks share ports, or if many flows into a port interfere
+with each other. That incast penalty is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks,
+direct took 1.16, 1.41 and 1.36 times as long as the ring, due to today's transport as much as to the network. If all
+ranks run on one host, they share memory and no port: there fewer messages win. If ranks receive at different rates,
+direct gives slow ones less to add up, and may defer some (:mod:`dlcp.collectives.deferral`); the ring runs at the
+slowest rank's rate. A server pays off if its port is several times as fast as the ranks', or if messages are tiny and
+ranks many.
 
-All ranks must choose alike, so the choice follows from what they all know: sizes, hosts, and reported rates.
+All ranks must make the same choice, so it depends only on what they all know: sizes, hosts, and reported rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,23 +36,23 @@ RING: Final = "ring"
 SERVER: Final = "server"
 COLLECTIVES: Final = (AUTO, DIRECT, RING, SERVER)
 LARGE_BUCKET_BYTES: Final = 25 << 20
-"""What PyTorch's DistributedDataParallel puts in a bucket; most bytes travel in buckets of this size."""
+"""The bucket size of PyTorch's DistributedDataParallel; most bytes travel in such buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What all ranks know of where they are.
+    """The placement of ranks, known to all of them.
 
     Parameters
     ----------
     hosts
-        Each rank's host, by any name; ranks that are not in it have a host of their own.
+        Each rank's host, by any name; missing ranks have a host of their own.
     rates_bps
-        How fast each rank can receive, in bit/s; ranks that are not in it receive at ``Costs.rate_bps``.
+        How fast each rank can receive, in bit/s; missing ranks receive at ``Costs.rate_bps``.
     server
         The parameter server's rank; None if there is none.
     server_rate_bps
-        How fast the server's port is; None for ``Costs.rate_bps``.
+        Rate of the server's port; None for ``Costs.rate_bps``.
     """
 
     hosts: Mapping[int, str] = field(default_factory=dict)
@@ -61,35 +61,35 @@ class Topology:
     server_rate_bps: float | None = None
 
     def ranks_by_host(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of each host, hosts in the order of their lowest rank."""
+        """Return the ranks of each host, ordered by the hosts' lowest ranks."""
         groups: dict[object, list[int]] = {}
         for rank in sorted(ranks):
             groups.setdefault(self.hosts.get(rank, rank), []).append(rank)
         return list(groups.values())
 
     def ring_order(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks in an order in which those of one host are next to each other."""
+        """Return the ranks in an order that keeps those of one host together."""
         return [rank for group in self.ranks_by_host(ranks) for rank in group]
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What messages cost. The values are ours: the order of magnitude on a busy host and a 10-gigabit network.
+    """Costs of messages. The defaults are the order of magnitude on a busy host and a 10-gigabit network.
 
     Parameters
     ----------
     latency_s
-        Until a short message is there and acted upon.
+        Time until a short message has arrived and been processed.
     message_s
-        For which a message occupies its sender, or its receiver.
+        Time for which a message occupies its sender or its receiver.
     rate_bps
         Rate of a host's port.
     flow_penalty, flow_penalty_max
-        By how much each flow into a port beyond the first lengthens a transfer, and by how much they do at most.
-        Measured as the module's description says.
+        By how much each flow into a port beyond the first lengthens a transfer, and the maximum. Measured as described
+        in the module's docstring.
     ring_margin
-        How many times as fast as another the ring has to be. What disturbs one hop holds up the ring, and its hops have
-        the loss bound to share: at 5 % random loss it took 1.3 times as long as direct (8 ranks, virtual time).
+        How many times faster than the others the ring has to be. A disturbance of one hop delays the whole ring, and
+        its hops share the loss bound: at 5 % random loss it took 1.3 times as long as direct (8 ranks, virtual time).
     """
 
     latency_s: float = 200e-6
@@ -100,12 +100,12 @@ class Costs:
     ring_margin: float = 1.2
 
     def incast(self, flows: int) -> float:
-        """Return how many times as long a transfer takes if ``flows`` enter one port."""
+        """Return the factor by which a transfer takes longer if ``flows`` enter one port."""
         return 1 + min(self.flow_penalty_max, self.flow_penalty * max(0, flows - 1))
 
 
 def direct_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Costs) -> float:
-    """Return about how long a direct all-reduce of ``size`` bytes takes."""
+    """Estimate the time of a direct all-reduce of ``size`` bytes."""
     count = len(ranks)
     latency_s = 2 * (costs.latency_s + (count - 1) * costs.message_s)
     groups = topology.ranks_by_host(ranks)
@@ -121,7 +121,7 @@ def direct_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: C
 
 
 def ring_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Costs) -> float:
-    """Return about how long an all-reduce of ``size`` bytes around a ring takes."""
+    """Estimate the time of a ring all-reduce of ``size`` bytes."""
     count = len(ranks)
     latency_s = 2 * (count - 1) * (costs.latency_s + costs.message_s)
     if len(topology.ranks_by_host(ranks)) == 1:
@@ -131,7 +131,7 @@ def ring_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Cos
 
 
 def server_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Costs) -> float:
-    """Return about how long an all-reduce of ``size`` bytes by a parameter server takes."""
+    """Estimate the time of an all-reduce of ``size`` bytes by a parameter server."""
     count = len(ranks)
     latency_s = 2 * (costs.latency_s + count * costs.message_s)
     rate_bps = topology.server_rate_bps or costs.rate_bps
@@ -144,9 +144,9 @@ def server_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: C
 
 
 def choose(size: int, ranks: Sequence[int], topology: Topology | None = None, costs: Costs | None = None) -> str:
-    """Return the collective to take for a bucket of ``size`` bytes: ``direct``, ``ring`` or ``server``.
+    """Choose the collective of a bucket of ``size`` bytes: ``direct``, ``ring`` or ``server``.
 
-    It is the fastest, the ring only by a margin; of those that cost the same, the first.
+    It is the fastest, the ring only by a margin; among equals, the first.
     """
     topology, costs = topology or Topology(), costs or Costs()
     seconds = {
@@ -163,8 +163,8 @@ def flow_weight(
 ) -> float | None:
     """Return the share of a flow that each of a rank's flows should count as (``TransportOptions.flow_weight``).
 
-    A job counts as one flow on a port. Around a ring there is one flow into each; to a server go as many as ranks. What
-    ``auto`` chooses for large buckets decides.
+    A job counts as one flow on a port. In a ring one flow enters each port; a server's port gets one per rank. The
+    choice of ``auto`` for large buckets decides.
     """
     if collective == AUTO:
         collective = choose(LARGE_BUCKET_BYTES, ranks, topology, costs)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed all-gather: for compressors of which the averages mean nothing.
+"""Compressed all-gather: for compressors whose output cannot be averaged.
 
-Every rank sends what it has made of a bucket to all others, and each decodes and averages all of them, in the order of
-ranks. On the way packets may be lost; but what only some ranks have got, none may use, or replicas would drift apart.
-So the sender of a message, once each receiver has confirmed what it has of it, gives a verdict, whole: the packets that
-all have. Only these count, on all ranks, and what the rest stood for becomes the sender's residual. So that no more
-than the bound is lost of a message to n - 1 receivers together, each may lose 1/(n - 1) of that.
+Every rank sends its compressed bucket to all others, and each decodes and averages all of them, in the order of ranks.
+Packets may be lost; but no rank may use values that only some ranks have, or replicas would drift apart. So once each
+receiver has acknowledged what it got of a message, the sender sends a verdict, without loss: the packets that all have.
+Only these count, on all ranks, and the rest becomes the sender's residual. To keep the bound on what a message loses at
+n - 1 receivers together, each may lose 1/(n - 1) of it.
 
-What was lost counts as 0 in the average: with error feedback it comes with the next step. ``ReduceOptions.rescale``
-changes nothing, for a position of which one rank has sent nothing is not one that it has lost.
+Lost values count as 0 in the average: with error feedback they are sent with the next step. ``ReduceOptions.rescale``
+has no effect: a position that a rank did not send is not one that it lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,18 +29,18 @@ from dlcp.tags import PacketTags, Segment, plain_tags
 from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
 CONTENT, VERDICT = REDUCE_SCATTER, ALL_GATHER
-"""Messages have the numbers of two hops: what ranks send, and which packets of it count."""
+"""Messages are numbered as two hops: the ranks' contents, and their verdicts."""
 
 
 class CompressedAllGather(CompressedReducer):
-    """Averages buckets of which all ranks get all ranks' compressed form.
+    """Averages buckets by sending each rank's compressed form to all ranks.
 
     Parameters
     ----------
     context, compressor, work
         See :class:`CompressedReducer`.
     rule
-        What all ranks' gradients become, if the compressor does not say.
+        The rule to combine all ranks' gradients, if the compressor has none.
     """
 
     def __init__(self, context: RankContext, compressor: Compressor, rule: Rule, work: Executor | None = None) -> None:
@@ -53,13 +53,13 @@ class CompressedAllGather(CompressedReducer):
         return self.run(AllGatherRun(self, step, sequence, bucket))
 
     def combine(self, parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
-        """Return what all ranks' gradients become."""
+        """Combine all ranks' gradients."""
         combined = self.compressor.combine(part() for part in parts)
         return self.rule(parts, segments) if combined is None else combined
 
 
 class AllGatherRun(CompressedRun):
-    """One bucket on its way to all ranks; but for decoding, in the endpoint's thread."""
+    """One bucket in progress, in the endpoint's thread except for decoding."""
 
     reducer: CompressedAllGather
 
@@ -75,15 +75,15 @@ class AllGatherRun(CompressedRun):
         self.tags = self._tags()
         self.unconfirmed = set(self.peers)
         self.everywhere = np.ones(self.packets, np.bool_)
-        """Which packets of this rank's all receivers have that have confirmed."""
+        """This rank's packets that all receivers have got which have acknowledged so far."""
         self.contents: dict[int, NDArray[np.uint8]] = {self.rank: self.content}
         self.verdicts: dict[int, NDArray[np.bool_]] = {}
-        """Which packets of each rank count."""
+        """Each rank's packets that count."""
 
     def begin(self) -> None:
-        """Send to all, and post receives for what all send."""
+        """Send to all peers, and post receives for their contents."""
         index = self.ranks.index(self.rank)
-        # Each rank begins with another peer, to overrun nobody.
+        # Each rank begins with another peer, so that no receiver is overrun.
         for peer in [*self.ranks[index + 1 :], *self.ranks[:index]]:
             self._receive(peer, CONTENT, len(self.content), self.bound, self._on_content)
             if self.bound.ratio:
@@ -95,7 +95,7 @@ class AllGatherRun(CompressedRun):
             self._judge()
 
     def residual(self) -> Values | None:
-        """Return what coding has left out, and what this rank's verdict says is lost."""
+        """Return what coding left out and what this rank's verdict excludes."""
         verdict = self.verdicts.get(self.rank)
         if verdict is None or self.compressor.feedback is Feedback.NOTHING:
             return None
@@ -104,7 +104,7 @@ class AllGatherRun(CompressedRun):
         return left_out(self.compressor, self.own, self.encoded, self._decoded(self.content, verdict))
 
     def _bound(self) -> LossBound:
-        """Return what each receiver may lose."""
+        """Return the bound of each receiver."""
         options, encoded = self.context.options, self.encoded
         if self.bucket.whole:
             return RELIABLE
@@ -137,7 +137,7 @@ class AllGatherRun(CompressedRun):
             self._judge()
 
     def _judge(self) -> None:
-        """Send the verdict on the own packets; where none may be lost, all know it."""
+        """Send the verdict on this rank's packets; without allowed loss, all know it."""
         self.verdicts[self.rank] = self.everywhere
         if self.bound.ratio:
             bits = np.packbits(self.everywhere)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed all-reduce: for compressors of which the averages mean something.
+"""Compressed all-reduce: for compressors whose output can be averaged.
 
-What travels is a bucket like any other, only smaller: it is tagged by its own magnitudes and may lose what the bound
-allows. What it lost is decoded, for that is linear, and becomes residual in the gradient's own positions.
+The compressed values travel as an ordinary, smaller bucket: tagged by their own magnitudes, with the usual loss bound.
+Since decoding is linear, lost values are decoded, too, and become residual in the gradient's own positions.
 
-Of three ranks or more, if the path fails when one has the result and another does not know yet what an owner got of
-its contribution, that little is lost for good: what others know of it, they know in packets of what was sent, and not
-of the gradient.
+With three or more ranks, if the path fails when one has the result and another does not know yet what an owner got of
+its contribution, that little is lost for good: what others know of it refers to packets of the compressed bucket, and
+not to the gradient.
 """
 
 from concurrent.futures import Executor, Future
@@ -23,16 +23,16 @@ from dlcp.compress.compressor import Compressor, Encoded, Feedback, Values
 
 
 class CompressedAllReduce(CompressedReducer):
-    """Averages what a compressor makes of buckets.
+    """Averages compressed buckets.
 
     Parameters
     ----------
     context, compressor, work
         See :class:`CompressedReducer`; ``compressor.reduces``.
     inner
-        What averages encoded buckets; a bucket takes ``compressor.rounds`` of its numbers.
+        The strategy that averages encoded buckets; a bucket takes ``compressor.rounds`` of its numbers.
     in_transit
-        The residual of ``inner``, and of nothing else: its positions are those of encoded buckets.
+        The residual of ``inner`` only: its positions are those of encoded buckets.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CompressedAllReduce(CompressedReducer):
         return self.run(AllReduceRun(self, step, sequence, bucket))
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished."""
+        """Return this rank's state of buckets that it, or possibly a peer, has not finished."""
         self.await_work()
         for sent in self.inner.partial_results():
             sequence, number = divmod(sent.sequence, self.compressor.rounds)
@@ -62,27 +62,27 @@ class CompressedAllReduce(CompressedReducer):
 
 
 class AllReduceRun(CompressedRun):
-    """One bucket on its way through one all-reduce, or several rounds of it."""
+    """One bucket's run through one all-reduce, or several rounds of it."""
 
     reducer: CompressedAllReduce
 
     def __init__(self, reducer: CompressedAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer, step, sequence, bucket)
         self.number = 0
-        """Of the round."""
+        """Number of the round."""
         self.lost: Values | None = None
-        """What the network lost of the last round, decoded."""
+        """Values that the network lost in the last round, decoded."""
 
     def start(self) -> "Future[NDArray[np.generic]]":
-        """Average what is sent first, from the caller's thread."""
+        """Average the first round, from the caller's thread."""
         self.begin()
         return self.done
 
     def begin(self) -> None:
-        """Average what is sent now."""
+        """Average the current round."""
         encoded, bucket = self.encoded, self.bucket
         assert encoded.value_type
-        # A copy: the average is written over what is sent, of which it will be asked what it has left out.
+        # A copy: the average overwrites the sent values, which are needed to find what was left out.
         content = np.array(encoded.content)
         kind, segments = encoded.value_type, encoded.segments
         sent = replace(bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
@@ -91,7 +91,7 @@ class AllReduceRun(CompressedRun):
         averaged.add_done_callback(lambda done: then(done.exception() or done.result()))
 
     def residual(self) -> Values | None:
-        """Return what coding has left out, and what the network has lost."""
+        """Return what coding left out and what the network lost."""
         compressor = self.compressor
         if compressor.feedback is Feedback.NOTHING:
             return None
@@ -101,7 +101,7 @@ class AllReduceRun(CompressedRun):
         return left_out(compressor, self.own, self.encoded, used)
 
     def note_lost(self, lost: Values) -> None:
-        """Note what the network has lost of this round, in the positions of what was sent."""
+        """Record what the network lost of this round, in the positions of the sent values."""
         if lost.any():
             self.lost = self.compressor.decode(self.encoded, lost)
 
@@ -109,7 +109,7 @@ class AllReduceRun(CompressedRun):
         encoded: Encoded = self.encoded
         assert encoded.value_type
         mean = encoded.value_type.widen(average)
-        # Taken out in any case: what is lost of a round that only guides the next is nobody's residual.
+        # Removed in any case: losses in a round that only guides the next are not residual.
         lost: Values = np.zeros(len(average), np.float32)
         self.reducer.in_transit.apply(lost, sent.segments)
         refined = self.compressor.refine(encoded, mean)

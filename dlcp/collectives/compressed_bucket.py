@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compressed bucket on its way: encode, exchange, decode; and what is left of it if the path fails.
+"""A compressed bucket's run: encode, exchange, decode; and its state if the path fails.
 
-Nobody can use half of a compressed bucket. So until a rank has the result, its bucket holds the rank's own
-contribution, whole and in full precision; and a rank that has the result keeps it, compressed, until no other can need
-it. What is recovered is therefore one rank's result, which the others copy, or else the exact average of all
-contributions (:mod:`dlcp.collectives.partial_result`); in the latter case there is no residual, for nothing was left
-out.
+A part of a compressed bucket is useless. So until a rank has the result, its bucket holds the rank's own contribution,
+in full precision; and a rank with the result keeps it, compressed, until no other can need it. Recovery therefore
+yields either one rank's result, which the others copy, or the exact average of all contributions
+(:mod:`dlcp.collectives.partial_result`); in the latter case there is no residual, since nothing was left out.
 """
 
 import threading
@@ -24,25 +23,25 @@ from dlcp.compress.compressor import Compressor, Encoded, Feedback, Occasion, Va
 from dlcp.transport import TransportError
 
 SEED: Final = 0x0D1C9
-"""What random choices follow from, beside step, rank and layer; the same on all ranks and in every run."""
+"""Seeds random choices, with step, rank and layer; the same on all ranks and in every run."""
 WORK_S: Final = 10.0
-"""The longest wait for what is being decoded when the path fails. Chosen by us: it takes milliseconds."""
+"""The longest wait for pending decoding when the path fails: it normally takes milliseconds."""
 
 Decode = Callable[[], Values]
-"""Forms the result of what was received, as often as it is needed."""
+"""Computes the result from the received data; may be called repeatedly."""
 
 
 class CompressedReducer:
-    """What a compressed all-reduce and a compressed all-gather have in common.
+    """Common part of compressed all-reduce and compressed all-gather.
 
     Parameters
     ----------
     context
-        This rank, and what its algorithms share; its residual is that of gradients.
+        This rank, and the state that its algorithms share; its residual is that of gradients.
     compressor
-        What makes buckets smaller.
+        The compressor of buckets.
     work
-        Where decoding is done: the endpoint's thread has packets to wait for.
+        The executor for decoding: the endpoint's thread must keep up with packets.
     """
 
     recoverable = True
@@ -52,7 +51,7 @@ class CompressedReducer:
         self.work = work or ThreadPoolExecutor(1, "dlcp-decode")
         self.runs: dict[tuple[int, int], CompressedRun] = {}
         self._finished: dict[tuple[int, int], tuple[Decode, np.dtype[np.floating], int]] = {}
-        """Results that another rank may still need, their type, and how many values of each fill a packet."""
+        """Results that another rank may still need, their type, and their values per packet."""
 
     def run(self, run: "CompressedRun") -> "Future[NDArray[np.generic]]":
         """Start a bucket."""
@@ -60,28 +59,28 @@ class CompressedReducer:
         return run.start()
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished.
+        """Return this rank's state of buckets that it, or possibly a peer, has not finished.
 
-        Call it when the endpoint is closed, so that nothing is written into a bucket any more.
+        Call it when the endpoint is closed, so that no bucket is written to any more.
         """
         self.await_work()
         finished = [self._finished_result(name) for name in sorted(self._finished)]
         return finished + [run.partial_result() for _, run in sorted(self.runs.items())]
 
     def close(self) -> None:
-        """End the thread in which buckets are decoded."""
+        """Stop the thread that decodes buckets."""
         self.work.shutdown(wait=False)
 
     def await_work(self) -> None:
-        """Wait until what was being decoded is: only then is it known what was left out."""
+        """Wait for pending decoding: only then is it known what was left out."""
         idle = threading.Event()
         self.work.submit(idle.set)
         idle.wait(WORK_S)
 
     def end(self, run: "CompressedRun", decode: Decode) -> None:
-        """Note that a bucket is done; with it are all buckets of earlier steps, on all ranks.
+        """Record that a bucket is done, and with it all buckets of earlier steps, on all ranks.
 
-        For each rank contributed to this one, and does so only when it has all results of the step before.
+        Each rank contributed to this one, and does so only once it has all results of the step before.
         """
         del self.runs[run.step, run.sequence]
         for name in [name for name in self._finished if name[0] < run.step]:
@@ -97,14 +96,14 @@ class CompressedReducer:
 
 
 class CompressedRun(BucketRun):
-    """One bucket on its way.
+    """One bucket in progress.
 
     Attributes
     ----------
     own
-        This rank's contribution with its residual, widened: what it gives if the path fails.
+        This rank's contribution with its residual, widened: used for recovery if the path fails.
     encoded
-        What it sends.
+        The data that it sends.
     """
 
     def __init__(self, reducer: CompressedReducer, step: int, sequence: int, bucket: Bucket) -> None:
@@ -118,7 +117,7 @@ class CompressedRun(BucketRun):
         )
 
     def finish(self, decode: Decode) -> None:
-        """Form the result, and let the endpoint's thread, which ends with the endpoint, write it into the bucket."""
+        """Compute the result; the endpoint's thread, which stops with the endpoint, writes it into the bucket."""
         result = decode().astype(self.own.dtype, copy=False)
         residual = self.residual() if self.context.options.error_feedback else None
         narrow = self.bucket.value_type.narrow(result)
@@ -129,10 +128,10 @@ class CompressedRun(BucketRun):
 
     @abstractmethod
     def residual(self) -> Values | None:
-        """Return this bucket's residual, if its result is formed as this rank knows; None: nothing."""
+        """Return this bucket's residual if its result is formed as this rank expects; None for nothing."""
 
     def partial_result(self) -> PartialResult:
-        """Return what this rank holds of the bucket: all of its own, and the residual if another has the result."""
+        """Return this rank's state of the bucket: its contribution, and the residual if another has the result."""
         packets = -(-len(self.own) // self.values_per_packet)
         own = {self.context.rank: np.ones(packets, np.bool_)}
         residual = self.residual() if self.context.options.error_feedback else None
@@ -147,7 +146,7 @@ class CompressedRun(BucketRun):
         if self.context.options.error_feedback:
             if own is bucket.values:
                 residual.apply(bucket.values, bucket.segments, bucket.value_type)
-            else:  # widened, so that what is small is not rounded away
+            else:  # widened, so that small values are not rounded away
                 residual.apply(own, bucket.segments)
         return own
 
@@ -164,9 +163,9 @@ class CompressedRun(BucketRun):
 
 
 def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values) -> Values | None:
-    """Return the residual where ``used`` is what became of a rank's contribution; None: nothing.
+    """Return the residual of a rank's contribution of which ``used`` was used; None for nothing.
 
-    Values that are not finite are for this step's loss scaler; as residual they would spoil the next step.
+    Non-finite values are for this step's loss scaler; as residual they would spoil the next step.
     """
     if compressor.feedback is Feedback.NOTHING:
         return None

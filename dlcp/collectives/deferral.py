@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deferral: where one rank's port is far slower than the others', what matters least is sent in a later step.
+"""Deferral: if one rank's port is far slower than the others', the least valuable packets are sent in a later step.
 
-Shards that suit the ranks' rates (:mod:`dlcp.collectives.shards`) make a step as short as its bytes allow. Beyond that
-only fewer bytes help. Whoever sends to a slow rank keeps the packets of the smallest values back, so many that the rank
-has its part when the others have theirs, and no more than the bound admits. An owner decides for its averaged shard
-once, for all receivers: a packet that it defers is zero on every rank, and replicas stay equal. What is deferred is
-residual and goes into the next step's contribution, as what is lost does. On a network where no rank is far slower than
-the others nothing is deferred. Of scattered buckets (FSDP2) there are contributions only. Through a parameter server
-all ranks' gradients pass one port; there it is deferred where that port is congested.
+Shards in proportion to the ranks' rates (:mod:`dlcp.collectives.shards`) make a step as short as its bytes allow.
+Beyond that only fewer bytes help. A sender to a slow rank defers the packets with the smallest values, so many that the
+rank's port finishes with the others, within the bound. An owner decides for its averaged shard once, for all receivers:
+a deferred packet is zero on every rank, and replicas stay equal. Deferred values are residual and go into the next
+step's contribution, like lost ones. If no rank is far slower than the others, nothing is deferred. Scattered buckets
+(FSDP2) only have contributions to defer. With a parameter server all gradients pass one port; deferral starts when that
+port is congested.
 
-Error feedback bears it: with half of the packets deferred by value, training reaches the same accuracy, in a tenth to a
-fifth more steps, if the first ones are whole and no packet waits for too long (``python -m tests.bench convergence``).
+Error feedback makes this work: with half of the packets deferred by value, training reaches the same accuracy in 10 to
+20 % more steps, if the first steps are sent in full and no packet waits too long (``python -m tests.bench
+convergence``).
 """
 
 import math
@@ -23,30 +24,30 @@ from numpy.typing import NDArray
 from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, level, share_to_defer
 
 WHOLE_STEPS: Final = 3
-"""In so many steps after the beginning nothing is deferred: gradients change most then (Accordion, MLSys 2021)."""
+"""Nothing is deferred in this many first steps: gradients change most then (Accordion, MLSys 2021)."""
 STEP_PART: Final = 2 / 3
-"""The largest share of a step's packets, in terms of the ceiling, which is that of a message's. Chosen by us: messages
-of layers with small gradients have room to defer more than others."""
+"""The largest share of a step's packets, relative to the ceiling, which is that of a message's: messages of layers with
+small gradients have room to defer more than others."""
 SIZE_JUMP: Final = 2.0
-"""Nothing is deferred in the step after one whose values were so many times as large as usual. Chosen by us."""
+"""Nothing is deferred in the step after one whose values were this many times as large as usual. Not tuned."""
 USUAL_MEMORY: Final = 0.75
-"""Weight of the past in what is usual. Chosen by us: what one step defers is twice as large in the next."""
+"""Weight of the past in what is usual: values deferred in one step double the next step's."""
 
 
 class Deferral:
-    """How much one rank may defer in a step, and to whom.
+    """How much one rank may defer in a step, and to which ranks.
 
     Parameters
     ----------
     rank, contributors
-        This rank, and all that take part, ascending.
+        This rank, and all participants, ascending.
     ceiling
-        The largest share of a message's packets that may be deferred; 0: none ever.
+        The largest share of a message's packets that may be deferred; 0: never any.
 
     Attributes
     ----------
     step_ceiling
-        About the largest share of a step's packets that is: what each message defers is planned from the last steps.
+        About the largest share of a step's packets to defer: each message's part is planned from the last steps.
     """
 
     def __init__(self, rank: int, contributors: Sequence[int], ceiling: float) -> None:
@@ -56,13 +57,13 @@ class Deferral:
         self._rates: dict[int, float] = {}
         self._slow: set[int] = set()
         self._seconds: dict[int, float] = {}
-        """How long averages of this step took to each peer, in all."""
+        """Total time that averages of this step took to each peer."""
         self._slowness: dict[int, float] = {}
         self._weights: Mapping[int, float] = {}
         self._chosen: dict[tuple[int, ...], tuple[NDArray[np.float32], float]] = {}
-        """Of this step's messages the magnitudes, and what share was to be deferred."""
+        """Magnitudes of this step's messages, and the share that was to be deferred."""
         self._parts: dict[tuple[int, ...], float] = {}
-        """How many times the share each message defers."""
+        """Each message's share, relative to the common one."""
         self._usual_size: float | None = None
         self._jumped = False
 
@@ -73,7 +74,8 @@ class Deferral:
         ----------
         rates_bps, slow
             How fast each rank received in the last step, in bit/s (:func:`dlcp.collectives.shards.inbound_rates`), and
-            which ranks count as slow.
+            the
+            ranks that count as slow.
         weights
             Each owner's share of every buffer.
         """
@@ -86,7 +88,7 @@ class Deferral:
             self._chosen = {}
 
     def _learn(self) -> None:
-        """Note how large the values of the last step were, and what of each message was among the least valuable."""
+        """Update the usual size of values, and each message's share of the least valuable packets."""
         every = np.concatenate([magnitudes for magnitudes, _ in self._chosen.values()])
         size = float(np.sqrt(np.mean(np.square(every, dtype=float))))
         self._jumped = not size <= SIZE_JUMP * (self._usual_size or size)
@@ -107,7 +109,7 @@ class Deferral:
         return self.ceiling > 0 and self._steps > WHOLE_STEPS and not self._jumped
 
     def note_average_sent(self, peer: int, seconds: float) -> None:
-        """Note how long a peer took to receive this rank's averaged shard."""
+        """Record how long a peer took to receive this rank's averaged shard."""
         self._seconds[peer] = self._seconds.get(peer, 0.0) + seconds
 
     def shares(self, rates_bps: Sequence[float] | NDArray[np.generic], *, scattered: bool = False) -> dict[int, float]:
@@ -116,20 +118,20 @@ class Deferral:
         Parameters
         ----------
         rates_bps
-            How fast this rank reaches each contributor now, in bit/s; 0 where it does not know.
+            How fast this rank currently reaches each contributor, in bit/s; 0 if unknown.
         scattered
-            Contributions are all that is sent: nobody gets averages.
+            Only contributions are sent: there are no averages.
         """
         if not self.is_allowed:
             return {}
         others = len(self._contributors) - 1
         reached = zip(self._contributors, rates_bps, strict=True)
         live = {rank: float(rate) for rank, rate in reached if rate > 0}
-        if others > 1 and live:  # how they compare is all that one sender's rates say of ports that others send to, too
+        if others > 1 and live:  # other ranks send to these ports, too, so only the ratios of one sender's rates count
             scale = max(self._rates.values(), default=0.0) / max(live.values())
             live = {rank: scale * rate for rank, rate in live.items()}
         slowness: dict[int, float] = {}
-        # Of two steps, for a port to which less is sent looks fast: else every other step would be whole.
+        # Two steps, since a port looks fast when less is sent to it: otherwise every other step would be sent in full.
         for rates in (self._rates, {**self._rates, **live}):
             level_rates = level(rates, self._slow)
             fastest = max(level_rates.values(), default=0.0)
@@ -142,23 +144,23 @@ class Deferral:
         return {rank: share for rank, share in shares.items() if share >= SHARE_MIN}
 
     def share_through_server(self, is_clear: bool) -> float:
-        """Return the share of packets to defer on the way to a parameter server, or from it.
+        """Return the share of packets to defer on the way to or from a parameter server.
 
-        All ranks' gradients pass a server's port, in both directions. So it takes as many times longer than any other
-        port as there are workers, and whatever is deferred shortens the step.
+        All ranks' gradients pass the server's port, in both directions. With n workers it takes n times as long as any
+        other port, and any deferral shortens the step.
 
         Parameters
         ----------
         is_clear
-            Nothing says that the server's port is congested: then nothing is deferred.
+            Whether the server's port shows no sign of congestion: then nothing is deferred.
         """
         return self.step_ceiling if self.is_allowed and not is_clear else 0.0
 
     def _by_seconds(self) -> dict[int, float]:
-        """Return how many times longer averages took to each peer than to the fastest one; nothing if not known.
+        """Return how many times longer averages took to each peer than to the fastest one; empty if unknown.
 
-        All get the same message at about the same time, so that the times compare as the ports' rates do. Rates alone
-        say too little: whoever is the only one that sends to a port just then finds it fast.
+        All get the same message at about the same time, so the times compare like the ports' rates. Rates alone are not
+        enough: a port looks fast to a rank that is its only sender at the time.
         """
         if len(self._seconds) < max(2, len(self._contributors) - 1):
             return {}
@@ -166,7 +168,7 @@ class Deferral:
         return {peer: seconds / least for peer, seconds in self._seconds.items()} if least > 0 else {}
 
     def _share(self, slow: int, slowness: float, scattered: bool) -> float:
-        """Return the share with which a rank that is so many times slower than the fastest is done when they are."""
+        """Return the share to defer so that a rank that is slower by this factor finishes with the others."""
         total = sum(self._weights.values())
         weight, largest = self._weights[slow] / total, max(self._weights.values()) / total
         loads = PortLoads.of_reduce_scatter if scattered else PortLoads.of_direct
@@ -180,24 +182,25 @@ class Deferral:
         share: float,
         limit: int,
     ) -> NDArray[np.bool_] | None:
-        """Choose the packets of a message that are deferred: the least valuable ones; None if there are none.
+        """Choose the packets of a message to defer: the least valuable ones; None for none.
 
-        Layers differ in how large their gradients are. So messages of small ones defer more than others: about those
-        packets that are the least valuable of all in the step, as the last steps tell.
+        Layers differ in the size of their gradients, so messages with small ones defer more than others: about those
+        packets that were the least valuable of the whole step in the last steps.
 
         Parameters
         ----------
         message
-            What it is in every step, its phase first: contributions are compared with contributions, averages with
-            averages.
+            Identity of the message in every step, its phase first: contributions are compared with contributions,
+            averages
+            with averages.
         magnitudes
-            Those of its packets, shape (packets,).
+            Magnitudes of its packets, shape (packets,).
         candidates
-            Which may be deferred, of the same shape.
+            Packets that may be deferred, of the same shape.
         share
-            What share of a step's packets to defer.
+            The share of a step's packets to defer.
         limit
-            The largest number of packets of this message.
+            The largest number of packets to defer in this message.
         """
         self._chosen[message] = magnitudes, share
         indices = np.flatnonzero(candidates)
@@ -212,7 +215,7 @@ class Deferral:
 
     @staticmethod
     def due(first_packet: int, packets: int, step: int) -> NDArray[np.bool_]:
-        """Return which of some packets of a bucket, from ``first_packet`` on, are sent in a step in any case."""
+        """Return which packets of a bucket, from ``first_packet`` on, must be sent in this step."""
         turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
         return turn
 
@@ -220,14 +223,14 @@ class Deferral:
 def shares_by_value(
     magnitudes: Mapping[tuple[int, ...], NDArray[np.float32]], share: float, most: float
 ) -> dict[tuple[int, ...], float]:
-    """Return what share of each message is among the least valuable packets of all messages.
+    """Return the share of each message that is among the least valuable packets of all messages.
 
     Parameters
     ----------
     magnitudes
-        Those of each message's packets, shape (packets,).
+        Magnitudes of each message's packets, shape (packets,).
     share, most
-        The share of all packets, and the largest share of one message's.
+        The share over all packets, and the maximum per message.
     """
     shares: dict[tuple[int, ...], float] = {}
     rest = dict(magnitudes)
@@ -239,7 +242,7 @@ def shares_by_value(
         full = [message for message, each in found.items() if each > most]
         if not full:
             return {**shares, **found}
-        for message in full:  # what it may not defer, others do
+        for message in full:  # the other messages take over the excess
             shares[message] = most
             left -= most * len(rest.pop(message))
     return shares

@@ -3,12 +3,12 @@
 
 Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all, followed
 by the rates at which it reaches each of them. The first hop may lose packets within the bound. Averaged shards arrive
-whole, so that replicas never drift apart. A parameter server is the case of one owner that contributes nothing itself
+in full, so that replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
 (:mod:`dlcp.collectives.parameter_server`). A scattered bucket takes the first hop only.
 
-Everything happens in the caller's buffer. A rank's contribution lies where the averaged shard will be written, so it
-posts the receive for that only once the owner has confirmed the contribution; and an owner sends its averaged shard to
-a peer only once it has confirmed the peer's own, for only then has the peer posted that receive.
+Everything happens in the caller's buffer. A rank's contribution is where the averaged shard will be written, so the
+rank posts that receive only once the owner has acknowledged the contribution. An owner sends its averaged shard to a
+peer only once it has acknowledged that peer's contribution, since only then has the peer posted the receive.
 """
 
 from collections.abc import Container, Mapping
@@ -64,10 +64,10 @@ class DirectAllReduce:
     Parameters
     ----------
     context
-        This rank, and what its algorithms share.
+        This rank, and the state that its algorithms share.
     weights
-        Each owner's weight in the division into shards; by default the contributors own shards, equal ones or such as
-        suit the rates at which they receive.
+        Each owner's weight in the division into shards; by default the contributors own shards, equal ones or adapted
+        to the rates at which they receive.
     one_hop
         Whether two ranks may exchange small buckets in one hop (:mod:`dlcp.collectives.pair`).
     """
@@ -83,28 +83,28 @@ class DirectAllReduce:
         self._one_hop = one_hop and self.between_ranks and len(context.contributors) == 2
         self.adaptive = context.options.adaptive_shards and self.between_ranks
         self.deferral: Deferral | None = None
-        if context.options.deferral_bound:  # most jobs put nothing off
+        if context.options.deferral_bound:  # most jobs defer nothing
             from dlcp.collectives import deferral
 
             self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
         self.turn = 0
-        """Says which packets are sent in this step in any case, see :meth:`Deferral.due`. It counts steps, for their
-        numbers are used for broadcasts, too; but a server has not seen all steps: with one it is the step's number."""
+        """Decides which packets must be sent in this step, see :meth:`Deferral.due`. It counts steps, whose numbers are
+        shared with broadcasts; with a server, which has not seen all steps, it is the step's number."""
         self._has_server = weights is not None
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
-        """What each rank reported with the latest bucket of the step."""
+        """Each rank's rates, as reported with the latest bucket of the step."""
         self._reached_bps: dict[int, float] = {}
         self._reported_with: dict[int, int] = {}
-        """Which bucket that was, for results need not come in order."""
+        """The bucket of that report, since results may arrive out of order."""
         self._runs: dict[tuple[int, int], DirectRun | PairRun] = {}
         self._plans: dict[int, DirectPlan] = {}
-        """By number of the bucket."""
+        """By the bucket's number."""
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on, and divide buckets by the rates of the last step.
 
-        All averages of the last step are in on every rank, so that all divide alike.
+        All averages of the last step have arrived on every rank, so all divide alike.
         """
         rates = self.received_bps(self._slow)
         if rates:
@@ -132,7 +132,7 @@ class DirectAllReduce:
         Parameters
         ----------
         step, sequence
-            Training step, and number of the bucket within it; the same on all ranks.
+            Training step, and the bucket's number within it; the same on all ranks.
 
         Raises
         ------
@@ -142,7 +142,7 @@ class DirectAllReduce:
         return self.prepare(step, sequence, bucket).start()
 
     def prepare(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun | PairRun":
-        """Return a bucket's run, with the residual added, tagged and ready to start."""
+        """Return a bucket's run, with residual added, tagged and ready to start."""
         kind = PairRun if self._goes_in_one_hop(bucket) else DirectRun
         run = self._runs[step, sequence] = kind(self, step, sequence, bucket)
         return run
@@ -152,16 +152,16 @@ class DirectAllReduce:
         return allowed and bucket.values.nbytes <= PAIR_BYTES_MAX
 
     def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> "DirectPlan":
-        """Return the plan of a bucket: that of the last step, if it is the same bucket, divided alike."""
+        """Return a bucket's plan: that of the last step, if the bucket and its division are the same."""
         plan = self._plans.get(sequence)
         if plan is None or not plan.fits(bucket, weights):
             plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights)
         return plan
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished.
+        """Return this rank's state of buckets that it, or possibly a peer, has not finished.
 
-        Call it when the endpoint is closed, so that nothing is written into a bucket any more.
+        Call it when the endpoint is closed, so that no bucket is written to any more.
         """
         return [run.partial_result() for _, run in sorted(self._runs.items())]
 
@@ -173,14 +173,14 @@ class DirectAllReduce:
         self._runs.pop((run.step, run.sequence), None)
 
     def end_pairs_before(self, step: int) -> None:
-        """Forget the buckets of earlier steps that went in one hop: the peer has them."""
+        """Forget earlier steps' buckets that went in one hop: the peer has them."""
         for which in [which for which, run in self._runs.items() if which[0] < step and isinstance(run, PairRun)]:
             del self._runs[which]
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s.
 
-        They are 0 where it does not know, and negative where nothing says that the path is congested.
+        They are 0 if unknown, and negative without signs of congestion.
         """
         connection, reached = self.context.connection, self._reached_bps
         known = {peer: connection.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
@@ -188,39 +188,39 @@ class DirectAllReduce:
         return np.array([signed.get(rank, 0.0) for rank in self.context.contributors], RATE)
 
     def rates_to_tell(self) -> NDArray[np.generic]:
-        """Return these rates, and in this rank's own place the fastest that data has come here."""
+        """Return these rates, with this rank's own entry replaced by its fastest inbound rate."""
         told = self.rates()
         told[self.context.contributors.index(self.context.rank)] = self.context.connection.inbound_bps
         return told
 
     def note_reached(self, peer: int) -> None:
-        """Keep the rate at which a peer got what nothing follows: until the next bucket it grows too old to be told."""
+        """Cache a peer's rate after its last message: by the next bucket it would be too old to report."""
         self._reached_bps[peer] = self.context.connection.rate_to(peer)
 
     def note_rates(self, rank: int, sequence: int, rates_bps: NDArray[np.generic]) -> None:
-        """Note the rates that a rank reported with a bucket, unless those of a later one are known."""
+        """Record the rates that a rank reported with a bucket, unless a later bucket's are known."""
         if sequence >= self._reported_with.get(rank, -1):
             self.rates_bps[rank], self._reported_with[rank] = rates_bps, sequence
 
 
 class DirectPlan:
-    """What is the same about a bucket in every step, as long as it holds the same layers and is divided alike.
+    """Everything about a bucket that is the same in every step, as long as its layers and division stay the same.
 
     Attributes
     ----------
     bounds
-        Where each owner's shard begins and ends, in values.
+        Start and end of each owner's shard, in values.
     packets
         The packets of each owner's shard.
     numbers
-        Those of the bucket's messages, by phase and receiver.
+        Numbers of the bucket's messages, by phase and receiver.
     labels, loss_bounds, orders
-        Of contributions to each shard that is not empty: what error messages call them, what they may lose, and which
-        part of this rank's leaves first.
+        Per non-empty shard: label for error messages, loss bound, and which part of this rank's contribution is sent
+        first.
     average_bound
         What averaged shards may lose and defer.
     whole
-        The tags of the bucket where nothing may be lost.
+        The bucket's tags if nothing may be lost.
     """
 
     def __init__(self, context: RankContext, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> None:
@@ -251,7 +251,7 @@ class DirectPlan:
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
 
     def fits(self, bucket: Bucket, weights: Mapping[int, float]) -> bool:
-        """Return whether this is the plan of a bucket that is divided by such weights."""
+        """Return whether this is the plan of a bucket that is divided by these weights."""
         return self._fits == self._what_it_fits(bucket, weights)
 
     @staticmethod
@@ -260,19 +260,19 @@ class DirectPlan:
         return *size, bucket.bound, bucket.whole, weights, tuple(bucket.segments)
 
     def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
-        """Return the tags of a bucket's packets: by magnitude where some may be lost on the way."""
+        """Return the tags of a bucket's packets: by magnitude if any may be lost."""
         bound, per_packet = (
             context.options.bound_of(bucket),
             context.connection.options.payload_bytes // bucket.values.itemsize,
         )
         layers, count = context.options.layers, len(bucket.values)
-        # Magnitudes cost a tenth of a fast network's time: they wait for the first sign that packets may be lost.
+        # Magnitudes cost a tenth of a fast network's time: they wait for the first sign of possible loss.
         clear = context.connection.is_clear
         at_risk = [owner for owner in self.bounds if owner != context.rank and (bound.immediate or not clear(owner))]
         if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
             return self.whole
         magnitudes = bucket.magnitudes
-        if magnitudes is None:  # of what may be lost; all other packets count as the largest
+        if magnitudes is None:  # of droppable packets; all others count as the largest
             magnitudes = np.full(-(-count // per_packet), np.inf, np.float32)
             for owner in at_risk:
                 start, stop = self.bounds[owner]
@@ -284,7 +284,7 @@ class DirectPlan:
         return tags
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
-        """Return the tags of a shard's packets out of those of the bucket, and of ``more`` packets, like the last."""
+        """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""
         if tags is not self.whole:
             return tags.part(self.packets[owner], more)
         found = self._whole_parts.get((owner, more))
@@ -294,27 +294,27 @@ class DirectPlan:
 
 
 class BucketPhase(Enum):
-    """How far a bucket is on this rank."""
+    """Phase of a bucket on this rank."""
 
-    EXCHANGING = "contributions and averaged shards are on their way"
-    CONFIRMING = "everything is here; some peers have not confirmed the shard that this rank averaged"
-    OVERDUE = "these have had time enough: their shard is copied as soon as no local peer reads it in the bucket"
-    RETURNED = "the caller has the bucket back; what is not confirmed is sent from a copy"
-    ENDED = "all peers have confirmed"
+    EXCHANGING = "contributions and averaged shards are in flight"
+    CONFIRMING = "everything has arrived; some peers have not acknowledged this rank's averaged shard"
+    OVERDUE = "their time is up: the shard is copied as soon as no local peer reads it in the bucket"
+    RETURNED = "the caller has the bucket back; unacknowledged data is sent from a copy"
+    ENDED = "all peers have acknowledged"
 
 
 class Shard(Enum):
-    """How far a shard is on this rank."""
+    """State of a shard on this rank."""
 
-    ACCUMULATING = "this rank's own: contributions are awaited"
-    CONTRIBUTING = "another's: it has not confirmed this rank's contribution"
-    DELIVERED = "another's, of a scattered bucket: it has confirmed this rank's contribution, and keeps the average"
-    AWAITED = "another's: the averaged shard is awaited"
-    AVERAGED = "the average is here"
+    ACCUMULATING = "this rank's own: waits for contributions"
+    CONTRIBUTING = "another's: it has not acknowledged this rank's contribution"
+    DELIVERED = "another's, of a scattered bucket: it has acknowledged this rank's contribution, and keeps the average"
+    AWAITED = "another's: waits for the averaged shard"
+    AVERAGED = "the average has arrived"
 
 
 class DirectRun(BucketRun):
-    """One bucket on its way."""
+    """One bucket in progress."""
 
     def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
@@ -331,31 +331,31 @@ class DirectRun(BucketRun):
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
         self.awaited = len(self.shards)
-        """How many shards are not done here, and how many ranks' rates are not here that come by themselves."""
+        """Number of unfinished shards, and of ranks whose separately sent rates are missing."""
         self.accumulator: ShardAccumulator | None = None
         self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        """What follows the own averaged shard."""
+        """Trailer of this rank's averaged shard."""
         self.average_tags = self.tags
-        """The tags of the own averaged shard."""
+        """The tags of this rank's averaged shard."""
         self.average_deferred: NDArray[np.bool_] | None = None
-        """Which packets of it no rank gets in this step."""
+        """Which of its packets no rank gets in this step."""
         self.average_bound = plan.average_bound
         self.copy: NDArray[np.generic] | None = None
-        """The own averaged shard apart from the bucket: from the beginning for local peers to read, else from when the
-        caller has the bucket back although a peer has not confirmed it."""
+        """This rank's averaged shard outside the bucket: from the beginning for local peers to read, otherwise once the
+        caller has the bucket back although a peer has not acknowledged the shard."""
         self.copy_of: ExportedMemory | BufferPool = self.context.connection.exported
-        """What the memory of the copy belongs to."""
+        """The owner of the copy's memory."""
         self.latest = self.rank
-        """Whose average came last."""
+        """The rank whose average arrived last."""
         self.unconfirmed: set[int] = set()
-        """Peers that have not confirmed this rank's averaged shard."""
+        """Peers that have not acknowledged this rank's averaged shard."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
-        """What will be residual: positions in the bucket, and values."""
+        """Future residual: positions in the bucket, and values."""
         self.waiting = np.zeros(len(self.tags.queue), np.bool_)
-        """Which packets of the bucket this rank has still to send."""
+        """Which packets of the bucket this rank still has to send."""
 
     def begin(self) -> None:
-        """Post receives for contributions to the own shard, and contribute to the others'."""
+        """Post receives for contributions to this rank's shard, and contribute to the others'."""
         if self.bucket.scattered and self.average_bound.deferral:
             self._exchange_rates()
         if self.rank in self.shards:
@@ -376,7 +376,7 @@ class DirectRun(BucketRun):
         readers = connection.local_peers.intersection(peers)
         if readers and accumulator.reduction is not None and not self.bucket.exported:
             memory = connection.exported.take(own.nbytes)
-            if memory is not None:  # one copy for all local peers, made while it is in the caches
+            if memory is not None:  # one copy for all local peers, made while the data is cached
                 self.copy = copy = memory.view(np.float32)
                 accumulator.reduction.copy_into(copy)
         for position, peer in enumerate(peers):
@@ -392,7 +392,7 @@ class DirectRun(BucketRun):
             self._average(self.accumulator)
 
     def _average(self, accumulator: ShardAccumulator) -> None:
-        """Form the average of the own shard, and send it to all."""
+        """Average this rank's shard, and send it to all."""
         own, bucket = accumulator.own, self.bucket
         if accumulator.reduction is not None:
             self._finish_streaming(accumulator, accumulator.reduction)
@@ -407,7 +407,7 @@ class DirectRun(BucketRun):
                 rescale=self.context.options.rescale,
                 samples=bucket.samples,
             )
-            with np.errstate(over="ignore", invalid="ignore"):  # which is for the loss scaler to see
+            with np.errstate(over="ignore", invalid="ignore"):  # the loss scaler handles these
                 own[:] = bucket.value_type.narrow(mean if bucket.factor == 1 else mean * mean.dtype.type(bucket.factor))
         accumulator.release()
         self._have(self.rank)
@@ -418,7 +418,7 @@ class DirectRun(BucketRun):
             self._offer_average(accumulator)
 
     def _offer_average(self, accumulator: ShardAccumulator) -> None:
-        """Send the own averaged shard to all that have confirmed their own contribution to come."""
+        """Send this rank's averaged shard to all peers whose contributions have been acknowledged."""
         rates_bps = self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
@@ -431,7 +431,7 @@ class DirectRun(BucketRun):
         self._advance()
 
     def _finish_streaming(self, accumulator: ShardAccumulator, reduction: StreamingReduction) -> None:
-        """Average the packets that lack contributions; complete ones are averaged already."""
+        """Average packets that lack contributions; complete ones are averaged already."""
         rescale, samples = self.context.options.rescale, self.bucket.samples
         own = cast("NDArray[np.float32]", accumulator.own)
         if accumulator.whole or samples is None or not rescale:
@@ -444,7 +444,7 @@ class DirectRun(BucketRun):
             self.copy[:] = own
 
     def _defer_average(self) -> None:
-        """Put off what of the own averaged shard the slowest receiver has no time for: it is zero on all ranks."""
+        """Defer packets of this rank's averaged shard for the slowest receiver: they are zero on all ranks."""
         assert self.reducer.deferral
         share = max(self.reducer.deferral.shares(np.abs(self.reducer.rates())).values(), default=0.0)
         deferred = self._choose_deferred(ALL_GATHER, self.rank, share, self.average_tags)
@@ -453,7 +453,7 @@ class DirectRun(BucketRun):
         start, stop = self.bounds[self.rank]
         own, widen = self.values[start:stop], self.bucket.value_type.widen
         positions = self._positions(deferred, len(own))
-        # The next contribution is divided by how many ranks there are.
+        # The next contribution is divided by the number of ranks.
         self._lose(self.rank, positions, widen(own) * np.float32(len(self.context.contributors)))
         own[positions] = 0
         self._note_waiting(self.rank, deferred)
@@ -463,7 +463,7 @@ class DirectRun(BucketRun):
         self.average_tags = self.average_tags._replace(protected=~deferred)
 
     def _share_to_defer(self, owner: int) -> float:
-        """Return what share of the contribution to an owner's shard is put off to a later step."""
+        """Return the share to defer of the contribution to an owner's shard."""
         deferral, context = self.reducer.deferral, self.context
         assert deferral
         if owner in context.contributors:
@@ -471,7 +471,7 @@ class DirectRun(BucketRun):
         return deferral.share_through_server(context.connection.is_clear(owner))
 
     def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
-        """Return which packets of a shard's message are put off to a later step; None if all are sent."""
+        """Return which packets of a shard's message are deferred; None if all are sent."""
         if not share:
             return None
         (start, stop), per_packet, bucket = self.bounds[owner], self.values_per_packet, self.bucket
@@ -490,7 +490,7 @@ class DirectRun(BucketRun):
         return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
 
     def _protect_due(self, owner: int, tags: PacketTags) -> PacketTags:
-        """Return the tags of a contribution of which those packets are not lost whose turn it is to be sent."""
+        """Return a contribution's tags with those packets protected whose turn it is to be sent."""
         packets = self._packets(owner)
         assert self.reducer.deferral
         due = self.reducer.deferral.due(packets.start, len(tags.queue), self.turn)
@@ -498,7 +498,7 @@ class DirectRun(BucketRun):
         return tags._replace(drop_class=drop_class, protected=tags.protected | due)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
-        """Return which packets of each rank are in the own shard, this rank's among them."""
+        """Return which packets of each rank, including this one, are in this rank's shard."""
         return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
 
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
@@ -511,12 +511,12 @@ class DirectRun(BucketRun):
         else:  # a parameter server
             tail = np.array([FORMATS.index(self.bucket.value_type)], np.uint8)
             tags = self._tags(owner, len(tail))
-            known = context.options.bound.ratio  # it knows of no layer's own bound
+            known = context.options.bound.ratio  # it does not know layers' own bounds
             if bound.ratio < known:
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             bound = replace(bound, ratio=min(bound.ratio, known))
-            # It tells size and format. These tags may be views of those that are for all who ask; but there nothing may
-            # be lost, so that every packet is protected already.
+            # It carries size and format. These tags may be views of shared ones; but then nothing may be lost, and
+            # every packet is protected already.
             tags.protected[-1] = True
         deferred = None
         if bound.deferral:
@@ -542,7 +542,7 @@ class DirectRun(BucketRun):
             self._advance()
             return
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
-        # Only now: the average overwrites what may have had to be sent again, or is lost.
+        # Only now: the average overwrites data that may have been needed for a retransmission, or is lost.
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
         into = self._bytes(owner)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
@@ -561,7 +561,7 @@ class DirectRun(BucketRun):
             start, stop = self.bounds[owner]
             shard, deferred = self.values[start:stop], ~arrival.delivered[: len(contributed)]
             if owner not in self.context.contributors:
-                # A server keeps no residual: what it defers is what every worker contributed, which is still in place.
+                # A server keeps no residual: what it defers, every worker contributed, and that is still in place.
                 positions = self._positions(deferred & contributed, stop - start)
                 self._lose(owner, positions, self.bucket.value_type.widen(shard))
                 self._note_waiting(owner, deferred & contributed)
@@ -575,7 +575,7 @@ class DirectRun(BucketRun):
         self.awaited -= 1
 
     def _send_average(self, peer: int) -> None:
-        """Send the own averaged shard to a peer that has confirmed its own contribution to come."""
+        """Send this rank's averaged shard to a peer whose contribution has been acknowledged."""
         key, label, tags = self._key(ALL_GATHER, peer), self.plan.labels[self.rank], self.average_tags
         payload = (self._bytes(self.rank) if self.copy is None else self.copy.view(np.uint8)).data
         bound, deferred = self.average_bound, self.average_deferred
@@ -590,7 +590,7 @@ class DirectRun(BucketRun):
         self._advance()
 
     def _exchange_rates(self) -> None:
-        """Tell the others at which rates this rank reaches them, as averages do in the other buckets."""
+        """Tell the others this rank's rates to them, as averages do in the other buckets."""
         connection, rates_bps = self.context.connection, self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         for peer in self.context.peers:
@@ -612,7 +612,7 @@ class DirectRun(BucketRun):
     # The end ----------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Enter the next phases, as far as what is here and what is confirmed allow."""
+        """Enter the next phases as far as arrivals and acknowledgements allow."""
         if self.awaited or (self.done.done() and self.phase is not BucketPhase.RETURNED):  # the latter: it has failed
             return
         if self.phase is BucketPhase.EXCHANGING:
@@ -635,11 +635,11 @@ class DirectRun(BucketRun):
             self._advance()
 
     def _local_peers_read(self) -> bool:
-        """Return whether a local peer may be reading the own averaged shard where it lies in the bucket."""
+        """Return whether a local peer may be reading this rank's averaged shard in the bucket."""
         return self.bucket.exported and bool(self.unconfirmed & self.context.connection.local_peers)
 
     def _detach(self) -> None:
-        """Let what is not confirmed be sent from a copy."""
+        """Continue sending unacknowledged data from a copy."""
         start, stop = self.bounds[self.rank]
         connection = self.context.connection
         self.copy_of, buffer = connection.buffers, connection.buffers.take((stop - start) * self.values.itemsize)
@@ -670,7 +670,7 @@ class DirectRun(BucketRun):
     # Partial result ---------------------------------------------------------------------------------------------------
 
     def partial_result(self) -> PartialResult:
-        """Return what this rank holds of the bucket."""
+        """Return this rank's state of the bucket."""
         widen, packets = self.bucket.value_type.widen, len(self.tags.queue)
         final, unconfirmed = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
         included = {rank: np.zeros(packets, np.bool_) for rank in self.context.contributors}
@@ -681,7 +681,7 @@ class DirectRun(BucketRun):
         averaged = self.shards.get(self.rank) is Shard.AVERAGED
         final[mine] = averaged or np.all([bits[mine] for bits in included.values()], axis=0)
         if self.copy is not None and self.done.done() and not self.done.exception():
-            # The caller has the bucket back; what is left is this rank's own averaged shard.
+            # The caller has the bucket back; only this rank's averaged shard is left.
             values = np.zeros(len(self.values), widen(self.values[:0]).dtype)
             values[slice(*self.bounds[self.rank])] = widen(self.copy)
             return PartialResult(self.step, self.sequence, values, self.values_per_packet, final, included)
@@ -701,7 +701,7 @@ class DirectRun(BucketRun):
         )
 
     def _included(self) -> Mapping[int, NDArray[np.bool_]]:
-        """Return whose contributions the own shard holds, by its packets."""
+        """Return whose contributions this rank's shard holds, by packet."""
         accumulator = self.accumulator
         if accumulator is None:
             start, stop = self.bounds.get(self.rank, (0, 0))
@@ -713,7 +713,7 @@ class DirectRun(BucketRun):
     # Parts of the bucket ----------------------------------------------------------------------------------------------
 
     def _tags(self, owner: int, tail_bytes: int = 0) -> PacketTags:
-        """Return the tags of a shard's packets; those of packets for a tail are like the last."""
+        """Return the tags of a shard's packets; packets of a tail are tagged like the last."""
         more = 0
         if tail_bytes:
             (start, stop), packets = self.bounds[owner], self.plan.packets[owner]
@@ -722,12 +722,12 @@ class DirectRun(BucketRun):
         return self.plan.tags_of(owner, self.tags, more)
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
-        """Note as lost those of a shard's ``values`` at ``positions`` of it."""
+        """Record a shard's ``values`` at ``positions`` as lost."""
         if len(positions):
             self.lost.append((positions + self.bounds[owner][0], values[positions]))
 
     def _note_waiting(self, owner: int, packets: NDArray[np.bool_]) -> None:
-        """Note that some packets of a shard, or of a message with one, wait for a later step."""
+        """Record that packets of a shard, or of a message with one, wait for a later step."""
         part = self._packets(owner)
         self.waiting[part] |= packets[: part.stop - part.start]
 

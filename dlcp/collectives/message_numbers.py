@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that gives out message numbers: who may number which messages of a step, and how.
+"""Allocation of message numbers: who may number which messages of a step, and how.
 
-A switch knows a message by job, step, number and sender, so messages of one sender in one step need different numbers,
-whoever their receivers are. The header holds 16 bits. :data:`STEPS` says who shares a step with whom; that no two
-ranges of one step meet is checked when this module is imported.
+A switch identifies a message by job, step, number and sender, so one sender's messages in a step need different
+numbers, whoever receives them. The header holds 16 bits. :data:`STEPS` says who shares a step with whom; at import it
+is checked that no two ranges of one step overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Final
 
 REDUCE_SCATTER: Final = 0
-"""The phase in which contributions go to whoever reduces them."""
+"""The phase in which contributions go to the ranks that reduce them."""
 ALL_GATHER: Final = 1
 """The phase in which averaged shards go to all."""
 MESSAGES_PER_STEP: Final = 1 << 16
@@ -20,12 +20,12 @@ MESSAGES_PER_STEP: Final = 1 << 16
 HALF: Final = MESSAGES_PER_STEP // 2
 
 PARTS_MAX: Final = 16
-"""The most parts that a server's bucket is cut into. Chosen by us: more hide little more, and each takes the processor
-some time on every rank."""
+"""The most parts of a server's bucket: more parts hide little more, and each costs some processor time on every
+rank."""
 RING_PIECES_MAX: Final = 16
-"""The most pieces that a block of the ring is cut into."""
+"""The most pieces of a block of the ring."""
 RING_PIECES: Final = 64
-"""Of a bucket, in all its blocks together: more pieces than this neither hide latency nor leave numbers for buckets."""
+"""Pieces of a bucket, over all its blocks: more neither hide latency nor leave numbers for buckets."""
 
 
 class MessageNumbersExhaustedError(ValueError):
@@ -44,7 +44,7 @@ class NumberRange:
         return self.first <= number < self.stop
 
     def exhausted(self, number: int, what: str, remedy: str) -> MessageNumbersExhaustedError:
-        """Return the error that ``what`` would need a number outside of the range."""
+        """Return the error that ``what`` would need a number outside the range."""
         return MessageNumbersExhaustedError(
             f"{what} needs message number {number}, but {self.user} has the numbers {self.first} to {self.stop - 1} of "
             f"a step; {remedy}"
@@ -65,31 +65,31 @@ STEPS: Final[Mapping[str, Sequence[NumberRange]]] = {
     "collectives of a process group": (COLLECTIVES_RANGE, HORIZON, POINT_TO_POINT),
     "a session's broadcast": (BROADCAST,),
 }
-"""Who shares the numbers of a step. Two hops are direct all-reduce, parameter server, Adasum and compressed
-all-gather: they number by bucket, so that the buckets of a step may go different ways."""
+"""Users that share the numbers of a step. Two hops are direct all-reduce, parameter server, Adasum and compressed
+all-gather: they number by bucket, so the buckets of a step may use different collectives."""
 
 
 def check_ranges(steps: Mapping[str, Sequence[NumberRange]]) -> None:
-    """Raise AssertionError if two users of one kind of step have a number in common, or one that no header holds."""
+    """Raise AssertionError if two users of one kind of step share a number, or one does not fit the header."""
     for step, ranges in steps.items():
         for each in ranges:
             if not 0 <= each.first < each.stop <= MESSAGES_PER_STEP:
                 raise AssertionError(f"{step}: the header cannot number {each}")
         for one, other in pairwise(sorted(ranges, key=lambda each: each.first)):
             if other.first < one.stop:
-                raise AssertionError(f"{step}: the ranges of {one.user} and {other.user} meet")
+                raise AssertionError(f"{step}: the ranges of {one.user} and {other.user} overlap")
 
 
 check_ranges(STEPS)
 
 
 def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared: bool = False) -> int:
-    """Return the number of a message of two hops: reduce-scatter (phase 0) or all-gather (phase 1).
+    """Return the number of a message in two hops: reduce-scatter (phase 0) or all-gather (phase 1).
 
     Parameters
     ----------
     bucket
-        Number of the bucket within the step.
+        The bucket's number within the step.
     ranks
         One more than the highest rank that takes part in any bucket of the step.
     shared
@@ -98,7 +98,7 @@ def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared
     Raises
     ------
     MessageNumbersExhaustedError
-        There is no number left, as from the functions below.
+        There is no number left; the functions below raise it, too.
     """
     numbers = TWO_HOPS if shared else TWO_HOPS_ALONE
     number = numbers.first + (bucket * 2 + phase) * ranks + receiver
@@ -109,17 +109,17 @@ def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared
 
 
 def part_number(bucket: int, part: int, ranks: int) -> int:
-    """Return what stands for a bucket in :func:`two_hop_number` where buckets go in parts.
+    """Return the number to use for a part of a bucket in :func:`two_hop_number`.
 
-    There are no more of these than :func:`parts_allowed` says.
+    :func:`parts_allowed` limits the parts.
     """
     return _number_of_piece(bucket, part, PARTS_MAX, _buckets_in_parts(ranks))
 
 
 def parts_allowed(bucket: int, ranks: int) -> int:
-    """Return how many parts a bucket may have: late ones of a step with very many buckets go whole.
+    """Return how many parts a bucket may have: late buckets of a step with very many are not divided.
 
-    Half of the numbers are for buckets in parts, the rest for those that come after.
+    Half of the numbers are for divided buckets, the rest for later ones.
     """
     return PARTS_MAX if bucket < _buckets_in_parts(ranks) else 1
 
@@ -130,9 +130,9 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
     Parameters
     ----------
     bucket, piece
-        Number of the bucket within the step, and of the piece within its block, see :func:`pieces_allowed`.
+        The bucket's number within the step, and the piece's within its block, see :func:`pieces_allowed`.
     phase, hop
-        Reduce-scatter (0) or all-gather (1), and how many hops that phase of the piece has behind it.
+        Reduce-scatter (0) or all-gather (1), and how many hops of that phase the piece has completed.
     """
     most = _ring_pieces(ranks)
     cut = _ring_buckets_in_pieces(ranks)
@@ -145,21 +145,21 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
 
 
 def pieces_allowed(bucket: int, ranks: int) -> int:
-    """Return how many pieces the blocks of a ring's bucket may have: late buckets of a step with very many go in one.
+    """Return how many pieces the blocks of a ring's bucket may have: late ones of very many are not divided.
 
-    Half of the numbers are for buckets in pieces, the rest for those that come after.
+    Half of the numbers are for divided buckets, the rest for later ones.
     """
     return _ring_pieces(ranks) if bucket < _ring_buckets_in_pieces(ranks) else 1
 
 
 def ring_buckets(ranks: int) -> int:
-    """Return how many buckets of a step may go around a ring: those with lower numbers than this."""
+    """Return how many buckets of a step may use a ring: those with lower numbers than this."""
     buckets = (RING_RANGE.stop - RING_RANGE.first) // (2 * ranks)
     return buckets - _ring_buckets_in_pieces(ranks) * (_ring_pieces(ranks) - 1)
 
 
 def collective_number(phase: int, receiver: int, ranks: int) -> int:
-    """Return the number of a part of a process group's collective, which is a step of its own."""
+    """Return the number of a message in a process group's collective, which is a step of its own."""
     number = COLLECTIVES_RANGE.first + phase * ranks + receiver
     if number not in COLLECTIVES_RANGE:
         what = f"phase {phase} of a collective among {ranks} ranks"
@@ -168,7 +168,7 @@ def collective_number(phase: int, receiver: int, ranks: int) -> int:
 
 
 def horizon_number() -> int:
-    """Return the number of the messages by which the ranks of a process group say what is over."""
+    """Return the number of the messages in which a process group's ranks announce finished steps."""
     return HORIZON.first
 
 
@@ -185,7 +185,7 @@ POINT_TO_POINT_SLOTS: Final = (POINT_TO_POINT.stop - POINT_TO_POINT.first) // 2
 
 
 def broadcast_number(part: int, hop: int, ranks: int) -> int:
-    """Return the number of a part of a broadcast down a binomial tree, over a hop that spans 2**hop ranks."""
+    """Return the number of a part of a binomial-tree broadcast, over a hop that spans 2**hop ranks."""
     number = BROADCAST.first + part * max(1, (ranks - 1).bit_length()) + hop
     if number not in BROADCAST:
         what = f"part {part} of a broadcast to {ranks} ranks"
@@ -194,7 +194,7 @@ def broadcast_number(part: int, hop: int, ranks: int) -> int:
 
 
 def _number_of_piece(bucket: int, piece: int, most: int, cut: int) -> int:
-    """Return the number of a piece where the first ``cut`` buckets have up to ``most`` each, and all others one."""
+    """Return a piece's number if the first ``cut`` buckets have up to ``most`` each, and all others one."""
     return bucket * most + piece if bucket < cut else cut * most + bucket - cut
 
 

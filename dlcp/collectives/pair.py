@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pair exchange: the all-reduce of a small bucket between two ranks, in one hop.
 
-Each rank sends the other its whole contribution, and both form the average. That takes as many bytes as two hops do
-among two ranks, half as many messages, and half the latency, which is nearly all of a small bucket's time.
+Each rank sends the other its whole contribution, and both average. Between two ranks that takes as many bytes as two
+hops, half as many messages, and half the latency, which dominates a small bucket's time.
 
-Replicas stay equal although packets may be lost: a rank knows from the other's confirmation which packets of its own
-contribution arrived, leaves the others out as the peer has to, and keeps them as residual.
+Replicas stay equal even with packet loss: the peer's acknowledgement tells a rank which packets of its own contribution
+arrived. It leaves the others out, as the peer has to, and keeps them as residual.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from dlcp.collectives.direct import DirectAllReduce
 
 PAIR_BYTES_MAX: Final = 1 << 20
-"""Larger buckets are added up while they arrive, in two hops: a pass over memory less then counts for more than a hop.
+"""Larger buckets are added up as they arrive, in two hops: one pass over memory less then outweighs a hop.
 """
 
 
 class PairRun(BucketRun):
-    """One bucket of two ranks on its way."""
+    """One bucket of two ranks in progress."""
 
     def __init__(self, reducer: "DirectAllReduce", step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
@@ -40,11 +40,11 @@ class PairRun(BucketRun):
             self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
         self.tags = plan.tag(self.context, bucket, step)
         self.delivery: Delivery | None = None
-        """The peer's confirmation of this rank's contribution; None until it is here."""
+        """The peer's acknowledgement of this rank's contribution; None until it arrives."""
         self.arrival: Arrival | None = None
-        """The peer's contribution, once it is here."""
+        """The peer's contribution; None until it arrives."""
         self.result: NDArray[np.generic] | None = None
-        """The average, kept until the peer is known to have it, too: the caller's buffer is then used for others."""
+        """The average, kept until the peer must have it, too: the caller reuses its buffer."""
         self._note("tagged")
 
     def begin(self) -> None:
@@ -75,7 +75,7 @@ class PairRun(BucketRun):
             self._average(delivery, self.arrival)
 
     def _average(self, delivery: Delivery, arrival: Arrival) -> None:
-        """Form the average of what has arrived on both sides, in the order of ranks, and give the caller the bucket."""
+        """Average what has arrived on both sides, in the order of ranks, and give the caller the bucket."""
         bucket, ours, options = self.bucket, self.bucket.values, self.context.options
         theirs = arrival.payload.view(ours.dtype)
         if delivery.lost:
@@ -84,7 +84,7 @@ class PairRun(BucketRun):
                 self.context.residual.add_at(positions, bucket.value_type.widen(ours)[positions], bucket.segments)
             ours[positions] = 0
         first, second = (ours, theirs) if self.rank < self.peer else (theirs, ours)
-        with np.errstate(over="ignore", invalid="ignore"):  # which is for the loss scaler to see
+        with np.errstate(over="ignore", invalid="ignore"):  # the loss scaler handles these
             if bucket.value_type is ValueType.FLOAT32 and not options.rescale:
                 np.add(first, second, out=ours)
                 np.multiply(ours, np.float32(0.5 * bucket.factor), out=ours)
@@ -103,12 +103,12 @@ class PairRun(BucketRun):
         self.result = ours.copy()
         self._note("summed")
         self._note("gathered", self.peer)
-        # The peer would not have begun this step before it had all of the earlier ones.
+        # The peer would not have begun this step before it had all earlier results.
         self.reducer.end_pairs_before(self.step)
         self.done.set_result(ours)
 
     def partial_result(self) -> PartialResult:
-        """Return what this rank holds of the bucket."""
+        """Return this rank's state of the bucket."""
         widen, packets = self.bucket.value_type.widen, len(self.tags.queue)
         if self.result is None or self.delivery is None or self.arrival is None:
             values = widen(self.bucket.values).copy()

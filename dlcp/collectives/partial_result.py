@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial-result recovery: the exact average of a bucket whose all-reduce broke off, from what ranks hold between them.
+"""Partial-result recovery: the exact average of a bucket whose all-reduce failed, from the data that ranks hold.
 
-At any moment a packet's worth of a bucket is, on each rank, either final (the average, as its owner formed it) or a sum
-of some ranks' contributions: its own alone, or at an owner those that had come. Only finished packets are sent on. So
-as long as a packet is final nowhere, every contribution still lies somewhere, and exactly once apart from those that an
-owner has added already. One sum over all ranks, of the right parts, completes the average.
+At any moment a packet of a bucket is, on each rank, either final (the average, as its owner formed it) or a sum of some
+ranks' contributions: its own alone, or at an owner those that had arrived. Only finished packets are sent on. So as
+long as a packet is final nowhere, every contribution still exists, and exactly once apart from those that an owner has
+added already. One sum over all ranks, of the right parts, completes the average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,43 +18,43 @@ NOWHERE = -1
 
 
 class UnrecoverableError(RuntimeError):
-    """A rank's contribution is lost: nobody holds it any more, and no average was formed of it."""
+    """A rank's contribution is lost: no rank holds it any more, and no average was formed of it."""
 
 
 class RecoveryChannel(Protocol):
-    """A working way between the same ranks, reliable and slower; every rank makes the same calls in the same order."""
+    """A working, reliable, slower channel between the same ranks; all make the same calls in the same order."""
 
     def gather(self, item: Any) -> dict[int, Any]:
-        """Return what every rank gave, by rank."""
+        """Return every rank's item, by rank."""
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the sum over all ranks, bit by bit the same on all; float32, float64, int32 or int64."""
+        """Return the sum over all ranks, bitwise equal on all; float32, float64, int32 or int64."""
 
 
 @dataclass(slots=True)
 class PartialResult:
-    """What one rank holds of a bucket.
+    """One rank's state of a bucket.
 
     Parameters
     ----------
     step, sequence
-        Which bucket: training step, and number within it.
+        The bucket: training step, and number within it.
     values
-        Shape (m,), in the type that sums keep their precision in (``ValueType.widen``).
+        Shape (m,), in the type for sums (``ValueType.widen``).
     values_per_packet
-        The unit of the rest; there are ceil(m / values_per_packet) packets.
+        Values per packet, the unit of the fields below; there are ceil(m / values_per_packet) packets.
     final
         Where ``values`` holds the average, shape (packets,).
     included
-        For each rank whose contribution ``values`` holds, alone or in a sum, in which packets, shape (packets,). Where
-        the packet is final here *because this rank formed the average*: the ranks that it was formed of. Where this
-        rank holds nothing of use, nothing.
+        For each rank whose contribution ``values`` holds, alone or in a sum, in which packets, shape (packets,). If the
+        packet is final here *because this rank formed the average*: the ranks that it was formed of. Empty if this rank
+        holds nothing of use.
     residual
-        What would have become residual had this bucket been finished, shape (m,); None for nothing. It counts only
-        where the packet is final somewhere, for else nothing is lost.
+        The residual if this bucket had been finished, shape (m,); None for nothing. It counts only for packets that are
+        final somewhere, since otherwise nothing is lost.
     unconfirmed
-        Where ``values`` still holds this rank's own contribution and it does not know whether that reached the owner,
-        shape (packets,). None: wherever it holds its own and not the average.
+        Packets in which ``values`` still holds this rank's own contribution and it does not know whether that reached
+        the owner, shape (packets,). None: all in which it holds its own and not the average.
     """
 
     step: int
@@ -70,14 +70,14 @@ class PartialResult:
     def untouched(
         cls, rank: int, step: int, sequence: int, values: NDArray[np.floating], values_per_packet: int
     ) -> "PartialResult":
-        """Return what a rank holds of a bucket of which nothing has been exchanged: its own contribution."""
+        """Return a rank's state of a bucket before any exchange: its own contribution."""
         packets = -(-len(values) // values_per_packet)
         own = {rank: np.ones(packets, np.bool_)}
         return cls(step, sequence, values, values_per_packet, np.zeros(packets, np.bool_), own)
 
 
 class ContributionMap(NamedTuple):
-    """What a :class:`PartialResult` holds, without the values: what ranks tell each other. Bitmaps are packed."""
+    """A :class:`PartialResult` without its values, for the other ranks. Bitmaps are packed."""
 
     values: int
     kind: str
@@ -87,9 +87,9 @@ class ContributionMap(NamedTuple):
 
 
 class RecoveryPlan(NamedTuple):
-    """Who gives what of each packet.
+    """Which rank provides what of each packet.
 
-    ``source`` is the rank whose average is taken, or ``NOWHERE``; ``gives`` has the ranks whose sums are added where
+    ``source`` is the rank whose average is used, or ``NOWHERE``; ``gives`` has the ranks whose sums are added if
     there is none; ``left_out`` the ranks whose contribution an average lacks. Shapes (packets,).
     """
 
@@ -107,14 +107,14 @@ class Recovered:
 
 
 def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> RecoveryPlan:
-    """Decide who gives what; every rank comes to the same plan.
+    """Decide which rank provides what; every rank computes the same plan.
 
     Parameters
     ----------
     maps
-        What the ranks hold that hold anything.
+        The state of all ranks that hold anything.
     contributors
-        The ranks whose contributions the average is of.
+        The ranks that the average is over.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> Re
 def _cover(
     included: Mapping[int, Mapping[int, NDArray[np.bool_]]], wanted: NDArray[np.bool_], contributors: Sequence[int]
 ) -> dict[int, NDArray[np.bool_]]:
-    """Choose sums that hold each contribution exactly once: the largest first, then whatever does not overlap."""
+    """Choose sums that hold each contribution exactly once: the largest first, then any that do not overlap."""
     packets = len(wanted)
     covered = {rank: np.zeros(packets, np.bool_) for rank in contributors}
     sizes = {rank: sum((bits.astype(np.int32) for bits in parts.values()), start=np.zeros(packets, np.int32))
@@ -174,7 +174,7 @@ def _left_out(
     contributors: Sequence[int],
     packets: int,
 ) -> dict[int, NDArray[np.bool_]]:
-    """Return which contributions the averages lack, where whoever formed them tells."""
+    """Return which contributions the averages lack, as reported by the ranks that formed them."""
     known = np.zeros(packets, np.bool_)
     folded = {rank: np.zeros(packets, np.bool_) for rank in contributors}
     for rank, parts in included.items():
@@ -197,13 +197,13 @@ def recover(
     Parameters
     ----------
     mine
-        What this rank holds; None if it holds nothing of this bucket any more.
+        This rank's state; None if it holds nothing of this bucket any more.
     finished
-        This rank needs nothing of it either.
+        Whether this rank needs nothing of it either.
 
     Returns
     -------
-    The average, the same on all ranks; None if all have finished, so that nobody needs it.
+    The average, the same on all ranks; None if all have finished and no rank needs it.
 
     Raises
     ------
@@ -229,7 +229,7 @@ def recover(
         given = by_value(decided.gives.get(rank, nothing))
         result[summed] = channel.add(np.where(given, values, 0).astype(kind)[summed]) / kind.type(len(contributors))
     if copied.any():
-        # As integers, of which all but one are 0: an average comes over bit by bit.
+        # As integers, of which all but one are 0: an average is copied bit by bit.
         given = by_value(decided.source == rank)
         bits = np.where(given, values, 0).astype(kind)[copied].view(f"i{kind.itemsize}")
         result[copied] = channel.add(bits).view(kind)
@@ -239,7 +239,7 @@ def recover(
 def _residual(
     mine: PartialResult | None, rank: int, decided: RecoveryPlan, by_value: Any
 ) -> NDArray[np.floating] | None:
-    """Return the residual where an average was formed: what was lost anyway, and what it turns out to lack."""
+    """Return the residual if an average was formed: known losses, and contributions that it turns out to lack."""
     if mine is None:
         return None
     unconfirmed = mine.unconfirmed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets in parts, for a parameter server: it sends the average of one part while contributions to others come.
+"""Buckets in parts, for a parameter server: it sends the average of one part while others' contributions arrive.
 
-A server sends a message once all workers have sent theirs. In one piece, a large bucket would first fill the port
+A server sends a message once all workers have sent theirs. Undivided, a large bucket would first fill the port
 towards the server, and then the one from it. P3 (MLSys 2019) and ByteScheduler (SOSP 2019) divide gradients, too.
 """
 
@@ -22,12 +22,12 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.tags import Segment
 
 PART_BYTES_MIN: Final = 200_000
-"""A part is no smaller; P3 has slices of 50,000 values. Those of large buckets are larger: their number is limited."""
+"""Minimum size of a part; P3 has slices of 50,000 values. Large buckets have larger parts: their number is limited."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Where a part lies in its bucket, in values, and the layers in it."""
+    """A part's range in its bucket, in values, and its layers."""
 
     start: int
     stop: int
@@ -35,12 +35,12 @@ class _Part:
 
 
 class AllReduceInParts:
-    """All-reduce by a parameter server, of each large bucket in parts. Timelines show buckets, not their parts.
+    """All-reduce by a parameter server, with large buckets in parts. Timelines show buckets, not their parts.
 
     Parameters
     ----------
     context
-        This rank, and what its algorithms share.
+        This rank, and the state that its algorithms share.
     server
         The server's rank.
     """
@@ -51,7 +51,7 @@ class AllReduceInParts:
         self.plain = DirectAllReduce(replace(context, noted=False), weights={server: 1.0})
         self._server, self._ranks = server, context.ranks
         self._layouts: dict[int, tuple[tuple[object, ...], list[_Part]]] = {}
-        """Parts by number of the bucket, and what they suit: a step has the buckets of the last one."""
+        """Parts by number of the bucket, with the layout that they fit: every step has the same buckets."""
         self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
 
     def begin_step(self, step: int) -> None:
@@ -64,13 +64,13 @@ class AllReduceInParts:
         parts = self._parts(sequence, bucket)
         self._started[step, sequence] = bucket, parts
         context, per_packet = self.plain.context, self._per_packet(bucket)
-        if context.options.error_feedback:  # a layer's residual is added at once, and some lie in several parts
+        if context.options.error_feedback:  # a layer's residual is added at once, and some layers span several parts
             context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
         averaged: Future[NDArray[np.generic]] = Future()
         timeline, left = context.connection.timeline, set(range(len(parts)))
 
         def on_done(index: int, future: "Future[NDArray[np.generic]]") -> None:
-            left.discard(index)  # all in the endpoint's thread
+            left.discard(index)  # always in the endpoint's thread
             error = future.exception()
             if error and not averaged.done():
                 averaged.set_exception(error)
@@ -89,12 +89,12 @@ class AllReduceInParts:
             runs.append(self.plain.prepare(step, part_number(sequence, index, self._ranks), piece))
         if timeline is not None:
             timeline.note("tagged", step, sequence)
-        for index, run in enumerate(runs):  # only now: what the first one loses is for the next step
+        for index, run in enumerate(runs):  # only now: losses of the first one are for the next step
             run.start().add_done_callback(partial(on_done, index))
         return averaged
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that are not finished; call it when the endpoint is closed."""
+        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
         numbers = {
             (step, part_number(sequence, index, self._ranks)): (step, sequence, index)
             for (step, sequence), (_, parts) in self._started.items()
@@ -108,11 +108,11 @@ class AllReduceInParts:
         ]
 
     def close(self) -> None:
-        """Close what averages the parts."""
+        """Close the reducer of the parts."""
         self.plain.close()
 
     def _joined(self, name: tuple[int, int], held: Mapping[int, PartialResult]) -> PartialResult:
-        """Return what this rank holds of a bucket; parts of which it holds nothing any more are averaged."""
+        """Return this rank's state of a bucket; parts that it no longer holds are averaged."""
         bucket, parts = self._started[name]
         per_packet, widen = self._per_packet(bucket), bucket.value_type.widen
         values = widen(bucket.values).copy()
@@ -137,7 +137,7 @@ class AllReduceInParts:
         return self.plain.context.connection.options.payload_bytes // bucket.values.itemsize
 
     def _parts(self, sequence: int, bucket: Bucket) -> list[_Part]:
-        """Divide a bucket at borders of packets."""
+        """Divide a bucket at packet borders."""
         suits = len(bucket.values), bucket.values.itemsize, tuple(bucket.segments)
         known = self._layouts.get(sequence)
         if known is None or known[0] != suits:
@@ -147,7 +147,7 @@ class AllReduceInParts:
 
 
 def divide(bucket: Bucket, parts: int, values_per_packet: int) -> list[_Part]:
-    """Divide a bucket into at most so many parts of about one size, at borders of packets."""
+    """Divide a bucket into at most this many parts of about equal size, at packet borders."""
     count = len(bucket.values)
     packets = -(-count // values_per_packet)
     borders = np.unique(np.rint(np.linspace(0, packets, parts + 1)).astype(int)) * values_per_packet

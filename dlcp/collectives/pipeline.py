@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline that averages buckets: encode, reduce, decode.
 
-A bucket goes through these stages, of which most jobs have only the second:
+A bucket passes these stages; most jobs only have the second:
 
-1. *Encode*: with the sum rule its values are multiplied by the number of ranks; a compressor makes it smaller.
-2. *Reduce*: direct all-reduce, around a ring, or by a parameter server; Adasum; or, of what cannot be added up in
-   compressed form, an all-gather.
-3. *Decode*: what was compressed becomes gradients again, and what was left out becomes residual.
+1. *Encode*: the sum rule multiplies its values by the number of ranks; a compressor makes it smaller.
+2. *Reduce*: direct all-reduce, ring, or parameter server; Adasum; or an all-gather, if compressed values cannot be
+   added up.
+3. *Decode*: compressed values become gradients again, and what was left out becomes residual.
 
-Buckets that are no gradients (``Bucket.exact``) are only averaged; so are gradients that are sent whole for once
-(``Bucket.flush``), with what compressors have left out. The record of a bucket does not change on its way.
+Buckets without gradients (``Bucket.exact``) are only averaged; so are gradients that are sent in full for once
+(``Bucket.flush``), with what compressors have left out. The record of a bucket never changes.
 """
 
 from collections import Counter
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class MeasuringReducer(Reducer, Protocol):
-    """A reducer that knows how fast ranks receive."""
+    """A reducer that measures how fast ranks receive."""
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
-        """Return how fast each rank received in the last step, in bit/s, levelled; nothing if not all ranks know.
+        """Return how fast each rank received in the last step, in bit/s, levelled; empty unless all ranks know.
 
         Parameters
         ----------
@@ -48,16 +48,16 @@ class MeasuringReducer(Reducer, Protocol):
 
 
 class AutoAllReduce:
-    """All-reduce that chooses a collective for each bucket.
+    """All-reduce that chooses each bucket's collective.
 
     Parameters
     ----------
     reducers
-        By ``direct``, ``ring`` and perhaps ``server``; of one context.
+        By ``direct``, ``ring`` and optionally ``server``; all with one context.
     ranks
         The ranks that contribute.
     topology, costs
-        What the choice follows from, the same on all ranks.
+        The inputs of the choice, the same on all ranks.
 
     Attributes
     ----------
@@ -84,12 +84,12 @@ class AutoAllReduce:
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on, and choose by the rates of the last step.
 
-        All results of the last step are in on every rank, so that all choose alike.
+        All results of the last step have arrived on every rank, so all choose alike.
         """
         known = self.topology.rates_bps
         slow = {rank for rank, rate in known.items() if rate < max(known.values())}
         told = [self.reducers[kind].received_bps(slow) for kind in (RING, DIRECT) if kind in self.reducers]
-        if rates := next(filter(None, told), None):  # a ring knows them best: one flow enters each port
+        if rates := next(filter(None, told), None):  # a ring's are the most accurate: one flow enters each port
             rates_bps = {rank: rate for rank, rate in rates.items() if rate > 0}
             self.topology = replace(self.topology, rates_bps=rates_bps)
         for reducer in self.reducers.values():
@@ -105,7 +105,7 @@ class AutoAllReduce:
         return averaged
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that are not finished; call it when the endpoint is closed."""
+        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
         return [result for reducer in self.reducers.values() for result in reducer.partial_results()]
 
     def close(self) -> None:
@@ -120,15 +120,15 @@ class Pipeline:
     Parameters
     ----------
     plain
-        What averages buckets as they are.
+        The reducer for buckets as they are.
     gradients
-        What makes one of all ranks' gradients; ``plain`` itself, or a strategy that may stand on it.
+        The strategy for gradients; ``plain`` itself, or one that may use it.
     numbers_per_bucket
-        How many of the numbers of ``plain`` the gradients of a bucket take.
+        How many of the numbers of ``plain`` a bucket of gradients takes.
     multiplier
-        What gradients are multiplied by first; 1 for their average.
+        Factor on gradients before reduction; 1 for their average.
     left_out
-        What compression has left out of gradients, where ``plain`` can send that with gradients as they are.
+        What compression left out of gradients, if ``plain`` can send that with uncompressed gradients.
     """
 
     def __init__(
@@ -144,15 +144,15 @@ class Pipeline:
         self._numbers_per_bucket, self._multiplier = numbers_per_bucket, multiplier
         self._left_out = left_out
         self._plain: dict[tuple[int, int], int] = {}
-        """Numbers of buckets that are averaged as they are, by step and the number that ``plain`` knows them by."""
+        """Numbers of uncompressed buckets, by step and the number that ``plain`` uses for them."""
 
     @property
     def recoverable(self) -> bool:
-        """Whether averages can be completed in another way: sums cannot, nor can Adasum."""
+        """Whether averages can be completed in another way: neither sums nor Adasum can."""
         return self._multiplier == 1 and self.gradients.recoverable
 
     def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on; all averages of the last one are in."""
+        """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
         self._plain = {name: sequence for name, sequence in self._plain.items() if name[0] >= step - 1}
         self.plain.begin_step(step)
 
@@ -170,7 +170,7 @@ class Pipeline:
         return self.plain.start(step, number, bucket)
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that it, or a peer for all it knows, has not finished."""
+        """Return this rank's state of buckets that it, or possibly a peer, has not finished."""
         if self.gradients is self.plain:
             return self.plain.partial_results()
         plain = [
@@ -181,7 +181,7 @@ class Pipeline:
         return plain + self.gradients.partial_results()
 
     def close(self) -> None:
-        """End the threads of all stages."""
+        """Stop the threads of all stages."""
         self.gradients.close()
         self.plain.close()
 
@@ -196,28 +196,28 @@ def make_reducer(
     combine: str = AVERAGE,
     work: Executor | None = None,
 ) -> Pipeline:
-    """Return what averages buckets by a collective; all ranks must ask for the same one.
+    """Return the pipeline for a collective; all ranks must request the same one.
 
     Parameters
     ----------
     collective
         ``direct``, ``ring``, ``server``, or ``auto``: the fastest for each bucket.
     context
-        This rank, the ranks that contribute, and what all algorithms share. Its residual is that of gradients.
+        This rank, the contributors, and the state that its algorithms share. Its residual is that of gradients.
     topology, costs
         See :func:`dlcp.collectives.choice.choose`. The order of the ring and the server are the topology's.
     compression
-        A compressor's name (:func:`dlcp.compress.make_compressor`), or ``""``. What cannot be added up in compressed
-        form is gathered, whatever the collective.
+        A compressor's name (:func:`dlcp.compress.make_compressor`), or ``""``. If compressed values cannot be added up,
+        they are gathered, whatever the collective.
     combine
         ``average``, ``sum`` or ``adasum`` (:mod:`dlcp.collectives.reduction_rules`).
     work
-        Where decoding and Adasum's arithmetic are done; by default in a thread of their own.
+        The executor for decoding and Adasum's arithmetic; by default a thread of their own.
 
     Raises
     ------
     ValueError
-        There is no such collective, compressor or rule, no server, or they do not go together; the message says which.
+        An unknown collective, compressor or rule, no server, or a conflict between them; the message says which.
     """
     topology = topology or Topology()
     check_stages(compression, combine, collective)
@@ -234,7 +234,7 @@ def make_reducer(
         from dlcp.collectives import adasum
 
         return Pipeline(plain, adasum.Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
-    # Most jobs do not compress, so what does is loaded here.
+    # Most jobs do not compress, so these are loaded here.
     from dlcp.collectives.compressed_all_gather import CompressedAllGather
     from dlcp.collectives.compressed_all_reduce import CompressedAllReduce
     from dlcp.compress import Feedback
@@ -242,13 +242,13 @@ def make_reducer(
 
     small = context.tagger.policy.small_layer_values
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
-    # What a compressor leaves out belongs into the gradient's positions; what is lost of what it sends, does not.
+    # What a compressor leaves out belongs to the gradient's positions; losses of what it sends do not.
     transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
-    if compressor.name not in ("fp16", "bf16"):  # values are coded in place: magnitudes say what matters
+    if compressor.name not in ("fp16", "bf16"):  # these code values in place, so magnitudes show what matters
         transit = replace(transit, options=replace(options, bound=replace(options.bound, deferral=0.0)))
-    # A compressor's recovery has to know what is lost of a contribution, which in one hop only the peer may know.
+    # A compressor's recovery must know the losses of a contribution, which in one hop only the peer may know.
     plain = _plain(collective, transit, topology, costs, one_hop=False)
-    # No average stands for a vote or for Adasum.
+    # Neither a vote nor Adasum can be replaced by an average.
     averages = compressor.feedback is not Feedback.NOTHING and combine != ADASUM
     left_out = context.residual if averages and options.error_feedback else None
     if not compressor.reduces:
@@ -266,20 +266,20 @@ def make_reducer(
 
 
 def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fallback: bool = False) -> None:
-    """Check that a compression, a rule and a collective exist and go together.
+    """Check that a compression, a rule and a collective exist and are compatible.
 
     Parameters
     ----------
     compression, combine, collective
         See :func:`make_reducer`.
     fallback
-        Whether the framework's own all-reduce takes over if DLCP fails: that is an average, so nothing but averages can
-        go on over it.
+        Whether the framework's own all-reduce takes over if DLCP fails: that is an average, so only averages can
+        continue with it.
 
     Raises
     ------
     ValueError
-        They do not; the message says what to do.
+        They are not; the message says what to do.
     """
     if combine not in COMBINES:
         raise ValueError(f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
@@ -290,52 +290,50 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
         compressor = make_compressor(compression)
     if fallback and combine != AVERAGE:
         raise ValueError(
-            f"combine {combine!r} cannot go on over the framework's all-reduce, which averages: set fallback=False, so "
-            "that a path that fails is an error"
+            f"combine {combine!r} cannot continue with the framework's all-reduce, which averages: set "
+            "fallback=False, so that a failed path is an error"
         )
     if compressor and compressor.feedback is Feedback.NOTHING and (fallback or combine != AVERAGE):
         wanted = f"combine={AVERAGE!r}" if combine != AVERAGE else "fallback=False"
         raise ValueError(
-            f"the result of compression {compression!r} is a vote, which no average can stand for: set {wanted}"
+            f"the result of compression {compression!r} is a vote, which an average cannot replace: set {wanted}"
         )
     if combine == ADASUM and collective == SERVER:
         raise ValueError(f"a parameter server averages; with combine {combine!r} collective must be {DIRECT!r}")
     if compressor and combine == ADASUM and compressor.rounds > 1:
-        raise ValueError(
-            f"compression {compression!r} averages factors; combine must be {AVERAGE!r} or {SUM!r} with it"
-        )
+        raise ValueError(f"compression {compression!r} averages factors; set combine to {AVERAGE!r} or {SUM!r}")
     if compressor and collective == SERVER and not (compressor.reduces and compressor.name not in ("fp16", "bf16")):
         raise ValueError(
-            f"a parameter server adds up gradients as they are: with compression {compression!r} collective must be "
+            f"a parameter server adds up uncompressed gradients: with compression {compression!r} collective must be "
             f"{AUTO}, {DIRECT} or {RING}"
         )
 
 
 def check_server_defers(compression: str, layer_bounds: object) -> None:
-    """Check that a parameter server may defer packets: it takes all values for gradients of one bound.
+    """Check that a parameter server may defer packets: to it all values are gradients with the same bound.
 
     Parameters
     ----------
     compression, layer_bounds
-        Those of the workers; empty if there are none.
+        The workers' settings; empty for none.
 
     Raises
     ------
     ValueError
-        It might defer what matters; the message says what to do.
+        It might defer packets that matter; the message says what to do.
     """
     given = "compression" if compression else "layer_bounds" if layer_bounds else ""
     if given:
         raise ValueError(
-            f"collective 'server' with deferral_bound does not go together with {given}: the server does not know of "
-            f"it, and might defer what matters; set deferral_bound=0, or leave {given} out"
+            f"collective 'server' with deferral_bound is incompatible with {given}: the server does not know of "
+            f"it, and might defer packets that matter; set deferral_bound=0, or leave {given} out"
         )
 
 
 def _plain(
     collective: str, context: RankContext, topology: Topology, costs: Costs | None, *, one_hop: bool = True
 ) -> Reducer:
-    """Return what averages buckets as they are."""
+    """Return the reducer for buckets as they are."""
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if collective == SERVER and topology.server is None:

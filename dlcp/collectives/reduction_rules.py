@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contributions of all ranks become: their average, their sum, or Adasum.
+"""The result of all ranks' contributions: their average, their sum, or Adasum.
 
 **Weights.** Ranks may have batches of different sizes; every sample counts the same, whichever rank has it. Rank r of n
-has the mean gradient g_r of its s_r samples; what is wanted is sum(s_r g_r) / sum(s_r). So each rank contributes
-x_r = w_r g_r with the weight w_r = n s_r / sum(s_r), and the plain average of the x_r is that. Where only the ranks in
-D have delivered a packet, the plain average of theirs is not: rescaling divides their sum by the sum of their weights.
-With all of them that is n again, so nothing changes for packets that are complete. Error feedback divides by n whatever
-is lost, and that becomes residual as it was contributed, weight included: so over the steps, n times the averages plus
-the residual is the sum of all contributions, as it is where all ranks weigh the same. Ding et al. weigh so as well
-(HetSeq, AAAI 2021, arXiv 2009.14783).
+has the mean gradient g_r of its s_r samples; the result should be sum(s_r g_r) / sum(s_r). So each rank contributes
+x_r = w_r g_r with the weight w_r = n s_r / sum(s_r), and the plain average of the x_r is that result. If only the ranks
+in D have delivered a packet, rescaling divides their sum by the sum of their weights, which the plain average does not.
+With all of them that is n again, so nothing changes for complete packets. Error feedback always divides by n, and lost
+values become residual as they were contributed, weight included: so over the steps, n times the averages plus the
+residual is the sum of all contributions, as with equal weights. Ding et al. use the same weights (HetSeq, AAAI 2021,
+arXiv 2009.14783).
 
-**Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds what is orthogonal and averages what is parallel, so that
-the step of many ranks is as long as the data bears, without tuning the learning rate anew for their number. For two:
+**Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds orthogonal components and averages parallel ones, so that
+the step of many ranks is as long as the data allows, without tuning the learning rate again for their number. For two:
 
     (1 - g1.g2 / (2 |g1|^2)) g1  +  (1 - g1.g2 / (2 |g2|^2)) g2
 
-and for more, by halves: neighbours first, then pairs of pairs. It is done for every layer by itself. If ranks are no
-power of two, those that are too many are first combined with one of the others each. Whatever the tree, the result is a
-linear combination of the ranks' gradients, and every scalar product in it follows from those between ranks. So these
-n (n+1)/2 per layer are all that has to be known before anything is added up.
+and for more, recursively: neighbours first, then pairs of pairs. Every layer is combined separately. If the number of
+ranks is not a power of two, the excess ranks are first combined with one of the others each. Whatever the tree, the
+result is a linear combination of the ranks' gradients, and every scalar product in it follows from those between ranks.
+So these n (n+1)/2 per layer suffice before anything is added up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 
-if TYPE_CHECKING:  # and loaded where it is needed: most jobs neither compress nor use Adasum
+if TYPE_CHECKING:  # at run time it is loaded only where needed: most jobs neither compress nor use Adasum
     from dlcp.compress.compressor import Values
 
 AVERAGE: Final = "average"
@@ -39,23 +39,23 @@ SUM: Final = "sum"
 ADASUM: Final = "adasum"
 COMBINES: Final = (AVERAGE, SUM, ADASUM)
 MOST_SAMPLES: Final = 1 << 22
-"""The most samples of a rank and step: they travel in float32, divided by the number of ranks, and are multiplied."""
+"""The most samples per rank and step: they travel in float32, divided by the number of ranks, and are multiplied."""
 
 Products = NDArray[np.float64]
 """Scalar products between ranks, shape (n, n) or for each layer (layers, n, n)."""
 Rule = Callable[[Sequence[Callable[[], "Values"]], Sequence[Segment]], "Values"]
-"""Makes one of all ranks' gradients, in the order of ranks; each can be decoded as often as it is needed."""
+"""Combines all ranks' gradients, in the order of ranks; each can be decoded repeatedly."""
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
 def check_samples(samples: object) -> int:
-    """Return a rank's number of samples, once it is one.
+    """Return a rank's number of samples, if it is valid.
 
     Raises
     ------
     ValueError
-        It is no whole number from 0 to ``MOST_SAMPLES``.
+        It is not a whole number from 0 to ``MOST_SAMPLES``.
     """
     if isinstance(samples, float) and samples.is_integer():
         samples = int(samples)
@@ -65,16 +65,16 @@ def check_samples(samples: object) -> int:
 
 
 def weight_of(samples: Mapping[int, int], rank: int) -> float:
-    """Return by what a rank's mean gradient is multiplied: its samples over the mean of all ranks' samples.
+    """Return the factor on a rank's mean gradient: its samples over the mean of all ranks' samples.
 
-    If no rank has any, it is 0: then the average is 0 as well.
+    It is 0 if no rank has any samples: then the average is 0 as well.
     """
     total = sum(samples.values())
     return len(samples) * samples[rank] / total if total else 0.0
 
 
 def weigh(values: NDArray[np.floating], weight: float) -> None:
-    """Multiply values by a weight, in place; the gradient of no samples is 0 whatever it looks like, such as NaN."""
+    """Multiply values by a weight, in place; the gradient of no samples is always 0, even if it holds NaN."""
     if weight == 0:
         values.fill(0)
     elif weight != 1:
@@ -82,7 +82,7 @@ def weigh(values: NDArray[np.floating], weight: float) -> None:
 
 
 def held_samples(delivered: Mapping[int, NDArray[np.bool_]], samples: Mapping[int, int] | None) -> NDArray[np.int64]:
-    """Return how many samples each packet's sum is of, or without ``samples`` how many ranks, shape (packets,).
+    """Return how many samples each packet's sum covers, or without ``samples`` how many ranks, shape (packets,).
 
     Parameters
     ----------
@@ -97,24 +97,24 @@ def held_samples(delivered: Mapping[int, NDArray[np.bool_]], samples: Mapping[in
 
 
 def all_samples(ranks: int, samples: Mapping[int, int] | None) -> int:
-    """Return how many a complete sum is of: samples, or without these ranks."""
+    """Return how many samples a complete sum covers, or without ``samples`` how many ranks."""
     return ranks if samples is None else sum(samples.values())
 
 
 def divisors(held: NDArray[np.integer], ranks: int, samples: Mapping[int, int] | None) -> NDArray[np.float64]:
-    """Return what each packet's sum is to be divided by, shape (packets,): ``ranks`` where nothing is missing.
+    """Return the divisor of each packet's sum, shape (packets,): ``ranks`` if nothing is missing.
 
     Parameters
     ----------
     held
-        How many samples each packet's sum is of, or without ``samples`` how many ranks.
+        How many samples each packet's sum covers, or without ``samples`` how many ranks.
     """
     whole = all_samples(ranks, samples)
     found = held.astype(np.float64)
     if samples is not None:
         found *= ranks / whole if whole else 0.0
         found[held == whole] = ranks
-    found[found == 0] = 1.0  # a sum of ranks without samples is 0, and stays so
+    found[found == 0] = 1.0  # a sum of ranks without samples stays 0
     return found
 
 
@@ -130,19 +130,19 @@ def average(
     rescale: bool,
     samples: Mapping[int, int] | None = None,
 ) -> NDArray[np.floating]:
-    """Average contributions in the order of ranks, so that the result does not depend on which came first.
+    """Average contributions in the order of ranks, so that the result does not depend on arrival order.
 
     Parameters
     ----------
     contributions
-        One of each rank, with zeros where packets were lost; all of one length.
+        Each rank's contribution, with zeros for lost packets; all of the same length.
     delivered
         Which packets of each rank arrived, shape (packets,).
     rescale
-        Divide by how many ranks delivered a packet, else by the number of ranks.
+        Divide by how many ranks delivered a packet, otherwise by the number of ranks.
     samples
-        How many samples each rank's values are of, which have been multiplied by its weight: then those who delivered
-        a packet count by their samples.
+        How many samples each rank's values cover, if they were multiplied by its weight: then ranks that delivered a
+        packet count by their samples.
     """
     total: NDArray[np.floating] | None = None
     for rank in sorted(contributions):
@@ -186,7 +186,7 @@ def divide_by_samples(
     values_per_packet: int,
     samples: Mapping[int, int],
 ) -> None:
-    """Turn incomplete packets, which were divided by the number of ranks, into means of their samples, in place."""
+    """Turn incomplete packets, divided by the number of ranks, into means of their samples, in place."""
     by_packet = divisors(held, ranks, samples)
     for packet in np.flatnonzero(by_packet != ranks).tolist():
         part = values[packet * values_per_packet : (packet + 1) * values_per_packet]
@@ -198,9 +198,9 @@ def divide_by_samples(
 
 
 def multiply_for_sum(values: NDArray[np.generic], value_type: ValueType, ranks: int) -> None:
-    """Multiply a buffer by the number of ranks, in place: the average of that is the sum of all ranks' buffers.
+    """Multiply a buffer by the number of ranks, in place: then the average is the sum of all ranks' buffers.
 
-    Multiplied before and not after the average, so that what is lost becomes residual of one kind with what is sent.
+    This precedes the average, so that lost values become residual on the same scale as sent ones.
     """
     wide = value_type.widen(values)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -211,7 +211,7 @@ def multiply_for_sum(values: NDArray[np.generic], value_type: ValueType, ranks: 
 
 
 def coefficients(products: Products) -> NDArray[np.float64]:
-    """Return what each rank's gradient of a layer is multiplied by in Adasum, shape (n,), the same bits everywhere.
+    """Return the factors of the ranks' gradients of a layer in Adasum, shape (n,), bitwise equal everywhere.
 
     Parameters
     ----------
@@ -228,7 +228,7 @@ def coefficients(products: Products) -> NDArray[np.float64]:
 
 
 def scalar_products(parts: "Sequence[Values]", borders: Sequence[int]) -> Products:
-    """Return the scalar products between arrays, by layer; the same bits everywhere.
+    """Return the scalar products between arrays, by layer; bitwise equal everywhere.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ def _pair(products: Products, one: NDArray[np.float64], other: NDArray[np.float6
             return float(folded_sum((left[:, None] * products * right[None, :]).ravel()))
 
     between, first, second = product(one, other), product(one, one), product(other, other)
-    # A gradient of 0 has no direction; what it is multiplied by does not matter. NaN must spread.
+    # A gradient of 0 has no direction; its factor does not matter. NaN must propagate.
     return _factor(between, first) * one + _factor(between, second) * other
 
 
@@ -285,7 +285,7 @@ def _factor(between: float, square: float) -> float:
 
 
 def average_of(parts: "Sequence[Callable[[], Values]]", segments: Sequence[Segment]) -> "Values":
-    """Return the average; only one decoded part is there at a time."""
+    """Return the average; only one decoded part exists at a time."""
     from dlcp.compress.compressor import average as average_of_values
 
     return average_of_values(part() for part in parts)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: what was lost is kept as a residual and sent with the next step, so that nothing is lost for good.
+"""Error feedback: lost values are kept as a residual and sent with the next step, so nothing is lost for good.
 
-The rule is that of error-compensated SGD (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019), with the
-network in the place of the compressor: the receiver's bitmap names exactly what did not arrive.
+This is the rule of error-compensated SGD (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019), with the
+network in place of the compressor: the receiver's bitmap names exactly what did not arrive.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class _LayerResidual:
             values[positions] += residual
 
     def moved_to(self, segments: Sequence[Segment]) -> "_LayerResidual":
-        """Return the same at the positions of a buffer in which all of the parameter lies, in shards."""
+        """Return the same residual at the positions of a buffer that holds the whole parameter, in shards."""
         ordered = sorted(segments, key=lambda segment: segment.offset)
         offsets, starts, stops = np.array([(each.offset, each.start, each.stop) for each in ordered]).T
         moved = _LayerResidual(stops.max())
@@ -36,16 +36,16 @@ class _LayerResidual:
             within = np.arange(self.size)[positions] if isinstance(positions, slice) else positions
             shard = np.searchsorted(offsets, within, "right") - 1
             into = starts[shard] + within - offsets[shard]
-            inside = into < stops[shard]  # all but zeros that filled up a packet, where shards were others
+            inside = into < stops[shard]  # excludes zeros from packet padding of a different sharding
             moved.parts.append((into[inside], residual[inside]))
         return moved
 
 
 class Residual:
-    """What this rank has still to send, by parameter: frameworks regroup their buffers, parameters stay.
+    """Values that this rank still has to send, by parameter: frameworks regroup their buffers, parameters stay.
 
-    Of what the network lost, only the lost values are kept, not the rest as zeros: of a large model that is little. A
-    compressor leaves out most values, which are kept without positions.
+    Of losses in the network only the lost values are kept, without zeros for the rest: of a large model that is little.
+    A compressor leaves out most values, which are kept without positions.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Residual:
     def apply(
         self, values: NDArray[np.generic], segments: Sequence[Segment], value_type: ValueType | None = None
     ) -> None:
-        """Add the residual to a buffer, in place, and forget it. All of a parameter is in the buffer, or nothing.
+        """Add the residual to a buffer, in place, and forget it. The buffer holds either all of a parameter or nothing.
 
         Parameters
         ----------
@@ -76,23 +76,23 @@ class Residual:
             if value_type is None:
                 layer.add_to(part)
                 continue
-            for positions, residual in layer.parts:  # rounded after each part, as bit patterns cannot be added
+            for positions, residual in layer.parts:  # rounded after each part, since bit patterns cannot be added
                 part[positions] = value_type.narrow(value_type.widen(part[positions]) + residual)
 
     def add(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep those of a buffer's ``values`` that are not 0."""
+        """Keep the nonzero values of a buffer."""
         positions = np.flatnonzero(values)
         self.add_at(positions, values[positions], segments)
 
     def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all of a buffer's ``values``, few of which are 0."""
+        """Keep all values of a buffer, few of which are 0."""
         for segment in segments:
             if segment.start < segment.stop:
                 within = slice(segment.offset, segment.offset + segment.stop - segment.start)
                 self._layer(segment).parts.append((within, values[segment.start : segment.stop].copy()))
 
     def add_at(self, positions: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep ``values`` that belong at ``positions`` of a buffer; these ascend and occur once each."""
+        """Keep ``values`` that belong at ``positions`` of a buffer; these are ascending and unique."""
         if not len(positions):
             return
         borders = np.searchsorted(positions, [segment.start for segment in segments] + [segments[-1].stop])
@@ -102,7 +102,7 @@ class Residual:
                 self._layer(segment).parts.append((within, values[first:last].copy()))
 
     def of(self, name: str) -> NDArray[np.floating] | None:
-        """Return the residual of a parameter, flat and with zeros where there is none, or None."""
+        """Return the residual of a parameter, flat and with zeros in the gaps, or None."""
         layer = self._layers.get(name)
         if layer is None:
             return None
@@ -119,7 +119,7 @@ class Residual:
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """Number of values."""
         return sum(len(residual) for layer in self._layers.values() for _, residual in layer.parts)
 
     def reset(self) -> None:

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce around a ring: each rank sends to the next one only, so that one flow enters each port.
+"""Ring all-reduce: each rank only sends to the next one, so one flow enters each port.
 
-A bucket is cut into a block for each rank. The partial sum of a block goes once around (reduce-scatter), each rank
-adding its own gradients; the last one divides, and the average goes once around again (all-gather; Patarasuk and Yuan,
-2009). Blocks travel in pieces, so that a rank adds one while the next is on its way.
+A bucket is divided into a block per rank. The partial sum of a block goes around once (reduce-scatter), each rank
+adding its own gradients; the last one divides, and the average goes around once more (all-gather; Patarasuk and Yuan,
+2009). Blocks travel in pieces, so that a rank adds one while the next is in flight.
 
-The first way around may lose packets within a bound. A lost packet is a partial sum of several ranks: all of it becomes
-residual of the rank that sent it, and comes again with the next step. The second way around is reliable, so that
-replicas never drift apart.
+The first round may lose packets within a bound. A lost packet is a partial sum of several ranks: all of it becomes
+residual of the rank that sent it, and is sent again with the next step. The second round is reliable, so that replicas
+never drift apart.
 
-How many ranks a packet's sum holds is what rescaling needs, or how many samples where ranks weigh differently. These
-counts follow the sum in a trailer of two bytes a packet, or four, which is protected. There is one only where something
-may be lost, and none on the first hop, where the sum is the first rank's.
+Rescaling needs the number of ranks in each packet's sum, or the number of samples if ranks have different weights.
+These counts follow the sum in a protected trailer of two or four bytes per packet. The trailer only exists if packets
+may be lost, and not on the first hop, where the sum is the first rank's.
 
-A packet is tagged by the own gradients of the rank that sends it, not by the partial sum. Of gradients of a small
-convolutional network on eight ranks, the order of packets by either correlates by 0.63 to 0.97, and the tenth that is
-least by own gradients holds at most 1.6 % of the partial sum's squared norm: not worth a second classification. What
-is not finite is protected whoever contributed it.
+A packet is tagged by its sender's own gradients, not by the partial sum. For gradients of a small convolutional network
+on eight ranks, the two packet orders correlate by 0.63 to 0.97, and the tenth with the least own gradients holds at
+most 1.6 % of the partial sum's squared norm: not worth a second classification. Non-finite values are protected
+whichever rank contributed them.
 
-A ring puts nothing off (:mod:`dlcp.collectives.deferral`): behind a slow port a direct all-reduce is the better choice
-(``docs/decisions.md``). For all ranks to choose it, each average is followed by the rate at which whoever formed it
-reaches the next rank.
+A ring defers nothing (:mod:`dlcp.collectives.deferral`): behind a slow port a direct all-reduce is the better choice
+(``docs/decisions.md``). So that all ranks can choose it, each average is followed by the rate from the rank that formed
+it to the next rank.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -55,23 +55,23 @@ from dlcp.transport import (
 )
 
 PIECE_BYTES = 1 << 22
-"""Size of a piece, at least, if a block has several. Chosen by us: a message costs a millisecond or more of processor
-time on a busy host. Over loopback on two shared cores, 25 MB among 4 ranks took 1.1 times as long in pieces of 3 MB as
-in whole blocks, 1.2 times in pieces of 2 MB and 2.3 times in pieces of 0.5 MB."""
+"""Minimum size of a piece, if a block has several: a message costs a millisecond or more of processor time on a busy
+host. Over loopback on two shared cores, 25 MB among 4 ranks took 1.1 times as long in pieces of 3 MB as in whole
+blocks, 1.2 times in pieces of 2 MB and 2.3 times in pieces of 0.5 MB."""
 COUNT: Final = np.dtype(">u2")
 """How many ranks a packet's sum holds."""
 SAMPLES: Final = np.dtype(">u4")
-"""How many samples it is of, in the place of that, where ranks weigh differently."""
+"""How many samples it covers; replaces the former if ranks have different weights."""
 HALF_BYTES: Final = 2
 
 
 def bound_of_hop(bound: LossBound, ranks: int) -> LossBound:
-    """Return what each hop may lose so that at most ``bound`` of each rank's gradients is lost on the way around."""
+    """Return each hop's bound so that at most ``bound`` of each rank's gradients is lost in the round."""
     return LossBound(bound.ratio / max(1, ranks - 1), bound.immediate)
 
 
 class Piece(NamedTuple):
-    """A part of a block that travels on its own: ``start`` to ``stop``, in values of the bucket, at packet borders."""
+    """A part of a block that travels separately: ``start`` to ``stop``, in values of the bucket, at packet borders."""
 
     block: int
     number: int
@@ -80,22 +80,21 @@ class Piece(NamedTuple):
 
 
 def cut_in_pieces(values: int, values_per_packet: int, packet_bytes: int, ranks: int, sequence: int) -> list[Piece]:
-    """Cut a bucket into blocks, as many as ranks, and these into pieces; the same on all ranks.
+    """Divide a bucket into one block per rank, and these into pieces; the same on all ranks.
 
     Parameters
     ----------
     values
-        Length of the bucket, in values. Of a bucket of fewer packets than ranks, some blocks are empty and have no
-        piece.
+        Length of the bucket, in values. If it has fewer packets than ranks, some blocks are empty and have no piece.
     values_per_packet, packet_bytes
-        How many values a packet carries, and bytes.
+        Values and bytes per packet.
 
     Raises
     ------
     ValueError
-        The step has more buckets than messages can be numbered for; the message says what to do.
+        The step has too many buckets to number their messages; the message says what to do.
     """
-    ring_number(sequence, 0, ALL_GATHER, ranks - 1, ranks)  # refused before anything is sent
+    ring_number(sequence, 0, ALL_GATHER, ranks - 1, ranks)  # raises before anything is sent
     allowed = pieces_allowed(sequence, ranks)
     pieces = []
     for block, (start, stop) in shard_bounds(values, values_per_packet, dict.fromkeys(range(ranks), 1.0)).items():
@@ -107,25 +106,26 @@ def cut_in_pieces(values: int, values_per_packet: int, packet_bytes: int, ranks:
 
 
 class RingAllReduce:
-    """All-reduce of one rank with its peers, around a ring.
+    """Ring all-reduce of one rank with its peers.
 
     :meth:`start` may be called from any thread; everything else runs in the endpoint's.
 
     Parameters
     ----------
     context
-        This rank, and what its algorithms share. Adaptive shards make no difference: every block passes every rank.
+        This rank, and the state that its algorithms share. Adaptive shards have no effect: every block passes every
+        rank.
     order
-        The contributors in their order around the ring, the same on all ranks; by default ascending. Ranks of one host
-        belong together: then one flow enters each host.
+        The contributors in ring order, the same on all ranks; by default ascending. Keep ranks of one host together:
+        then one flow enters each host.
     tells_rates
-        Whether ranks tell each other rates; the same on all ranks.
+        Whether ranks report rates to each other; the same on all ranks.
 
     Attributes
     ----------
     rates_bps
-        How fast each rank received from the one before it in this step, in bit/s, 0 where that is not known; the same
-        on all ranks when they have all averages.
+        How fast each rank received from the previous one in this step, in bit/s, 0 if unknown; the same on all ranks
+        once they have all averages.
     """
 
     recoverable = True
@@ -134,7 +134,7 @@ class RingAllReduce:
         self.context, self.tells_rates = context, tells_rates
         self.rates_bps: dict[int, float] = {}
         self._told_with: dict[int, tuple[int, int]] = {}
-        """With which piece of which bucket the latest of these came."""
+        """The piece and bucket that the latest of these arrived with."""
         self.order = list(context.contributors if order is None else order)
         if sorted(self.order) != context.contributors:
             raise ValueError(f"a ring of ranks {context.contributors} cannot have the order {self.order}")
@@ -153,24 +153,24 @@ class RingAllReduce:
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
-        from dlcp.slow_ports import level  # where a choice follows from it
+        from dlcp.slow_ports import level  # only needed for a choice by rates
 
         return level(self.rates_bps, slow) if len(self.rates_bps) == self.ranks else {}
 
     def note_rate(self, receiver: int, piece: tuple[int, int], rate_bps: float) -> None:
-        """Note how fast a rank receives, as it was told with a piece, unless what came with a later one is known."""
+        """Record a rank's receive rate that arrived with a piece, unless a later piece's is known."""
         if piece >= self._told_with.get(receiver, piece):
             self.rates_bps[receiver], self._told_with[receiver] = rate_bps, piece
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
 
-        Until then ``bucket.values`` is sent from, and must not change.
+        Until then ``bucket.values`` is being sent, and must not change.
 
         Parameters
         ----------
         step, sequence
-            Training step, and number of the bucket within it; the same on all ranks.
+            Training step, and the bucket's number within it; the same on all ranks.
 
         Raises
         ------
@@ -181,9 +181,9 @@ class RingAllReduce:
         return run.start()
 
     def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that are not finished; call it when the endpoint is closed.
+        """Return this rank's state of unfinished buckets; call it when the endpoint is closed.
 
-        What is finished here is so at the next rank, too.
+        A bucket that is finished here is finished at the next rank, too.
         """
         return [run.partial_result() for _, run in sorted(self._runs.items())]
 
@@ -191,21 +191,21 @@ class RingAllReduce:
         """Do nothing: there is no thread."""
 
     def abort(self, reason: str) -> None:
-        """Tell the other ranks, once: most are not next to the one that failed, and would wait out their deadline."""
+        """Tell the other ranks, once: most are not next to the failed one, and would wait for their deadline."""
         if not self._aborted:
             self._aborted = True
             self.context.connection.abort(reason)
 
     def end(self, run: "RingRun") -> None:
-        """Forget a bucket that is done."""
+        """Forget a finished bucket."""
         self._runs.pop((run.step, run.sequence), None)
 
 
 class RingRun(BucketRun):
-    """One bucket on its way around.
+    """One bucket in progress.
 
-    A piece's distance is how many hops it has behind it when its partial sum is at this rank: 0 where this rank begins
-    the sum, ``ranks - 1`` where it ends it.
+    A piece's distance is how many hops it has completed when its partial sum is at this rank: 0 if this rank begins the
+    sum, ``ranks - 1`` if it ends it.
     """
 
     def __init__(self, reducer: RingAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
@@ -229,11 +229,12 @@ class RingRun(BucketRun):
         """Which packets hold the average."""
         self.lost: NDArray[np.floating] | None = None
         self.under_way: set[tuple[bool, MessageKey]] = set()
-        """Messages that this rank sends (True) or receives and that are not confirmed, or not here. The bucket is done
-        when there is none left."""
+        """Messages that this rank sends (True) or receives and that are not acknowledged or have not arrived. The
+        bucket is
+        done when none is left."""
 
     def _bound_of_hop(self, piece: Piece) -> LossBound:
-        """Return what each hop may lose of a piece."""
+        """Return each hop's loss bound for a piece."""
         bound = self.context.options.bound_within(self.bucket, piece.start, piece.stop, self.values_per_packet)
         return bound_of_hop(bound, self.reducer.ranks) if bound.ratio else RELIABLE
 
@@ -251,11 +252,11 @@ class RingRun(BucketRun):
         return tags
 
     def _samples(self, rank: int) -> int:
-        """Return how many samples a rank's contribution is of; 1 where all weigh the same."""
+        """Return how many samples a rank's contribution covers; 1 if all ranks have the same weight."""
         return 1 if self.bucket.samples is None else self.bucket.samples[rank]
 
     def begin(self) -> None:
-        """Send the block that begins here, and post receives for those that come past."""
+        """Send the block that begins here, and post receives for those that pass."""
         for piece in self.pieces if self.reducer.ranks > 1 else []:
             hop = self._distance(piece) - 1
             if hop < 0:
@@ -270,7 +271,7 @@ class RingRun(BucketRun):
     # The first way around: partial sums -------------------------------------------------------------------------------
 
     def _on_partial(self, piece: Piece, sum_bytes: NDArray[np.uint8], arrival: Arrival) -> None:
-        """Add this rank's part to a sum; send it on, or the average of it if this rank is the last."""
+        """Add this rank's part to a sum; send it on, or its average if this rank is the last."""
         distance, size = self._distance(piece), self._value_bytes(piece)
         arrived, own = sum_bytes[:size].view(self.value_type.storage), self._values(piece)
         counts = sum_bytes[size:].view(self.count) if self.counted else None
@@ -284,7 +285,7 @@ class RingRun(BucketRun):
         if distance < self.reducer.ranks - 1:
             arrived[:] = sent_over(distance, total, self.value_type)
             self._send_partial(piece, sum_bytes)
-            self._receive_average(piece)  # not before: an average may overwrite only what has been added
+            self._receive_average(piece)  # not before: an average may only overwrite values that were added
             return
         mean = divide(total, counts, self.reducer.ranks, self.values_per_packet, self.bucket.samples)
         own[:] = self.value_type.narrow(mean)
@@ -308,11 +309,11 @@ class RingRun(BucketRun):
     def _on_partial_sent(self, piece: Piece, sum_bytes: NDArray[np.uint8], delivery: Delivery) -> None:
         distance = self._distance(piece)
         if self.context.options.error_feedback and not delivery.delivered.all():
-            values = sum_bytes.view(self.value_type.storage)  # all of it: no counts follow where nothing is rescaled
+            values = sum_bytes.view(self.value_type.storage)  # no count trailer unless rescaling is on
             lost = np.repeat(~delivery.delivered, self.values_per_packet)[: len(values)]
             self._lose(piece, np.where(lost, held_by(distance, values, self.value_type), 0))
         if distance == 0:
-            self._receive_average(piece)  # not before: what was sent lay where the average goes
+            self._receive_average(piece)  # not before: the average overwrites what was sent
         else:
             self.connection.buffers.give(sum_bytes)
 
@@ -343,7 +344,7 @@ class RingRun(BucketRun):
 
     def _note_rate(self, piece: Piece, rate: Bytes) -> None:
         if self.reducer.tells_rates:
-            # Whoever begins a block comes after the rank that ends its sum, which the rate is from.
+            # The rank that begins a block follows the one that ends its sum, which reports the rate.
             receiver = self.reducer.order[(piece.block + self.step) % self.reducer.ranks]
             self.reducer.note_rate(receiver, (self.sequence, piece.number), float(rate.view(RATE)[0]))
 
@@ -391,14 +392,14 @@ class RingRun(BucketRun):
         go_on = self._unless_failed((False, key), then)
 
         def on_outcome(outcome: Outcome[Arrival]) -> None:
-            if phase == ALL_GATHER and isinstance(outcome, Arrival):  # even if the bucket has failed by now
+            if phase == ALL_GATHER and isinstance(outcome, Arrival):  # even if the bucket has failed meanwhile
                 self._note_final(piece)
             go_on(outcome)
 
         self.connection.receive(request, on_outcome)
 
     def _unless_failed(self, message: tuple[bool, MessageKey], action: Callable[[Any], None]) -> Then[Any]:
-        """Return what to do when a message is there or confirmed; if it fails, so does the bucket, on all ranks."""
+        """Return a callback for an arrived or acknowledged message; if it fails, so does the bucket, on all ranks."""
 
         def act(result: Any) -> None:
             action(result)
@@ -409,7 +410,7 @@ class RingRun(BucketRun):
         return lambda outcome: None if self.done.done() else guarded(outcome)
 
     def fail(self, error: Exception) -> None:
-        """End with an error, and tell the other ranks."""
+        """End with an error, and notify the other ranks."""
         super().fail(error)
         self.reducer.abort(describe(error))
 
@@ -422,9 +423,9 @@ class RingRun(BucketRun):
         self.done.set_result(self.bucket.values)
 
     def partial_result(self) -> PartialResult:
-        """Return what is here: averages where they are final, and else this rank's own values.
+        """Return this rank's state: final averages, and its own values elsewhere.
 
-        An average that has come in part has overwritten some of these. But then it is final at the rank before this.
+        A partly received average has overwritten some of these. But then it is final at the previous rank.
         """
         return PartialResult(
             self.step,
@@ -449,7 +450,7 @@ class RingRun(BucketRun):
     # Parts of the bucket ----------------------------------------------------------------------------------------------
 
     def _distance(self, piece: Piece) -> int:
-        # Who begins a block changes from step to step: what joins a sum early is lost most often.
+        # The rank that begins a block rotates by step: values that join a sum early are lost most often.
         return (self.reducer.index - piece.block - self.step) % self.reducer.ranks
 
     def _values(self, piece: Piece) -> NDArray[np.generic]:
@@ -465,7 +466,7 @@ class RingRun(BucketRun):
         return -(-(piece.stop - piece.start) // self.values_per_packet)
 
     def _tags(self, piece: Piece, packets: int) -> PacketTags:
-        """Return a copy of the tags of a piece's packets; those of a trailer are like the last."""
+        """Return a copy of the tags of a piece's packets; packets of a trailer are tagged like the last."""
         first = piece.start // self.values_per_packet
         chosen = np.minimum(np.arange(first, first + packets), first + self._packets(piece) - 1)
         tags = self.tags
@@ -481,9 +482,10 @@ class RingRun(BucketRun):
 
 
 def scale_of_hop(hop: int) -> float:
-    """Return by what a sum in a 16-bit format is multiplied to be sent on a hop: 1 / 2**ceil(log2(hop + 1)).
+    """Return the factor on a sum in a 16-bit format before a hop: 1 / 2**ceil(log2(hop + 1)).
 
-    A sum of many would exceed the largest float16, 65504, where its average does not. Powers of two cost no precision.
+    A sum of many could exceed the largest float16, 65504, although its average does not. Powers of two cost no
+    precision.
     """
     return 1.0 / (1 << hop.bit_length())
 
@@ -494,7 +496,7 @@ def clear_missing(
     packet_bytes: int,
     counts: NDArray[np.unsignedinteger] | None,
 ) -> None:
-    """Set packets that did not arrive to zero, and how many ranks they hold."""
+    """Set missing packets, and their counts, to zero."""
     for packet in missing.tolist():
         sum_bytes[packet * packet_bytes : (packet + 1) * packet_bytes] = 0
     if counts is not None:
@@ -504,7 +506,7 @@ def clear_missing(
 def total_at(
     hop: int, arrived: NDArray[np.generic], own: NDArray[np.generic], value_type: ValueType
 ) -> NDArray[np.floating]:
-    """Return the sum of what arrived over a hop and a rank's own values, in the wider format.
+    """Return the sum of the values from a hop and a rank's own, in the wider format.
 
     ``arrived`` is overwritten if its format is as wide.
     """
@@ -516,7 +518,7 @@ def total_at(
 
 
 def sent_over(hop: int, total: NDArray[np.floating], value_type: ValueType) -> NDArray[np.generic]:
-    """Return what is sent over a hop for a sum: rounded to 16 bits at every hop, if that is the format."""
+    """Return a sum as sent over a hop: rounded to 16 bits at every hop, if that is the format."""
     if value_type.storage.itemsize > HALF_BYTES:
         return total
     return value_type.narrow(total * np.float32(scale_of_hop(hop)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core of reduce-scatter and all-gather: shards of a buffer, their owners, and how an owner accumulates its shard.
 
-Gradient reducers and the collectives of a process group stand on it alike.
+Gradient reducers and the collectives of a process group both use it.
 """
 
 import math
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from dlcp.transport import Arrival, Connection, LossBound, MessageKey, ReceiveRequest
 
 PATIENCE_S: Final = 0.002
-"""How long the last confirmations are awaited before what peers may still read is copied. Chosen by us."""
+"""How long to wait for the last acknowledgements before copying what peers may still read. Not tuned."""
 COPY_BYTES_PER_S: Final = 1e9
-"""About how fast memory is copied. What takes long to copy is awaited for as long again."""
+"""About how fast memory is copied. The wait is extended by the time that a copy would take."""
 SEEN_MARGIN: Final = 1.2
-"""A port may be so much faster than data has come through it. Chosen by us: senders pause."""
+"""A port may be this much faster than data has arrived through it, since senders pause."""
 
 
 def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, float]) -> dict[int, tuple[int, int]]:
@@ -32,11 +32,11 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
     values_per_packet
         Shards begin at multiples of this.
     weights
-        Weight of each owner. Each owns at least one packet, if there are as many packets as owners.
+        Weight of each owner. Each owns at least one packet if there are enough packets.
 
     Returns
     -------
-    For each owner its first value and the one after its last; in the order of ``weights``, without gaps.
+    Start and end of each owner's shard, in values; in the order of ``weights``, without gaps.
     """
     shares = np.array(list(weights.values()), float)
     if (shares < 0).any() or shares.sum() <= 0:
@@ -51,23 +51,24 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
 
 
 def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Container[int] = ()) -> dict[int, float]:
-    """Return how fast each rank can receive, from the rates at which the others reach it.
+    """Return how fast each rank can receive, from the others' rates to it.
 
     Parameters
     ----------
     reported_bps
-        For each rank what it reports: its rates to all ranks, in the order of ranks; 0 where it does not know, and
-        negative where nothing says that the path is congested. In its own place is the fastest that data came to it.
+        Each rank's report: its rates to all ranks, in the order of ranks; 0 if unknown, and negative without signs of
+        congestion. Its own entry is the fastest rate at which data arrived.
     slow
         Ranks that were slow before.
 
     Returns
     -------
-    Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`. A rank to which no path is congested counts as fast: if
-    it is slow, its processor is. Shards that followed that would change from step to step, and with them the order in
-    which contributions are added and the last bit of sums.
+    Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`. A rank without a congested path to it counts as fast:
+    if
+    it is slow, its processor is the reason. Shards that followed that would change from step to step, and with them the
+    order in which contributions are added and the last bit of sums.
     """
-    from dlcp.slow_ports import level  # adaptive shards alone need it
+    from dlcp.slow_ports import level  # only adaptive shards need it
 
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
@@ -75,21 +76,21 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     np.fill_diagonal(table, 0)
     clear: NDArray[np.bool_] = np.all(table <= 0, axis=0)
     table = np.abs(table)
-    # The median, for one sender's own trouble says nothing about the receiver.
+    # The median, since one sender's own trouble says nothing about the receiver.
     rates = np.array([np.median(column[column > 0]) if (column > 0).any() else 0.0 for column in table.T])
     rates *= len(ranks) - 1
-    # Senders that come one after another each have a port for themselves: together they seem to have more of it.
+    # Senders that take turns have the port to themselves: their rates add up to more than its capacity.
     rates = np.where(seen > 0, np.minimum(rates, SEEN_MARGIN * seen), rates)
     fastest, levelled = rates.max(initial=0.0), level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
-    """Return the shard weights with which the slowest rank has its part soonest.
+    """Return the shard weights that minimize the time of the slowest rank.
 
     Rank r owns a share w of a buffer of size S. It receives w S from each of the n - 1 others, and S - w S of results:
-    (1 + (n - 2) w) S in all. So with rates R the time is max (1 + (n - 2) w) S / R, and it is least when all ranks that
-    own something take the same time; those that are slower even without a shard own none.
+    (1 + (n - 2) w) S in all. So with rates R the time is max (1 + (n - 2) w) S / R, which is minimal if all owners take
+    the same time; ranks that are slower even without a shard own none.
 
     Parameters
     ----------
@@ -98,7 +99,7 @@ def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
 
     Returns
     -------
-    Weights that add up to 1; equal ones for two ranks, for whom the division makes no difference.
+    Weights that add up to 1; equal ones for two ranks, for which the division makes no difference.
     """
     count = len(rates_bps)
     fastest = max(rates_bps.values(), default=0.0)
@@ -107,7 +108,7 @@ def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
     speed = {rank: max(rate, 0.0) / fastest for rank, rate in rates_bps.items()}
     owners = sorted(speed, key=lambda rank: -speed[rank])
     while True:
-        # sum of (T speed - 1) / (n - 2) over the owners is 1
+        # the sum of (T speed - 1) / (n - 2) over the owners is 1
         time = (count - 2 + len(owners)) / sum(speed[rank] for rank in owners)
         if time * speed[owners[-1]] >= 1:
             break
@@ -123,7 +124,7 @@ class Branch(NamedTuple):
 
 
 def binomial_tree(rank: int, root: int, ranks: int) -> tuple[Branch | None, list[Branch]]:
-    """Return the parent of a rank in a broadcast of ``root``, None for that, and its children, the farthest first."""
+    """Return the parent of a rank in a broadcast of ``root``, None for the root, and its children, farthest first."""
     position = (rank - root) % ranks
     reach = position & -position if position else 1 << (ranks - 1).bit_length()
     parent = Branch((rank - reach) % ranks, reach.bit_length() - 1) if position else None
@@ -134,30 +135,30 @@ def binomial_tree(rank: int, root: int, ranks: int) -> tuple[Branch | None, list
 class ShardAccumulator:
     """The contributions of all ranks to one shard, or to a chunk of it: received, and counted by packet.
 
-    A sum of float32 values is formed while packets arrive (*streaming*): first this rank's values, then the peers' by
-    ascending rank, in place. Otherwise contributions are kept until the last one is there. Either way the result does
-    not depend on the order in which they come. Received bytes go into memory that is used again and again, for memory
-    that is touched for the first time is slow.
+    A sum of float32 values is formed as packets arrive (*streaming*): first this rank's values, then the peers' by
+    ascending rank, in place. Otherwise contributions are kept until the last one arrives. Either way the result does
+    not depend on arrival order. Contributions are received into reused memory, since the first access to fresh memory
+    is slow.
 
     Parameters
     ----------
     connection, peers
         This rank's connection, and the other contributors, ascending.
     own
-        This rank's contribution, flat; with ``streaming`` the result is formed in it.
+        This rank's contribution, flat; with ``streaming`` it becomes the result.
     streaming
-        Form the sum while packets arrive; ``own`` is float32.
+        Form the sum as packets arrive; ``own`` is float32.
     divisor
-        What a streaming sum is divided by; None for the number of ranks.
+        Divisor of a streaming sum; None for the number of ranks.
     key
-        The key of the messages, if every sender begins with another chunk (:class:`dlcp.tags.ChunkOrder`).
+        The key of the messages if every sender begins with another chunk (:class:`dlcp.tags.ChunkOrder`).
 
     Attributes
     ----------
     delivered
-        Which packets of each peer arrived, shape (packets,), by rank, for those whose message is complete.
+        Which packets of each peer arrived, shape (packets,), by rank, for complete messages.
     whole
-        Whether all packets of these arrived.
+        Whether all their packets arrived.
     """
 
     def __init__(
@@ -181,15 +182,15 @@ class ShardAccumulator:
         self._received: dict[int, NDArray[np.uint8]] = {}
 
     def request(self, position: int, key: MessageKey, bound: LossBound, label: str) -> ReceiveRequest:
-        """Return the request for the contribution of the peer at a position of ``peers``."""
+        """Return the request for the contribution of the peer at this position of ``peers``."""
         peer, size = self.peers[position], self.own.nbytes
         if self.reduction is not None:
             return ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
         return ReceiveRequest(peer, key, size, bound, label, into=self.connection.buffers.take(size))
 
     def take(self, peer: int, arrival: Arrival) -> bool:
-        """Take a contribution; return whether it was the last."""
-        if self.reduction is None:  # a packet that is missing counts as zeros
+        """Accept a contribution; return whether it was the last."""
+        if self.reduction is None:  # missing packets count as zeros
             packet_bytes = self.connection.options.payload_bytes
             for index in np.flatnonzero(~arrival.delivered).tolist():
                 arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
@@ -199,17 +200,17 @@ class ShardAccumulator:
 
     @property
     def contributions(self) -> dict[int, NDArray[np.generic]]:
-        """The peers' contributions by rank, where they are kept."""
+        """The peers' contributions by rank, if they are kept."""
         return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
 
     def included(self) -> dict[int, NDArray[np.bool_]]:
-        """Return which packets of each peer the streaming sum holds so far; nothing without one."""
+        """Return which packets of each peer the streaming sum holds so far; empty without one."""
         if self.reduction is None:
             return {}
         return {peer: self.reduction.included(position) for position, peer in enumerate(self.peers)}
 
     def release(self) -> None:
-        """Give the memory of the contributions back."""
+        """Release the memory of the contributions."""
         for buffer in self._received.values():
             self.connection.buffers.give(buffer)
         self._received.clear()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step metadata: what ranks tell each other as a step begins, about their samples and about what they saw of late.
+"""Step metadata: what ranks tell each other at the start of a step, about their samples and recent measurements.
 
-It travels as an ordinary bucket, the first of the step, of which nothing may be lost: a table with a row for each rank,
-of which each rank fills in its own. The average times the number of ranks is the whole table, with the same bits on
-every rank. So ranks that decide by it decide alike, over any collective, and the framework can finish the exchange if
-DLCP cannot.
+It travels as an ordinary, lossless bucket, the first of the step: a table with a row per rank, of which each rank fills
+in its own. The average times the number of ranks is the whole table, bitwise equal on every rank. So ranks make the
+same decisions from it, with any collective, and the framework can finish the exchange if DLCP cannot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +20,18 @@ LAYER: Final = Layer("step metadata", 0)
 
 
 class StepMetadata(NamedTuple):
-    """One rank's row. All but ``samples`` is about the last step; 0 if not known.
+    """One rank's row. All but ``samples`` is about the last step; 0 if unknown.
 
     Attributes
     ----------
     samples
         How many samples its gradients of this step will be the mean of.
     step_s, backward_s, waited_s
-        How long the last step took, from its first gradients to those of this one; how long until its last gradients
-        were ready; and how long after that until all averages were in.
+        Duration of the last step, from its first gradients to those of this one; time until its last gradients were
+        ready; and time from then until all averages had arrived.
     packets, wanting, lost
         How many packets it sent to its peers in the last step, how many of these did not arrive at first, and how many
-        of those never did.
+        never arrived.
     worst
         The largest share of a message that did not arrive at first.
     protected
@@ -40,7 +39,7 @@ class StepMetadata(NamedTuple):
     rtt_s
         The longest of its smoothed round-trip times.
     rate_bps
-        The rate at which its slowest peer takes in what is sent.
+        The rate at which its slowest peer receives.
     norm
         The L2 norm of the last step's average gradient.
     """
@@ -63,16 +62,16 @@ FIELDS: Final = len(StepMetadata._fields)
 
 
 def table_of(metadata: StepMetadata, index: int, ranks: int) -> NDArray[np.float32]:
-    """Return what a rank contributes, flat: its metadata in its own row, zeros in the others.
+    """Return a rank's contribution, flat: its metadata in its own row, zeros in the others.
 
     Parameters
     ----------
     index
-        Of this rank among the contributors, ascending.
+        Index of this rank among the contributors, ascending.
     """
     table: NDArray[np.float32] = np.zeros((ranks, FIELDS), np.float32)
     table[index] = metadata
-    # The average divides and the reader multiplies: an infinity or NaN would spoil every row.
+    # The average divides and the reader multiplies: infinity or NaN would spoil every row.
     np.nan_to_num(table, copy=False, posinf=0.0, neginf=0.0)
     return table.ravel()
 
@@ -83,7 +82,7 @@ def bucket_of(table: NDArray[np.float32]) -> Bucket:
 
 
 def segments_of(values: int) -> list[Segment]:
-    """Return the one segment of a table of so many values."""
+    """Return the one segment of a table of this many values."""
     return [Segment(LAYER, 0, values)]
 
 

@@ -30,9 +30,9 @@ __all__ = [
     "samples_per_s",
 ]
 BACKEND: Final = "dlcp"
-"""What ``init_process_group`` knows DLCP's backend as."""
+"""The name of DLCP's backend in ``init_process_group``."""
 _DEVICES: Final = ["cpu", "cuda"]
-"""Named one by one, for without them PyTorch guesses; and with the CPU alone it would not let CUDA tensors in."""
+"""Listed explicitly: otherwise PyTorch guesses, and with only the CPU it would not accept CUDA tensors."""
 __getattr__ = on_demand(
     __name__,
     {

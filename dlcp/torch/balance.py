@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for ranks of unequal speed: measured, agreed upon by all ranks, and drawn from a data set."""
+"""Batches for ranks of unequal speed: measured, agreed by all ranks, and drawn from a data set."""
 
 import time
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from dlcp.tuning.batches import BalancedBatches, divide_batch
 __all__ = ["BalancedBatches", "balanced_batches", "samples_per_s"]
 
 TIMINGS = 5
-"""How often work is timed. Chosen by us: the median of so many passes over a hiccup or two."""
+"""How often work is timed: the median of this many passes ignores a hiccup or two."""
 
 
 def samples_per_s(work: Callable[[], object], samples: int) -> float:
-    """Return how many samples a second this rank takes: the median of some passes, after one that does not count.
+    """Measure how many samples per second this rank processes: the median of several passes after a warm-up.
 
     Parameters
     ----------
     work
-        A forward and backward pass on one batch, on the plain module: a DistributedDataParallel would wait for others.
+        A forward and backward pass on one batch, on the plain module: DistributedDataParallel would wait for others.
     samples
-        Of that batch. It should be about as large as those to come, for small ones are slower by the sample.
+        Number of samples in that batch. Use about the later batch size: small batches are slower per sample.
 
     Raises
     ------
@@ -43,9 +43,9 @@ def balanced_batches(samples: int, speed: float, group: dist.ProcessGroup | None
     Parameters
     ----------
     samples
-        Of all ranks in a step; the same on all.
+        Samples of all ranks in a step; the same on all.
     speed
-        Of this rank, as :func:`samples_per_s` tells it.
+        This rank's speed, from :func:`samples_per_s`.
 
     Returns
     -------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-step scheduling: the next forward pass of a layer starts when that layer's gradient is in.
+"""Cross-step scheduling: a layer's next forward pass starts when that layer's gradient has arrived.
 
 One line turns a plain model and optimizer, without DistributedDataParallel, into a data-parallel pair::
 
@@ -15,12 +15,13 @@ One line turns a plain model and optimizer, without DistributedDataParallel, int
     optimizer.close()
 
 Gradients leave as soon as backward has produced them. ``step`` returns at once; each layer is updated when its average
-is in, and whoever reads its parameters through their module (the next forward pass, ``state_dict``, ``parameters()``)
-waits for exactly that layer. So the layers nearest the input, whose gradients come last and are needed first, do not
-queue behind the others. ByteScheduler (SOSP'19) and P3 (MLSys'19) do so over TCP; here the network takes part.
+has arrived, and code that reads its parameters through their module (the next forward pass, ``state_dict``,
+``parameters()``) waits for exactly that layer. So the layers nearest the input, whose gradients come last and are
+needed first, do not queue behind the others. ByteScheduler (SOSP'19) and P3 (MLSys'19) do this over TCP; here the
+network takes part.
 
-Between ``backward`` and ``step`` gradients are on their way: ``.grad`` holds this rank's values, or averages already.
-Whoever reads or changes them asks for the averages first, with ``synchronize``::
+Between ``backward`` and ``step`` gradients are in flight: ``.grad`` holds this rank's values, or averages already. Call
+``synchronize`` before reading or changing them, to get the averages::
 
     loss.backward()
     optimizer.synchronize()
@@ -34,9 +35,9 @@ Whoever reads or changes them asks for the averages first, with ``synchronize``:
 
 To add up the gradients of several batches, all but the last backward run in ``with optimizer.no_sync():``.
 
-Not seen are reads through references kept from before: code that holds a list of parameters (a moving average made by
-hand, say) calls ``synchronize`` before it reads them or their gradients. Buffers, such as batch norm's statistics, stay
-each rank's own.
+Reads through earlier references are not noticed: code that holds a list of parameters (such as a hand-made moving
+average) must call ``synchronize`` before it reads them or their gradients. Buffers, such as batch norm's statistics,
+stay local to each rank.
 """
 
 import math
@@ -70,28 +71,28 @@ from dlcp.transport import DeadlineError, Endpoint, ExportedMemory, TransportErr
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 GROUP_BYTES = 4 << 20
-"""Parameters are exchanged in groups of at least this size, larger ones away from the input. Chosen by us: 3 ms on a
-path of 10 Gbit/s, where smaller ones cost more processor time than they save waiting."""
+"""Parameters are exchanged in groups of at least this size, larger ones away from the input: 3 ms on a path of
+10 Gbit/s; smaller groups cost more processor time than they save waiting."""
 _open: set[int] = set()
-"""Identities of the parameters that optimizers of :func:`cross_step` train which have not been closed and hold them."""
+"""Identities of parameters held by open optimizers of :func:`cross_step`."""
 GRACE_S = 5.0
-"""How much longer than the transport a layer is waited for: the transport knows better what is wrong."""
+"""How much longer than the transport to wait for a layer: the transport's error says more."""
 
 
 class CrossStep(Optimizer):
-    """An optimizer whose steps end layer by layer, during the next forward pass; made by :func:`cross_step`.
+    """An optimizer whose steps finish layer by layer, during the next forward pass; made by :func:`cross_step`.
 
     It shares ``param_groups`` and ``state`` with the optimizer that it was made from, so schedulers work on either.
 
     Attributes
     ----------
     inner
-        The optimizer that it was made from. Its own ``step`` is refused: it would use gradients of this rank alone.
+        The optimizer that it was made from. Its own ``step`` is refused: it would only use this rank's gradients.
     traffic
-        Options, step and ledger, and what was lost and is still to be sent; to be pickled with a checkpoint.
+        Options, step, ledger and residual; pickle it with a checkpoint.
     """
 
-    _step_supports_amp_scaling = False  # a GradScaler must divide the averages itself: they are not in `step` yet
+    _step_supports_amp_scaling = False  # a GradScaler must divide the averages itself: `step` does not have them yet
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class CrossStep(Optimizer):
     ) -> None:
         mine = {id(parameter) for entry in optimizer.param_groups for parameter in entry["params"]}
         if mine & _open:
-            raise RuntimeError("cross_step has taken these parameters over already: close() that optimizer first")
+            raise RuntimeError("cross_step has already taken over these parameters: close() that optimizer first")
         # Not Optimizer.__init__: param_groups, state, defaults and hooks are those of `inner`, see __getattr__.
         self.inner = optimizer
         self.traffic = traffic
@@ -138,7 +139,7 @@ class CrossStep(Optimizer):
 
     @property
     def waited_s(self) -> float:
-        """How long forward passes and others have waited for averages in all, in seconds."""
+        """Total time that forward passes and others have waited for averages, in seconds."""
         return self._pending.waited_s
 
     @property
@@ -149,9 +150,9 @@ class CrossStep(Optimizer):
     # What the training loop calls -------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let each layer be updated once its average is in; return at once.
+        """Update each layer once its average has arrived; return at once.
 
-        After :meth:`synchronize`, and if the optimizer has hooks around its step, all are updated before it returns.
+        After :meth:`synchronize`, and if the optimizer has step hooks, all layers are updated before it returns.
 
         Parameters
         ----------
@@ -161,9 +162,9 @@ class CrossStep(Optimizer):
         Raises
         ------
         RuntimeError
-            Gradients were changed after they had gone out: :meth:`synchronize` was forgotten.
+            Gradients were changed after they were sent: call :meth:`synchronize` first.
         TransportError
-            The last step's averages cannot be had.
+            The last step's averages are not available.
         """
         loss = None
         if closure is not None:
@@ -180,20 +181,20 @@ class CrossStep(Optimizer):
                 self._end_step(self._partial.settings())
             self._updates += 1
             self._dirty = False
-        self.inner.__dict__["_opt_called"] = True  # where a scheduler that was made for it looks
+        self.inner.__dict__["_opt_called"] = True  # checked by schedulers that were made for it
         return loss
 
     def synchronize(self, *, always: bool = False) -> None:
-        """Wait until all is up to date: parameters after ``step``; after ``backward`` the averages in ``.grad``, too.
+        """Wait until everything is up to date: parameters after ``step``; after ``backward`` the averages in ``.grad``.
 
         All ranks must call it at the same place. ``always`` averages even if backward has not run on this rank.
 
         Raises
         ------
         RuntimeError
-            Gradients were changed after they had gone out.
+            Gradients were changed after they were sent.
         TransportError
-            An average cannot be had; the message names rank, step and layers.
+            An average is not available; the message names rank, step and layers.
         """
         with self._lock:
             self._finish()
@@ -208,7 +209,7 @@ class CrossStep(Optimizer):
             self._averaged, self._dirty = True, False
 
     def flush(self) -> None:
-        """Let the coming step be whole, with what was lost or put off before. All ranks must call it.
+        """Send the coming step in full, with everything lost or deferred before. All ranks must call it.
 
         See :meth:`dlcp.torch.State.flush`.
 
@@ -219,12 +220,12 @@ class CrossStep(Optimizer):
         """
         with self._lock:
             if self._begun:
-                raise RuntimeError(f"{self._where}: flush() comes too late, call it before backward")
+                raise RuntimeError(f"{self._where}: flush() is too late, call it before backward")
             self._averager.flush(self.traffic.step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients on this rank alone: what backward produces inside stays here until the next one outside."""
+        """Accumulate gradients on this rank only: they stay here until the next backward pass outside."""
         before, self._exchanging = self._exchanging, False
         try:
             yield
@@ -232,9 +233,9 @@ class CrossStep(Optimizer):
             self._exchanging = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; what is on its way is not harmed.
+        """Reset gradients; those in flight are unaffected.
 
-        Between ``backward`` and ``step`` it drops the step; all ranks must.
+        Between ``backward`` and ``step`` this drops the step, and all ranks must do it.
         """
         with self._lock:
             if self._begun:
@@ -248,7 +249,7 @@ class CrossStep(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the ranks have agreed on what they exchange.
+        """Refuse: the ranks have agreed on the parameters to exchange.
 
         Raises
         ------
@@ -258,17 +259,17 @@ class CrossStep(Optimizer):
         raise RuntimeError("add parameter groups to the optimizer before cross_step takes it over")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer that it was made from, up to date."""
+        """Return the inner optimizer's state, up to date."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer like the one that it was made from."""
+        """Load the state of an optimizer like the inner one."""
         self.inner.load_state_dict(state_dict)
 
     def close(self, reason: str | None = None) -> None:
-        """Finish updates and leave the other ranks; with a ``reason`` or after an error, tell them that it gives up.
+        """Finish updates and leave the other ranks; with a ``reason`` or after an error, tell them about it.
 
-        The model and the first optimizer are plain ones again.
+        The model and the inner optimizer become ordinary again.
         """
         if self._closed:
             return
@@ -298,9 +299,9 @@ class CrossStep(Optimizer):
             layers, member = self._places[id(parameter)]
             if member.taken:
                 raise RuntimeError(
-                    f"{self._where} has a second gradient of {member.name}, and the first has gone out: run all "
-                    "backward passes of a step but the last in `no_sync()`, and call `step()` or `zero_grad()` after a "
-                    "backward pass that failed"
+                    f"{self._where} has a second gradient of {member.name}, but the first was already sent: run all "
+                    "backward passes of a step except the last in `no_sync()`, and call `step()` or `zero_grad()` "
+                    "after a failed backward pass"
                 )
             self._begin()
             member.take()
@@ -311,8 +312,9 @@ class CrossStep(Optimizer):
         if self._begun:
             return
         if self._closed:
-            raise RuntimeError("this optimizer has been closed; call cross_step again to go on")
-        # All averages of the step before are in: so ranks divide alike (adaptive shards), and may refuse its packets.
+            raise RuntimeError("this optimizer is closed; call cross_step again to continue")
+        # All averages of the last step have arrived, so ranks divide alike (adaptive shards) and may refuse its
+        # packets.
         self._finish()
         self._averaged, self._begun = False, True
         for layers in self._groups:
@@ -325,13 +327,13 @@ class CrossStep(Optimizer):
             self._averager.start(self.traffic.step, layers)
 
     def _send_rest(self, *, check: bool = True) -> None:
-        """Send what backward has not reached: other ranks may have gradients for it, and count on all of us."""
+        """Send what backward has not reached: other ranks may have gradients for it, and wait for all contributions."""
         self._begin()
         newcomers = [name for name, parameter in self._outside if parameter.grad is not None]
         if newcomers:
             raise RuntimeError(
-                f"{newcomers[0]} has a gradient but required none when cross_step was called; call `close()`, and "
-                "cross_step again"
+                f"{newcomers[0]} has a gradient but did not require one when cross_step was called; call "
+                "`close()`, and cross_step again"
             )
         for layers in self._groups:
             if check:
@@ -380,7 +382,7 @@ def cross_step(
     group_bytes: int = GROUP_BYTES,
     state: State | None = None,
 ) -> CrossStep:
-    """Train ``model`` together with the other ranks, and let steps overlap; all ranks must call it.
+    """Train ``model`` together with the other ranks, with overlapping steps; all ranks must call it.
 
     The first rank's parameters and buffers are copied to all.
 
@@ -389,27 +391,27 @@ def cross_step(
     model
         A plain module, not a DistributedDataParallel one.
     optimizer
-        One that treats parameters one by one: any of ``torch.optim`` but L-BFGS and SparseAdam. Parameters of the model
-        that it does not have are not exchanged.
+        One that treats parameters separately: any of ``torch.optim`` except L-BFGS and SparseAdam. Parameters of the
+        model that it does not have are not exchanged.
     options
         By default :meth:`Options.from_environment`.
     group
-        The ranks that train together, by default all. Its backend is used to find them.
+        The ranks that train together, by default all. Its backend is used to connect them.
     group_bytes
         Parameters are exchanged in groups of at least this size, larger ones away from the input.
     state
-        ``traffic`` from a checkpoint, to go on from; ``options`` replace its own when given.
+        ``traffic`` from a checkpoint, to continue from; ``options`` replace its own if given.
 
     Returns
     -------
-    The optimizer to use from now on; call its ``close`` when training is over.
+    The optimizer to use from now on; call its ``close`` after training.
 
     Raises
     ------
     ValueError
         The model, the optimizer, a parameter's type or an option is not supported; the message says which.
     NotJoinedError
-        Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise averages come from the framework then.
+        Not all ranks can use DLCP, and ``options.fallback`` is off. With it the framework computes the averages.
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise ValueError("cross_step averages gradients itself: give it the module inside DistributedDataParallel")
@@ -424,44 +426,44 @@ def cross_step(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LayerBucket(PendingBucket):
-    """A group of layers in a step; its ``sent`` future gets the answer."""
+    """A group of layers in a step; its ``sent`` future is resolved."""
 
     layers: LayerGroup
     staged: Staged
     on_average: Callable[[], None]
 
     def resolve(self) -> None:
-        """Bring the average back to the group's buffer."""
+        """Copy the average back to the group's buffer."""
         self.layers.read_flags(self.staged.array, self.staged.value_type)
         self.staged.give_back()
         self.layers.sent.set_result(self.staged.answer)
         self.on_average()
 
     def fail(self, error: BaseException) -> None:
-        """Let those who wait for the group know."""
+        """Notify the waiters of the group."""
         if not self.layers.sent.done():
             self.layers.sent.set_exception(error)
         self.on_average()
 
 
 class LayerAverager:
-    """Averages groups of layers over the ranks, each for itself, in a session; all ranks must make one.
+    """Averages groups of layers over the ranks, each separately, in a session; all ranks must make one.
 
     Parameters
     ----------
     traffic
-        Options and ledger, and what was lost and is still to be sent.
+        Options, ledger and residual.
     group
         The ranks.
     groups
-        All groups of layers there are.
+        All groups of layers.
     on_average
-        Called whenever a group's ``sent`` has been resolved, from any thread; must not block.
+        Called when a group's ``sent`` has been resolved, from any thread; must not block.
 
     Raises
     ------
     NotJoinedError
-        The ranks cannot all use DLCP, and ``options.fallback`` is off.
+        Not all ranks can use DLCP, and ``options.fallback`` is off.
     """
 
     def __init__(
@@ -478,9 +480,9 @@ class LayerAverager:
             traffic.adopt(None)
             return
         options = traffic.options
-        if options.collective != "server":  # groups of layers are small, and are not averaged in one order on all ranks
+        if options.collective != "server":  # groups of layers are small, and not averaged in one order on all ranks
             options = options.with_(collective="direct")
-        # The values that say which parameters were used are protected as small layers are.
+        # The values that say which parameters were used are protected like small layers.
         flags = max(len(layers.members) for layers in groups) + 1
         small = max(options.tag_policy.small_layer_values, flags + 1)
         traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
@@ -507,12 +509,12 @@ class LayerAverager:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The endpoint; None in a group of one, and if DLCP could not be used."""
+        """The endpoint; None in a group of one, and without DLCP."""
         return self._session.endpoint if self._session else None
 
     @property
     def reason(self) -> str:
-        """Why DLCP does not average, if it does not."""
+        """Why DLCP does not average, if so."""
         return self._session.reason if self._session else "a group of one has nothing to exchange"
 
     def start(self, step: int, layers: LayerGroup) -> None:
@@ -525,7 +527,7 @@ class LayerAverager:
         self._stagers[layers.flat.device].stage(layers.flat, per_packet, partial(self._on_host, step, layers))
 
     def flush(self, step: int) -> None:
-        """Let a step be whole, see :meth:`dlcp.session.session.TrainingSession.flush`."""
+        """Send a step in full, see :meth:`dlcp.session.session.TrainingSession.flush`."""
         if self._session:
             self._session.flush(step)
 
@@ -553,15 +555,15 @@ class LayerAverager:
 
 
 def refuse_whole_steps(options: Options) -> None:
-    """Raise ValueError for what only whole steps can do: groups of layers have no step that all begin."""
+    """Raise ValueError for options that need whole steps: groups of layers have no common start of a step."""
     for name in options.given(Trait.WHOLE_STEP):
-        raise ValueError(f"cross-step scheduling knows no {name}=...: leave it out, or use dlcp.torch.enable")
+        raise ValueError(f"cross-step scheduling does not support {name}=...: omit it, or use dlcp.torch.enable")
 
 
 class PendingUpdates:
-    """The updates of one step, done group by group as averages come in and somebody waits for them.
+    """The updates of one step, done group by group as averages arrive while the caller waits for them.
 
-    All but :meth:`on_average` is called under the optimizer's lock.
+    All methods except :meth:`on_average` are called under the optimizer's lock.
 
     Parameters
     ----------
@@ -571,11 +573,11 @@ class PendingUpdates:
     Attributes
     ----------
     groups
-        What is not updated yet, by index.
+        Groups that are not updated yet, by index.
     failed
-        Why an average could not be had, unless others have come since.
+        Why an average was not available, unless others have arrived since.
     waited_s
-        How long averages have been waited for in all, in seconds.
+        Total time waited for averages, in seconds.
     """
 
     def __init__(self, partial: PartialStep) -> None:
@@ -588,14 +590,14 @@ class PendingUpdates:
         self._changed = threading.Condition()
 
     def begin(self, groups: Iterable[LayerGroup], settings: Sequence[dict[str, Any]] | None, where: str) -> None:
-        """Note that a step wants updates; those of the last one are done.
+        """Begin the updates of a step; those of the last one are done.
 
         Parameters
         ----------
         groups
-            What is to be updated.
+            The groups to update.
         settings
-            What the optimizer's groups were set to when the step was called; None if the averages are only waited for.
+            Settings of the optimizer's groups when the step was called; None if only the averages are awaited.
         where
             The step and this rank, for error messages.
         """
@@ -603,8 +605,8 @@ class PendingUpdates:
         self._settings, self._where = settings, where
 
     def on_average(self) -> None:
-        """Note that an average is in, or cannot be had; any thread may call it."""
-        with self._changed:  # held for moments only: this is the endpoint's thread
+        """Signal that an average has arrived or failed; callable from any thread."""
+        with self._changed:  # held only briefly: this is the endpoint's thread
             self._changed.notify_all()
 
     def complete(self, wanted: Sequence[LayerGroup]) -> None:
@@ -613,9 +615,9 @@ class PendingUpdates:
         Raises
         ------
         TransportError
-            An average cannot be had.
+            An average is not available.
         RuntimeError
-            Gradients were changed on their way, or ranks have not made the same steps.
+            Gradients were changed in flight, or ranks have not made the same steps.
         """
         while missing := [layers for layers in wanted if layers.index in self.groups]:
             due = _first_in(missing) or _first_in(self.groups.values())
@@ -638,16 +640,16 @@ class PendingUpdates:
         error = layers.sent.exception()
         if error is not None:
             raise self._failure(layers, error)
-        layers.sent.result().wait()  # from a GPU's point of view it is still being copied back
+        layers.sent.result().wait()  # on a GPU it is still being copied back
         if not layers.agreed:
             raise RuntimeError(
                 f"{self._where} has updated {layers.label} in other steps than its peers; after a backward pass all "
-                "ranks must step(), or all zero_grad(): load a checkpoint"
+                "ranks must call step(), or all zero_grad(): load a checkpoint"
             )
         if self._settings is not None:
             refuse_changed(self._where, [member.name for member in layers.members if not member.unchanged])
             members = layers.used()
-            # Whoever has kept the gradient finds the average there, as after DistributedDataParallel.
+            # Code that kept the gradient finds the average there, as with DistributedDataParallel.
             restore = [(member.parameter, member.parameter.grad) for member in members]
             for member in members:
                 member.parameter.grad = member.average
@@ -667,16 +669,16 @@ class PendingUpdates:
 
 
 def refuse_changed(where: str, changed: Sequence[str]) -> None:
-    """Raise RuntimeError if there are names of parameters whose gradients were changed after they had gone out."""
+    """Raise RuntimeError if gradients of these parameters were changed after they were sent."""
     if changed:
         raise RuntimeError(
-            f"{where} changed the gradient of {changed[0]} after it had gone out: call `synchronize()` before "
-            "gradients are clipped, unscaled or changed otherwise"
+            f"{where} changed the gradient of {changed[0]} after it was sent: call `synchronize()` before "
+            "gradients are clipped, unscaled or otherwise changed"
         )
 
 
 def _first_in(candidates: Iterable[LayerGroup]) -> LayerGroup | None:
-    """Return the group nearest the input whose average is in."""
+    """Return the group nearest the input whose average has arrived."""
     return next((layers for layers in candidates if layers.sent.done()), None)
 
 

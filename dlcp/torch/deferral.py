@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets an optimizer's step end layer by layer: a step for some parameters, and readers that wait for theirs.
+"""The parts of layer-by-layer optimizer steps: a step for some parameters, and readers that wait for theirs.
 
-:class:`PartialStep` steps an optimizer for some of its parameters, with the arithmetic that it has for all of them.
-:class:`Guard` makes whoever reads a parameter through its module wait until it is up to date. A module's forward
+:class:`PartialStep` steps an optimizer for some of its parameters, with the same arithmetic as for all of them.
+:class:`Guard` makes code that reads a parameter through its module wait until it is up to date. A module's forward
 pre-hook is not enough for that: attention reads its output projection's weight without calling it, tied weights are
-read through another module, and nobody calls a ParameterList.
+read through another module, and a ParameterList is never called.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ Wait = Callable[[Iterable[Parameter]], None]
 
 
 class GuardedParameters(dict[str, Parameter | None]):
-    """The parameters of a module; those who read one wait for it first. Copies and pickles are plain dictionaries."""
+    """A module's parameters; reading one waits for it first. Copies and pickles are plain dictionaries."""
 
     def __init__(self, plain: dict[str, Parameter | None]) -> None:
         super().__init__(plain)
@@ -61,7 +61,7 @@ class GuardedParameters(dict[str, Parameter | None]):
 
 
 class _BeforeForward:
-    """Waits for a module's own parameters: an LSTM reads them from a list of its own. In a copied model it is inert."""
+    """Waits for a module's own parameters: an LSTM keeps its own list of them. In a copied model it is inert."""
 
     def __init__(self, wait: Wait | None = None) -> None:
         self._wait = wait
@@ -75,7 +75,7 @@ class _BeforeForward:
 
 
 class Guard:
-    """Makes all who read parameters of ``model`` call ``wait`` with them first, until :meth:`remove`."""
+    """Makes readers of ``model``'s parameters call ``wait`` with them first, until :meth:`remove`."""
 
     def __init__(self, model: torch.nn.Module, wait: Wait) -> None:
         self._wait = wait
@@ -90,7 +90,7 @@ class Guard:
             self._hooks.append(module.register_forward_pre_hook(_BeforeForward(wait)))
 
     def remove(self) -> None:
-        """Take the guard off."""
+        """Remove the guard."""
         for hook in self._hooks:
             hook.remove()
         for module in self._modules:
@@ -102,14 +102,14 @@ class Guard:
 
 
 _WHOLE_ONLY = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""One looks at all parameters at once, the other wants sparse gradients."""
+"""One considers all parameters at once, the other needs sparse gradients."""
 
 
 class PartialStep:
     """Steps an optimizer for a few parameters at a time.
 
-    That is right for every optimizer that treats parameters one by one, as all in ``torch.optim`` but L-BFGS do. One
-    that keeps state in its parameter groups is found out at its first step.
+    That works for every optimizer that treats parameters separately, as all in ``torch.optim`` except L-BFGS do. One
+    that keeps state in its parameter groups is detected at its first step.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class PartialStep:
     Raises
     ------
     ValueError
-        The optimizer is known not to treat parameters one by one.
+        The optimizer is known not to treat parameters separately.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -133,19 +133,19 @@ class PartialStep:
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
         step = type(optimizer).step
-        # Without the hooks around it: those are for whole steps.
+        # Without the step hooks: those are for whole steps.
         self._arithmetic: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._ours = False
         self._refusal = optimizer.register_step_pre_hook(self._refuse)
 
     @property
     def watched(self) -> bool:
-        """Whether somebody has hooks around the optimizer's step, and so expects whole steps."""
+        """Whether the optimizer's step has hooks, which expect whole steps."""
         optimizer = self._optimizer
         return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
 
     def settings(self) -> Sequence[dict[str, Any]]:
-        """Return what each parameter group is set to now (learning rate and so on), before a scheduler goes on."""
+        """Return each parameter group's current settings (learning rate and so on), before a scheduler changes them."""
         return [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -156,7 +156,7 @@ class PartialStep:
         ]
 
     def update(self, parameters: Sequence[Parameter], settings: Sequence[dict[str, Any]]) -> None:
-        """Step for ``parameters`` with their present gradients, and with ``settings`` in the place of present ones.
+        """Step for ``parameters`` with their current gradients, and with ``settings`` instead of the current ones.
 
         Raises
         ------
@@ -183,12 +183,12 @@ class PartialStep:
                 )
 
     def whole(self) -> None:
-        """Step for all parameters, with the hooks around it."""
+        """Step for all parameters, with the step hooks."""
         with self._as_ours():
             self._optimizer.step()
 
     def release(self) -> None:
-        """Let the optimizer step by itself again."""
+        """Allow the optimizer's own step again."""
         self._refusal.remove()
 
     @contextmanager

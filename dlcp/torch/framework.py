@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session takes from PyTorch: a store to agree over, an all-reduce to fall back to, Gloo to recover over."""
+"""What a session uses from PyTorch: a store for agreement, an all-reduce as fallback, and Gloo for recovery."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-# torch.distributed has them too, but its types do not say so.
+# torch.distributed has them too, but without types.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dlcp.collectives import Bucket, Residual
@@ -37,7 +37,7 @@ log = logging.getLogger("dlcp")
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 _sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
-"""The sessions of this process, and the process groups of their ranks."""
+"""This process's sessions, and the process groups of their ranks."""
 _calls: dict[str, int] = {}
 
 # Agreeing and joining -------------------------------------------------------------------------------------------------
@@ -49,14 +49,14 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     name = f"dlcp/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'world'}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's own store outlives its ranks, and what they have written there.
+        # torchrun's own store outlives its ranks and their entries.
         name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     number = _calls[name] = _calls.get(name, -1) + 1
     return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
 
 
 def leave_with_group(session: TrainingSession, group: dist.ProcessGroup | None) -> None:
-    """Let a session leave the other ranks before its process group is destroyed: a process may end right after that."""
+    """Make a session leave before its process group is destroyed: the process may end right after that."""
     _sessions[session] = group or dist.group.WORLD
     modules: tuple[Any, ...] = dist, dist.distributed_c10d
     for module in modules:
@@ -66,7 +66,7 @@ def leave_with_group(session: TrainingSession, group: dist.ProcessGroup | None) 
 
 
 def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
-    """Return ``destroy_process_group`` with what sessions have to do before."""
+    """Wrap ``destroy_process_group`` so that sessions leave first."""
 
     @functools.wraps(original)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
@@ -77,45 +77,45 @@ def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
                 session.leave_at_exit()
         original(group)
 
-    destroy_process_group.leaves_sessions = True  # type: ignore[attr-defined]  # so that it is not replaced again
+    destroy_process_group.leaves_sessions = True  # type: ignore[attr-defined]  # prevents a second replacement
     return destroy_process_group
 
 
 def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:
     if names := options.given(Trait.WITHOUT_TORCH):
         raise ValueError(
-            f"PyTorch's store, by which these ranks meet, has no TLS: leave {', '.join(names)} out, and set secret_file"
+            f"PyTorch's store, where these ranks meet, has no TLS: omit {', '.join(names)}, and set secret_file"
         )
     return Agreement(store, rank, size, options.meet_s, configured_secret(options), _host_of(store))
 
 
 def _host_of(store: Store) -> str | None:
-    """Return the host that serves a store, if it is one of a network."""
+    """Return the host that serves a network store, if it is one."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else None
 
 
 def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, timeout: timedelta) -> Endpoint:
-    """Open an endpoint for a process group that is being made, and wait until every peer has answered.
+    """Open an endpoint for a new process group, and wait until every peer has answered.
 
-    A process makes several groups, so of ``options.bind`` and ``options.advertise`` only the hosts count.
+    A process makes several groups, so only the hosts of ``options.bind`` and ``options.advertise`` are used.
 
     Parameters
     ----------
     options
-        ``meet_s`` is how long it may take once all ranks are there.
+        ``meet_s`` limits the time once all ranks are there.
     store, rank, size, timeout
-        What PyTorch gives: the group's own part of the store, and how long to wait for the other ranks.
+        From PyTorch: the group's own part of the store, and how long to wait for the other ranks.
 
     Raises
     ------
     RuntimeError
-        A rank has not come within ``timeout``, or is not reached; the message names it.
+        A rank has not joined within ``timeout``, or cannot be reached; the message names it.
     """
     host = options.bind.partition(":")[0]
     options = options.with_(bind=f"{host}:0" if host else "", advertise=options.advertise.partition(":")[0])
-    if size == 1:  # nobody will ever write to its socket
+    if size == 1:  # nothing will ever be sent to its socket
         sock = bind(options.with_(bind=""), OwnAddresses("127.0.0.1"))
         return Endpoint(rank, sock, {}, job=options.job, token=1, options=options.transport(size))
     store.set(f"here/{rank}", "")
@@ -136,36 +136,36 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
 
 @dataclass(slots=True, eq=False)
 class StagedBucket(PendingBucket):
-    """A bucket of a tensor, on its way to the host and back."""
+    """A bucket of a tensor, staged on the host."""
 
     staged: Staged | None = None
 
     def resolve(self) -> None:
-        """Bring the average back to the tensor."""
+        """Copy the average back to the tensor."""
         assert self.staged
         self.staged.give_back()
 
     def fail(self, error: BaseException) -> None:
         """Resolve the tensor's future with an error."""
-        if self.staged:  # a tensor that comes from the device later fails then
+        if self.staged:  # a tensor that arrives from the device later then fails
             self.staged.fail(error)
 
 
 class FrameworkFallback(Fallback):
-    """The framework's own all-reduce averages. Ranks recover over a Gloo group.
+    """Falls back to the framework's own all-reduce. Ranks recover over a Gloo group.
 
     Parameters
     ----------
     group
         The model's process group.
     agreement
-        Where ranks publish that they have left DLCP.
+        Where ranks announce that they have left DLCP.
     feedback
-        What was lost and is still to be sent.
+        Losses that still have to be sent.
     device
-        Where the group's all-reduce wants tensors.
+        The device of tensors for the group's all-reduce.
     deadline_s
-        How long ranks may take to recover.
+        Time limit for recovery.
     """
 
     name = "the framework's own all-reduce"
@@ -183,7 +183,7 @@ class FrameworkFallback(Fallback):
         self._gloo: GlooChannel | None = None
 
     def prepare(self) -> bool:
-        """Make a Gloo group of the same ranks; all must call it. False, with a warning, if that cannot be done."""
+        """Make a Gloo group of the same ranks; all must call it. Return False, with a warning, if that fails."""
         self._gloo = open_channel(self._group, self._agreement, self._deadline_s)
         return self._gloo is not None
 
@@ -193,11 +193,11 @@ class FrameworkFallback(Fallback):
         return self._gloo
 
     def average(self, session: TrainingSession, pending: PendingBucket) -> None:
-        """Average a bucket by the framework, on its device."""
+        """Average a bucket with the framework, on its device."""
         assert pending.bucket
         if isinstance(pending, StagedBucket):
             assert pending.staged
-            del session.table.pending[pending.id]  # its tensor's own future is the answer
+            del session.table.pending[pending.id]  # its tensor's own future gets the result
             pending.staged.pass_on(partial(self.average_tensor, pending.segments))
             return
         host = as_tensor(pending.bucket)
@@ -214,17 +214,17 @@ class FrameworkFallback(Fallback):
         self.average_tensor(pending.segments, tensor).add_done_callback(finish)
 
     def average_tensor(self, segments: Sequence[Segment], tensor: torch.Tensor) -> TensorFuture:
-        """Average a tensor in place, residual included."""
+        """Average a tensor in place, including residual."""
         add_residual(self._feedback, tensor, segments)
         return framework_average(self._group, tensor)
 
     def why_leave(self, session: TrainingSession) -> BaseException | None:
-        """Look in PyTorch's store whether another rank has left DLCP."""
+        """Check PyTorch's store for another rank that has left DLCP."""
         left = self._agreement.anyone_published(LEFT)
         return PeerAbortedError("another rank has left DLCP") if left else None
 
     def publish_left(self, reason: str) -> None:
-        """Write into PyTorch's store that this rank has left DLCP."""
+        """Announce in PyTorch's store that this rank has left DLCP."""
         self._agreement.publish(LEFT, reason)
 
     def close(self) -> None:
@@ -234,16 +234,16 @@ class FrameworkFallback(Fallback):
 
 
 class OrderedFallback(Fallback):
-    """The framework averages groups of layers. It wants one order on all ranks: the last group first, as in backward.
+    """Averages groups of layers with the framework, in one order on all ranks: the last first, as in backward.
 
-    A failure concerns its own group of layers: there is no step to recover as a whole.
+    A failure only concerns its own group of layers: there is no whole step to recover.
 
     Parameters
     ----------
     group
         The process group.
     count
-        How many buckets a step has.
+        Number of buckets in a step.
     """
 
     name = FrameworkFallback.name
@@ -255,7 +255,7 @@ class OrderedFallback(Fallback):
         self._step, self._next = -1, 0
 
     def average(self, session: TrainingSession, pending: PendingBucket) -> None:
-        """Average a bucket in place, once those of higher numbers have come."""
+        """Average a bucket in place, once those of higher numbers have been submitted."""
         if pending.step > self._step:
             self._step, self._next = pending.step, self._count - 1
             self._waiting.clear()
@@ -284,7 +284,7 @@ class OrderedFallback(Fallback):
 
 
 def add_residual(feedback: Residual, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add what is still to be sent, where nothing is lost on the way, so that this is the last time."""
+    """Add the pending residual where nothing is lost in transit, so that this is the last time."""
     if all(feedback.of(segment.layer.name) is None for segment in segments):
         return
     residual = np.zeros(tensor.numel(), np.float64)
@@ -302,7 +302,7 @@ def framework_average(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> 
 
 
 def as_tensor(bucket: Bucket) -> torch.Tensor:
-    """Return a bucket's memory as a tensor; what ``as_array`` undoes."""
+    """Return a bucket's memory as a tensor; the inverse of ``as_array``."""
     if bucket.value_type is ValueType.BFLOAT16:
         return torch.from_numpy(bucket.values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(bucket.values)
@@ -312,14 +312,14 @@ def as_tensor(bucket: Bucket) -> torch.Tensor:
 
 
 class GlooChannel:
-    """A process group as a channel to recover over.
+    """A process group as a recovery channel.
 
     Parameters
     ----------
     group
-        A Gloo group of the same ranks; used by nobody else.
+        A Gloo group of the same ranks, for this purpose only.
     agreement
-        Where ranks publish that they have left DLCP, so that it is known which have not.
+        Where ranks announce that they have left DLCP, which shows the ones that have not.
     """
 
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
@@ -347,7 +347,7 @@ class GlooChannel:
 
     @contextlib.contextmanager
     def _naming_absent(self) -> Iterator[None]:
-        """Say which ranks have not left DLCP, and so have probably ended; as far as the store shows."""
+        """Add to errors the ranks that have not left DLCP, and so have probably ended, according to the store."""
         try:
             yield
         except RuntimeError as error:
@@ -361,13 +361,13 @@ class GlooChannel:
 
 
 def open_channel(group: dist.ProcessGroup | None, agreement: Agreement, deadline_s: float) -> GlooChannel | None:
-    """Make a Gloo group of the same ranks; all must call it. None, and a warning, if that cannot be done."""
+    """Make a Gloo group of the same ranks; all must call it. Return None, with a warning, if that fails."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     some = len(ranks) < dist.get_world_size()
     wait = timedelta(seconds=deadline_s)
     try:
         made = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=some)
     except (RuntimeError, ValueError) as problem:
-        log.warning("DLCP has no Gloo group to recover over, so that a failure will be an error: %s", problem)
+        log.warning("DLCP has no Gloo group for recovery, so a failure will be an error: %s", problem)
         return None
     return GlooChannel(made, agreement)

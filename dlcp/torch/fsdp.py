@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP2 (``fully_shard``): gradients are reduced and scattered over DLCP; parameters are gathered as before.
 
-FSDP2 lets others carry out its reduce-scatter, one parameter group at a time, and waits for each. A group is a bucket
-whose shards are what each rank keeps. It is copied to memory on the host in which every shard begins with a packet of
-its own. What is lost or put off is residual of the parameter, wherever its shards lie, and goes into the next step.
+FSDP2 lets its reduce-scatter be replaced, one parameter group at a time, and waits for each. A group is a bucket whose
+shards are what each rank keeps. It is copied to host memory in which every shard begins with a new packet. Lost and
+deferred values are residual of the parameter, wherever its shards are, and go into the next step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from dlcp.torch.hook import State
 
 Reduce = Callable[[], object]
-"""Carries out a reduce-scatter as FSDP2 would by itself."""
+"""Performs FSDP2's own reduce-scatter."""
 ZEROTH: Final = 0
-"""The dimension along which parameters are cut: only then a shard is a piece of the parameter as it lies in memory."""
+"""The dimension along which parameters are sharded: only with this one is a shard contiguous in the parameter."""
 
 
 class ShardedParameter(NamedTuple):
-    """A parameter of a group: its layer, and how many values of it each rank's shard has, padding included."""
+    """A parameter of a group: its layer, and the values of it in each rank's shard, including padding."""
 
     layer: Layer
     shard_values: int
 
 
 class ShardLayout(NamedTuple):
-    """How a group lies on the host, in values: ``shard`` of each rank, filled up to ``padded``; and its layers."""
+    """Layout of a group on the host, in values: each rank's ``shard``, padded to ``padded``; and its layers."""
 
     shard: int
     padded: int
@@ -52,7 +52,7 @@ class ShardLayout(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Sequence[ShardedParameter], ranks: int, values_per_packet: int) -> "ShardLayout":
-        """Lay a group out, so that each rank's shard begins with a packet."""
+        """Lay out a group so that each rank's shard begins with a packet."""
         shard = sum(each.shard_values for each in parameters)
         padded = -(-shard // values_per_packet) * values_per_packet
         segments: list[Segment] = []
@@ -68,7 +68,7 @@ class ShardLayout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScatteredBucket(PendingBucket):
-    """A parameter group on its way; ``by_framework`` reduces and scatters it without DLCP."""
+    """A parameter group in progress; ``by_framework`` reduces and scatters it without DLCP."""
 
     by_framework: Reduce = lambda: None
     answer: "Future[None]" = field(default_factory=Future)
@@ -84,7 +84,7 @@ class ScatteredBucket(PendingBucket):
 
 
 class ShardingFallback(Fallback):
-    """FSDP2's own reduce-scatter. It takes over when ranks cannot join; a failure later is an error."""
+    """FSDP2's own reduce-scatter. Used if ranks cannot join; a later failure is an error."""
 
     name = "FSDP2's own reduce-scatter"
     recovers = False
@@ -102,11 +102,11 @@ class LossyReduceScatter(ReduceScatter):
     Parameters
     ----------
     gradients
-        What the groups of a model share.
+        The state that a model's groups share.
     parameters
-        Those of the group, in the order in which FSDP2 lays them out.
+        Parameters of the group, in FSDP2's order.
     framework
-        What FSDP2 would use.
+        FSDP2's own reduce-scatter.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LossyReduceScatter(ReduceScatter):
         self._layouts: dict[tuple[int, int], tuple[ShardLayout, bool]] = {}
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for FSDP2 to put gradients into, or to find its shard in."""
+        """Allocate memory for FSDP2's gradients or its shard."""
         return self.framework.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -132,9 +132,9 @@ class LossyReduceScatter(ReduceScatter):
         self.gradients.reduce_scatter(self, output_tensor, input_tensor, op, by_framework)
 
     def layout(self, values: int, ranks: int, values_per_packet: int) -> tuple[ShardLayout, bool]:
-        """Return how a tensor of so many values lies on the host, and whether it has all parameters of the group.
+        """Return a tensor's layout on the host, and whether it has all parameters of the group.
 
-        FSDP2 leaves parameters out that a step has not used, and does not say which.
+        FSDP2 omits parameters that a step has not used, and does not say which.
         """
         found = self._layouts.get((values, values_per_packet))
         if found is None:
@@ -147,7 +147,7 @@ class LossyReduceScatter(ReduceScatter):
 
 
 class ShardedGradients:
-    """What the parameter groups of a model share: the state, the step's buckets, and memory on the host."""
+    """State that a model's parameter groups share: the DLCP state, the step's buckets, and host memory."""
 
     def __init__(self, state: "State", ranks: int) -> None:
         self._state, self._ranks = state, ranks
@@ -156,7 +156,7 @@ class ShardedGradients:
 
     @property
     def in_use(self) -> bool:
-        """Whether the state that they belong to has not been closed."""
+        """Whether the DLCP state is still open."""
         return self._state.attached
 
     def reduce_scatter(
@@ -167,13 +167,13 @@ class ShardedGradients:
         Raises
         ------
         RuntimeError
-            The state has been closed, or the operation or the format is none of gradients.
+            The state is closed, or the operation or format is not one for gradients.
         TransportError
             It failed; the message says where.
         """
         session = self._state.session
         if session is None or not self._state.attached:
-            raise RuntimeError("the state has been closed: FSDP2 cannot go on over it")
+            raise RuntimeError("the DLCP state is closed: FSDP2 cannot continue with it")
         if tensor.dtype not in VALUE_TYPES:
             raise RuntimeError(f"gradients are reduced as {tensor.dtype}; set another reduce_dtype")
         if self._sequence == 0:
@@ -207,7 +207,7 @@ class ShardedGradients:
         return host
 
     def _by_framework(self, tensor: torch.Tensor, layout: ShardLayout, by_framework: Reduce) -> None:
-        """Let FSDP2 go on by itself; what a checkpoint had still to send goes along, for the last time."""
+        """Let FSDP2 reduce by itself; a checkpoint's pending residual is added, for the last time."""
         feedback = self._state.feedback
         if feedback.size:
             host = self._to_host(tensor, layout)
@@ -222,7 +222,7 @@ class ShardedGradients:
 
 
 def factor_of(op: Any, ranks: int) -> float:
-    """Return what an average is multiplied by to be what an operation asks for.
+    """Return the factor that turns an average into the requested operation's result.
 
     Raises
     ------
@@ -245,14 +245,14 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def attach(state: "State", model: torch.nn.Module) -> None:
-    """Join the other ranks, and take over the reduce-scatter of all parameter groups; all ranks must call it.
+    """Join the other ranks, and replace the reduce-scatter of all parameter groups; all ranks must call it.
 
     Raises
     ------
     ValueError
-        The options or the model ask for what cannot be done; the message says what.
+        The options or the model are not supported; the message says what.
     NotJoinedError
-        The ranks cannot all use DLCP, and the options do not let them go on without.
+        Not all ranks can use DLCP, and the options do not allow a fallback.
     """
     _check_options(state.options)
     _refuse_second(model)
@@ -264,12 +264,12 @@ def attach(state: "State", model: torch.nn.Module) -> None:
     process_groups = [_process_group(group, names) for _, group in groups.values()]
     ranks = {tuple(dist.get_process_group_ranks(each)) for each in process_groups}
     if len(ranks) != 1:
-        raise ValueError(f"parameters are sharded over different ranks, {sorted(ranks)}: DLCP serves one such group")
+        raise ValueError(f"parameters are sharded over different ranks, {sorted(ranks)}: DLCP supports one such group")
 
     def fallback(agreement: Agreement) -> Fallback:
         return ShardingFallback()
 
-    # What a rank owns is up to FSDP2.
+    # FSDP2 decides what a rank owns.
     options = state.options.with_(collective=DIRECT, adaptive_shards=False)
     parameters = [parameter for parameter in named.values() if parameter.requires_grad]
     session = state.join(process_groups[0], parameters, fallback, options)
@@ -283,19 +283,19 @@ def attach(state: "State", model: torch.nn.Module) -> None:
 
 
 def _by_itself(group: Any) -> ReduceScatter:
-    """Return what carries out a parameter group's reduce-scatter without DLCP."""
+    """Return a parameter group's own reduce-scatter, without DLCP."""
     found: ReduceScatter = group._reduce_scatter_comm
     return found.framework if isinstance(found, LossyReduceScatter) else found
 
 
 def _refuse_second(model: torch.nn.Module) -> None:
-    """Raise RuntimeError if a state that is in use reduces a model's gradients."""
+    """Raise RuntimeError if an open state already reduces the model's gradients."""
     for module in model.modules():
         for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
             now = group and group._reduce_scatter_comm
             if isinstance(now, LossyReduceScatter) and now.gradients.in_use:
                 raise RuntimeError(
-                    "DLCP reduces the gradients of this model already: use the state that enable() returned, once, or "
+                    "DLCP already reduces the gradients of this model: use the state that enable() returned, once, or "
                     "close() it first"
                 )
 
@@ -305,13 +305,13 @@ def _check_options(options: Options) -> None:
     if options.collective not in (AUTO, DIRECT):
         names.append("collective")
     if names:
-        raise ValueError(f"FSDP2's reduce-scatter heeds no {', '.join(names)}: leave that out, or use DDP")
+        raise ValueError(f"FSDP2 does not support {', '.join(names)}: leave that out, or use DDP")
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """Return a module's parameter groups, which PyTorch shows to nobody."""
+    """Return a module's parameter groups, which PyTorch does not expose."""
     if not hasattr(module, "set_custom_reduce_scatter"):
-        raise ValueError(f"FSDP2 of PyTorch {torch.__version__} lets nobody carry out its reduce-scatter: update it")
+        raise ValueError(f"FSDP2 of PyTorch {torch.__version__} cannot use DLCP's reduce-scatter: update PyTorch")
     state: Any = module._get_fsdp_state()
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return [state._fsdp_param_group] if groups is None else groups
@@ -331,15 +331,15 @@ def _process_group(group: Any, names: Mapping[int, str]) -> dist.ProcessGroup:
             raise ValueError(f"parameter {name} is replicated, not sharded: use DDP")
         if each.fsdp_placement.dim != ZEROTH:
             raise ValueError(
-                f"parameter {name} is sharded along dimension {each.fsdp_placement.dim}; DLCP finds the place of what "
-                "was lost along dimension 0 only: leave shard_placement_fn out"
+                f"parameter {name} is sharded along dimension {each.fsdp_placement.dim}; DLCP can place lost values "
+                "along dimension 0 only: leave shard_placement_fn out"
             )
     found: dist.ProcessGroup = group._reduce_scatter_process_group
     return found
 
 
 def _parameters_of(group: Any, names: Mapping[int, str], layers: Mapping[str, Layer]) -> list[ShardedParameter]:
-    """Return the parameters of a group that are trained, in the order in which FSDP2 lays them out."""
+    """Return the trained parameters of a group, in FSDP2's order."""
     return [
         ShardedParameter(layers[names[id(_parameter(each))]], each.padded_sharded_param_size.numel())
         for each in group.fsdp_params
@@ -348,6 +348,6 @@ def _parameters_of(group: Any, names: Mapping[int, str], layers: Mapping[str, La
 
 
 def _parameter(sharded: Any) -> torch.Tensor:
-    """Return what the model has as a parameter now: loading a checkpoint may have put another in its place."""
+    """Return the model's current parameter: loading a checkpoint may have replaced it."""
     found: torch.Tensor = getattr(sharded._module_info.module, sharded._module_info.param_name)
     return found

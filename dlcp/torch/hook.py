@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DDP communication hook: buckets of gradients go out while backward still runs. FSDP2's way is beside it."""
+"""The DDP communication hook: buckets of gradients are sent while backward still runs. FSDP2 has its own module."""
 
 import hashlib
 import time
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but its types do not say so
+from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but without types
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,26 +36,26 @@ from dlcp.torch.staging import VALUE_TYPES, Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
 
 STEPS_KEPT = 10_000
-"""Steps of which the times are kept."""
+"""How many steps' times are kept."""
 
 
 @dataclass(slots=True, eq=False)
 class TimedBucket(StagedBucket):
-    """A bucket of DDP's that calls ``on_averaged`` when its average is there."""
+    """A bucket of DDP's that calls ``on_averaged`` when its average has arrived."""
 
     on_averaged: Callable[[], None] = lambda: None
 
     def resolve(self) -> None:
-        """Bring the average back to the tensor."""
+        """Copy the average back to the tensor."""
         self.on_averaged()
         StagedBucket.resolve(self)
 
 
 class State:
-    """What the hook keeps between steps.
+    """The hook's state between steps.
 
-    It can be pickled with a checkpoint: its step, and what was lost and is still to be sent, travel along. Where
-    training goes on with another number of ranks, :meth:`redistributed` divides what all of them had still to send.
+    Pickle it with a checkpoint: it includes the step and the residual. If training continues with another number of
+    ranks, :meth:`redistributed` divides all ranks' residual.
 
     Attributes
     ----------
@@ -64,9 +64,9 @@ class State:
     ledger
         What was sent, delivered and lost.
     step
-        Number of the step that is being communicated.
+        Number of the step in progress.
     attached
-        Whether a model's gradients come here: after :meth:`attach`, until :meth:`close`.
+        Whether it averages a model's gradients: after :meth:`attach`, until :meth:`close`.
     """
 
     def __init__(self, options: Options) -> None:
@@ -88,22 +88,22 @@ class State:
         return {name: getattr(self, name) for name in ("options", "step", "feedback", "tagger")}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__init__(kept["options"])  # type: ignore[misc]  # sockets and threads start afresh
+        self.__init__(kept["options"])  # type: ignore[misc]  # creates new sockets and threads
         self.step, self.feedback, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
 
     @classmethod
     def redistributed(cls, states: "Sequence[State]", rank: int, ranks: int) -> "State":
-        """Return a rank's state from those of all ranks that were there before, however many there were.
+        """Return a rank's state from those of all former ranks, whatever their number.
 
-        Every residual is some new rank's, so that none is lost or sent twice. In an average each then weighs as much as
-        it would have: it is divided by another number of ranks now.
+        Every residual goes to one new rank, so that none is lost or sent twice. It is scaled to keep its weight in the
+        average, which now divides by another number of ranks.
 
         Parameters
         ----------
         states
-            The states of all former ranks, rank 0 first, alike on all new ranks.
+            The states of all former ranks, rank 0 first, the same on all new ranks.
         rank, ranks
-            This rank, and how many there are now.
+            This rank, and the new number of ranks.
 
         Raises
         ------
@@ -111,7 +111,7 @@ class State:
             There are no states, or the rank is not in 0..ranks-1.
         """
         if not states or not 0 <= rank < ranks:
-            raise ValueError(f"rank {rank} of {ranks} cannot go on from {len(states)} states")
+            raise ValueError(f"rank {rank} of {ranks} cannot continue from {len(states)} states")
         state = cls(states[0].options)
         state.step, state.tagger = states[0].step, states[0].tagger
         factor = ranks / len(states) if state.options.combine == "average" else 1.0
@@ -122,23 +122,23 @@ class State:
     def attach(self, model: torch.nn.Module) -> None:
         """Join the other ranks and learn the layers of ``model``; all ranks must call it.
 
-        If they cannot all use DLCP, all go on over the framework's own collectives, and the lowest rank says why.
+        If not all can use DLCP, all continue with the framework's own collectives, and the lowest rank says why.
 
         Raises
         ------
         TypeError, ValueError
             See :func:`enable`.
         RuntimeError
-            The state, or the model, is in use already.
+            The state or the model is already in use.
         NotJoinedError
-            They cannot, and ``options.fallback`` is off.
+            Not all ranks can use DLCP, and ``options.fallback`` is off.
         """
         if self.attached:
-            raise RuntimeError("this state is attached to a model already: close() it first, or make another one")
+            raise RuntimeError("this state is already attached to a model: close() it first, or make another one")
         if isinstance(model, DistributedDataParallel):
             self._attach_replicated(model)
             return
-        from dlcp.torch import fsdp  # most jobs do without
+        from dlcp.torch import fsdp  # most jobs do not need it
 
         if not fsdp.is_sharded(model):
             raise TypeError(f"enable takes a DistributedDataParallel or fully_shard model, got {type(model).__name__}")
@@ -148,12 +148,12 @@ class State:
         self.attach_tensors(dict(model.module.named_parameters()), model.process_group)
 
     def attach_tensors(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Join the other ranks of a group to average buckets of the gradients of these tensors; all ranks must call it.
+        """Join a group's other ranks to average buckets of these tensors' gradients; all ranks must call it.
 
         Parameters
         ----------
         tensors
-            By name, those of the first layers first; all on one device.
+            By name, first layers first; all on one device.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         layers = layers_in_order(list(shapes), shapes)
@@ -179,11 +179,11 @@ class State:
         Parameters
         ----------
         parameters
-            Those whose gradients are exchanged.
+            The parameters whose gradients are exchanged.
         fallback
-            Makes what takes over, for ranks that have an agreement.
+            Makes the fallback, for ranks that have an agreement.
         options
-            Those of the session, where a model needs other ones than the state's.
+            The session's options, if a model needs other ones than the state's.
         """
         size = dist.get_world_size(group)
         self.attached, self._alone = True, size == 1
@@ -209,7 +209,7 @@ class State:
         return self._session
 
     def adopt(self, session: TrainingSession | None) -> None:
-        """Tell of a session that does not average through this state, but on its account; None in a group of one."""
+        """Register a session that averages on this state's behalf but not through it; None in a group of one."""
         self._session, self._alone = session, session is None
 
     @property
@@ -219,22 +219,22 @@ class State:
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks are; 0 if DLCP could not be used."""
+        """Number of hosts that the ranks are on; 0 without DLCP."""
         return self._session.hosts if self._session else 0
 
     @property
     def local_peers(self) -> int:
-        """With how many other ranks this one exchanges packets through memory."""
+        """Number of other ranks that this one reaches through shared memory."""
         return self._session.local_peers if self._session else 0
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The endpoint; None before :meth:`attach`, in a group of one, and if DLCP could not be used."""
+        """The endpoint; None before :meth:`attach`, in a group of one, and without DLCP."""
         return self._session.endpoint if self._session else None
 
     @property
     def active(self) -> bool:
-        """Whether DLCP averages gradients; False when the framework does, see :attr:`reason`."""
+        """Whether DLCP averages gradients; False if the framework does, see :attr:`reason`."""
         return self._session is not None and self._session.active
 
     @property
@@ -245,32 +245,33 @@ class State:
         return self._session.reason if self._session else "not attached"
 
     def samples(self, count: int) -> None:
-        """Say how many samples this rank's gradients of the coming step will be the mean of.
+        """Announce how many samples this rank's gradients of the coming step will be the mean of.
 
-        Every sample then counts the same, whichever rank has it; a rank may have none. It holds until another number is
-        given. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the backward
-        pass, the less others wait for it.
+        Every sample then counts the same, whichever rank has it; a rank may have none. The number holds until another
+        one is given. All ranks must set ``Options(samples=...)``, so that they expect it. The sooner it is called
+        before
+        the backward pass, the less the others wait for it.
 
         Raises
         ------
         ValueError
-            It is no whole number of samples, or the options do not say ``samples``.
+            It is not a whole number of samples, or the options do not set ``samples``.
         RuntimeError
-            The step's backward pass has begun, or its number of samples has been sent already.
+            The step's backward pass has begun, or its number of samples was already sent.
         """
         if self._session is None:
             check_samples(count)
             return
         if self._sequence or self._session.metadata_step == self.step:
-            raise RuntimeError(f"samples({count}) comes too late for step {self.step}: call it once, before backward")
+            raise RuntimeError(f"samples({count}) is too late for step {self.step}: call it once, before backward")
         self._session.set_samples(count)
         self._session.begin_step(self.step)
 
     def flush(self) -> None:
-        """Let the coming step be whole, with what was lost or put off before. All ranks must call it.
+        """Send the coming step in full, with everything lost or deferred before. All ranks must call it.
 
-        To be called before the last step, and before one after which the model is tested or saved without this state.
-        It takes a step of the optimizer to use what was left: there is none without a backward pass.
+        Call it before the last step, and before a step after which the model is tested or saved without this state. The
+        pending values need an optimizer step to be used, so there must be a backward pass.
 
         Raises
         ------
@@ -278,9 +279,9 @@ class State:
             The step's backward pass has begun, or the state is not attached to a model.
         """
         if not self.attached:
-            raise RuntimeError("flush() is for a state in use: call state.attach(model), or cross_step's own flush()")
+            raise RuntimeError("flush() needs a state in use: call state.attach(model), or cross_step's own flush()")
         if self._sequence:
-            raise RuntimeError(f"flush() comes too late for step {self.step}: call it before backward")
+            raise RuntimeError(f"flush() is too late for step {self.step}: call it before backward")
         if self._session:
             self._session.flush(self.step)
 
@@ -296,7 +297,7 @@ class State:
         """Average a bucket over all ranks."""
         tensor, session = bucket.buffer(), self._session
         if not self.attached:
-            raise RuntimeError("the state has been closed, or loaded and not attached: call state.attach(model)")
+            raise RuntimeError("the state is closed, or loaded and not attached: call state.attach(model)")
         if session is None:
             if self.feedback.size:  # from a checkpoint of more ranks
                 add_residual(self.feedback, tensor, segments_of(bucket, self._layers))
@@ -305,7 +306,7 @@ class State:
         if self._sequence == 0:
             self._step_began_s = time.monotonic()
         weight = session.weight(self.step)
-        if weight == 0:  # the gradient of no samples is 0 whatever it looks like, such as NaN
+        if weight == 0:  # the gradient of no samples is always 0, even if it holds NaN
             tensor.zero_()
         elif weight != 1:
             tensor.mul_(weight)
@@ -334,7 +335,7 @@ class State:
         return averaged
 
     def _by_framework(self, tensor: torch.Tensor, pending: "TimedBucket") -> TensorFuture:
-        """Let the framework average a flat tensor."""
+        """Average a flat tensor with the framework."""
         assert self._session
         assert self._fallback
         averaged = self._fallback.average_tensor(pending.segments, tensor)
@@ -345,7 +346,7 @@ class State:
         return averaged
 
     def _on_host(self, pending: "TimedBucket", staged: Staged) -> None:
-        """Average what the session has admitted, and what is on the host now."""
+        """Average a bucket that the session has admitted and that is on the host now."""
         assert self._session
         pending.staged = staged
         pending.bucket = Bucket(staged.array, staged.value_type, pending.segments, staged.magnitudes)
@@ -379,15 +380,15 @@ def _resolved(tensor: torch.Tensor) -> TensorFuture:
 def hook(state: State, bucket: GradBucket) -> TensorFuture:
     """Average a bucket with DLCP; registered by :func:`enable`.
 
-    Where that fails, ``backward`` raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP
-    understands no error that is put into a future, only one that comes out of a callback.
+    If that fails, ``backward`` raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP cannot
+    handle an error set on a future, only one raised by a callback.
     """
     with profiled("hand over a bucket") if profiler._is_profiler_enabled else nullcontext():
         return state.average(bucket).then(lambda averaged: averaged.value())
 
 
 def noop_hook(state: object, bucket: GradBucket) -> TensorFuture:
-    """Leave every rank its own gradients; shows how fast steps would be if communication took no time."""
+    """Leave every rank its own gradients; shows the step time with free communication."""
     return _resolved(bucket.buffer())
 
 
@@ -397,28 +398,28 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     Parameters
     ----------
     model
-        A DistributedDataParallel model on the CPU or on one CUDA device, or one that ``fully_shard`` has sharded: then
-        DLCP reduces and scatters gradients, and parameters are gathered as before.
+        A DistributedDataParallel model on the CPU or on one CUDA device, or one sharded by ``fully_shard``: then DLCP
+        reduces and scatters gradients, and parameters are gathered as before.
     options
         By default :meth:`Options.from_environment`.
     state
-        A state from a checkpoint, to go on from; ``options`` replace its own when given.
+        A state from a checkpoint, to continue from; ``options`` replace its own if given.
 
     Returns
     -------
-    The state; call its ``close`` when training is over.
+    The state; call its ``close`` after training.
 
     Raises
     ------
     TypeError
         The model is neither.
     RuntimeError
-        DLCP averages the model's gradients already, or another communication hook does.
+        DLCP or another communication hook already averages the model's gradients.
     ValueError
-        A parameter is of a type or on a device that cannot be exchanged, or has sparse gradients, or FSDP2 cannot do
-        what is asked for; the message names it.
+        A parameter's type or device is not supported, or it has sparse gradients, or FSDP2 does not support an option;
+        the message names it.
     NotJoinedError
-        Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise all of them train as they would without.
+        Not all ranks can use DLCP, and ``options.fallback`` is off. With it all of them train as without DLCP.
     """
     if isinstance(model, DistributedDataParallel):
         refuse_second_hook(model)
@@ -445,13 +446,13 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
 
 
 def refuse_second_hook(model: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a model has a communication hook: DDP takes one only, and says so after ranks have met."""
+    """Raise RuntimeError if a model has a communication hook: DDP takes one, and says so after ranks have met."""
     for _, state in model._comm_hooks:
         if not isinstance(state, State):
-            raise RuntimeError("the model has a communication hook of another kind, and DDP takes one only")
+            raise RuntimeError("the model already has another communication hook, and DDP takes only one")
         if state.attached:
             raise RuntimeError(
-                "DLCP averages the gradients of this model already: use the state that enable() returned, once"
+                "DLCP already averages the gradients of this model: use the state that enable() returned, once"
             )
         raise RuntimeError(
             "DLCP has averaged the gradients of this model, and its state is closed: call attach(model) of that state"
@@ -459,19 +460,19 @@ def refuse_second_hook(model: DistributedDataParallel) -> None:
 
 
 def refuse_sparse(model: torch.nn.Module) -> None:
-    """Raise ValueError if a model has sparse gradients, which no bucket of DDP's holds; found as DDP finds them."""
+    """Raise ValueError if a model has sparse gradients, which DDP's buckets cannot hold; detected as DDP does."""
     for name, module in model.named_modules():
         kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
         if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
             weight = f"{name}.weight".removeprefix(".")
             raise ValueError(
-                f"parameter {weight} has sparse gradients (sparse=True), and DLCP exchanges dense ones only: set "
+                f"parameter {weight} has sparse gradients (sparse=True), and DLCP only exchanges dense ones: set "
                 "sparse=False, or leave the gradients of this model to the framework"
             )
 
 
 def segments_of(bucket: GradBucket, layers: dict[int, Layer]) -> Sequence[Segment]:
-    """Return where each parameter lies in a bucket. DDP regroups its buckets, so this is asked anew every time."""
+    """Return where each parameter is in a bucket. DDP regroups its buckets, so this is not cached."""
     base, size = bucket.buffer().data_ptr(), bucket.buffer().element_size()
     found = [
         Segment(layers[id(parameter)], start := (gradient.data_ptr() - base) // size, start + gradient.numel())
@@ -489,7 +490,7 @@ def parameter_digest(model: torch.nn.Module) -> str:
 
 
 def replicas_identical(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> bool:
-    """Tell whether all ranks hold the same parameters, bit by bit; all ranks must call it."""
+    """Return whether all ranks hold bitwise equal parameters; all ranks must call it."""
     digests: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(digests, parameter_digest(model), group=group)
     return len(set(digests)) == 1

@@ -18,8 +18,9 @@ from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.staging import VALUE_TYPES
 
 GROWTH: Final = 4
-"""How many times as large as the first group the others become. Chosen by us, by processor time: what messages cost is
-most of what cross-step scheduling costs."""
+"""How many times larger than the first group the others may become. Chosen by processor time: messages cause most of
+the
+cost of cross-step scheduling."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +28,8 @@ class GroupMember:
     """A parameter in its group.
 
     ``average`` is its part of the group's buffer, with the parameter's shape and strides. A gradient that is taken is
-    moved there, so that what backward made it in is free for the next one: ``.grad`` is that part from then on, until
-    the next step. ``version`` tells whether it is as it was when it was ``taken``.
+    moved there, which frees backward's memory for the next one: ``.grad`` is that part from then on, until the next
+    step. ``version`` shows whether it was changed since it was ``taken``.
     """
 
     name: str
@@ -53,7 +54,7 @@ class GroupMember:
                 f"the gradient of {self.name} is {gradient.layout}; cross_step exchanges dense gradients only: "
                 "build its module with sparse=False"
             )
-        if not self.in_buffer:  # else it was added to the last average
+        if not self.in_buffer:  # otherwise it was added to the last average
             self.average.copy_(gradient.detach())
             self.parameter.grad = self.average
         self.taken, self.version = True, self.average._version
@@ -66,11 +67,11 @@ class GroupMember:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nobody but the exchange has written to its part of the buffer since the gradient was taken."""
+        """Whether only the exchange has written to its part of the buffer since the gradient was taken."""
         return self.average._version == self.version
 
     def detach(self) -> None:
-        """Give the parameter a gradient of zeros of its own, if it has the one in the buffer."""
+        """Give the parameter its own zero gradient if its current one is in the buffer."""
         if self.in_buffer:
             self.parameter.grad = torch.zeros_like(self.average)
 
@@ -78,28 +79,28 @@ class GroupMember:
 class LayerGroup:
     """Neighbouring parameters, and the flat buffer in which their gradients are averaged.
 
-    After the gradients the buffer holds one value per parameter, 1 where this rank has a gradient for it: so all ranks
-    know of a parameter that none of them has used, and leave it alone as serial training does. A last value tells
-    whether this rank has updated its parameters an even or an odd number of times: so a rank that has dropped a step
-    which others have taken is found out.
+    After the gradients the buffer holds one value per parameter, 1 if this rank has a gradient for it: so all ranks
+    know which parameters none of them has used, and leave those alone as serial training does. A last value tells
+    whether this rank has updated its parameters an even or an odd number of times: that reveals a rank that dropped a
+    step which others have taken.
 
     Parameters
     ----------
     index
         Position among the groups, 0 nearest the input; the same on all ranks.
     parameters
-        Name, parameter and layer of each; all of one type and device.
+        Name, parameter and layer of each; all of the same type and device.
 
     Attributes
     ----------
     flat
         The buffer, on the parameters' device.
     exported
-        Whether the buffer is memory from which ranks of this host read.
+        Whether ranks of this host read the buffer's memory.
     sent
-        Resolved once the average is in, with a future to wait for before the device reads it.
+        Resolved once the average has arrived, with a future to wait for before the device reads it.
     due_s
-        When it must be in, on the monotonic clock.
+        Deadline of the average, on the monotonic clock.
     """
 
     def __init__(self, index: int, parameters: Sequence[tuple[str, Parameter, Layer]]) -> None:
@@ -118,7 +119,7 @@ class LayerGroup:
             self.members.append(GroupMember(name, parameter, layer, _view(self.flat, start, parameter)))
             self.segments.append(Segment(layer, start, stop))
             start = stop
-        # Few values, so the tagger protects them whole: which parameters were used is never lost.
+        # Few values, so the tagger protects them: which parameters were used is never lost.
         _, last, layer = parameters[-1]
         self.segments.append(Segment(layer, self._values, len(self.flat), last.numel()))  # beyond its own values
         self._odd = 0.0
@@ -127,17 +128,17 @@ class LayerGroup:
 
     @property
     def host_bytes(self) -> int:
-        """The buffer's size; 0 where it is not the host's."""
+        """The buffer's size; 0 if it is not in host memory."""
         return self.flat.numel() * self.flat.element_size() if self.flat.device.type == "cpu" else 0
 
     def move_to(self, memory: NDArray[np.uint8]) -> None:
-        """Have the buffer in memory of :attr:`host_bytes` bytes that ranks of this host read."""
+        """Move the buffer to memory of :attr:`host_bytes` bytes that ranks of this host read."""
         self.flat, self.exported = torch.from_numpy(memory).view(self.flat.dtype), True
         for member, segment in zip(self.members, self.segments, strict=False):
             member.average = _view(self.flat, segment.start, member.parameter)
 
     def leave_exported(self) -> None:
-        """Leave parameters no gradient in memory that others read: they have copies of their own."""
+        """Remove gradients from memory that others read: parameters get their own copies."""
         for member in self.members:
             if self.exported and member.in_buffer:
                 member.parameter.grad = member.average.clone()
@@ -154,7 +155,7 @@ class LayerGroup:
         return all(member.taken for member in self.members)
 
     def fill(self, updates: int) -> None:
-        """Take what gradients there are of parameters that backward has not reached, and zeros for the others.
+        """Take existing gradients of parameters that backward has not reached, and zeros for the others.
 
         ``updates`` is how often this rank has updated its parameters.
         """
@@ -169,24 +170,24 @@ class LayerGroup:
         self._flags = [*(float(member.taken) for member in self.members), self._odd]
 
     def write_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
-        """Write behind the gradients, in the buffer's copy on the host, what this rank has used and updated."""
+        """Write this rank's used and updated flags after the gradients, in the buffer's host copy."""
         array[self._values :] = value_type.narrow(np.array(self._flags, np.float32))
 
     def read_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
-        """Read the same of all ranks, once ``array`` holds averages."""
+        """Read all ranks' flags, once ``array`` holds averages."""
         self._averaged_flags = value_type.widen(array[self._values :]).tolist()
 
     @property
     def agreed(self) -> bool:
-        """Whether all ranks have made as many updates, once the averages are in."""
+        """Whether all ranks have made the same number of updates, once the averages have arrived."""
         return self._averaged_flags[-1] == self._odd
 
     def used(self) -> list[GroupMember]:
-        """Return the members that some rank had a gradient for, once the averages are in."""
+        """Return the members with a gradient on any rank, once the averages have arrived."""
         return [member for member, flag in zip(self.members, self._averaged_flags, strict=False) if flag > 0]
 
     def forget(self) -> None:
-        """Forget what was taken: the step is over."""
+        """Forget taken gradients: the step is over."""
         for member in self.members:
             member.taken = False
 
@@ -194,19 +195,19 @@ class LayerGroup:
 def layer_groups(
     model: torch.nn.Module, optimizer: Optimizer, group_bytes: int
 ) -> tuple[list[LayerGroup], list[tuple[str, Parameter]]]:
-    """Return the parameters to exchange, in groups, and those of the optimizer that require no gradient.
+    """Return the parameters to exchange, in groups, and the optimizer's parameters without gradients.
 
     Raises
     ------
     ValueError
-        The optimizer has a parameter that the model has not, or none to train; or one cannot be exchanged.
+        The optimizer has a parameter that is not in the model, or none to train; or one cannot be exchanged.
     """
     named = dict(model.named_parameters())
     layers = layers_in_order(list(named))
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     strangers = owned - {id(parameter) for parameter in named.values()}
     if strangers:
-        raise ValueError(f"the optimizer has {len(strangers)} parameters that the model has not")
+        raise ValueError(f"the optimizer has {len(strangers)} parameters that are not in the model")
     mine = [(name, parameter) for name, parameter in named.items() if id(parameter) in owned]
     trained = [(name, parameter, layers[name]) for name, parameter in mine if parameter.requires_grad]
     if not trained:
@@ -226,8 +227,8 @@ def in_groups(
 ) -> list[list[tuple[str, Parameter, Layer]]]:
     """Divide parameters, in their order, into groups of at least ``group_bytes`` where type and device allow.
 
-    Each group but the first is to be twice as large as the one before, up to :data:`GROWTH` times ``group_bytes``: what
-    is far from the input is not urgent. The parameters of one module stay together.
+    Each group except the first should be twice as large as the previous one, up to :data:`GROWTH` times
+    ``group_bytes``: layers far from the input are not urgent. The parameters of one module stay together.
     """
     groups: list[list[tuple[str, Parameter, Layer]]] = []
     size, previous = 0, None
@@ -247,5 +248,5 @@ def in_groups(
 def _view(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
     """Return the part of ``flat`` from ``start`` on as a tensor like ``parameter``, with its strides if dense."""
     strides = torch.empty_like(parameter, memory_format=torch.preserve_format, device="meta").stride()
-    # .data: with a version of its own, so that a change to one gradient does not look like a change to its neighbours.
+    # .data: with its own version, so that a change to one gradient does not look like a change to its neighbours.
     return flat.as_strided(parameter.shape, strides, flat.storage_offset() + start).data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DLCP does in the framework's threads, as ranges in PyTorch's profiler."""
+"""DLCP's work in the framework's threads, as ranges in PyTorch's profiler."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -10,12 +10,12 @@ _NOTHING: Final = nullcontext()
 
 
 def profiled(name: str, what: str = "") -> AbstractContextManager[Any]:
-    """Return a range of that name for a with-statement; nothing while no profiler is active.
+    """Return a named profiler range as a context manager; a no-op while no profiler is active.
 
     Parameters
     ----------
     what
-        What it is done with, which the profiler shows beside the name if it records shapes.
+        Its object, which the profiler shows beside the name if it records shapes.
     """
     if not profiler._is_profiler_enabled:
         return _NOTHING

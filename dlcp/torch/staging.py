@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the memory that gradients live in and the memory that packets are sent from.
+"""Between the memory of gradients and the memory that packets are sent from.
 
-On the CPU they are the same. From a GPU a bucket is copied into pinned host memory on a stream of its own, while the
-backward pass goes on, and the average is copied back on it; the magnitudes that tags need are computed on the device,
-so that the host touches each value as little as it must.
+On the CPU they are the same. From a GPU a bucket is copied into pinned host memory on a separate stream, while the
+backward pass continues, and the average is copied back on it; the magnitudes for tags are computed on the device, so
+that the host touches each value as little as possible.
 """
 
 import math
@@ -40,7 +40,7 @@ def as_array(tensor: torch.Tensor) -> tuple[NDArray[np.generic], ValueType]:
 
 
 def packet_magnitudes(tensor: torch.Tensor, values_per_packet: int) -> torch.Tensor:
-    """Return the root mean square of each packet's values, computed where the tensor is.
+    """Return the root mean square of each packet's values, computed on the tensor's device.
 
     The same as :func:`dlcp.tags.packet_magnitudes` on the host, up to rounding: float32, shape
     (ceil(values / values_per_packet),), infinity for a packet with NaN or infinity.
@@ -65,11 +65,11 @@ class Staged:
     Attributes
     ----------
     array, value_type
-        Its values, flat; what is written here is what :meth:`give_back` gives back.
+        Its values, flat; :meth:`give_back` returns them with any changes.
     magnitudes
         Per packet, if they were computed on the device.
     answer
-        What the framework waits for.
+        The future that the framework waits for.
     """
 
     tensor: torch.Tensor
@@ -81,11 +81,11 @@ class Staged:
     _buffers: tuple[torch.Tensor, ...] = ()
 
     def give_back(self) -> None:
-        """Bring the values back to where they came from, and resolve ``answer``."""
+        """Copy the values back to their origin, and resolve ``answer``."""
         self._stager.give_back(self, self._buffers)
 
     def pass_on(self, exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]") -> None:
-        """Let ``exchange`` average the tensor itself, where it is, and resolve ``answer`` with what comes of it."""
+        """Let ``exchange`` average the tensor itself, in place, and resolve ``answer`` with the result."""
         self._stager.pass_on(self, self._buffers, exchange)
 
     def fail(self, error: BaseException) -> None:
@@ -94,7 +94,7 @@ class Staged:
             self.answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
 
     def settle(self, done: "torch.futures.Future[torch.Tensor]") -> None:
-        """Resolve ``answer`` as another future was."""
+        """Resolve ``answer`` from another future."""
         try:
             self.answer.set_result(done.value())
         except Exception as error:
@@ -102,13 +102,13 @@ class Staged:
 
 
 class Stager(Protocol):
-    """A way to the host and back."""
+    """Moves tensors to the host and back."""
 
     def stage(self, tensor: torch.Tensor, values_per_packet: int, ready: Callable[[Staged], None]) -> Staged:
-        """Bring a flat tensor to the host and call ``ready`` once it is there; at once, or from another thread."""
+        """Copy a flat tensor to the host and then call ``ready``; at once, or from another thread."""
 
     def give_back(self, staged: Staged, buffers: tuple[torch.Tensor, ...]) -> None:
-        """See :meth:`Staged.give_back`; any thread may call it."""
+        """See :meth:`Staged.give_back`; callable from any thread."""
 
     def pass_on(
         self,
@@ -116,14 +116,14 @@ class Stager(Protocol):
         buffers: tuple[torch.Tensor, ...],
         exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]",
     ) -> None:
-        """See :meth:`Staged.pass_on`; any thread may call it."""
+        """See :meth:`Staged.pass_on`; callable from any thread."""
 
     def close(self) -> None:
         """Stop."""
 
 
 class HostStager:
-    """Tensors that are on the host already."""
+    """For tensors that are already on the host."""
 
     def stage(self, tensor: torch.Tensor, values_per_packet: int, ready: Callable[[Staged], None]) -> Staged:
         """Call ``ready`` at once, with the tensor's own memory."""
@@ -133,7 +133,7 @@ class HostStager:
         return staged
 
     def give_back(self, staged: Staged, buffers: tuple[torch.Tensor, ...]) -> None:
-        """Resolve the answer; the values are where they should be."""
+        """Resolve the answer; the values are already in place."""
         if not staged.answer.done():
             staged.answer.set_result(staged.tensor)
 
@@ -157,26 +157,26 @@ class Event(Protocol):
         """Wait until the work up to it is done."""
 
     def query(self) -> bool:
-        """Tell whether it is."""
+        """Return whether it is done."""
 
 
 class Device(Protocol):
-    """What staging needs of an accelerator: a stream beside the one that computes, and memory that it can reach."""
+    """What staging needs from an accelerator: a stream beside the compute stream, and memory that it can reach."""
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that copies can go to and from without waiting."""
+        """Return host memory for asynchronous copies."""
 
     def after_compute(self) -> None:
-        """Let the side stream wait for what has been queued on the current stream of the calling thread."""
+        """Make the side stream wait for the work queued on the calling thread's current stream."""
 
     def on_side(self) -> AbstractContextManager[Any]:
-        """Queue what is done within on the side stream."""
+        """Queue work within the context on the side stream."""
 
     def mark(self) -> Event:
-        """Return an event at the end of what the side stream has been given so far."""
+        """Return an event after all work queued on the side stream so far."""
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
-        """Return a future that makes those who wait for it wait for the stream it was resolved on."""
+        """Return a future whose waiters also wait for the stream that it was resolved on."""
 
 
 class CudaDevice:
@@ -191,7 +191,7 @@ class CudaDevice:
         return torch.empty(count, dtype=dtype, pin_memory=True)
 
     def after_compute(self) -> None:
-        """Let the side stream wait for the current one."""
+        """Make the side stream wait for the current one."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
 
     def on_side(self) -> AbstractContextManager[Any]:
@@ -199,7 +199,7 @@ class CudaDevice:
         return torch.cuda.stream(self.side)
 
     def mark(self) -> Event:
-        """Record an event on the side stream; who waits for it sleeps."""
+        """Record an event on the side stream; waiting for it sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
         event.record(self.side)
         return event
@@ -215,7 +215,7 @@ class DeviceStager:
     Parameters
     ----------
     device
-        Where they are.
+        The accelerator.
     """
 
     def __init__(self, device: Device) -> None:
@@ -227,7 +227,7 @@ class DeviceStager:
         self._thread.start()
 
     def stage(self, tensor: torch.Tensor, values_per_packet: int, ready: Callable[[Staged], None]) -> Staged:
-        """Queue the copy to the host behind what computes the tensor; ``ready`` is called from the waiting thread."""
+        """Queue the copy to the host after the tensor's computation; the waiting thread calls ``ready``."""
         device = self._device
         values = self._take(tensor.numel(), tensor.dtype)
         sizes = self._take(-(-tensor.numel() // values_per_packet), torch.float32)
@@ -243,7 +243,7 @@ class DeviceStager:
         return staged
 
     def give_back(self, staged: Staged, buffers: tuple[torch.Tensor, ...]) -> None:
-        """Queue the copy back; those who wait for the answer wait for it on their streams, not on the host."""
+        """Queue the copy back; waiters of the answer wait on their streams, not on the host."""
         if staged.answer.done():
             return
         with torch.no_grad(), self._device.on_side():
@@ -257,18 +257,18 @@ class DeviceStager:
         buffers: tuple[torch.Tensor, ...],
         exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]",
     ) -> None:
-        """Queue ``exchange`` behind what computes the tensor."""
+        """Queue ``exchange`` after the tensor's computation."""
         with self._device.on_side():
             self._release(buffers)
             exchange(staged.tensor).add_done_callback(staged.settle)
 
     def close(self) -> None:
-        """Stop the waiting thread once it has nothing to wait for."""
+        """Stop the waiting thread once nothing is pending."""
         self._coming.put(None)
         self._thread.join(10)
 
     def _take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer that no copy uses any more; a new one if there is none."""
+        """Return a buffer that no copy uses; a new one if there is none."""
         with self._lock:
             free = self._free[count, dtype]
             for index, (used, buffer) in enumerate(free):
@@ -294,15 +294,15 @@ class DeviceStager:
 
 
 def stager_for(device: torch.device) -> Stager:
-    """Return the way to the host from a device.
+    """Return the stager of a device.
 
     Raises
     ------
     ValueError
-        Neither the CPU nor CUDA.
+        It is neither the CPU nor CUDA.
     """
     if device.type == "cpu":
         return HostStager()
     if device.type == "cuda":
         return DeviceStager(CudaDevice(device))
-    raise ValueError(f"gradients on {device} cannot be exchanged; DLCP knows the CPU and CUDA")
+    raise ValueError(f"gradients on {device} cannot be exchanged; DLCP supports the CPU and CUDA")

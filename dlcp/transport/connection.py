@@ -587,7 +587,7 @@ class Connection:
         ports = b"".join(map(GREETING_PORT.pack, self._ports))
         self.engine.send_control(peer.rank, kind, GREETING.pack(self.options.payload_bytes, self._window) + ports)
 
-    # Packets and time, for whoever drives it --------------------------------------------------------------------------
+    # Packets and time, for the caller ---------------------------------------------------------------------------------
 
     def on_datagram(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         """Process one datagram; invalid ones are counted in ``refused``. For use without a socket."""

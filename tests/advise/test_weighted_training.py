@@ -101,7 +101,7 @@ def misuse(worker):
 def test_wrong_use_is_an_error_that_says_so():
     for said in values(launch(2, misuse)):
         assert len(said) == 4
-        assert all("comes too late for step 0" in text for text in said[:3])
+        assert all("is too late for step 0" in text for text in said[:3])
         assert "Options(samples=...)" in said[3]
 
 

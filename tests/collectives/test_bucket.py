@@ -19,7 +19,7 @@ def test_a_part_is_named_by_its_first_and_last_layer(start, stop, words):
 
 
 def test_sums_are_not_rescaled_beside_error_feedback():
-    with pytest.raises(ValueError, match=r"rescale goes only without error_feedback.* not stable over many steps"):
+    with pytest.raises(ValueError, match=r"rescale needs error_feedback=False.* not stable over many steps"):
         ReduceOptions(rescale=True)
     assert ReduceOptions(error_feedback=False, rescale=True).rescale
     assert not ReduceOptions().rescale

@@ -278,7 +278,7 @@ def too_late(worker):
 
 
 def test_waiting_ends_with_the_groups_timeout():
-    assert "nothing came in 1.0 s" in values(launch(2, too_late))[0]
+    assert "nothing arrived in 1.0 s" in values(launch(2, too_late))[0]
 
 
 def asked_for_what_a_group_does_not_know(worker):

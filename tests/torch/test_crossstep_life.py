@@ -291,10 +291,10 @@ def test_life_goes_on(two_ranks, what):
         ("no fallback", "NotJoinedError: .*loss_bound"),
         ("exception", "ZeroDivisionError"),
         ("plain again", "no error"),
-        ("closed", "RuntimeError: this optimizer has been closed"),
-        ("second backward", "has a second gradient of 2.bias, and the first has gone out.*no_sync"),
-        ("clipped too soon", r"changed the gradient of 0.weight after it had gone out: call `synchronize\(\)`"),
-        ("changed after step", r"step 0: rank . changed the gradient of 0.weight after it had gone out"),
+        ("closed", "RuntimeError: this optimizer is closed"),
+        ("second backward", "has a second gradient of 2.bias, but the first was already sent.*no_sync"),
+        ("clipped too soon", r"changed the gradient of 0.weight after it was sent: call `synchronize\(\)`"),
+        ("changed after step", r"step 0: rank . changed the gradient of 0.weight after it was sent"),
         ("inner", "RuntimeError: call step.. of the optimizer that cross_step returned"),
         ("group", "RuntimeError: add parameter groups"),
         ("disagreement", "has updated .* in other steps than its peers"),
@@ -360,7 +360,7 @@ def test_with_loss_replicas_stay_alike_and_what_is_owed_travels_with_a_checkpoin
         assert moved
         assert ledger["violations"] == 0
         assert (paid, step) == (0, 8)
-        assert "flush() comes too late, call it before backward" in late
+        assert "flush() is too late, call it before backward" in late
     left = [sum(each) for each in zip(*(found[-1][0] for found in results), strict=True)]
     assert min(left[0], left[2]) > left[1] == 0
 
@@ -401,10 +401,10 @@ def refusals(worker):
 def test_what_cannot_be_done_is_refused_and_a_group_of_one_needs_no_network():
     (found,) = values(launch(1, refusals))
     assert "the module inside DistributedDataParallel" in found["ddp"]
-    assert "the optimizer has 6 parameters that the model has not" in found["strangers"]
+    assert "the optimizer has 6 parameters that are not in the model" in found["strangers"]
     assert "parameter odd is torch.complex64 on cpu" in found["complex"]
     assert "no parameter that requires a gradient" in found["frozen"]
-    assert "0.weight has a gradient but required none" in found["thawed"]
+    assert "0.weight has a gradient but did not require one" in found["thawed"]
     assert found["parts"] == 6
 
 

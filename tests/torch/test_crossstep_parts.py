@@ -206,7 +206,9 @@ def test_an_optimizer_with_state_for_all_parameters_is_refused():
 )
 def test_what_it_does_not_do_is_refused(chosen):
     net = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=rf"cross-step .* knows no {next(iter(chosen))}=.* use dlcp\.torch\.enable"):
+    with pytest.raises(
+        ValueError, match=rf"cross-step .* does not support {next(iter(chosen))}=.* use dlcp\.torch\.enable"
+    ):
         cross_step(net, torch.optim.SGD(net.parameters(), lr=1.0), options=Options(**chosen))
 
 

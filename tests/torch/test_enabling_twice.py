@@ -75,8 +75,8 @@ def twice(worker):
 
 def test_a_model_is_not_taken_over_twice():
     for found in values(launch(2, twice)):
-        assert "averages the gradients of this model already" in found["ddp"]
-        assert "attached to a model already" in found["attach"]
+        assert "already averages the gradients of this model" in found["ddp"]
+        assert "already attached to a model" in found["attach"]
         assert "call attach(model) of that state" in found["closed"]
-        assert "reduces the gradients of this model already" in found["fsdp"]
-        assert "has taken these parameters over already" in found["cross_step"]
+        assert "already reduces the gradients of this model" in found["fsdp"]
+        assert "has already taken over these parameters" in found["cross_step"]

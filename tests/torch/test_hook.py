@@ -76,7 +76,7 @@ def flushing(worker):
         deferred.append(sum(record.deferred for record in state.ledger.of_step(step)))
 
     def flush_too_late(gradient):
-        with pytest.raises(RuntimeError, match="flush\\(\\) comes too late for step 8: call it before backward"):
+        with pytest.raises(RuntimeError, match="flush\\(\\) is too late for step 8: call it before backward"):
             state.flush()
         return gradient
 
@@ -233,7 +233,7 @@ def test_odds_and_ends_of_two_ranks():
         assert not found["changed"]
         assert found["layers"] == ["0", "255"]
         assert found["times"] == [1, 1]
-        assert "the state has been closed" in found["closed"]
+        assert "the state is closed" in found["closed"]
 
 
 def alone(worker):
@@ -347,7 +347,7 @@ def test_another_number_of_ranks_sends_what_the_former_ones_had_still_to_send(be
 
 
 def test_states_of_no_ranks_or_for_none_are_refused():
-    with pytest.raises(ValueError, match="rank 0 of 2 cannot go on from 0 states"):
+    with pytest.raises(ValueError, match="rank 0 of 2 cannot continue from 0 states"):
         State.redistributed([], 0, 2)
-    with pytest.raises(ValueError, match="rank 2 of 2 cannot go on from 1 states"):
+    with pytest.raises(ValueError, match="rank 2 of 2 cannot continue from 1 states"):
         State.redistributed([State(dlcp.torch.Options())], 2, 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as bytes that packets are made of, and back.
+"""Tensors as bytes for packets, and back.
 
-A contiguous tensor on the CPU is used where it is. Any other is copied: one on a GPU into pinned memory, on a stream
-beside the one that computes.
+A contiguous tensor on the CPU is used in place. Any other is copied: one on a GPU into pinned memory, on a stream
+beside the compute stream.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 from dlcp.torch.staging import CudaDevice, Device, Event
 
 _PLAIN = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)
-"""Formats that memoryviews know, so that their bytes are to be had in one step."""
+"""Formats that memoryviews support, so that their bytes are available in one step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,9 +24,9 @@ class HostTensor:
     Attributes
     ----------
     data
-        The bytes; once ``copied`` has happened, those of the tensor.
+        The bytes; those of the tensor once ``copied`` has happened.
     copied
-        What has to be waited for before ``data`` may be read; None if nothing.
+        The event to wait for before reading ``data``; None if there is none.
     """
 
     tensor: torch.Tensor
@@ -35,7 +35,7 @@ class HostTensor:
     copied: Event | None = None
 
     def back_into(self, tensor: torch.Tensor) -> "HostTensor":
-        """Return the same bytes, to be given back to a tensor that they may be a scaled copy of."""
+        """Return the same bytes, to be given back to another tensor: they may be a scaled copy of it."""
         return (
             self if tensor.data_ptr() == self.tensor.data_ptr() else HostTensor(tensor.detach(), self.host, self.data)
         )
@@ -53,12 +53,12 @@ class HostTensor:
 
 
 class HostMemory:
-    """The way of a group's tensors to the host and back.
+    """Moves a group's tensors to the host and back.
 
     Parameters
     ----------
     make_device
-        Makes the side stream of a device, once for each.
+        Makes the side stream of a device, once per device.
     """
 
     def __init__(self, make_device: Callable[[torch.device], Device] = CudaDevice) -> None:
@@ -66,23 +66,23 @@ class HostMemory:
         self._devices: dict[torch.device, Device] = {}
 
     def device(self, tensor: torch.Tensor) -> Device | None:
-        """Return the device that a tensor is on; None for the CPU.
+        """Return a tensor's device; None for the CPU.
 
         Raises
         ------
         ValueError
-            Neither the CPU nor CUDA.
+            It is neither the CPU nor CUDA.
         """
         if tensor.device.type == "cpu":
             return None
         if tensor.device not in self._devices:
             if self._make_device is CudaDevice and tensor.device.type != "cuda":
-                raise ValueError(f"the dlcp backend knows tensors on the CPU and on CUDA, not on {tensor.device}")
+                raise ValueError(f"the dlcp backend supports tensors on the CPU and on CUDA, not on {tensor.device}")
             self._devices[tensor.device] = self._make_device(tensor.device)
         return self._devices[tensor.device]
 
     def device_of(self, hosts: Sequence[HostTensor]) -> Device | None:
-        """Return the device that the first of these that is on one is on."""
+        """Return the first accelerator among these tensors' devices."""
         for host in hosts:
             device = self.device(host.tensor)
             if device:
@@ -94,7 +94,7 @@ class HostMemory:
         return self._host(tensor, with_values=True)
 
     def room(self, tensor: torch.Tensor) -> HostTensor:
-        """Return room for a tensor's bytes, to be written whole and given back."""
+        """Return room for a tensor's bytes, to be filled completely and given back."""
         return self._host(tensor, with_values=False)
 
     def _host(self, tensor: torch.Tensor, *, with_values: bool) -> HostTensor:
@@ -108,7 +108,7 @@ class HostMemory:
             host = plain.contiguous().resolve_conj().resolve_neg() if with_values else _empty_like(plain)
             return HostTensor(plain, host, _bytes(host))
         host = device.buffer(plain.numel(), plain.dtype).view(plain.shape)
-        device.after_compute()  # what is given back comes after what was queued before, too
+        device.after_compute()  # the copy back must also come after earlier work
         if not with_values:
             return HostTensor(plain, host, _bytes(host))
         with device.on_side():

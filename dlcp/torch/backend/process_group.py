@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group that ``torch.distributed`` gets for the backend ``dlcp``."""
+"""The process group of ``torch.distributed``'s backend ``dlcp``."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,24 +24,24 @@ from dlcp.torch.staging import Device
 Tensors = Sequence[torch.Tensor]
 _at_exit: ExitCallback | None = None
 _OPEN: "weakref.WeakSet[Collectives]" = weakref.WeakSet()
-"""Those of all groups that have not been destroyed."""
+"""Collectives of all groups that have not been destroyed."""
 
 _Base: Any = dist.ProcessGroup
-"""PyTorch's annotations give each method two forms; ``torch.distributed`` calls only the first, which is here."""
+"""PyTorch's annotations give each method two forms; ``torch.distributed`` only calls the first, which is here."""
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
-    """A group of ranks with an endpoint of its own.
+    """A group of ranks with its own endpoint.
 
     The collectives are those of ``torch.distributed``, which calls these methods; each returns at once. They must be
-    issued in the same order on all ranks, and any number may be under way.
+    issued in the same order on all ranks, and any number may be in progress.
 
     Parameters
     ----------
     collectives
         The group's collectives on bytes.
     memory
-        The way of tensors to the host.
+        Moves tensors to the host and back.
     """
 
     def __init__(self, collectives: Collectives, memory: HostMemory | None = None) -> None:
@@ -54,7 +54,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         _watch_exit()
         _OPEN.add(collectives)
 
-    # What torch.distributed asks about a group ------------------------------------------------------------------------
+    # Group properties for torch.distributed ---------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         """Return ``dlcp``."""
@@ -66,7 +66,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
 
     @property
     def group_name(self) -> str:
-        """The name under which ``torch.distributed`` knows the group."""
+        """The group's name in ``torch.distributed``."""
         return self.collectives.name
 
     def rank(self) -> int:
@@ -74,7 +74,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return self.collectives.rank
 
     def size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self.collectives.ranks
 
     def shutdown(self) -> None:
@@ -108,7 +108,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return joined("reduce", works, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        """Give all ranks the root's tensors."""
+        """Send the root's tensors to all ranks."""
         works = []
         for tensor in tensors:
             is_root = self.rank() == opts.rootRank
@@ -151,7 +151,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return self._issue("gather", start, [mine], parts, outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        """Give each rank its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         mine = self._memory.room(outputs[0])
         parts = self._parts_of_root("scatter", "input", inputs, opts.rootRank, self._memory.read)
         start = partial(self.collectives.scatter, mine.data, [part.data for part in parts], opts.rootRank)
@@ -175,7 +175,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return joined("reduce_scatter", works, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """Give every rank its tensor of this one's list, and fill a list with what the others give."""
+        """Send every rank its tensor of a list, and fill another list with the tensors received."""
         _check_count("all_to_all", "output", len(outputs), self.size())
         _check_count("all_to_all", "input", len(inputs), self.size())
         gifts = [self._memory.read(tensor) for tensor in inputs]
@@ -191,7 +191,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """Give every rank its rows of a tensor; without split sizes each gets as many."""
+        """Send every rank its rows of a tensor; without split sizes each gets the same number."""
         gifts, parts = self._memory.read(tensor), self._memory.room(output)
         start = partial(
             self.collectives.all_to_all,
@@ -201,10 +201,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return self._issue("all_to_all", start, [gifts], [parts], output)
 
     def barrier(self, opts: Any = None) -> Work:
-        """Be done when all ranks have come this far."""
+        """Complete when all ranks have reached this point."""
         return self._issue("barrier", self.collectives.barrier, [], [], [])
 
-    # The names that torch.distributed used before 2.13.
+    # Names that torch.distributed used before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -214,16 +214,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
     # Point to point ---------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        """Send a tensor to a rank; done when that rank has taken it."""
+        """Send a tensor to a rank; done when that rank has received it."""
         mine = self._memory.read(tensors[0])
         return self._issue("send", partial(self.collectives.send, mine.data, peer, tag), [mine], [], tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        """Receive the oldest message of that tag from a rank."""
+        """Receive the oldest message of a tag from a rank."""
         return self._receive(tensors, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive the oldest message of that tag from any rank; the work tells which."""
+        """Receive the oldest message of a tag from any rank; the work tells which."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> Work:
@@ -237,12 +237,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         works, self._coalesced = self._coalesced or [], None
         return joined("coalesced operations", works, [])
 
-    # How they are done ------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _parts_of_root(
         self, what: str, side: str, lists: Sequence[Tensors], root: int, host: Callable[[torch.Tensor], HostTensor]
     ) -> list[HostTensor]:
-        """Return the root's list of a tensor for each rank, on the host; nothing at the other ranks."""
+        """Return the root's list of tensors, one per rank, on the host; empty at the other ranks."""
         if self.rank() != root:
             return []
         _check_count(what, side, len(lists[0]), self.size())
@@ -259,7 +259,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return self._issue(what, start, [host], written, [tensor])
 
     def _reduce_scatter(self, output: torch.Tensor, tensors: list[torch.Tensor], op: Any) -> Work:
-        """Reduce a tensor for each rank, or one that holds the parts of all."""
+        """Reduce one tensor per rank, or one that holds all parts."""
         operation = elementwise_op(op, tensors[0])
         hosts = [self._memory.read(scaled(op, tensor)) for tensor in tensors]
         result = self._memory.room(output)
@@ -296,7 +296,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         written: Sequence[HostTensor],
         value: Any,
     ) -> Work:
-        """Start a collective once what it reads is on the host; give back what it writes when it is done."""
+        """Start a collective once its input is on the host; copy its output back when it is done."""
         what = f"{what} of group {self.collectives.name}"
         device = self._memory.device_of([*read, *written])
         if device and not self._issuer:
@@ -340,7 +340,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
                     for host in written:
                         host.give_back()
                     work.succeed(value, source)
-            except BaseException as problem:  # whoever waits must hear of it
+            except BaseException as problem:  # the waiters must be told
                 work.fail(problem)
 
         def begin() -> None:
@@ -353,14 +353,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
                 work.fail(problem)
 
         if self._issuer:
-            self._issuer.submit(begin)  # the order of issue is the same on all ranks, and stays so
+            self._issuer.submit(begin)  # keeps the order of issue the same on all ranks
         else:
             begin()
         return work
 
 
 def _watch_exit() -> None:
-    """Have this process leave its groups when it ends: those that it has made, and not those of its parent."""
+    """Make this process leave its own groups at exit, but not its parent's."""
     global _at_exit
     if _at_exit is None or _at_exit.is_fork:
         _OPEN.clear()
@@ -368,7 +368,7 @@ def _watch_exit() -> None:
 
 
 def _leave_groups() -> None:
-    """Leave the groups that a script has not destroyed: peers may still wait for a word on what is over."""
+    """Leave the groups that a script has not destroyed: peers may still wait to learn what is over."""
     for collectives in list(_OPEN):
         reason = f"rank {collectives.rank} has ended in the middle of a collective"
         collectives.close(reason if collectives.busy else None)
@@ -387,27 +387,27 @@ _OPERATIONS: dict[Any, ReduceOp] = {
     dist.ReduceOp.BXOR: ReduceOp.BITWISE_XOR,
 }
 _SCALED_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None)
-"""A sum of scaled contributions, which older versions lack."""
+"""A sum of scaled contributions, missing in older versions."""
 if _SCALED_SUM is not None:
     _OPERATIONS[_SCALED_SUM] = ReduceOp.SUM
 
 
 def op_of(opts: Any) -> Any:
-    """Return the operation that the options of a collective name, or that was given in their place."""
+    """Return the operation from a collective's options, or the operation given instead."""
     return getattr(opts, "reduceOp", opts)
 
 
 def elementwise_op(op: Any, tensor: torch.Tensor) -> ElementwiseOp:
-    """Return how tensors like this one are reduced.
+    """Return the reduction of tensors like this one.
 
     Raises
     ------
     TypeError
-        The operation is unknown, or makes no sense for the tensor's format.
+        The operation is unknown, or not supported for the tensor's format.
     """
     kind = getattr(op, "op", op)
     if kind not in _OPERATIONS:
-        raise TypeError(f"the dlcp backend does not know {op}")
+        raise TypeError(f"the dlcp backend does not support {op}")
     name = str(tensor.dtype).removeprefix("torch.")
     try:
         return ElementwiseOp(_OPERATIONS[kind], name)
@@ -416,7 +416,7 @@ def elementwise_op(op: Any, tensor: torch.Tensor) -> ElementwiseOp:
 
 
 def scaled(op: Any, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-    """Return what a rank contributes: for PREMUL_SUM the tensor times its factor; ``in_place`` it becomes that."""
+    """Return a rank's contribution: for PREMUL_SUM the tensor times its factor, computed ``in_place`` if set."""
     if _SCALED_SUM is None or getattr(op, "op", op) != _SCALED_SUM:
         return tensor
     plain = tensor.detach()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective of the ``dlcp`` backend gives back at once: something to wait for."""
+"""The handle that a collective of the ``dlcp`` backend returns at once, to wait for."""
 
 import queue
 import threading
@@ -16,23 +16,23 @@ import torch.distributed as dist
 from dlcp.torch.profiling import profiled
 
 _CALLBACKS = ThreadPoolExecutor(8, "dlcp-callbacks")
-"""What users hang on futures may wait for other collectives, so it must not keep those who carry them out."""
+"""Users' callbacks on futures may wait for other collectives, so they must not block the threads that run those."""
 
 
 class Work(dist.Work):
-    """A collective under way.
+    """A collective in progress.
 
     Parameters
     ----------
     what
         Its name, for error messages.
     answer
-        The future that :meth:`get_future` gives; for tensors on a device, one that knows the device.
+        The future that :meth:`get_future` returns; for tensors on a device, one that knows the device.
     done
-        What it is done with; its result, if a number, is the rank that a message came from. Without it, :meth:`succeed`
-        or :meth:`fail` end it.
+        The future that completes it; its result, if a number, is the rank that a message came from. Without it,
+        :meth:`succeed` or :meth:`fail` complete it.
     value
-        What the future gives then.
+        The future's value.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Work(dist.Work):
         self._lock = threading.Lock()
 
     def succeed(self, value: Any, source: int | None = None) -> None:
-        """End it; ``value`` is what the future gives, ``source`` the rank that a message came from.
+        """Complete it; ``value`` is the future's result, ``source`` the rank that a message came from.
 
         On a device the stream that writes the tensors must be the current one, and the thread not the endpoint's.
         """
@@ -62,7 +62,7 @@ class Work(dist.Work):
         self._done.set_result(source)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error, which everybody who waits gets."""
+        """Complete it with an error for all waiters."""
         self._done.set_exception(error)
         if self._raw is not None:
             call_aside(partial(self._raw.set_result, error))
@@ -75,7 +75,7 @@ class Work(dist.Work):
         dlcp.transport.TransportError
             It failed; the message names group, rank, collective and number.
         TimeoutError
-            It takes longer than ``timeout`` (0 waits as long as the group's own timeout does).
+            It takes longer than ``timeout`` (0 waits as long as the group's own timeout).
         """
         limit_s = timeout.total_seconds()
         try:
@@ -90,13 +90,13 @@ class Work(dist.Work):
         return True
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Return the future; its value is the list of tensors that were written."""
+        """Return the future; its value is the list of output tensors."""
         with self._lock:
             if self._answer is not None:
                 return self._answer
-            # Made for those who ask: most do not, and it costs as much as all else here.
+            # Made on demand: most callers do not need it, and it costs as much as all else here.
             raw: torch.futures.Future[Any] = torch.futures.Future()
-            # An error that a Future was given in Python is no error to C++; one that a callback raises is.
+            # C++ does not see an error set on a Future in Python, only one raised by a callback.
             self._answer = raw.then(_value_or_error)
 
         def answer(done: "Future[Any]") -> None:
@@ -106,11 +106,11 @@ class Work(dist.Work):
         return self._answer
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """Tell whether it has ended well."""
+        """Return whether it has ended successfully."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> BaseException | None:
@@ -118,7 +118,7 @@ class Work(dist.Work):
         return self._done.exception() if self._done.done() else None
 
     def result(self) -> Any:
-        """Wait for it and return the tensors that were written."""
+        """Wait for it and return the output tensors."""
         self.wait()
         return self._value
 
@@ -141,7 +141,7 @@ def call_aside(function: Callable[[], Any]) -> None:
     """Call a function that may wait for collectives, in a thread that none of them needs."""
     try:
         _CALLBACKS.submit(function)
-    except RuntimeError:  # the interpreter is ending: no thread can be had, and nobody waits any more
+    except RuntimeError:  # the interpreter is shutting down: no thread can be started, and none waits any more
         function()
 
 
@@ -159,7 +159,7 @@ def joined(what: str, works: Sequence[Work], value: Any) -> Work:
 
 
 class Issuer:
-    """A thread that starts collectives in order, for those that wait for copies from a device first."""
+    """A thread that starts collectives in order, after waiting for their copies from a device."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -167,11 +167,11 @@ class Issuer:
         self._thread.start()
 
     def submit(self, begin: Callable[[], None]) -> None:
-        """Let a collective begin after those submitted before."""
+        """Start a collective after those submitted before."""
         self._queue.put(begin)
 
     def close(self) -> None:
-        """Stop after what has been submitted."""
+        """Stop after all submitted collectives."""
         self._queue.put(None)
         self._thread.join(10)
 
