@@ -167,7 +167,7 @@ class Channel:
             if operation:
                 operation.fail(error)
 
-    # Parts of collectives, for the endpoint's thread ------------------------------------------------------------------
+    # Parts of collectives, in the endpoint's thread -------------------------------------------------------------------
 
     def send_part(
         self,
@@ -264,7 +264,7 @@ class Channel:
         packet = self.connection.options.payload_bytes // value_type.storage.itemsize
         return collective.loss.tagger.tag(values, value_type, [segment], packet)
 
-    # What is over -----------------------------------------------------------------------------------------------------
+    # Finished steps ---------------------------------------------------------------------------------------------------
 
     def _exchange_horizon(self, number: int) -> None:
         """Tell each peer the lowest step that may still have messages, and learn the same from it.

@@ -609,7 +609,7 @@ class DirectRun(BucketRun):
         self.awaited -= 1
         self._advance()
 
-    # The end ----------------------------------------------------------------------------------------------------------
+    # Completion -------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Enter the next phases as far as arrivals and acknowledgements allow."""

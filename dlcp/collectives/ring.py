@@ -268,7 +268,7 @@ class RingRun(BucketRun):
             self._receive(piece, REDUCE_SCATTER, hop, expected, partial(self._on_partial, piece, sum_bytes))
         self._look_whether_done()
 
-    # The first way around: partial sums -------------------------------------------------------------------------------
+    # First round: partial sums ----------------------------------------------------------------------------------------
 
     def _on_partial(self, piece: Piece, sum_bytes: NDArray[np.uint8], arrival: Arrival) -> None:
         """Add this rank's part to a sum; send it on, or its average if this rank is the last."""
@@ -317,7 +317,7 @@ class RingRun(BucketRun):
         else:
             self.connection.buffers.give(sum_bytes)
 
-    # The second way around: results -----------------------------------------------------------------------------------
+    # Second round: averages -------------------------------------------------------------------------------------------
 
     def _receive_average(self, piece: Piece) -> None:
         rate = np.zeros(RATE.itemsize, np.uint8)

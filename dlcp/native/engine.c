@@ -39,7 +39,7 @@ double clock_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Life ------------------------------------------------------------------------------------------------------------- */
+/* Creation and shutdown -------------------------------------------------------------------------------------------- */
 
 /* glibc's largest adaptive threshold, less its overhead. */
 enum { FREED_BYTES = (32 << 20) - (64 << 10) };

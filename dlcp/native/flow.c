@@ -27,7 +27,7 @@ enum { RUNS_FIRST = 16 };
  * after years of uptime. */
 static const double STAMP_S = 0x1p-26;
 
-/* What is on the wire ---------------------------------------------------------------------------------------------- */
+/* In flight -------------------------------------------------------------------------------------------------------- */
 
 /* Add a sample to an average and its mean deviation (RFC 6298). */
 static void smooth(double *average_s, double *deviation_s, double sample_s) {

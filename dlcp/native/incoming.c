@@ -247,7 +247,7 @@ static void settle_in(engine *owner, incoming *self, const uint8_t *from) {
     }
 }
 
-/* What is known of complete messages ------------------------------------------------------------------------------- */
+/* Complete messages ------------------------------------------------------------------------------------------------ */
 
 /* Stop notifying the sender. */
 static void finished_settle(engine *owner, finished *self) {

@@ -147,7 +147,7 @@ class CrossStep(Optimizer):
         """Why DLCP does not average gradients; ``""`` while it does."""
         return self._averager.reason
 
-    # What the training loop calls -------------------------------------------------------------------------------------
+    # Calls from the training loop -------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each layer once its average has arrived; return at once.
@@ -289,7 +289,7 @@ class CrossStep(Optimizer):
             failed = self._pending.failed
             self._averager.close(reason or (describe(failed) if failed else None))
 
-    # Gradients on their way out ---------------------------------------------------------------------------------------
+    # Outgoing gradients -----------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
@@ -350,7 +350,7 @@ class CrossStep(Optimizer):
         self._begun = False
         self.traffic.step += 1
 
-    # Averages on their way in -----------------------------------------------------------------------------------------
+    # Incoming averages ------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         self._complete(self._groups)

@@ -319,7 +319,7 @@ class Connection:
             return bound
         return LossBound(deferral=bound.deferral) if bound.deferral else RELIABLE
 
-    # Calls, and the end -----------------------------------------------------------------------------------------------
+    # Calls and shutdown -----------------------------------------------------------------------------------------------
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Run a function about ``delay_s`` from now."""
@@ -381,7 +381,7 @@ class Connection:
         for peer in self._peers.values():
             self._greet(peer, self._clock())
 
-    # What is known ----------------------------------------------------------------------------------------------------
+    # State ------------------------------------------------------------------------------------------------------------
 
     @property
     def peers(self) -> list[int]:

@@ -222,7 +222,7 @@ def test_all_ranks_in_a_ring_know_whose_port_is_slow(step):
     assert [rates[0][rank] / 1e6 for rank in range(4)] == pytest.approx([32, 32, 32, 32 / 3], rel=0.2)
 
 
-def test_ranks_leave_a_ring_behind_a_slow_port_and_put_off():
+def test_ranks_leave_a_ring_behind_a_slow_port_and_defer():
     ranks, gradients, averages, seconds = train_with_a_choice(SlowPort)
     assert [reducer.plain.chosen for reducer in ranks.reducers] == [{"ring": 1, "direct": STEPS - 1}] * 4
     assert seconds[0] / np.median(seconds[3:]) >= 1.5
@@ -284,7 +284,7 @@ def test_how_long_averages_take_says_how_slow_a_slow_rank_is():
         one.note_average_sent(peer, seconds)
     assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}, "this step's count only when all peers are known"
     one.note_average_sent(2, 0.1)
-    assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}, "what is put off makes a port look faster"
+    assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(4 / 7)}, "deferral makes a port look faster"
     one.begin_step(rates, set(), weights)
     assert one.shares([0, 0, 0, 0]) == {3: pytest.approx(1 - 1 / (2.5 - 2 / 3))}
 
@@ -438,7 +438,7 @@ def test_the_first_steps_through_a_server_are_whole():
 
 
 @pytest.mark.parametrize("fields", [{"compression": "powersgd:2"}, {"layers": LayerBounds.parse("fc.*=0")}], ids=str)
-def test_what_a_server_cannot_know_must_not_be_put_off(fields):
+def test_what_a_server_cannot_know_must_not_be_deferred(fields):
     ranks = ManyValues(2, server=True)
     layers = fields.pop("layers", LayerBounds())
     options = ReduceOptions(LossBound(0.1, deferral=BOUND), layers=layers)

@@ -159,7 +159,7 @@ def test_a_slow_port_is_known_after_a_pause():
     assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) > 0
 
 
-def test_losses_on_top_of_what_is_put_off_keep_sums():
+def test_losses_on_top_of_deferral_keep_sums():
     ranks, *told, _ = train(2, network=SlowPort, deferral_bound=BOUND, bound=0.1, loss=0.03, seed=4)
     assert ranks.lost > 0
     assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) > 0
@@ -172,7 +172,7 @@ def test_no_packet_waits_for_longer_than_the_limit():
     assert 1 <= waited < REFRESH_STEPS
 
 
-def test_nothing_is_put_off_where_ports_are_alike():
+def test_nothing_is_deferred_where_ports_are_alike():
     ranks, *_ = train(4, network=EvenPorts, deferral_bound=BOUND)
     assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) == 0
 

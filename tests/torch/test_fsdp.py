@@ -94,10 +94,10 @@ def test_on_a_clean_network_training_is_the_same_to_the_bit(case, way):
 LOSSY = {"loss_bound": 0.3, "immediate": True, "tag_policy": ALL_DROPPABLE}
 
 
-PUTTING_OFF = {"loss_bound": 0.0, "deferral_bound": 0.75}
+DEFERRING = {"loss_bound": 0.0, "deferral_bound": 0.75}
 
 
-def put_off_for_the_next(worker):
+def defer_to_the_next(worker):
     """Behave as if the next rank's port were slow."""
     deferral.WHOLE_STEPS = 0
     deferral.Deferral.shares = lambda self, *_, **__: {(worker.rank + 1) % worker.count: 0.5}
@@ -107,7 +107,7 @@ def checkpoint_and_resume(worker, fields):
     """Two steps that leave something out, and one of gradients that are 0 and whole, from a state that was saved."""
     from torch.distributed.fsdp import fully_shard
 
-    put_off_for_the_next(worker)
+    defer_to_the_next(worker)
     wanted, nothing = gradients_of(worker.rank), [torch.zeros_like(part) for part in gradients_of(worker.rank)]
     options = worker.options(**fields)
     taken, state, summaries, steps = [], None, [], []
@@ -127,7 +127,7 @@ def checkpoint_and_resume(worker, fields):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(("fields", "counted"), [(LOSSY, "lost"), (PUTTING_OFF, "deferred")], ids=["lost", "put off"])
+@pytest.mark.parametrize(("fields", "counted"), [(LOSSY, "lost"), (DEFERRING, "deferred")], ids=["lost", "deferred"])
 def test_what_is_left_out_comes_in_a_later_step_also_from_a_checkpoint(count, fields, counted):
     given = [sum(parts) for parts in zip(*map(gradients_of, range(count)), strict=True)]
     results = values(launch(count, checkpoint_and_resume, fields))
@@ -145,7 +145,7 @@ def flushed(worker, fields):
     """Return how much is left to send after a step that leaves something out, and after a flushed one."""
     from torch.distributed.fsdp import fully_shard
 
-    put_off_for_the_next(worker)
+    defer_to_the_next(worker)
     model = fully_shard(Linear())
     state = dlcp.torch.enable(model, worker.options(**fields))
     owed = []
@@ -157,7 +157,7 @@ def flushed(worker, fields):
     return owed
 
 
-@pytest.mark.parametrize(("fields", "ranks"), [(LOSSY, 1), (PUTTING_OFF, 2)], ids=["lost", "put off"])
+@pytest.mark.parametrize(("fields", "ranks"), [(LOSSY, 1), (DEFERRING, 2)], ids=["lost", "deferred"])
 def test_a_flushed_step_takes_along_what_is_left(fields, ranks):
     before, after_flush = zip(*values(launch(2, flushed, fields)), strict=True)
     assert np.count_nonzero(before) >= ranks, "which ranks immediate mode leaves something to send is a matter of time"

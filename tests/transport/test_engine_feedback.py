@@ -290,7 +290,7 @@ def times_asked(sent, seconds):
     return asked
 
 
-def test_questions_that_were_lost_before_an_answer_without_news_do_not_put_off_the_next():
+def test_questions_that_were_lost_before_an_answer_without_news_do_not_delay_the_next():
     sent = Sending([4] * 8, ratio=0.9)
     sent.one(1.0, 8)
     sent.acknowledge(1.0 + RTT_S, 7)

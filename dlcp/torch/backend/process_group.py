@@ -374,7 +374,7 @@ def _leave_groups() -> None:
         collectives.close(reason if collectives.busy else None)
 
 
-# PyTorch's reduce operations as ours ----------------------------------------------------------------------------------
+# Mapping of PyTorch's reduce operations -------------------------------------------------------------------------------
 
 _OPERATIONS: dict[Any, ReduceOp] = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
