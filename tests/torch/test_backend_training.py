@@ -304,7 +304,7 @@ def asked_for_what_a_group_does_not_know(worker):
     return total.tolist(), messages, errors
 
 
-def test_what_a_group_cannot_heed_is_said_once_or_refused():
+def test_what_a_group_does_not_support_is_said_once_or_refused():
     environment = {"DLCP_COMPRESSION": "fp16", "DLCP_ADAPT": "1"}
     for rank, (total, messages, errors) in enumerate(
         values(launch(2, asked_for_what_a_group_does_not_know, environment=environment))
@@ -312,4 +312,4 @@ def test_what_a_group_cannot_heed_is_said_once_or_refused():
         assert total == [2.0] * 3
         assert len(messages) == (rank == 0)
         assert all("adapt, compression" in message and "dlcp.torch.enable" in message for message in messages)
-        assert ["no samples" in errors[0], "no phases, combine" in errors[1]] == [True, True]
+        assert ["not support samples" in errors[0], "not support phases, combine" in errors[1]] == [True, True]

@@ -371,7 +371,7 @@ def test_what_cannot_be_done_is_refused():
         assert [message.partition(":")[0] for message in messages[:4]] == ["TypeError", *["ValueError"] * 3]
         for said, wanted in zip(
             messages,
-            ("got Linear", "samples, compression", "no collective", "along dimension 1", "has been closed"),
+            ("got Linear", "samples, compression", "not support collective", "along dimension 1", "is closed"),
             strict=True,
         ):
             assert wanted in said
