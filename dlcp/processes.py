@@ -200,6 +200,9 @@ class Processes:
         self._children: list[subprocess.Popen[bytes]] = []
         self._over: list[threading.Event] = []
         self._first_rank = layout.node * layout.here
+        # From now on: a signal that arrives between two processes must end both.
+        self._signals = contextlib.ExitStack()
+        self._signals.enter_context(_signals(self._ended))
         try:
             for local_rank in range(layout.here):
                 variables = {**environment, **layout.environment(local_rank)}
@@ -212,6 +215,7 @@ class Processes:
                 threading.Thread(target=self._await, args=(local_rank, child.pid), daemon=True).start()
         except BaseException:
             self.stop(signal.SIGKILL)
+            self._signals.close()
             raise
 
     def _await(self, local_rank: int, pid: int) -> None:
@@ -228,20 +232,20 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop(signal.SIGTERM)
+        self._signals.close()
 
     def run(self) -> int:
         """Wait until all have ended, one has failed, or a signal arrives; return the exit status of the job."""
-        with _signals(self._ended):
-            for _ in self._children:
-                local_rank, status = self._ended.get()
-                if local_rank < 0:
-                    self.stop(signal.Signals(status))
-                    return 128 + status
-                if status:
-                    rank = self._first_rank + local_rank
-                    print(f"dlcp launch: rank {rank} {_words(status)}; ending the others", file=sys.stderr, flush=True)
-                    self.stop(signal.SIGTERM)
-                    return status if status > 0 else 128 - status
+        for _ in self._children:
+            local_rank, status = self._ended.get()
+            if local_rank < 0:
+                self.stop(signal.Signals(status))
+                return 128 + status
+            if status:
+                rank = self._first_rank + local_rank
+                print(f"dlcp launch: rank {rank} {_words(status)}; ending the others", file=sys.stderr, flush=True)
+                self.stop(signal.SIGTERM)
+                return status if status > 0 else 128 - status
         return 0
 
     def stop(self, first: signal.Signals) -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from dlcp.cli import main
+from dlcp.processes import JobLayout, Processes
 from tests.waiting import gone, until
 
 LIMIT_S = 40
@@ -82,6 +83,24 @@ def test_a_signal_ends_all(tmp_path, number):
     job.send_signal(number)
     assert job.wait(LIMIT_S) == 128 + number
     until(lambda: all(map(gone, running)), "a process is left behind")
+
+
+def test_a_signal_that_comes_between_two_processes_ends_both(monkeypatch):
+    start = subprocess.Popen
+
+    def interrupted(*words, **how):
+        child = start(*words, **how)
+        os.kill(os.getpid(), signal.SIGINT)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    before = signal.getsignal(signal.SIGINT)
+    with Processes(JobLayout.local(2), command, os.environ) as processes:
+        started = [child.pid for child in processes._children]
+        assert processes.run() == 128 + signal.SIGINT
+    assert all(map(gone, started))
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_killed_process_is_told(tmp_path):
