@@ -156,8 +156,7 @@ class Ledger:
         ----------
         bucket
             Its number. While a bucket defers, note each of its steps: a packet waits from one step to the next,
-            whichever
-            message would carry it.
+            whichever message would carry it.
         packets
             Of the whole bucket, shape (packets,).
         """

@@ -67,8 +67,8 @@ class Collective:
 class Channel:
     """Messages of one rank's collectives within its group. Thread-safe.
 
-    A collective that fails ends the whole group: the other ranks are told, and all pending and future collectives fail
-    with that error.
+    One failed collective ends the whole group: this rank tells the others, and every pending or later collective fails
+    with the same error.
 
     Parameters
     ----------

@@ -114,8 +114,7 @@ class ElementwiseOp:
             Number of ranks.
         delivered
             If values were lost, and are 0: how many ranks each value holds, shape (values,). The result is then scaled
-            to
-            represent all ranks.
+            to represent all ranks.
         """
         values = [np.frombuffer(part, self.storage) for part in parts]
         result = np.frombuffer(out, self.storage)

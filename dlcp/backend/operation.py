@@ -69,8 +69,7 @@ class Operation:
         """Stay open until a message is sent or, if it is the last to finish, its ``size`` bytes are copied.
 
         ``detach`` lets the rest be sent from a copy. It is called in the endpoint's thread. The returned callback takes
-        the
-        message's outcome.
+        the message's outcome.
         """
         with self._lock:
             self._serial += 1

@@ -30,7 +30,8 @@ _LARGEST_VALUE: Final = 1000
 """Of the input's magnitudes: whole numbers so small that sums over ranks are exact in float32."""
 _BATCH_BYTES: Final = 1_000_000
 _BATCH_MAX: Final = 20
-"""Small all-reduces are timed in batches of so many bytes, at most so many: clocks of ranks differ by a latency."""
+"""A batch of small all-reduces is timed as one: up to this many bytes, and this many of them. Alone, each would be
+shorter than the time by which the ranks start apart."""
 _COUNTED: Final = ("sent", "delivered", "lost", "retransmitted", "deferred")
 
 
@@ -81,7 +82,7 @@ class WholeBucket:
 
 
 class _Outcome(NamedTuple):
-    """What a rank has measured of a size."""
+    """One rank's measurements for one size."""
 
     seconds: dict[str, list[float]]
     packets: dict[str, int]

@@ -163,7 +163,7 @@ class CompressedRun(BucketRun):
 
 
 def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values) -> Values | None:
-    """Return the residual of a rank's contribution of which ``used`` was used; None for nothing.
+    """Return what is left of a rank's contribution after ``used`` went into the result; None if nothing is left.
 
     Non-finite values are for this step's loss scaler; as residual they would spoil the next step.
     """

@@ -2,12 +2,12 @@
 """Deferral: if one rank's port is far slower than the others', the least valuable packets are sent in a later step.
 
 Shards in proportion to the ranks' rates (:mod:`dlcp.collectives.shards`) make a step as short as its bytes allow.
-Beyond that only fewer bytes help. A sender to a slow rank defers the packets with the smallest values, so many that the
-rank's port finishes with the others, within the bound. An owner decides for its averaged shard once, for all receivers:
-a deferred packet is zero on every rank, and replicas stay equal. Deferred values are residual and go into the next
-step's contribution, like lost ones. If no rank is far slower than the others, nothing is deferred. Scattered buckets
-(FSDP2) only have contributions to defer. With a parameter server all gradients pass one port; deferral starts when that
-port is congested.
+Beyond that only fewer bytes help. A sender to a slow rank defers the packets with the smallest values, within the
+bound: enough of them that the rank's port finishes with the others. An owner decides for its averaged shard once, for
+all receivers: a deferred packet is zero on every rank, and replicas stay equal. Deferred values are residual and go
+into the next step's contribution, like lost ones. If no rank is far slower than the others, nothing is deferred.
+Scattered buckets (FSDP2) only have contributions to defer. With a parameter server all gradients pass one port;
+deferral starts when that port is congested.
 
 Error feedback makes this work: with half of the packets deferred by value, training reaches the same accuracy in 10 to
 20 % more steps, if the first steps are sent in full and no packet waits too long (``python -m tests.bench
@@ -74,8 +74,7 @@ class Deferral:
         ----------
         rates_bps, slow
             How fast each rank received in the last step, in bit/s (:func:`dlcp.collectives.shards.inbound_rates`), and
-            the
-            ranks that count as slow.
+            the ranks that count as slow.
         weights
             Each owner's share of every buffer.
         """
@@ -191,8 +190,7 @@ class Deferral:
         ----------
         message
             Identity of the message in every step, its phase first: contributions are compared with contributions,
-            averages
-            with averages.
+            averages with averages.
         magnitudes
             Magnitudes of its packets, shape (packets,).
         candidates

@@ -2,8 +2,8 @@
 """Allocation of message numbers: who may number which messages of a step, and how.
 
 A switch identifies a message by job, step, number and sender, so one sender's messages in a step need different
-numbers, whoever receives them. The header holds 16 bits. :data:`STEPS` says who shares a step with whom; at import it
-is checked that no two ranges of one step overlap.
+numbers, even for different receivers. The header holds 16 bits. :data:`STEPS` lists who shares a step; this module
+checks at import that no two ranges of one step overlap.
 """
 
 from collections.abc import Mapping, Sequence

@@ -229,7 +229,7 @@ def recover(
         given = by_value(decided.gives.get(rank, nothing))
         result[summed] = channel.add(np.where(given, values, 0).astype(kind)[summed]) / kind.type(len(contributors))
     if copied.any():
-        # As integers, of which all but one are 0: an average is copied bit by bit.
+        # Added as integers: one rank gives the average, the others 0, so the sum has exactly its bits.
         given = by_value(decided.source == rank)
         bits = np.where(given, values, 0).astype(kind)[copied].view(f"i{kind.itemsize}")
         result[copied] = channel.add(bits).view(kind)

@@ -85,7 +85,7 @@ class Residual:
         self.add_at(positions, values[positions], segments)
 
     def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all values of a buffer, few of which are 0."""
+        """Keep all values of a dense buffer."""
         for segment in segments:
             if segment.start < segment.stop:
                 within = slice(segment.offset, segment.offset + segment.stop - segment.start)

@@ -230,8 +230,7 @@ class RingRun(BucketRun):
         self.lost: NDArray[np.floating] | None = None
         self.under_way: set[tuple[bool, MessageKey]] = set()
         """Messages that this rank sends (True) or receives and that are not acknowledged or have not arrived. The
-        bucket is
-        done when none is left."""
+        bucket is done when none is left."""
 
     def _bound_of_hop(self, piece: Piece) -> LossBound:
         """Return each hop's loss bound for a piece."""

@@ -64,9 +64,8 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     Returns
     -------
     Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`. A rank without a congested path to it counts as fast:
-    if
-    it is slow, its processor is the reason. Shards that followed that would change from step to step, and with them the
-    order in which contributions are added and the last bit of sums.
+    if it is slow, its processor is the reason. Shards that followed that would change from step to step, and with them
+    the order in which contributions are added and the last bit of sums.
     """
     from dlcp.slow_ports import level  # only adaptive shards need it
 

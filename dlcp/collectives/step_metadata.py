@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step metadata: what ranks tell each other at the start of a step, about their samples and recent measurements.
 
-It travels as an ordinary, lossless bucket, the first of the step: a table with a row per rank, of which each rank fills
-in its own. The average times the number of ranks is the whole table, bitwise equal on every rank. So ranks make the
-same decisions from it, with any collective, and the framework can finish the exchange if DLCP cannot.
+It is the first bucket of the step, and may lose nothing: a table with a row per rank. Each rank fills in its own row
+and leaves the others 0. The average times the number of ranks is the whole table, bitwise equal on every rank. So ranks
+make the same decisions from it, with any collective, and the framework can finish the exchange if DLCP cannot.
 """
 
 from collections.abc import Mapping, Sequence

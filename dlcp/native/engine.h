@@ -172,7 +172,7 @@ struct incoming {
 };
 
 typedef enum {
-    FINISHED_STOPPING, /* packets are missing; the sender is told until it acknowledges */
+    FINISHED_STOPPING, /* packets are missing: STOP is repeated until STOP_ACK */
     FINISHED_WHOLE,    /* an acknowledgement told the sender, which probes if that was lost */
     FINISHED_KNOWN,    /* the sender knows */
 } finished_state;

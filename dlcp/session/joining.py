@@ -266,8 +266,9 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
     """
     with agreement.guarded(), ExitStack() as undo:
         agreement.meet(call)
-        # The order of topics is the protocol: here, place, entry, server, local peers, path, ready. A rank waits for
-        # all others on a topic before it publishes the next one; whoever fails publishes the verdict instead.
+        # The order of topics is the protocol: here, place, entry, server, local peers, path, ready. Every rank
+        # publishes and collects them in this order, so that no two wait for each other. A rank that fails publishes
+        # the verdict instead.
         try:
             missing = f"has not called {call}; call it on every rank, with the same options"
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))

@@ -216,7 +216,7 @@ class Options:
         return self.samples > 0
 
     def terms(self) -> dict[str, object]:
-        """Return what all ranks must have alike, by option; of ``samples``, whether it is set."""
+        """Return the values on which all ranks must agree, by option; for ``samples`` only whether it is set."""
         values = [(each, getattr(self, each.name)) for each in configuration.options_of(Options).values()]
         set_alike = {each.name: "set" if value else "not set" for each, value in values if SET_ALIKE in each.traits}
         return {each.name: value for each, value in values if AGREED in each.traits} | set_alike

@@ -249,8 +249,7 @@ class State:
 
         Every sample then counts the same, whichever rank has it; a rank may have none. The number holds until another
         one is given. All ranks must set ``Options(samples=...)``, so that they expect it. The sooner it is called
-        before
-        the backward pass, the less the others wait for it.
+        before the backward pass, the less the others wait for it.
 
         Raises
         ------

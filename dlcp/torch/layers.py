@@ -19,8 +19,7 @@ from dlcp.torch.staging import VALUE_TYPES
 
 GROWTH: Final = 4
 """How many times larger than the first group the others may become. Chosen by processor time: messages cause most of
-the
-cost of cross-step scheduling."""
+the cost of cross-step scheduling."""
 
 
 @dataclass(slots=True, eq=False)

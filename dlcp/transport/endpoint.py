@@ -167,8 +167,7 @@ class Endpoint:
         """Stop: without a ``reason``, after peers have acknowledged everything; with one, after telling them.
 
         Several threads may call it at once; a call with a reason ends the others' wait. The endpoint's own thread
-        releases
-        its resources, so nothing can be using them.
+        releases its resources, so nothing can be using them.
         """
         if reason is None:
             self._linger()

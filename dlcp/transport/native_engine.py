@@ -527,8 +527,7 @@ class Engine:
         """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
 
         Without a buffer, the reduction must not need one. Memory is kept until :class:`Arrived`, or for a reduction
-        until
-        it is over.
+        until it is over.
 
         Returns
         -------

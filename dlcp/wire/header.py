@@ -39,8 +39,7 @@ class PacketType(IntEnum):
     """The answer to HELLO."""
     ABORT = 9
     """A rank gives up and says why, so that its peers need not wait for a deadline. If the first byte is 0, it leaves
-    in
-    order."""
+    in order."""
 
 
 class Flag(IntFlag):
