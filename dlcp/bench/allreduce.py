@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant, spread
 from dlcp.configuration import Trait
 from dlcp.session.options import Options
-from dlcp.torch.hook import State
+from dlcp.torch.state import State
 
 _DLCP: Final = "dlcp"
 _VALUE_BYTES: Final = 4
@@ -195,7 +195,7 @@ class _JobRank:
     def _time(self, side: str, size: int) -> float:
         """Return how many seconds one all-reduce takes on this rank, in a batch that all ranks begin together."""
         tensor, count = self._tensors[size], operations(size)
-        bucket: Any = WholeBucket(tensor)  # State.average asks for one of PyTorch's, which only DDP makes
+        bucket: Any = WholeBucket(tensor)  # average_bucket asks for one of PyTorch's, which only DDP makes
         for part in self._parts(tensor):
             torch.mul(self._pattern[: len(part)], self.number + 1, out=part)
         # What an earlier batch lost would be added to this one's input.
@@ -205,7 +205,7 @@ class _JobRank:
         began_s = time.perf_counter()
         for _ in range(count):
             if side == _DLCP:
-                self._state.average(bucket).wait()
+                self._state.average_bucket(bucket).wait()
             else:
                 dist.all_reduce(tensor)
         self._synchronize()

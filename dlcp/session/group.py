@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for
@@ -24,16 +24,15 @@ from dlcp.collectives.choice import SERVER
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
-from dlcp.error_text import describe
 from dlcp.ledger import Ledger
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import (
+    DEADLINE_FACTOR,
     LEFT,
-    PATIENCE,
     Fallback,
-    HostBucket,
+    PeerWatch,
     PendingBucket,
     TrainingSession,
     reason_of,
@@ -67,10 +66,18 @@ PART_BYTES: Final = 1 << 24
 """Longer broadcasts go in messages of this size: what comes before somebody waits for it is held. Chosen by us."""
 
 
-class StoreFallback(Fallback):
-    """Rank 0 adds up over the ranks' store: slowly, but to the end. The store knows when a rank has ended."""
+class StoreWatch(PeerWatch):
+    """Ranks notice in their store, which rank 0 serves, that another one has left DLCP or ended; they recover over it.
 
-    name = "the store, which is slow"
+    Parameters
+    ----------
+    store
+        The ranks' store. It knows when a rank has ended.
+    rank, size
+        This rank, and the number of ranks.
+    deadline_s
+        Time limit of each exchange over the store.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
         self._store = store
@@ -79,34 +86,17 @@ class StoreFallback(Fallback):
         self._channels: dict[str, StoreChannel] = {}
 
     def channel(self, topic: str = "recovery") -> StoreChannel:
-        """Return this rank's channel of a name."""
+        """Return this rank's channel with this name."""
         if topic not in self._channels:
             self._channels[topic] = StoreChannel(self._store, topic, self._rank, range(self._size), self._deadline_s)
         return self._channels[topic]
 
-    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
-        """Let rank 0 add up, in a thread of its own, for the ranks need not come to buckets in the same order."""
-        threading.Thread(target=self._add_up, args=(session, pending), name="dlcp-store-add", daemon=True).start()
-
-    def _add_up(self, session: TrainingSession, pending: PendingBucket) -> None:
-        assert pending.bucket
-        bucket = pending.bucket
-        try:
-            values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
-            session.feedback.apply(values, bucket.segments)  # nothing is lost here, so this is the last time
-            total = self.channel(f"average of bucket {pending.sequence}").add(values)
-            bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(self._size))
-        except Exception as problem:
-            session.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(problem)}")
-        else:
-            session.table.finish(pending)
-
-    def why_leave(self, session: TrainingSession) -> BaseException | None:
-        """Look in the store for a rank that has left DLCP, or has ended."""
+    def check_peers(self, where: str) -> BaseException | None:
+        """Look in the store for a rank that has left DLCP or ended."""
         try:
             found = self._store.first([LEFT, *self._others], 0)
         except StoreError as error:
-            return RankEndedError(f"{error}{self._where(session)}")
+            return RankEndedError(f"{error}; {where}")
         if found is None:
             return None
         key, text = found[0], found[1].decode()
@@ -115,15 +105,7 @@ class StoreFallback(Fallback):
         if text == CLOSED:
             self._others.remove(key)
             return None
-        return RankEndedError(f"rank {key.rpartition('/')[2]} has ended: {text}{self._where(session)}")
-
-    def _where(self, session: TrainingSession) -> str:
-        """Say what this rank waits for."""
-        with session.table.changed:
-            waiting = [session.table.pending[which] for which in sorted(session.table.pending)]
-        if not waiting:
-            return f"; step {session.table.step}"
-        return f"; step {waiting[0].step}: rank {self._rank} waits for {waiting[0].label}"
+        return RankEndedError(f"rank {key.rpartition('/')[2]} has ended: {text}; {where}")
 
     def publish_left(self, reason: str) -> None:
         """Write into the store that a rank has left DLCP."""
@@ -134,6 +116,30 @@ class StoreFallback(Fallback):
         with contextlib.suppress(StoreError):
             self._store.set(ended_key(self._rank), reason)
             self._store.compare_set(LEFT, "", reason)
+
+
+def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
+    """Return the fallback of ranks without a framework: rank 0 adds up over the store, slowly but to the end."""
+
+    def add_up(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
+        assert pending.bucket
+        bucket = pending.bucket
+        try:
+            values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
+            feedback.apply(values, bucket.segments)  # nothing is lost on this way, so this is the last time
+            channel = watch.channel(f"average of bucket {pending.sequence}")
+            total = channel.add(values)
+            bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(len(channel.ranks)))
+        except Exception as problem:
+            done(problem)
+        else:
+            done(None)
+
+    def average(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
+        # In a thread of its own: ranks need not come to buckets in the same order.
+        threading.Thread(target=add_up, args=(pending, done), name="dlcp-store-add", daemon=True).start()
+
+    return Fallback("the store, which is slow", average, watch)
 
 
 class Group:
@@ -154,29 +160,29 @@ class Group:
         self.ledger = Ledger(options.job)
         self.step = 0
         self._store = store
-        self._fallback: StoreFallback | None = None
+        self._watch: StoreWatch | None = None
         self._session: TrainingSession | None = None
         self._buckets: Buckets | None = None
         self._started: dict[str, Gradient] = {}
         self._timer: threading.Timer | None = None
         self._lock = threading.RLock()
         self._closed = False
-        self._limit_s = PATIENCE * options.deadline_s
+        self._limit_s = DEADLINE_FACTOR * options.deadline_s
         self._writer = ThreadPoolExecutor(1, "dlcp-group")
         self._exit = ExitCallback(self._at_exit)
 
     def join(self, master: str) -> None:
         """Open this rank's endpoint together with the other ranks; :func:`dlcp.session.join` does that."""
         assert self._store
-        options, ranks = self.options, range(self.size)
-        self._fallback = StoreFallback(self._store, self.rank, self.size, options.deadline_s)
+        options, feedback = self.options, Residual()
+        self._watch = StoreWatch(self._store, self.rank, self.size, options.deadline_s)
         self._session = TrainingSession(
             options,
             self.rank,
-            ranks,
-            self._fallback,
+            range(self.size),
+            store_fallback(self._watch, feedback),
             ledger=self.ledger,
-            feedback=Residual(),
+            feedback=feedback,
             tagger=Tagger(options.classes()),
         )
         agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
@@ -219,8 +225,8 @@ class Group:
         if twice or not listed:
             raise ValueError(f"parameter {twice[0]} is registered twice" if twice else "there are no parameters")
         self._check_idle("parameters are registered")
-        if self._fallback:
-            for rank, theirs in sorted(self._fallback.channel(RANKS).gather(listed).items()):
+        if self._watch:
+            for rank, theirs in sorted(self._watch.channel(RANKS).gather(listed).items()):
                 _compare_names(listed, theirs, self.rank, rank)
         self._buckets = Buckets(layers_in_order(listed))
 
@@ -301,7 +307,7 @@ class Group:
             if self._session is None:
                 check_samples(count)
                 return
-            self._session.set_samples(count)
+            self._session.averager.set_samples(count)
             self._session.begin_step(self.step)
 
     def flush(self) -> None:
@@ -352,12 +358,12 @@ class Group:
             values = bucket.value_type.widen(bucket.values).copy()
             weigh(values, weight)
             bucket.values[:] = bucket.value_type.narrow(values)
-        pending = HostBucket.of(self.step, session.first_sequence + filling.planned.sequence, bucket)
-        session.submit(pending)
+        averager = session.averager
+        averaged = session.average(self.step, averager.first_sequence + filling.planned.sequence, bucket)
         filling.sent = True
-        if session.autotuner and self._buckets and self._buckets.all_sent:
-            session.autotuner.on_gradients_ready()
-        pending.answer.add_done_callback(partial(self._on_averaged, filling))
+        if averager.autotuner and self._buckets and self._buckets.all_sent:
+            averager.autotuner.on_gradients_ready()
+        averaged.add_done_callback(partial(self._on_averaged, filling))
 
     def _on_averaged(self, filling: FillingBucket, averaged: "Future[Any]") -> None:
         """Let what takes long be done in a thread of its own: the endpoint has other things to do."""
@@ -394,8 +400,9 @@ class Group:
             buckets.end_step()
             self._started.clear()
             self.step += 1
-            if self._session and self._session.autotuner and buckets.plan:
-                self._session.autotuner.gradient_bytes = buckets.plan.nbytes
+            tuner = self._session.averager.autotuner if self._session else None
+            if tuner and buckets.plan:
+                tuner.gradient_bytes = buckets.plan.nbytes
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:
@@ -445,8 +452,8 @@ class Group:
             if self.active and self.endpoint and self.options.collective != SERVER:  # whose workers reach only that
                 broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
                 self.step += 1
-            elif self._fallback:
-                self._fallback.channel(RANKS).broadcast(data, root)
+            elif self._watch:
+                self._watch.channel(RANKS).broadcast(data, root)
 
     def barrier(self) -> None:
         """Return when all ranks have come this far.
@@ -457,8 +464,8 @@ class Group:
             A rank has ended, or not come within the deadline; the message names it.
         """
         self._check_open()
-        if self._fallback:
-            self._fallback.channel(RANKS).gather(None)
+        if self._watch:
+            self._watch.channel(RANKS).gather(None)
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.

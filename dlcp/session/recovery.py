@@ -27,9 +27,10 @@ class Recovery:
     """Completes the buckets of one session, whose endpoint is closed."""
 
     def __init__(self, session: "TrainingSession") -> None:
-        self._session = session
+        assert session.fallback.watch
+        self._session, self._watch = session, session.fallback.watch
         self._deadline_s = session.options.deadline_s
-        self._channel = session.fallback.channel()
+        self._channel = self._watch.channel()
 
     def complete_buckets(self, error: BaseException) -> str:
         """Complete what is open on any rank; return why the ranks have left DLCP, the same on all of them.
@@ -42,12 +43,12 @@ class Recovery:
             A rank, which may be this one, has not come to a bucket in time; all ranks raise it.
         """
         session, table = self._session, self._session.table
-        session.fallback.publish_left(describe(error))
+        self._watch.publish_left(describe(error))
         with table.changed:
             begun = {which: pending for which, pending in table.pending.items() if pending.reducing}
         for pending in begun.values():
             pending.decided.wait(self._deadline_s)
-        held = {(partial.step, partial.sequence): partial for partial in session.partial_results()}
+        held = {(partial.step, partial.sequence): partial for partial in session.averager.partial_results()}
         hopeless, secondhand = isinstance(error, MessageMismatchError), isinstance(error, PeerAbortedError)
         views = self._channel.gather((sorted(begun), hopeless, secondhand, describe(error)))
         for _, hopeless, _, reason in views.values():

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training session: ranks join, average buckets with DLCP, and go on without it when it fails.
+"""A training session: ranks join, average buckets with DLCP, and continue without it when it fails.
 
-A session begins by agreeing with all ranks whether to use DLCP (:mod:`dlcp.session.joining`). A bucket of gradients
-goes to a reducer while that works. When it fails, every rank leaves DLCP, all complete exactly what some of them have
-not finished (:mod:`dlcp.session.recovery`), and later buckets go another way: which one, each framework says with a
-:class:`Fallback`. No gradient is lost in between. Where options ask for it, steps begin with a bucket of metadata, and
-an autotuner (:mod:`dlcp.tuning`) chooses by it.
+A session begins by agreeing with all ranks whether to use DLCP (:mod:`dlcp.session.joining`). While it works, a
+:class:`dlcp.session.averager.StepAverager` averages buckets. When it fails, every rank leaves DLCP, all ranks complete
+exactly the buckets that some of them have not finished (:mod:`dlcp.session.recovery`), and later buckets go another
+way, which each framework names with a :class:`Fallback`. No gradient is lost in between.
 
-The session is the same for all frameworks. What turns their gradients into buckets is :mod:`dlcp.torch.hook`,
-:mod:`dlcp.torch.cross_step` and :mod:`dlcp.session.group`.
+The session is the same for all frameworks. :class:`dlcp.torch.state.State` and :class:`dlcp.session.group.Group` turn
+their gradients into buckets.
 """
 
 import logging
@@ -18,20 +17,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.closing import ExitCallback
-from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
-from dlcp.collectives.partial_result import PartialResult, RecoveryChannel
-from dlcp.collectives.reduction_rules import check_samples
+from dlcp.collectives import Bucket, Reducer, Residual
+from dlcp.collectives.partial_result import RecoveryChannel
 from dlcp.error_text import describe
 from dlcp.ledger import Ledger
+from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.tags import Segment, Tagger
@@ -41,61 +40,72 @@ from dlcp.transport.shared_memory import EXPORT_BYTES
 if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.session.snapshots import SnapshotWriter, StepMeter
     from dlcp.timeline import Timeline
-    from dlcp.tuning.autotuner import Autotuner
     from dlcp.tuning.rules import Settings
 
 log = logging.getLogger("dlcp")
 
 LEFT: Final = "left"
-"""Where ranks say that they have left DLCP."""
+"""The topic under which ranks announce that they have left DLCP."""
 WEIGHTED: Final = "weighted"
-"""Where ranks say that they weigh by samples: if DLCP cannot be used, they do so without it."""
+"""The topic under which ranks announce that they weigh by samples: without DLCP, they still do."""
 WATCH_S: Final = 0.25
-"""How often a rank looks whether another has left DLCP or ended: it may wait for that one elsewhere. Chosen by us."""
-PATIENCE: Final = 3
-"""So many deadlines a bucket may take: for its messages, and, should they fail, to recover. Chosen by us."""
+"""Interval between checks whether another rank has left DLCP or ended. A dead rank delays the others by about this
+much, and a check is one query of the store, under 1 ms."""
+DEADLINE_FACTOR: Final = 3
+"""A bucket may take this many deadlines: one for each of its two hops, and one to recover if they fail."""
 
 BucketId = tuple[int, int]
-"""A bucket, by its step and its number within the step."""
+"""A bucket's step, and its number within the step."""
 
 
 class SessionPhase(Enum):
-    """What a session is at."""
+    """Phase of a session."""
 
     JOINING = "joining"
     READY = "ready"
     """DLCP averages."""
     RECOVERING = "recovering"
-    """DLCP has failed; the ranks complete what is open."""
+    """DLCP has failed; the ranks complete open buckets."""
     FALLBACK = "fallback"
-    """Averages come from what is fallen back to."""
+    """The fallback averages."""
     FAILED = "failed"
-    """There are no averages any more."""
+    """Nothing averages any more."""
     CLOSED = "closed"
 
 
 @dataclass(slots=True, eq=False)
-class PendingBucket(ABC):
-    """A bucket that is to be averaged, from when its step reaches it until whoever waits has the average.
+class PendingBucket:
+    """A bucket from when its step reaches it until its owner has the average.
+
+    Parameters
+    ----------
+    step, sequence
+        Training step, and the bucket's number within it; the same on all ranks.
+    segments
+        Its layers.
+    then
+        Called once, from any thread: with None when ``bucket.values`` hold the average, otherwise with the error.
+    bucket
+        Its values on the host; None until they are there.
 
     Attributes
     ----------
-    bucket
-        Its values on the host; None until they are there.
     reducing
-        Whether the reducer has got it. It counts once ``decided`` is set.
+        Whether the averager has it. Valid once ``decided`` is set.
     """
 
     step: int
     sequence: int
     segments: Sequence[Segment]
+    then: Callable[[BaseException | None], None] | None
     bucket: Bucket | None = None
     reducing: bool = False
     decided: threading.Event = field(default_factory=threading.Event)
+    _answering: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def id(self) -> BucketId:
-        """What all ranks know it by."""
+        """Its name, the same on all ranks."""
         return self.step, self.sequence
 
     @property
@@ -104,48 +114,25 @@ class PendingBucket(ABC):
         names = [self.segments[0].layer.name, self.segments[-1].layer.name]
         return "..".join(dict.fromkeys(names))
 
-    @abstractmethod
-    def resolve(self) -> None:
-        """Give the average, which is in ``bucket``, to whoever waits."""
-
-    @abstractmethod
-    def fail(self, error: BaseException) -> None:
-        """Give an error to whoever waits, unless they have an answer."""
-
-
-@dataclass(slots=True, eq=False)
-class HostBucket(PendingBucket):
-    """A bucket on the host from the beginning; ``answer`` resolves with its averaged values."""
-
-    answer: "Future[NDArray[np.generic]]" = field(default_factory=Future)
-
-    @classmethod
-    def of(cls, step: int, sequence: int, bucket: Bucket) -> "HostBucket":
-        """Return a pending bucket that is ready to be averaged."""
-        return cls(step, sequence, bucket.segments, bucket)
-
-    def resolve(self) -> None:
-        """Resolve ``answer``."""
-        assert self.bucket
-        self.answer.set_result(self.bucket.values)
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve ``answer`` with an error."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
+    def answer(self, error: BaseException | None = None) -> None:
+        """Call ``then``, unless it has been called."""
+        with self._answering:
+            then, self.then = self.then, None
+        if then is not None:
+            then(error)
 
 
 class BucketTable:
-    """The buckets that are not averaged yet, and which of the present step are.
+    """The buckets that are not averaged yet, and those of the current step that are.
 
     Attributes
     ----------
     changed
         Guards the table and the session's phase; notified when either has changed.
     step
-        The latest step of which a bucket has come.
+        The latest step with a bucket; -1 before the first.
     meter
-        What is told when buckets come and are averaged; None: nothing.
+        Measures steps, for snapshots; None if nobody watches.
     """
 
     def __init__(self) -> None:
@@ -166,23 +153,23 @@ class BucketTable:
         self.changed.notify_all()
 
     def finish(self, pending: PendingBucket) -> None:
-        """Take a bucket out that is averaged, and give the average to whoever waits."""
+        """Remove an averaged bucket, and answer its owner."""
         with self.changed:
             found = self.pending.pop(pending.id, None)
             self._finished.add(pending.sequence)
-        if self.meter is not None:  # first: whoever waits may begin the next step
+        if self.meter is not None:  # before the answer, with which the next step may begin
             self.meter.on_averaged(pending.step)
         if found:
-            found.resolve()
+            found.answer()
 
     def drain(self) -> list[PendingBucket]:
-        """Take all buckets out; hold ``changed``."""
+        """Remove all buckets; hold ``changed``."""
         drained = list(self.pending.values())
         self.pending.clear()
         return drained
 
     def wait_for(self, which: BucketId, deadline_s: float) -> PendingBucket | None:
-        """Return a bucket once it has come and it is decided who averages it; None if this rank has finished it.
+        """Return a bucket once it is here and it is decided who averages it; None if this rank has finished it.
 
         Raises
         ------
@@ -202,56 +189,70 @@ class BucketTable:
             return self.pending.get(which)
 
 
-class Fallback(ABC):
-    """How a framework averages without DLCP, and how its ranks reach each other when they leave DLCP."""
+class PeerWatch(ABC):
+    """How ranks notice that another one has left DLCP or ended, and how they reach each other to recover."""
 
-    name: ClassVar[str]
-    """For messages: what training goes on over."""
-    recovers: ClassVar[bool] = True
-    """Whether ranks leave DLCP together when it fails. Otherwise a failure concerns its own bucket only."""
-
-    @abstractmethod
-    def average(self, session: "TrainingSession", pending: PendingBucket) -> None:
-        """Average a bucket that is on the host without DLCP, residual included; called in the order of buckets.
-
-        The session's table is locked. ``session.table.finish`` or ``session.fail`` is due in the end.
-        """
-
-    def prepare(self) -> bool:
-        """Open what :meth:`channel` returns; all ranks call it. False: a failure has to be an error."""
+    def open(self) -> bool:
+        """Open :meth:`channel`; all ranks call it. If it returns False, a failure of DLCP is an error."""
         return True
 
+    @abstractmethod
     def channel(self) -> RecoveryChannel:
-        """Return what the ranks recover over."""
-        raise NotImplementedError
+        """Return the channel that the ranks recover over."""
 
-    def why_leave(self, session: "TrainingSession") -> BaseException | None:
+    @abstractmethod
+    def check_peers(self, where: str) -> BaseException | None:
         """Return why this rank should leave DLCP, if others have left it or have ended.
+
+        Parameters
+        ----------
+        where
+            This rank's step and the layers it waits for, for the message.
 
         Raises
         ------
         RuntimeError
             The others cannot be watched any more.
         """
-        return None
 
-    def publish_left(self, reason: str) -> None:  # noqa: B027 - not every fallback has others to let know
-        """Let the other ranks know, by their :meth:`why_leave`, that this one has left DLCP."""
+    @abstractmethod
+    def publish_left(self, reason: str) -> None:
+        """Announce to the others' :meth:`check_peers` that this rank has left DLCP."""
 
-    def publish_failed(self, reason: str) -> None:  # noqa: B027
-        """Let the other ranks know that this one has failed for good."""
+    def publish_failed(self, reason: str) -> None:  # noqa: B027 - optional
+        """Announce that this rank has failed for good."""
 
-    def close(self) -> None:  # noqa: B027
-        """Release what it holds."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """How a framework averages without DLCP.
+
+    Parameters
+    ----------
+    name
+        The noun for messages: "training continues with ...".
+    average
+        Averages a bucket on the host in place, residual included, and calls its second argument with None or an error;
+        called in one order on all ranks. None if every caller of :meth:`TrainingSession.admit` averages by itself.
+    watch
+        How ranks leave DLCP together when it fails. None if a failure concerns its own bucket only.
+    """
+
+    name: str
+    average: Callable[[PendingBucket, Callable[[BaseException | None], None]], None] | None = None
+    watch: PeerWatch | None = None
 
 
 def reason_of_exit(rank: int) -> str | None:
-    """Return what to tell the other ranks when this process ends by an exception that nobody has caught."""
+    """Return why this process ends, for the other ranks, if an exception ended it that nothing caught."""
     return reason_of(rank, getattr(sys, "last_value", None))
 
 
 def reason_of(rank: int, error: BaseException | None) -> str | None:
-    """Return what to tell the other ranks when this one ends by an error; None without one."""
+    """Return why this rank ends, for the other ranks, if an error ended it."""
     return f"rank {rank} gives up: {error!r}" if error else None
 
 
@@ -261,28 +262,28 @@ class TrainingSession:
     Parameters
     ----------
     options
-        The options; after :meth:`join` with what was found out.
+        The options; after :meth:`join` with measured and agreed values.
     rank, ranks
-        This rank, and all whose gradients are averaged.
+        This rank, and all ranks whose gradients are averaged.
     fallback
-        What takes over.
+        How to average when DLCP does not.
     ledger, feedback, tagger
-        What was sent and lost, what was lost and is still to be sent, and what tags packets.
+        The record of packets, the residual, and the tagger of packets.
     gradient_bytes
-        What a rank contributes in a step, for the autotuner; 0 if that is not known yet.
+        How much a rank contributes per step, in bytes, for the autotuner; 0 if unknown.
 
     Attributes
     ----------
     phase, reason
-        What the session is at, and why DLCP does not average, if it does not.
+        The session's phase, and why DLCP does not average, if it does not.
     table
-        The buckets under way.
+        The buckets in progress.
+    averager
+        Averages buckets while the phase is ``READY``.
     endpoint
         This rank's endpoint; None if DLCP could not be used.
-    autotuner
-        What chooses settings and weighs ranks; None if the options ask for neither.
-    metadata_step
-        The latest step whose metadata this rank has sent.
+    hosts
+        The number of hosts that the ranks are on; 0 without DLCP.
     """
 
     def __init__(
@@ -298,26 +299,24 @@ class TrainingSession:
         gradient_bytes: int = 0,
     ) -> None:
         self.options, self.rank, self.ranks = options, rank, sorted(ranks)
-        self.fallback = fallback
-        self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
-        self.gradient_bytes = gradient_bytes
+        self.fallback, self.ledger, self.feedback = fallback, ledger, feedback
         self.phase, self.reason = SessionPhase.JOINING, ""
         self.table = BucketTable()
+        self.averager = StepAverager(
+            options,
+            rank,
+            self.ranks,
+            ledger=ledger,
+            feedback=feedback,
+            tagger=tagger,
+            gradient_bytes=gradient_bytes,
+        )
         self.endpoint: Endpoint | None = None
-        self.autotuner: Autotuner | None = None
         self.hosts = 0
-        self._make: Callable[[Settings | None], Reducer] = self._make_reducer
-        self._inbound_rates_bps: dict[int, float] = {}
         self._joined: Joined | None = None
-        self._reducer: Reducer | None = None
-        self._replaced: Reducer | None = None
-        """What averaged before the settings changed, as long as it may still hold buckets of this step or the last."""
-        self._reducer_step = -1
         self._recoverable = False
         self._metadata: Future[NDArray[np.generic]] | None = None
         """All ranks' metadata of this step, until it has been read."""
-        self.metadata_step = -1
-        self._flush_step = -1
         self._error: TransportError | None = None
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
@@ -327,7 +326,7 @@ class TrainingSession:
     # Joining ----------------------------------------------------------------------------------------------------------
 
     def join(self, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> None:
-        """Join the other ranks; all must call it. If they cannot all use DLCP, all fall back, and one rank says why.
+        """Join the other ranks; all must call it. If not all can use DLCP, all fall back, and one rank says why.
 
         Parameters
         ----------
@@ -337,16 +336,19 @@ class TrainingSession:
         Raises
         ------
         NotJoinedError
-            They cannot, and ``options.fallback`` is off.
+            Not all can use DLCP, and ``options.fallback`` is off.
         """
         if self.options.live:
-            self._watch_steps(self.options.live)
+            from dlcp.session.snapshots import SnapshotWriter  # only for jobs that somebody watches
+
+            self._snapshots = SnapshotWriter.open(self, self.options.live)
+            self.table.meter = self._snapshots.meter if self._snapshots else None
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
         try:
             joined = join(self.options, agreement, call=call, export_bytes=export_bytes)
         except NotJoinedError as problem:
-            self._do_without(agreement, problem)
+            self._train_without(agreement, problem)
             return
         if joined.remark and self.rank == self.ranks[0]:
             log.warning("DLCP: %s", joined.remark)
@@ -354,84 +356,34 @@ class TrainingSession:
         self.hosts = len(joined.topology.ranks_by_host(self.ranks))
         if self._snapshots:
             self._snapshots.label = label_of(joined.options.job, joined.endpoint.connection.token)
-        self.autotuner = self._make_autotuner(joined.endpoint)
-        self.use(joined.endpoint, self._make_reducer)
+        self.averager.join(joined)
+        self._begin(joined.endpoint)
 
     def use(self, endpoint: Endpoint, make: "Callable[[Settings | None], Reducer]") -> None:
-        """Average with DLCP from now on, by what ``make`` returns for an autotuner's settings, or None without one."""
-        self.endpoint, self._make = endpoint, make
+        """Average over ``endpoint`` with the reducers of ``make``; see :meth:`StepAverager.use`."""
+        self.averager.use(make)
+        self._begin(endpoint)
+
+    def _begin(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
         if self.table.meter is not None:
             endpoint.connection.on_message = self.table.meter.on_message
-        self._reducer = make(self.autotuner.settings if self.autotuner else None)
-        self._recoverable = self.fallback.recovers and self.options.fallback and self.fallback.prepare()
+        watch = self.fallback.watch
+        self._recoverable = watch is not None and self.options.fallback and watch.open()
         self.phase = SessionPhase.READY
-        if self.fallback.recovers:
-            threading.Thread(target=self._watch, name="dlcp-watch", daemon=True).start()
+        if watch is not None:
+            threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True).start()
 
-    def _do_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
+    def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
+        """Fall back from the beginning."""
         if not self.options.fallback:
             raise problem
         if self.options.weighted and not agreement.all_publish(WEIGHTED):
-            raise NotJoinedError(f"{problem}. Nor do all ranks say samples=..., so none can weigh by them") from None
+            raise NotJoinedError(f"{problem}. Not all ranks set samples=..., so none can weigh by them") from None
         self.phase, self.reason = SessionPhase.FALLBACK, str(problem)
-        if self.options.weighted:
-            self.autotuner = self._make_autotuner(None)
+        self.averager.weigh_only()
         if agreement.speaker():
             log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
-
-    def _watch_steps(self, folder: str) -> None:
-        """Leave snapshots in a folder, if there is writing there."""
-        from dlcp.session.snapshots import SnapshotWriter
-
-        self._snapshots = SnapshotWriter.open(self, folder)
-        self.table.meter = self._snapshots.meter if self._snapshots else None
-
-    def _make_autotuner(self, endpoint: Endpoint | None) -> "Autotuner | None":
-        options = self.options
-        if not (options.weighted or options.adapt or options.phases):
-            return None
-        from dlcp.tuning.autotuner import Autotuner
-        from dlcp.tuning.rules import Settings
-
-        tuner = Autotuner(Settings.of(options), options.bound(), self.rank, self.ranks, samples=options.samples)
-        if endpoint is not None:
-            tuner.measure(
-                self.ledger,
-                endpoint.connection,
-                adapt=options.adapt,
-                phases=options.phases,
-                hosts=self.hosts,
-                gradient_bytes=self.gradient_bytes,
-                inbound_rates_bps=self._inbound_rates_bps,
-            )
-        return tuner
-
-    def _make_reducer(self, settings: "Settings | None") -> Reducer:
-        joined, options = self._joined, self.options
-        assert joined
-        compression = options.compression
-        if settings is not None:
-            chosen = "protected_share", "collective", "deferral_bound"
-            options = options.with_(**{name: getattr(settings, name) for name in chosen})
-            compression = settings.compression
-            self.tagger.policy = options.classes()
-            weight = options.transport(len(self.ranks), joined.topology).flow_weight
-            joined.endpoint.call(partial(joined.endpoint.connection.set_flow_weight, weight))
-        return make_reducer(
-            options.collective,
-            RankContext(
-                joined.endpoint.connection,
-                self.ranks,
-                options.reduction(),
-                self.tagger,
-                self.ledger,
-                self.feedback,
-                inbound_rates_bps=self._inbound_rates_bps,
-            ),
-            topology=joined.topology,
-            compression=compression,
-            combine=options.combine,
-        )
 
     @property
     def active(self) -> bool:
@@ -440,97 +392,79 @@ class TrainingSession:
 
     @property
     def timeline(self) -> "Timeline | None":
-        """Where this rank notes what it does, if anywhere."""
+        """The timeline of this rank's events, if the options ask for one."""
         return self.endpoint.connection.timeline if self.endpoint else None
 
     @property
     def local_peers(self) -> int:
-        """With how many other ranks this one exchanges packets through memory."""
+        """The number of other ranks that this one exchanges packets with through memory."""
         return len(self.endpoint.connection.local_peers) if self.endpoint else 0
 
-    # A step's metadata ------------------------------------------------------------------------------------------------
-
-    @property
-    def first_sequence(self) -> int:
-        """The number of a step's first bucket of gradients."""
-        return int(self.autotuner is not None and self.autotuner.sends)
-
-    def set_samples(self, count: int) -> None:
-        """Say how many samples this rank's gradients are the mean of, from the next step on.
-
-        Raises
-        ------
-        ValueError
-            It is no whole number, or the options do not say ``samples``.
-        """
-        check_samples(count)
-        if not self.options.weighted:
-            raise ValueError("all ranks count the same; say Options(samples=...) on every rank to weigh by samples")
-        assert self.autotuner
-        self.autotuner.samples_here = count
+    # Averaging --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Send this rank's metadata to all ranks, if options ask for it; once a step, however often it is called."""
-        tuner = self.autotuner
-        if tuner and tuner.sends and step > self.metadata_step:
-            from dlcp.collectives.step_metadata import bucket_of
-
-            self.metadata_step = step
-            pending = HostBucket.of(step, 0, bucket_of(tuner.table(step)))
-            self._metadata = pending.answer
-            self.submit(pending)
+        """Send this rank's metadata to all ranks, if the options ask for it; further calls in a step do nothing."""
+        metadata = self.averager.metadata_of(step)
+        if metadata is not None:
+            self._metadata = self.average(step, 0, metadata)
 
     def weight(self, step: int) -> float:
-        """Return what this rank's gradients of a step are to be multiplied by, once all ranks' metadata is in.
+        """Return the factor on this rank's gradients of a step, once all ranks' metadata is here.
 
         Raises
         ------
         TransportError
             The metadata did not come.
         """
-        tuner = self.autotuner
+        tuner = self.averager.autotuner
         if tuner is None:
             return 1.0
         self.begin_step(step)
         if self._metadata:
-            limit_s = PATIENCE * self.options.deadline_s
+            limit_s = DEADLINE_FACTOR * self.options.deadline_s
             try:
                 tuner.read(self._metadata.result(limit_s).astype(np.float32))
             except FutureTimeoutError:
-                raise DeadlineError(f"step {step}: no metadata of all ranks in {limit_s:g} s") from None
+                raise DeadlineError(f"step {step}: not all ranks' metadata came within {limit_s:g} s") from None
             self._metadata = None
         return tuner.weight
 
-    # Averaging --------------------------------------------------------------------------------------------------------
-
     def flush(self, step: int) -> None:
-        """Let a step that has not begun be whole: all ranks' residual goes with it, and nothing is lost or deferred.
+        """Send a step in full that has not begun: nothing is lost or deferred, and all residual goes with it.
 
-        All ranks must ask for the same step. Without DLCP every step is whole.
+        All ranks must ask for the same step. Without DLCP every step is sent in full.
         """
-        self._flush_step = step
+        self.averager.flush_step = step
 
-    def submit(self, pending: PendingBucket) -> None:
-        """Average a bucket that is on the host; every rank submits the same ones, in any order within a step.
+    def average(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket on the host in place; the future's result is ``bucket.values``.
 
-        To be called by one thread at a time.
+        Every rank submits the same buckets, in any order within a step. Call it from one thread at a time.
 
         Raises
         ------
         TransportError
             Averaging has failed before.
         """
-        with self.table.changed:
-            self.check()
-            self.table.add(pending)
-            if self.phase is SessionPhase.FALLBACK:
-                self.fallback.average(self, pending)
-                return
-        self._note_ready(pending)
-        self.start(pending)
+        averaged: Future[NDArray[np.generic]] = Future()
+
+        def then(error: BaseException | None) -> None:
+            if error is None:
+                averaged.set_result(bucket.values)
+            else:
+                averaged.set_exception(error)
+
+        pending = PendingBucket(step, sequence, bucket.segments, then, bucket)
+        if self.admit(pending):
+            self.start(pending)
+        else:
+            self._fall_back(pending)
+        return averaged
 
     def admit(self, pending: PendingBucket) -> bool:
-        """Take in a bucket that is on its way to the host, for :meth:`start`; False if the framework is to average it.
+        """Enter a bucket. True: call :meth:`start` once it is on the host. False: average it without DLCP.
+
+        Whoever averages it without DLCP calls :meth:`settle` in the end.
 
         Raises
         ------
@@ -539,22 +473,22 @@ class TrainingSession:
         """
         with self.table.changed:
             self.check()
-            if self.phase is SessionPhase.FALLBACK:
-                return False
             self.table.add(pending)
-        self._note_ready(pending)
-        return True
+            fallen_back = self.phase is SessionPhase.FALLBACK
+        if self.timeline is not None:
+            self.timeline.note("ready", *pending.id, pending.label)
+        return not fallen_back
 
     def start(self, pending: PendingBucket) -> None:
-        """Average a bucket that was admitted and is on the host, or leave it until the ranks have recovered."""
+        """Average an admitted bucket that is on the host, or leave it until the ranks have recovered."""
         assert pending.bucket
-        # Two holds of the lock: callbacks of the reducer may run before its start returns, and take the lock, too. In
+        # Two holds of the lock: callbacks of the averager may run before its start returns, and take the lock, too. In
         # between `reducing` may still change, so recovery reads it only once `decided` is set.
         with self.table.changed:
             pending.reducing = self.phase is SessionPhase.READY
         if pending.reducing:
             try:
-                averaged = self._reducer_for(pending).start(pending.step, pending.sequence, self._bucket_of(pending))
+                averaged = self.averager.start(pending.step, pending.sequence, pending.bucket)
                 averaged.add_done_callback(partial(self._on_averaged, pending))
             except Exception as error:
                 pending.reducing = False
@@ -564,44 +498,15 @@ class TrainingSession:
             self.table.changed.notify_all()
             failure = self._error
         if failure:
-            pending.fail(failure)
-
-    def _reducer_for(self, pending: PendingBucket) -> Reducer:
-        """Return what reduces a bucket, once it knows that the bucket's step has begun."""
-        assert self._reducer
-        if pending.step > self._reducer_step:
-            self._reducer_step = pending.step
-            if self._replaced:
-                self._replaced.close()
-                self._replaced = None
-            self._reducer.begin_step(pending.step)
-        tuner = self._tuner_of(pending)
-        if tuner and tuner.reducer_changed():
-            self._replaced, self._reducer = self._reducer, self._make(tuner.settings)
-            self._reducer.begin_step(pending.step)
-        return self._reducer
-
-    def _tuner_of(self, pending: PendingBucket) -> "Autotuner | None":
-        """Return the autotuner, if it has a say in a bucket."""
-        return None if pending.bucket is None or pending.bucket.exact else self.autotuner
-
-    def _bucket_of(self, pending: PendingBucket) -> Bucket:
-        """Return a bucket as the options of its step have it."""
-        assert pending.bucket
-        bucket, tuner = pending.bucket, self._tuner_of(pending)
-        if tuner:
-            bucket = replace(bucket, bound=tuner.bound, samples=tuner.samples)
-        if pending.step == self._flush_step and not bucket.exact:
-            bucket = replace(bucket, flush=True)
-        return bucket
+            pending.answer(failure)
 
     def _on_averaged(self, pending: PendingBucket, done: "Future[Any]") -> None:
         error = done.exception()
         if error is not None:
             self._on_failure(pending, error)
             return
-        if pending.bucket and (tuner := self._tuner_of(pending)):
-            tuner.on_averaged(pending.bucket)
+        assert pending.bucket
+        self.averager.on_averaged(pending.bucket)
         timeline = self.timeline
         if timeline is not None:
             timeline.note("averaged", *pending.id)
@@ -609,42 +514,63 @@ class TrainingSession:
         if timeline is not None:
             timeline.note("applied", *pending.id)
 
-    def _note_ready(self, pending: PendingBucket) -> None:
-        if self.timeline is not None:
-            self.timeline.note("ready", *pending.id, pending.label)
+    def settle(self, pending: PendingBucket, error: BaseException | None = None) -> None:
+        """Give an admitted bucket back that was averaged without DLCP, or could not be."""
+        if error is None:
+            self.table.finish(pending)
+        elif self.fallback.watch is not None:
+            self.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
+        else:
+            self._give_up(pending, error)
 
     def check(self) -> None:
-        """Raise what averaging has failed with, if it has."""
+        """Raise the error that averaging has failed with, if it has."""
         if self._error:
             raise self._error
 
+    def _fall_back(self, pending: PendingBucket) -> None:
+        assert self.fallback.average
+        self.fallback.average(pending, partial(self.settle, pending))
+
     # Leaving DLCP -----------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Leave DLCP when another rank has, or has ended, even if this one waits for nothing just now."""
-        from dlcp.session.stacks import StandstillAlarm
+    def _watch_peers(self, watch: PeerWatch) -> None:
+        """Leave DLCP when another rank has left it or ended, even if this rank waits for nothing at the moment."""
+        from dlcp.session.stacks import StandstillAlarm  # not needed until ranks have joined
 
-        with StandstillAlarm(self.options.silence_s) as alarm:  # when the others name this rank, it says why
+        with StandstillAlarm(self.options.silence_s) as alarm:  # says why this rank hangs, once the others name it
             while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
                 alarm.postpone()
                 try:
-                    error = self.fallback.why_leave(self)
+                    error = watch.check_peers(self._where())
                 except RuntimeError as problem:
                     log.debug("the other ranks cannot be watched any more: %s", problem)
                     return
                 if error:
                     self.leave(error)
 
+    def _where(self) -> str:
+        """Return the step that this rank is in, and the layers it waits for, if any."""
+        with self.table.changed:
+            first = min(self.table.pending, default=None)
+            if first is None:
+                return f"step {self.table.step}"
+            return f"step {first[0]}: rank {self.rank} waits for {self.table.pending[first].label}"
+
     def _on_failure(self, pending: PendingBucket, error: BaseException) -> None:
-        if self.fallback.recovers:
+        if self.fallback.watch is not None:
             self.leave(error)
-            return
+        else:
+            self._give_up(pending, error)
+
+    def _give_up(self, pending: PendingBucket, error: BaseException) -> None:
+        """Remove one bucket, and answer its owner with an error."""
         with self.table.changed:
             self.table.pending.pop(pending.id, None)
-        pending.fail(error)
+        pending.answer(error)
 
     def leave(self, error: BaseException) -> None:
-        """Stop using DLCP because of an error, and recover if that can be; once, however many errors there are."""
+        """Stop using DLCP because of an error, and recover if possible; further errors change nothing."""
         failed: list[PendingBucket] = []
         with self.table.changed:
             if self._closing.is_set():
@@ -654,12 +580,13 @@ class TrainingSession:
                 self._recovery = threading.Thread(
                     target=self._recover, args=(error,), name="dlcp-recovery", daemon=True
                 )
-                self._recovery.start()  # under the lock, for close joins what it finds
+                self._recovery.start()  # under the lock: close() joins the thread that it finds
         for pending in failed:
-            pending.fail(error)
+            pending.answer(error)
 
     def _recover(self, error: BaseException) -> None:
-        assert self.endpoint
+        from dlcp.session.recovery import Recovery  # needed after a failure only
+
         if self.timeline is not None:
             self.timeline.note("left", self.table.step, 0, describe(error))
         try:
@@ -667,10 +594,8 @@ class TrainingSession:
             if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
                 self.fail(describe(error))
                 return
-            from dlcp.session.recovery import Recovery
-
             self._hand_over(Recovery(self).complete_buckets(error))
-        except PeerHangsError as hanging:  # which is what the error was about, whatever that says
+        except PeerHangsError as hanging:  # the cause of the error, whatever the error says
             self.fail(str(hanging))
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
@@ -682,11 +607,6 @@ class TrainingSession:
         if leaving:
             leaving.close(reason)
 
-    def partial_results(self) -> list[PartialResult]:
-        """Return what this rank holds of buckets that the reducer has not finished."""
-        reducers = [reducer for reducer in (self._replaced, self._reducer) if reducer]
-        return [result for reducer in reducers for result in reducer.partial_results()]
-
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""
         table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
@@ -696,7 +616,7 @@ class TrainingSession:
             if not table.changed.wait_for(lambda: all(p.decided.is_set() for p in table.pending.values()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
             for which in sorted(table.pending):
-                self.fallback.average(self, table.pending[which])
+                self._fall_back(table.pending[which])
             self.phase, self.reason = SessionPhase.FALLBACK, reason
         if self.rank == self.ranks[0]:
             log.warning(
@@ -707,20 +627,22 @@ class TrainingSession:
             )
 
     def fail(self, message: str) -> None:
-        """Fail for good: there are no averages from here on."""
-        self.fallback.publish_failed(message)
+        """Fail for good: nothing averages from here on."""
+        if self.fallback.watch is not None:
+            self.fallback.watch.publish_failed(message)
         with self.table.changed:
             error = self._error = self._error or TransportError(message)
             self.phase, self.reason = SessionPhase.FAILED, message
             failed = self.table.drain()
             self.table.changed.notify_all()
         for pending in failed:
-            pending.fail(error)
+            pending.answer(error)
 
     def leave_at_exit(self) -> None:
         """Leave the other ranks because this process ends, or its process group: they may still wait for averages.
 
-        A script need not close its session. Without this, what they have not confirmed would end with the process.
+        A script need not close its session. Without this, data that the others have not acknowledged would end with the
+        process.
         """
         with self.table.changed:
             waiting = bool(self.table.pending) and self.phase is SessionPhase.READY
@@ -740,10 +662,9 @@ class TrainingSession:
         if recovery:
             recovery.join(self.options.deadline_s)
         self._leave_peers(reason)
-        for reducer in (self._replaced, self._reducer):
-            if reducer:
-                reducer.close()
-        self.fallback.close()
+        self.averager.close()
+        if self.fallback.watch is not None:
+            self.fallback.watch.close()
         ended_as, self.phase = self.phase, SessionPhase.CLOSED
         if self._snapshots:
             self._snapshots.close(ended_as.value, reason)

@@ -350,7 +350,7 @@ class SnapshotWriter:
         layers = session.ledger.loss_by_layer()
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
-        tuner = session.autotuner
+        tuner = session.averager.autotuner
         snapshot = {
             **self._about,
             "session": self.label,

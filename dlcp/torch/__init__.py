@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from dlcp.on_demand import on_demand
 from dlcp.session.options import Options
-from dlcp.torch.hook import State, enable, hook, noop_hook, parameter_digest, replicas_identical
+from dlcp.torch.hook import enable, hook, noop_hook, parameter_digest, replicas_identical
+from dlcp.torch.state import State
 
 if TYPE_CHECKING:
     from dlcp.torch.backend import allow_loss

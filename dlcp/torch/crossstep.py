@@ -45,9 +45,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,19 +55,17 @@ import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
-from dlcp.collectives import Bucket
+from dlcp.collectives.choice import DIRECT, SERVER
 from dlcp.configuration import Trait
 from dlcp.error_text import describe
 from dlcp.session.options import Options
-from dlcp.session.session import PendingBucket, TrainingSession
+from dlcp.session.session import Fallback
 from dlcp.torch.deferral import Guard, PartialStep
-from dlcp.torch.framework import OrderedFallback, agreement_of, leave_with_group
-from dlcp.torch.hook import State, refuse_sparse
+from dlcp.torch.hook import refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.profiling import profiled
-from dlcp.torch.staging import Staged, Stager, stager_for
-from dlcp.transport import DeadlineError, Endpoint, ExportedMemory, TransportError
-from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from dlcp.torch.state import FRAMEWORK, State
+from dlcp.transport import DeadlineError, ExportedMemory, TransportError
 
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input: 3 ms on a path of
@@ -117,7 +114,7 @@ class CrossStep(Optimizer):
         self._exchanging = True
         self._begun = self._averaged = self._dirty = self._closed = False
         self._updates = 0
-        self._averager = LayerAverager(traffic, group, self._groups, self._pending.on_average)
+        join_layers(traffic, group, self._groups)
         _copy_from_first_rank(model, group)
         self._guard = Guard(model, self._wait_for)
         self._hooks: list[Any] = [
@@ -145,7 +142,7 @@ class CrossStep(Optimizer):
     @property
     def reason(self) -> str:
         """Why DLCP does not average gradients; ``""`` while it does."""
-        return self._averager.reason
+        return self.traffic.reason
 
     # Calls from the training loop -------------------------------------------------------------------------------------
 
@@ -221,7 +218,8 @@ class CrossStep(Optimizer):
         with self._lock:
             if self._begun:
                 raise RuntimeError(f"{self._where}: flush() is too late, call it before backward")
-            self._averager.flush(self.traffic.step)
+            if self.traffic.session:
+                self.traffic.session.flush(self.traffic.step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -287,7 +285,7 @@ class CrossStep(Optimizer):
             for layers in self._groups:
                 layers.leave_exported()
             failed = self._pending.failed
-            self._averager.close(reason or (describe(failed) if failed else None))
+            self.traffic.close(reason or (describe(failed) if failed else None))
 
     # Outgoing gradients -----------------------------------------------------------------------------------------------
 
@@ -324,7 +322,11 @@ class CrossStep(Optimizer):
         layers.fill(self._updates)
         layers.due_s = time.monotonic() + self.traffic.options.deadline_s + GRACE_S
         with profiled("hand over a bucket", layers.label):
-            self._averager.start(self.traffic.step, layers)
+            layers.error, layers.arrived = None, False
+            layers.sent = self.traffic.average(
+                layers.index, layers.segments, layers.flat, layers.read_flags, exported=layers.exported
+            )
+            layers.sent.add_done_callback(partial(self._pending.on_average, layers))
 
     def _send_rest(self, *, check: bool = True) -> None:
         """Send what backward has not reached: other ranks may have gradients for it, and wait for all contributions."""
@@ -424,134 +426,36 @@ def cross_step(
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class LayerBucket(PendingBucket):
-    """A group of layers in a step; its ``sent`` future is resolved."""
-
-    layers: LayerGroup
-    staged: Staged
-    on_average: Callable[[], None]
-
-    def resolve(self) -> None:
-        """Copy the average back to the group's buffer."""
-        self.layers.read_flags(self.staged.array, self.staged.value_type)
-        self.staged.give_back()
-        self.layers.sent.set_result(self.staged.answer)
-        self.on_average()
-
-    def fail(self, error: BaseException) -> None:
-        """Notify the waiters of the group."""
-        if not self.layers.sent.done():
-            self.layers.sent.set_exception(error)
-        self.on_average()
-
-
-class LayerAverager:
-    """Averages groups of layers over the ranks, each separately, in a session; all ranks must make one.
-
-    Parameters
-    ----------
-    traffic
-        Options, ledger and residual.
-    group
-        The ranks.
-    groups
-        All groups of layers.
-    on_average
-        Called when a group's ``sent`` has been resolved, from any thread; must not block.
+def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequence[LayerGroup]) -> None:
+    """Join the other ranks to average groups of layers, each separately; all ranks must call it.
 
     Raises
     ------
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off.
     """
-
-    def __init__(
-        self,
-        traffic: State,
-        group: dist.ProcessGroup | None,
-        groups: Sequence[LayerGroup],
-        on_average: Callable[[], None],
-    ) -> None:
-        self._on_average, self._feedback = on_average, traffic.feedback
-        self._stagers: dict[torch.device, Stager] = {}
-        self._session: TrainingSession | None = None
-        if dist.get_world_size(group) == 1:
-            traffic.adopt(None)
-            return
-        options = traffic.options
-        if options.collective != "server":  # groups of layers are small, and not averaged in one order on all ranks
-            options = options.with_(collective="direct")
-        # The values that say which parameters were used are protected like small layers.
-        flags = max(len(layers.members) for layers in groups) + 1
-        small = max(options.tag_policy.small_layer_values, flags + 1)
-        traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
-        traffic.ledger.job = options.job
-        agreement = agreement_of(group, options)
-        self._session = TrainingSession(
-            options,
-            agreement.rank,
-            range(agreement.size),
-            OrderedFallback(group, len(groups)),
-            ledger=traffic.ledger,
-            feedback=traffic.feedback,
-            tagger=traffic.tagger,
-        )
-        export_bytes = ExportedMemory.needed(layers.host_bytes for layers in groups)
-        self._session.join(agreement, call="dlcp.torch.cross_step", export_bytes=export_bytes)
-        leave_with_group(self._session, group)
-        traffic.adopt(self._session)
-        if endpoint := self._session.endpoint:
-            for layers in groups:
-                memory = endpoint.connection.exported.take(layers.host_bytes)
-                if memory is not None:
-                    layers.move_to(memory)
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """The endpoint; None in a group of one, and without DLCP."""
-        return self._session.endpoint if self._session else None
-
-    @property
-    def reason(self) -> str:
-        """Why DLCP does not average, if so."""
-        return self._session.reason if self._session else "a group of one has nothing to exchange"
-
-    def start(self, step: int, layers: LayerGroup) -> None:
-        """Average a group; its ``sent`` is resolved when that is done."""
-        layers.sent = Future()
-        if layers.flat.device not in self._stagers:
-            self._stagers[layers.flat.device] = stager_for(layers.flat.device)
-        packet_bytes = self.endpoint.connection.options.payload_bytes if self.endpoint else PAYLOAD_UNKNOWN
-        per_packet = packet_bytes // layers.flat.element_size()
-        self._stagers[layers.flat.device].stage(layers.flat, per_packet, partial(self._on_host, step, layers))
-
-    def flush(self, step: int) -> None:
-        """Send a step in full, see :meth:`dlcp.session.session.TrainingSession.flush`."""
-        if self._session:
-            self._session.flush(step)
-
-    def close(self, reason: str | None = None) -> None:
-        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self._session:
-            self._session.close(reason)
-        for stager in self._stagers.values():
-            stager.close()
-
-    def _on_host(self, step: int, layers: LayerGroup, staged: Staged) -> None:
-        bucket = Bucket(staged.array, staged.value_type, layers.segments, staged.magnitudes, exported=layers.exported)
-        pending = LayerBucket(
-            step, layers.index, layers.segments, bucket, layers=layers, staged=staged, on_average=self._on_average
-        )
-        try:
-            layers.write_flags(staged.array, staged.value_type)
-            if self._session:
-                self._session.submit(pending)
-            else:
-                self._feedback.apply(bucket.values, bucket.segments, bucket.value_type)
-                pending.resolve()
-        except Exception as error:
-            pending.fail(error)
+    options = traffic.options
+    if options.collective != SERVER:  # groups of layers are small, and not averaged in one order on all ranks
+        options = options.with_(collective=DIRECT)
+    # The values that say which parameters were used are protected like small layers.
+    flags = max(len(layers.members) for layers in groups) + 1
+    small = max(options.tag_policy.small_layer_values, flags + 1)
+    traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
+    traffic.ledger.job = options.job
+    traffic.average_in_order(group, len(groups))
+    traffic.join(
+        group,
+        [member.parameter for layers in groups for member in layers.members],
+        lambda _: Fallback(FRAMEWORK),
+        options,
+        call="dlcp.torch.cross_step",
+        export_bytes=ExportedMemory.needed(layers.host_bytes for layers in groups),
+    )
+    if endpoint := traffic.endpoint:
+        for layers in groups:
+            memory = endpoint.connection.exported.take(layers.host_bytes)
+            if memory is not None:
+                layers.move_to(memory)
 
 
 def refuse_whole_steps(options: Options) -> None:
@@ -604,9 +508,14 @@ class PendingUpdates:
         self.groups = {layers.index: layers for layers in groups}
         self._settings, self._where = settings, where
 
-    def on_average(self) -> None:
-        """Signal that an average has arrived or failed; callable from any thread."""
+    def on_average(self, layers: LayerGroup, sent: "torch.futures.Future[torch.Tensor]") -> None:
+        """Signal that a group's average has arrived or failed; callable from any thread."""
         with self._changed:  # held only briefly: this is the endpoint's thread
+            try:
+                sent.value()
+            except Exception as error:
+                layers.error = error
+            layers.arrived = True
             self._changed.notify_all()
 
     def complete(self, wanted: Sequence[LayerGroup]) -> None:
@@ -620,27 +529,32 @@ class PendingUpdates:
             Gradients were changed in flight, or ranks have not made the same steps.
         """
         while missing := [layers for layers in wanted if layers.index in self.groups]:
-            due = _first_in(missing) or _first_in(self.groups.values())
+            due = self._due(missing)
             if due:
                 self._update(due)
             else:
                 self._await_average(missing)
 
+    def _due(self, missing: Sequence[LayerGroup]) -> LayerGroup | None:
+        """Return the group to update next, nearest the input; one that failed only if it is ``missing``."""
+        here = [layers for layers in missing if layers.arrived]
+        others = (layers for layers in self.groups.values() if layers.arrived and layers.error is None)
+        return next(iter(here), None) or next(others, None)
+
     def _await_average(self, missing: Sequence[LayerGroup]) -> None:
         began_s = time.monotonic()
         due_s = min(layers.due_s for layers in missing)
         with profiled("wait", missing[0].label), self._changed:
-            came = self._changed.wait_for(lambda: _first_in(self.groups.values()), max(0.0, due_s - began_s))
+            came = self._changed.wait_for(lambda: self._due(missing), max(0.0, due_s - began_s))
         self.waited_s += time.monotonic() - began_s
         if not came:
             layers = min(missing, key=lambda layers: layers.due_s)
             raise self._failure(layers, DeadlineError(f"no answer from the transport within {due_s - began_s:.0f} s"))
 
     def _update(self, layers: LayerGroup) -> None:
-        error = layers.sent.exception()
-        if error is not None:
-            raise self._failure(layers, error)
-        layers.sent.result().wait()  # on a GPU it is still being copied back
+        if layers.error is not None:
+            raise self._failure(layers, layers.error)
+        layers.sent.wait()  # on a GPU it is still being copied back
         if not layers.agreed:
             raise RuntimeError(
                 f"{self._where} has updated {layers.label} in other steps than its peers; after a backward pass all "
@@ -675,11 +589,6 @@ def refuse_changed(where: str, changed: Sequence[str]) -> None:
             f"{where} changed the gradient of {changed[0]} after it was sent: call `synchronize()` before "
             "gradients are clipped, unscaled or otherwise changed"
         )
-
-
-def _first_in(candidates: Iterable[LayerGroup]) -> LayerGroup | None:
-    """Return the group nearest the input whose average has arrived."""
-    return next((layers for layers in candidates if layers.sent.done()), None)
 
 
 def _copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:

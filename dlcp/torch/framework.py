@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session uses from PyTorch: a store for agreement, an all-reduce as fallback, and Gloo for recovery."""
+"""The parts of PyTorch that a session uses: its store, to agree and to watch others, and Gloo, to recover."""
 
 import contextlib
 import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,22 +18,16 @@ from numpy.typing import NDArray
 # torch.distributed has them too, but without types.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from dlcp.collectives import Bucket, Residual
 from dlcp.configuration import Trait
-from dlcp.dtypes import ValueType
-from dlcp.error_text import describe
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.joining import Agreement, join
 from dlcp.session.options import Options
 from dlcp.session.secret import configured_secret
-from dlcp.session.session import LEFT, Fallback, PendingBucket, TrainingSession
-from dlcp.tags import Segment
-from dlcp.torch.staging import Staged
+from dlcp.session.session import LEFT, PeerWatch, TrainingSession
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 
 log = logging.getLogger("dlcp")
 
-TensorFuture = torch.futures.Future[torch.Tensor]
 _sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
 """This process's sessions, and the process groups of their ranks."""
 _calls: dict[str, int] = {}
@@ -131,28 +123,11 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
     return join(options, agreement, call="init_process_group").endpoint
 
 
-# Averaging without DLCP -----------------------------------------------------------------------------------------------
+# Recovering -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class StagedBucket(PendingBucket):
-    """A bucket of a tensor, staged on the host."""
-
-    staged: Staged | None = None
-
-    def resolve(self) -> None:
-        """Copy the average back to the tensor."""
-        assert self.staged
-        self.staged.give_back()
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve the tensor's future with an error."""
-        if self.staged:  # a tensor that arrives from the device later then fails
-            self.staged.fail(error)
-
-
-class FrameworkFallback(Fallback):
-    """Falls back to the framework's own all-reduce. Ranks recover over a Gloo group.
+class GlooWatch(PeerWatch):
+    """Ranks notice in PyTorch's store that another one has left DLCP; they recover over a Gloo group.
 
     Parameters
     ----------
@@ -160,29 +135,15 @@ class FrameworkFallback(Fallback):
         The model's process group.
     agreement
         Where ranks announce that they have left DLCP.
-    feedback
-        Losses that still have to be sent.
-    device
-        The device of tensors for the group's all-reduce.
     deadline_s
-        Time limit for recovery.
+        Time limit of each exchange of the recovery.
     """
 
-    name = "the framework's own all-reduce"
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        agreement: Agreement,
-        feedback: Residual,
-        device: torch.device,
-        deadline_s: float,
-    ) -> None:
-        self._group, self._agreement, self._feedback = group, agreement, feedback
-        self._device, self._deadline_s = device, deadline_s
+    def __init__(self, group: dist.ProcessGroup | None, agreement: Agreement, deadline_s: float) -> None:
+        self._group, self._agreement, self._deadline_s = group, agreement, deadline_s
         self._gloo: GlooChannel | None = None
 
-    def prepare(self) -> bool:
+    def open(self) -> bool:
         """Make a Gloo group of the same ranks; all must call it. Return False, with a warning, if that fails."""
         self._gloo = open_channel(self._group, self._agreement, self._deadline_s)
         return self._gloo is not None
@@ -192,33 +153,7 @@ class FrameworkFallback(Fallback):
         assert self._gloo
         return self._gloo
 
-    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
-        """Average a bucket with the framework, on its device."""
-        assert pending.bucket
-        if isinstance(pending, StagedBucket):
-            assert pending.staged
-            del session.table.pending[pending.id]  # its tensor's own future gets the result
-            pending.staged.pass_on(partial(self.average_tensor, pending.segments))
-            return
-        host = as_tensor(pending.bucket)
-        tensor = host.to(self._device)
-
-        def finish(done: TensorFuture) -> None:
-            try:
-                host.copy_(done.value())
-            except Exception as error:
-                session.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
-            else:
-                session.table.finish(pending)
-
-        self.average_tensor(pending.segments, tensor).add_done_callback(finish)
-
-    def average_tensor(self, segments: Sequence[Segment], tensor: torch.Tensor) -> TensorFuture:
-        """Average a tensor in place, including residual."""
-        add_residual(self._feedback, tensor, segments)
-        return framework_average(self._group, tensor)
-
-    def why_leave(self, session: TrainingSession) -> BaseException | None:
+    def check_peers(self, where: str) -> BaseException | None:
         """Check PyTorch's store for another rank that has left DLCP."""
         left = self._agreement.anyone_published(LEFT)
         return PeerAbortedError("another rank has left DLCP") if left else None
@@ -231,84 +166,6 @@ class FrameworkFallback(Fallback):
         """Destroy the Gloo group."""
         if self._gloo:
             self._gloo.close()
-
-
-class OrderedFallback(Fallback):
-    """Averages groups of layers with the framework, in one order on all ranks: the last first, as in backward.
-
-    A failure only concerns its own group of layers: there is no whole step to recover.
-
-    Parameters
-    ----------
-    group
-        The process group.
-    count
-        Number of buckets in a step.
-    """
-
-    name = FrameworkFallback.name
-    recovers = False
-
-    def __init__(self, group: dist.ProcessGroup | None, count: int) -> None:
-        self._group, self._count = group, count
-        self._waiting: dict[int, PendingBucket] = {}
-        self._step, self._next = -1, 0
-
-    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
-        """Average a bucket in place, once those of higher numbers have been submitted."""
-        if pending.step > self._step:
-            self._step, self._next = pending.step, self._count - 1
-            self._waiting.clear()
-        self._waiting[pending.sequence] = pending
-        while self._next in self._waiting:
-            self._all_reduce(session, self._waiting.pop(self._next))
-            self._next -= 1
-
-    def _all_reduce(self, session: TrainingSession, pending: PendingBucket) -> None:
-        bucket = pending.bucket
-        assert bucket
-        session.feedback.apply(bucket.values, bucket.segments, bucket.value_type)
-        work = dist.all_reduce(tensor := as_tensor(bucket), group=self._group, async_op=True)
-        assert work is not None
-
-        def finish(done: "torch.futures.Future[Any]") -> None:
-            try:
-                done.value()
-                tensor.div_(dist.get_world_size(self._group))
-            except Exception as error:
-                pending.fail(error)
-            else:
-                session.table.finish(pending)
-
-        work.get_future().add_done_callback(finish)
-
-
-def add_residual(feedback: Residual, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add the pending residual where nothing is lost in transit, so that this is the last time."""
-    if all(feedback.of(segment.layer.name) is None for segment in segments):
-        return
-    residual = np.zeros(tensor.numel(), np.float64)
-    feedback.apply(residual, segments)
-    tensor.add_(torch.from_numpy(residual).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
-
-
-def framework_average(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> TensorFuture:
-    """Average a tensor in place over a group, as DDP does without a hook."""
-    tensor.div_(dist.get_world_size(group))
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    averaged: TensorFuture = work.get_future().then(lambda done: done.value()[0])
-    return averaged
-
-
-def as_tensor(bucket: Bucket) -> torch.Tensor:
-    """Return a bucket's memory as a tensor; the inverse of ``as_array``."""
-    if bucket.value_type is ValueType.BFLOAT16:
-        return torch.from_numpy(bucket.values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(bucket.values)
-
-
-# Recovering -----------------------------------------------------------------------------------------------------------
 
 
 class GlooChannel:

@@ -7,10 +7,9 @@ deferred values are residual of the parameter, wherever its shards are, and go i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,14 +20,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
 from dlcp.configuration import Trait
-from dlcp.session.joining import Agreement
 from dlcp.session.options import Options
-from dlcp.session.session import PATIENCE, Fallback, PendingBucket, TrainingSession
+from dlcp.session.session import DEADLINE_FACTOR, Fallback, PendingBucket
 from dlcp.tags import Layer, Segment, layers_in_order
-from dlcp.torch.staging import VALUE_TYPES, as_array
-
-if TYPE_CHECKING:
-    from dlcp.torch.hook import State
+from dlcp.torch.state import VALUE_TYPES, State, as_array
+from dlcp.transport import DeadlineError
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""
@@ -64,36 +60,6 @@ class ShardLayout(NamedTuple):
             last = segments[-1]
             segments[-1] = Segment(last.layer, last.start, (rank + 1) * padded, last.offset)
         return cls(shard, padded, tuple(segments))
-
-
-@dataclass(slots=True, eq=False)
-class ScatteredBucket(PendingBucket):
-    """A parameter group in progress; ``by_framework`` reduces and scatters it without DLCP."""
-
-    by_framework: Reduce = lambda: None
-    answer: "Future[None]" = field(default_factory=Future)
-
-    def resolve(self) -> None:
-        """Resolve ``answer``."""
-        self.answer.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve ``answer`` with an error."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
-class ShardingFallback(Fallback):
-    """FSDP2's own reduce-scatter. Used if ranks cannot join; a later failure is an error."""
-
-    name = "FSDP2's own reduce-scatter"
-    recovers = False
-
-    def average(self, session: TrainingSession, pending: PendingBucket) -> None:
-        """Reduce and scatter a group at once, on its device."""
-        assert isinstance(pending, ScatteredBucket)
-        pending.by_framework()
-        session.table.finish(pending)
 
 
 class LossyReduceScatter(ReduceScatter):
@@ -149,7 +115,7 @@ class LossyReduceScatter(ReduceScatter):
 class ShardedGradients:
     """State that a model's parameter groups share: the DLCP state, the step's buckets, and host memory."""
 
-    def __init__(self, state: "State", ranks: int) -> None:
+    def __init__(self, state: State, ranks: int) -> None:
         self._state, self._ranks = state, ranks
         self._sequence = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -178,23 +144,29 @@ class ShardedGradients:
             raise RuntimeError(f"gradients are reduced as {tensor.dtype}; set another reduce_dtype")
         if self._sequence == 0:
             Variable._execution_engine.queue_callback(self._end_step)
-        per_packet = (
-            session.endpoint.connection.options.payload_bytes // tensor.element_size() if session.endpoint else 1
-        )
-        layout, whole = group.layout(tensor.numel(), self._ranks, per_packet)
-        pending = ScatteredBucket(self._state.step, self._sequence, layout.segments)
+        step, sequence = self._state.step, self._sequence
         self._sequence += 1
-        if session.endpoint:
-            host = self._to_host(tensor, layout)
-            values, value_type = as_array(host.view(-1))
-            factor = factor_of(op, self._ranks)
-            pending.bucket = Bucket(values, value_type, layout.segments, exact=not whole, scattered=True, factor=factor)
-        else:
-            pending.by_framework = partial(self._by_framework, tensor, layout, by_framework)
-        session.submit(pending)
-        pending.answer.result(PATIENCE * session.options.deadline_s)
-        if pending.bucket:
-            output.copy_(host[session.rank, : layout.shard])
+        if session.endpoint is None:
+            layout, _ = group.layout(tensor.numel(), self._ranks, 1)
+            pending = PendingBucket(step, sequence, layout.segments, None)
+            session.admit(pending)
+            self._by_framework(tensor, layout, by_framework)
+            session.settle(pending)
+            return
+        per_packet = session.endpoint.connection.options.payload_bytes // tensor.element_size()
+        layout, whole = group.layout(tensor.numel(), self._ranks, per_packet)
+        host = self._to_host(tensor, layout)
+        factor = factor_of(op, self._ranks)
+        bucket = Bucket(*as_array(host.view(-1)), layout.segments, exact=not whole, scattered=True, factor=factor)
+        limit_s = DEADLINE_FACTOR * session.options.deadline_s
+        try:
+            session.average(step, sequence, bucket).result(limit_s)
+        except FutureTimeoutError:
+            layers = bucket.label(0, len(bucket.values))
+            raise DeadlineError(
+                f"step {step}: rank {session.rank} has waited {limit_s:g} s for the sum of {layers}"
+            ) from None
+        output.copy_(host[session.rank, : layout.shard])
 
     def _to_host(self, tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
         """Return a copy of a tensor on the host, a row for each rank's shard; the last one is overwritten."""
@@ -244,7 +216,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def attach(state: "State", model: torch.nn.Module) -> None:
+def attach(state: State, model: torch.nn.Module) -> None:
     """Join the other ranks, and replace the reduce-scatter of all parameter groups; all ranks must call it.
 
     Raises
@@ -254,6 +226,7 @@ def attach(state: "State", model: torch.nn.Module) -> None:
     NotJoinedError
         Not all ranks can use DLCP, and the options do not allow a fallback.
     """
+    state.check_unattached()
     _check_options(state.options)
     _refuse_second(model)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -266,13 +239,17 @@ def attach(state: "State", model: torch.nn.Module) -> None:
     if len(ranks) != 1:
         raise ValueError(f"parameters are sharded over different ranks, {sorted(ranks)}: DLCP supports one such group")
 
-    def fallback(agreement: Agreement) -> Fallback:
-        return ShardingFallback()
-
     # FSDP2 decides what a rank owns.
     options = state.options.with_(collective=DIRECT, adaptive_shards=False)
     parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-    session = state.join(process_groups[0], parameters, fallback, options)
+    session = state.join(
+        process_groups[0],
+        parameters,
+        lambda _: Fallback("FSDP2's own reduce-scatter"),
+        options,
+        call="dlcp.torch.enable",
+    )
+    state.attached = True
     if session is None:
         return
     gradients = ShardedGradients(state, len(session.ranks))

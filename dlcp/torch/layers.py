@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,9 +12,8 @@ from numpy.typing import NDArray
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
-from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment, layers_in_order
-from dlcp.torch.staging import VALUE_TYPES
+from dlcp.torch.state import VALUE_TYPES
 
 GROWTH: Final = 4
 """How many times larger than the first group the others may become. Chosen by processor time: messages cause most of
@@ -97,14 +95,18 @@ class LayerGroup:
     exported
         Whether ranks of this host read the buffer's memory.
     sent
-        Resolved once the average has arrived, with a future to wait for before the device reads it.
+        Resolved with ``flat`` once it holds the average.
+    arrived, error
+        Whether the average has arrived or failed, and the error if it has failed.
     due_s
         Deadline of the average, on the monotonic clock.
     """
 
     def __init__(self, index: int, parameters: Sequence[tuple[str, Parameter, Layer]]) -> None:
         self.index = index
-        self.sent: Future[torch.futures.Future[torch.Tensor]] = Future()
+        self.sent: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.arrived = False
+        self.error: Exception | None = None
         self.due_s = math.inf
         self.exported = False
         _, first, _ = parameters[0]
@@ -122,7 +124,6 @@ class LayerGroup:
         _, last, layer = parameters[-1]
         self.segments.append(Segment(layer, self._values, len(self.flat), last.numel()))  # beyond its own values
         self._odd = 0.0
-        self._flags: list[float] = []
         self._averaged_flags: list[float] = []
 
     @property
@@ -154,7 +155,7 @@ class LayerGroup:
         return all(member.taken for member in self.members)
 
     def fill(self, updates: int) -> None:
-        """Take existing gradients of parameters that backward has not reached, and zeros for the others.
+        """Complete the buffer: existing gradients of parameters that backward has not reached, or zeros; and flags.
 
         ``updates`` is how often this rank has updated its parameters.
         """
@@ -166,15 +167,12 @@ class LayerGroup:
                 else:
                     member.take()
         self._odd = float(updates % 2)
-        self._flags = [*(float(member.taken) for member in self.members), self._odd]
+        flags = torch.tensor([*(float(member.taken) for member in self.members), self._odd])
+        self.flat[self._values :].copy_(flags, non_blocking=True)
 
-    def write_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
-        """Write this rank's used and updated flags after the gradients, in the buffer's host copy."""
-        array[self._values :] = value_type.narrow(np.array(self._flags, np.float32))
-
-    def read_flags(self, array: NDArray[np.generic], value_type: ValueType) -> None:
-        """Read all ranks' flags, once ``array`` holds averages."""
-        self._averaged_flags = value_type.widen(array[self._values :]).tolist()
+    def read_flags(self, averages: torch.Tensor) -> None:
+        """Read all ranks' flags from the averages."""
+        self._averaged_flags = averages[self._values :].tolist()
 
     @property
     def agreed(self) -> bool:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the memory of gradients and the memory that packets are sent from.
+"""Staging: buckets of gradients on a GPU go through pinned host memory, on a stream of their own.
 
-On the CPU they are the same. From a GPU a bucket is copied into pinned host memory on a separate stream, while the
-backward pass continues, and the average is copied back on it; the magnitudes for tags are computed on the device, so
-that the host touches each value as little as possible.
+The copy to the host runs while the backward pass continues. The magnitudes for tags are computed on the device, so that
+the host touches each value as little as possible.
 """
 
 import math
@@ -18,25 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from dlcp.dtypes import ValueType
-
-VALUE_TYPES = {
-    torch.float32: ValueType.FLOAT32,
-    torch.float64: ValueType.FLOAT64,
-    torch.float16: ValueType.FLOAT16,
-    torch.bfloat16: ValueType.BFLOAT16,
-}
-"""The formats of gradients that can be exchanged."""
-
-
-def as_array(tensor: torch.Tensor) -> tuple[NDArray[np.generic], ValueType]:
-    """Return a flat host tensor's memory as an array, and its format."""
-    value_type = VALUE_TYPES[tensor.dtype]
-    plain = tensor.detach()
-    if value_type is ValueType.BFLOAT16:
-        return plain.view(torch.int16).numpy().view(np.uint16), value_type
-    return plain.numpy(), value_type
 
 
 def packet_magnitudes(tensor: torch.Tensor, values_per_packet: int) -> torch.Tensor:
@@ -60,94 +40,25 @@ def packet_magnitudes(tensor: torch.Tensor, values_per_packet: int) -> torch.Ten
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """A bucket on the host.
+    """A copy of a bucket on the host.
 
     Attributes
     ----------
-    array, value_type
+    values
         Its values, flat; :meth:`give_back` returns them with any changes.
     magnitudes
-        Per packet, if they were computed on the device.
-    answer
-        The future that the framework waits for.
+        The magnitude of each packet, shape (packets,).
     """
 
     tensor: torch.Tensor
-    array: NDArray[np.generic]
-    value_type: ValueType
-    magnitudes: NDArray[np.float32] | None
-    answer: "torch.futures.Future[torch.Tensor]"
+    values: torch.Tensor
+    magnitudes: NDArray[np.float32]
     _stager: "Stager"
-    _buffers: tuple[torch.Tensor, ...] = ()
+    _sizes: torch.Tensor
 
-    def give_back(self) -> None:
-        """Copy the values back to their origin, and resolve ``answer``."""
-        self._stager.give_back(self, self._buffers)
-
-    def pass_on(self, exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]") -> None:
-        """Let ``exchange`` average the tensor itself, in place, and resolve ``answer`` with the result."""
-        self._stager.pass_on(self, self._buffers, exchange)
-
-    def fail(self, error: BaseException) -> None:
-        """Resolve ``answer`` with an error."""
-        if not self.answer.done():
-            self.answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
-
-    def settle(self, done: "torch.futures.Future[torch.Tensor]") -> None:
-        """Resolve ``answer`` from another future."""
-        try:
-            self.answer.set_result(done.value())
-        except Exception as error:
-            self.fail(error)
-
-
-class Stager(Protocol):
-    """Moves tensors to the host and back."""
-
-    def stage(self, tensor: torch.Tensor, values_per_packet: int, ready: Callable[[Staged], None]) -> Staged:
-        """Copy a flat tensor to the host and then call ``ready``; at once, or from another thread."""
-
-    def give_back(self, staged: Staged, buffers: tuple[torch.Tensor, ...]) -> None:
-        """See :meth:`Staged.give_back`; callable from any thread."""
-
-    def pass_on(
-        self,
-        staged: Staged,
-        buffers: tuple[torch.Tensor, ...],
-        exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]",
-    ) -> None:
-        """See :meth:`Staged.pass_on`; callable from any thread."""
-
-    def close(self) -> None:
-        """Stop."""
-
-
-class HostStager:
-    """For tensors that are already on the host."""
-
-    def stage(self, tensor: torch.Tensor, values_per_packet: int, ready: Callable[[Staged], None]) -> Staged:
-        """Call ``ready`` at once, with the tensor's own memory."""
-        array, value_type = as_array(tensor)
-        staged = Staged(tensor, array, value_type, None, torch.futures.Future(), self)
-        ready(staged)
-        return staged
-
-    def give_back(self, staged: Staged, buffers: tuple[torch.Tensor, ...]) -> None:
-        """Resolve the answer; the values are already in place."""
-        if not staged.answer.done():
-            staged.answer.set_result(staged.tensor)
-
-    def pass_on(
-        self,
-        staged: Staged,
-        buffers: tuple[torch.Tensor, ...],
-        exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]",
-    ) -> None:
-        """Let ``exchange`` average the tensor."""
-        exchange(staged.tensor).add_done_callback(staged.settle)
-
-    def close(self) -> None:
-        """Nothing to stop."""
+    def give_back(self, answer: "torch.futures.Future[torch.Tensor]") -> None:
+        """Queue the copy back and resolve ``answer``, whose waiters wait on their streams; from any thread."""
+        self._stager.give_back(self.tensor, (self.values, self._sizes), answer)
 
 
 class Event(Protocol):
@@ -209,8 +120,8 @@ class CudaDevice:
         return torch.futures.Future(devices=[self.device])
 
 
-class DeviceStager:
-    """Buckets on an accelerator, staged through reused host buffers. One thread waits for the copies to the host.
+class Stager:
+    """Copies buckets of one accelerator to reused host buffers, and back. One thread waits for the copies to the host.
 
     Parameters
     ----------
@@ -222,12 +133,27 @@ class DeviceStager:
         self._device = device
         self._free: dict[tuple[int, torch.dtype], list[tuple[Event | None, torch.Tensor]]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._coming: queue.SimpleQueue[tuple[Event, Staged, Callable[[Staged], None]] | None] = queue.SimpleQueue()
+        self._coming: queue.SimpleQueue[
+            tuple[Event, Staged, Callable[[Staged], None], Callable[[Exception], None]] | None
+        ] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dlcp-staging", daemon=True)
         self._thread.start()
 
-    def stage(self, tensor: torch.Tensor, values_per_packet: int, ready: Callable[[Staged], None]) -> Staged:
-        """Queue the copy to the host after the tensor's computation; the waiting thread calls ``ready``."""
+    def future(self) -> "torch.futures.Future[torch.Tensor]":
+        """Return a future whose waiters also wait for the stream that it was resolved on."""
+        return self._device.future()
+
+    def stage(
+        self,
+        tensor: torch.Tensor,
+        values_per_packet: int,
+        ready: Callable[[Staged], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Queue the copy of a flat tensor to the host after the tensor's computation.
+
+        The waiting thread then calls ``ready``; if that or the copy fails, it calls ``failed``.
+        """
         device = self._device
         values = self._take(tensor.numel(), tensor.dtype)
         sizes = self._take(-(-tensor.numel() // values_per_packet), torch.float32)
@@ -236,31 +162,22 @@ class DeviceStager:
             sizes.copy_(packet_magnitudes(tensor, values_per_packet), non_blocking=True)
             values.copy_(tensor.detach(), non_blocking=True)
             copied = device.mark()
-        array, value_type = as_array(values)
-        magnitudes: NDArray[np.float32] = sizes.numpy()
-        staged = Staged(tensor, array, value_type, magnitudes, device.future(), self, (values, sizes))
-        self._coming.put((copied, staged, ready))
-        return staged
+        self._coming.put((copied, Staged(tensor, values, sizes.numpy(), self, sizes), ready, failed))
 
-    def give_back(self, staged: Staged, buffers: tuple[torch.Tensor, ...]) -> None:
-        """Queue the copy back; waiters of the answer wait on their streams, not on the host."""
-        if staged.answer.done():
-            return
-        with torch.no_grad(), self._device.on_side():
-            staged.tensor.detach().copy_(buffers[0], non_blocking=True)
-            self._release(buffers)
-            staged.answer.set_result(staged.tensor)
-
-    def pass_on(
+    def give_back(
         self,
-        staged: Staged,
-        buffers: tuple[torch.Tensor, ...],
-        exchange: "Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]",
+        tensor: torch.Tensor,
+        buffers: tuple[torch.Tensor, torch.Tensor],
+        answer: "torch.futures.Future[torch.Tensor]",
     ) -> None:
-        """Queue ``exchange`` after the tensor's computation."""
-        with self._device.on_side():
-            self._release(buffers)
-            exchange(staged.tensor).add_done_callback(staged.settle)
+        """See :meth:`Staged.give_back`."""
+        with torch.no_grad(), self._device.on_side():
+            tensor.detach().copy_(buffers[0], non_blocking=True)
+            used = self._device.mark()
+            with self._lock:
+                for buffer in buffers:
+                    self._free[buffer.numel(), buffer.dtype].append((used, buffer))
+            answer.set_result(tensor)
 
     def close(self) -> None:
         """Stop the waiting thread once nothing is pending."""
@@ -277,24 +194,18 @@ class DeviceStager:
                     return buffer
         return self._device.buffer(count, dtype)
 
-    def _release(self, buffers: tuple[torch.Tensor, ...]) -> None:
-        used = self._device.mark()
-        with self._lock:
-            for buffer in buffers:
-                self._free[buffer.numel(), buffer.dtype].append((used, buffer))
-
     def _run(self) -> None:
         while (coming := self._coming.get()) is not None:
-            copied, staged, ready = coming
+            copied, staged, ready, failed = coming
             try:
                 copied.synchronize()
                 ready(staged)
             except Exception as error:
-                staged.fail(error)
+                failed(error)
 
 
-def stager_for(device: torch.device) -> Stager:
-    """Return the stager of a device.
+def stager_for(device: torch.device) -> Stager | None:
+    """Return a stager for a device; None for the CPU, which needs none.
 
     Raises
     ------
@@ -302,7 +213,7 @@ def stager_for(device: torch.device) -> Stager:
         It is neither the CPU nor CUDA.
     """
     if device.type == "cpu":
-        return HostStager()
+        return None
     if device.type == "cuda":
-        return DeviceStager(CudaDevice(device))
+        return Stager(CudaDevice(device))
     raise ValueError(f"gradients on {device} cannot be exchanged; DLCP supports the CPU and CUDA")

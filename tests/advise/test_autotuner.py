@@ -15,7 +15,7 @@ from dlcp.collectives.deferral import Deferral
 from dlcp.convergence import COST_OF_DEFERRAL, steps_factor
 from dlcp.dtypes import ValueType
 from dlcp.session import Options
-from dlcp.session.session import Fallback, HostBucket, TrainingSession
+from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
 from dlcp.tuning import autotuner as autotuner_module
@@ -42,16 +42,6 @@ def _hurried(monkeypatch):
     monkeypatch.setattr(autotuner_module, "WINDOW_STEPS", WINDOW_STEPS)
 
 
-class NoFallback(Fallback):
-    """None: a failure is an error."""
-
-    name = "nothing"
-    recovers = False
-
-    def average(self, session, pending):
-        raise NotImplementedError
-
-
 class Autotuned(SmallRanks):
     """Ranks whose steps begin with metadata, and whose sessions follow their autotuners."""
 
@@ -63,7 +53,7 @@ class Autotuned(SmallRanks):
         super().__init__(count, policy=NOTHING_PROTECTED, **fields)
         self.made = [[] for _ in range(count)]
         self.sessions = [self.session(rank, range(count), plain, chosen) for rank, plain in enumerate(self.reducers)]
-        self.tuners = [session.autotuner for session in self.sessions]
+        self.tuners = [session.averager.autotuner for session in self.sessions]
 
     def session(self, rank, ranks, plain, chosen):
         context = plain.context
@@ -76,12 +66,12 @@ class Autotuned(SmallRanks):
             options = replace(context.options, bound=bound)
             return kind(replace(context, options=options))
 
-        session = TrainingSession(Options(), rank, ranks, NoFallback(), **shared)
+        session = TrainingSession(Options(), rank, ranks, Fallback("nothing"), **shared)
         session._exit.cancel()  # a rank in virtual time has no network to leave when the tests end
         given = Settings(self.allowed, deferral_bound=context.options.deferral_bound)
         size = 4 * sum(self.sizes.values())
-        session.autotuner = Autotuner(given, LossBound(self.allowed), rank, ranks)
-        session.autotuner.measure(
+        session.averager.autotuner = Autotuner(given, LossBound(self.allowed), rank, ranks)
+        session.averager.autotuner.measure(
             self.ledgers[rank],
             self.connections[rank],
             hosts=1,
@@ -106,11 +96,10 @@ class Autotuned(SmallRanks):
                 Segment(LAYERS[name], *ends)
                 for name, *ends in zip(gradients[rank], [0, *stops[:-1]], stops, strict=True)
             ]
-            started.append(HostBucket.of(step, 1, Bucket(values, self.value_type, segments)))
-            session.submit(started[-1])
-            session.autotuner.on_gradients_ready()
-        self.network.run(lambda: all(each.answer.done() for each in started))
-        return [{"all": each.answer.result()} for each in started]
+            started.append(session.average(step, 1, Bucket(values, self.value_type, segments)))
+            session.averager.autotuner.on_gradients_ready()
+        self.network.run(lambda: all(each.done() for each in started))
+        return [{"all": each.result()} for each in started]
 
 
 def test_all_ranks_choose_the_same_bound_at_the_same_step():
@@ -282,7 +271,7 @@ def adapting(worker, changes):
     state = dlcp.torch.enable(model, worker.options(adapt=True, phases=True, samples=12))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     train(model, optimizer, worker.rank, FIRST_CHOICE + 3)
-    tuner, active = state.session.autotuner, state.active
+    tuner, active = state.session.averager.autotuner, state.active
     digest = dlcp.torch.parameter_digest(model.module)
     state.close()
     return tuner.settings, active, digest, tuner.advice.figures.packets > 0
@@ -322,7 +311,7 @@ def deferring_no_longer(worker):
         model(*wanted).backward()
         taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
         deferred.append(sum(record.deferred for record in state.ledger.of_step(step)))
-        bounds.append(state.session.autotuner.settings.deferral_bound)
+        bounds.append(state.session.averager.autotuner.settings.deferral_bound)
     left = state.feedback.size
     state.close()
     return deferred, bounds, left, [part.numpy() for part in taken]

@@ -69,10 +69,9 @@ def snapshot_ms(count: int = 300) -> float:
     from dlcp.collectives import Residual
     from dlcp.ledger import Ledger
     from dlcp.session import Options
-    from dlcp.session.session import TrainingSession
+    from dlcp.session.session import Fallback, TrainingSession
     from dlcp.session.snapshots import SnapshotWriter
     from dlcp.tags import PacketTags, Tagger
-    from dlcp.torch.framework import OrderedFallback
     from dlcp.transport import Delivery, LossBound, MessageKey
 
     options, ledger = Options(), Ledger()
@@ -82,9 +81,8 @@ def snapshot_ms(count: int = 300) -> float:
     for peer in range(1, 64):
         delivery = Delivery(np.ones(len(layers), bool), len(layers), 0, 0.01, None)
         ledger.record(MessageKey(0, peer), peer, "fc", tags, LossBound(0.1), delivery)
-    fallback = OrderedFallback(None, 1)
     session = TrainingSession(
-        options, 0, range(64), fallback, ledger=ledger, feedback=Residual(), tagger=Tagger(options.classes())
+        options, 0, range(64), Fallback("nothing"), ledger=ledger, feedback=Residual(), tagger=Tagger(options.classes())
     )
     with tempfile.TemporaryDirectory() as folder:
         writer = SnapshotWriter(session, Path(folder))

@@ -71,7 +71,7 @@ def test_samples_have_to_be_announced_by_all_and_in_time():
         group.end_step()
 
     together(2, late, Options(samples=4))
-    with pytest.raises(ValueError, match=r"say Options\(samples=\.\.\.\) on every rank"):
+    with pytest.raises(ValueError, match=r"set Options\(samples=\.\.\.\) on every rank"):
         together(2, lambda group: group.samples(3))
     with pytest.raises(NotJoinedError, match="samples='set' and rank 1 samples='not set'"):
         together(2, train, [Options(samples=4, meet_s=2.0), Options(meet_s=2.0)])
@@ -112,11 +112,11 @@ def test_another_collective_gives_flows_another_weight():
         connection = group.endpoint.connection
         found = [sorted(peer.control.weight for peer in connection._peers.values())]
         for collective in ("ring", "direct"):
-            group._session.autotuner.settings = Settings(collective=collective)
+            group._session.averager.autotuner.settings = Settings(collective=collective)
             group.average({"w": np.ones(100, np.float32)})
             group.barrier()
             found.append(sorted(peer.control.weight for peer in connection._peers.values()))
-        assert group._session.autotuner.settings.collective == "direct"
+        assert group._session.averager.autotuner.settings.collective == "direct"
         return found
 
     def run(group):

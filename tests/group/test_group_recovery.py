@@ -4,7 +4,7 @@
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session import Options
-from dlcp.session.session import Fallback, HostBucket, SessionPhase, TrainingSession
+from dlcp.session.session import Fallback, PeerWatch, PendingBucket, SessionPhase, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
@@ -23,21 +23,16 @@ LIMIT_S = 20
 VALUES = 100
 
 
-class ListFallback(Fallback):
-    """What is fallen back to is a list: who is on it in which order is what counts."""
-
-    name = "a list"
+class ListWatch(PeerWatch):
+    """Ranks meet in a network of threads."""
 
     def __init__(self, network, rank):
-        self.network, self.rank, self.averaged = network, rank, []
-
-    def average(self, session, pending):
-        self.averaged.append(pending.id)
+        self.network, self.rank = network, rank
 
     def channel(self):
         return self.network.channel(self.rank)
 
-    def why_leave(self, session):
+    def check_peers(self, where):
         if others := [reason for rank, reason in self.network.left.items() if rank != self.rank]:
             return PeerAbortedError(others[0])
         return None
@@ -46,10 +41,20 @@ class ListFallback(Fallback):
         self.network.left[self.rank] = reason
 
 
-class Given(HostBucket):
+class Given(PendingBucket):
     """A bucket, and whether the session took it in."""
 
     admitted = True
+
+    def __init__(self, step, sequence, segments):
+        self.averaged = Future()
+        super().__init__(step, sequence, segments, self._resolve)
+
+    def _resolve(self, error):
+        if error is None:
+            self.averaged.set_result(self.bucket.values)
+        else:
+            self.averaged.set_exception(error)
 
 
 class Session(TrainingSession):
@@ -58,7 +63,11 @@ class Session(TrainingSession):
     def __init__(self, network, rank, deadline_s=LIMIT_S, error_feedback=True):
         options = Options(deadline_s=deadline_s, error_feedback=error_feedback)
         made = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger()}
-        super().__init__(options, rank, range(network.ranks), ListFallback(network, rank), **made)
+        self.fallen_back = []
+        """Buckets that the fallback has averaged, in this order."""
+        average = lambda pending, done: self.fallen_back.append(pending.id)  # noqa: E731
+        fallback = Fallback("a list", average, ListWatch(network, rank))
+        super().__init__(options, rank, range(network.ranks), fallback, **made)
         self.reducer = FakeReducer(rank)
         self.use(FakeEndpoint(), lambda settings: self.reducer)
 
@@ -68,7 +77,7 @@ class Session(TrainingSession):
         pending = Given(step, sequence, segments)
         pending.admitted = self.admit(pending)
         if not pending.admitted:
-            self.fallback.average(self, pending)
+            self.fallback.average(pending, None)
         pending.bucket = Bucket(np.full(VALUES, value, np.float32), ValueType.FLOAT32, segments)
         return pending
 
@@ -86,7 +95,7 @@ def pair(**options):
 
 
 def values(*buckets):
-    return [float(bucket.answer.result(LIMIT_S)[0]) for bucket in buckets]
+    return [float(bucket.averaged.result(LIMIT_S)[0]) for bucket in buckets]
 
 
 def fallen_back(session):
@@ -98,12 +107,12 @@ def test_what_one_rank_has_given_dlcp_all_complete_and_nothing_else():
     mine = [first.give(4, sequence, 1 + sequence) for sequence in range(3)]
     theirs = [second.give(4, 0, 3)]
     first.reducer.fail(DeadlineError("step 4: too late"))
-    assert not mine[1].answer.done()
+    assert not mine[1].averaged.done()
     theirs += [second.give(4, 1, 4), second.give(4, 2, 5)]  # came later than it was decided what to complete
     assert values(*mine) == values(*theirs) == [2, 3, 4]
     assert fallen_back(first)
     assert fallen_back(second)
-    assert first.fallback.averaged == second.fallback.averaged == []
+    assert first.fallen_back == second.fallen_back == []
     assert first.reason == second.reason == "step 4: too late", "not that another has left"
     assert first.endpoint.closed == ["step 4: too late"]
 
@@ -122,8 +131,8 @@ def test_what_comes_meanwhile_falls_back_in_order_once_it_is_on_the_host():
         session.start(pending)
     assert fallen_back(first)
     assert fallen_back(second)
-    assert first.fallback.averaged == second.fallback.averaged == [(0, 1), (0, 2)]
-    assert not any(pending.answer.done() for pending in later)
+    assert first.fallen_back == second.fallen_back == [(0, 1), (0, 2)]
+    assert not any(pending.averaged.done() for pending in later)
 
 
 def test_a_bucket_that_dlcp_refuses_is_completed_with_what_is_owed():
@@ -163,7 +172,7 @@ def test_what_a_rank_has_finished_it_does_not_wait_for():
     assert values(finished) == [2]
     second.reducer.fail(DeadlineError("did not hear"))
     with pytest.raises(TransportError, match=r"a list cannot take over: .*contribution of rank 0"):
-        other.answer.result(LIMIT_S)  # nobody has kept the result that rank 0 had: an error, and no wrong average
+        other.averaged.result(LIMIT_S)  # nobody has kept the result that rank 0 had: an error, and no wrong average
 
 
 def test_a_step_begins_once_and_only_with_dlcp():
@@ -181,7 +190,7 @@ def test_ranks_that_run_different_models_do_not_recover():
     first.reducer.fail(MessageMismatchError("rank 1 has 8 bytes"))
     for one in pending:
         with pytest.raises(TransportError, match="rank 1 has 8 bytes"):
-            one.answer.result(LIMIT_S)
+            one.averaged.result(LIMIT_S)
     assert {first.phase, second.phase} == {SessionPhase.FAILED}
     with pytest.raises(TransportError, match="rank 1 has 8 bytes"):
         first.give(1, 0, 0)
@@ -193,7 +202,7 @@ def test_a_rank_that_does_not_come_to_recover_is_an_error_within_the_deadline():
     silent.close()
     session.reducer.fail(DeadlineError("rank 1 is silent"))
     with pytest.raises(TransportError, match="rank 1 is silent; and a list cannot take over: not all ranks"):
-        pending.answer.result(LIMIT_S)
+        pending.averaged.result(LIMIT_S)
     late = session.take
     with pytest.raises(TransportError):
         late(0, 1, 0)
@@ -210,7 +219,7 @@ def test_a_rank_that_hangs_is_named_by_all_and_says_where(caplog):
     named = r"^job 0, step 4: rank 2 answers but has not come to bucket 0, 0.9 s after others have left DLCP"
     for one in pending:
         with pytest.raises(TransportError, match=named):
-            one.answer.result(LIMIT_S)
+            one.averaged.result(LIMIT_S)
     until(lambda: sessions[2].phase is SessionPhase.FAILED)
     with pytest.raises(TransportError, match=named):  # whenever it goes on
         sessions[2].give(4, 0, 1)
@@ -228,7 +237,7 @@ def test_what_comes_from_the_device_after_all_has_failed_fails_too():
     session.fail("over")
     session.start(pending)
     with pytest.raises(TransportError, match="over"):
-        pending.answer.result(0)
+        pending.averaged.result(0)
     assert pending.id not in session.reducer.running
 
 
@@ -249,7 +258,7 @@ def test_whoever_waits_for_a_closed_exchange_is_told():
     session.close()
     session.reducer.fail(DeadlineError("closed"))
     with pytest.raises(DeadlineError, match="closed"):
-        pending.answer.result(0)
+        pending.averaged.result(0)
     assert session.phase is SessionPhase.CLOSED, "there is nothing to recover for"
 
 
@@ -270,10 +279,10 @@ def test_many_threads_hand_over_while_another_fails():
             found = list(pool.map(run, sessions))
         assert all(fallen_back(session) for session in sessions)
         for session, pending in zip(sessions, found, strict=True):
-            completed = [one.id for one in pending if one.answer.done()]
-            assert sorted(completed + session.fallback.averaged) == [(0, sequence) for sequence in range(12)]
-            assert session.fallback.averaged == sessions[0].fallback.averaged == sorted(session.fallback.averaged)
-            assert all(one.answer.result(0)[0] == one.sequence for one in pending if one.answer.done())
+            completed = [one.id for one in pending if one.averaged.done()]
+            assert sorted(completed + session.fallen_back) == [(0, sequence) for sequence in range(12)]
+            assert session.fallen_back == sessions[0].fallen_back == sorted(session.fallen_back)
+            assert all(one.averaged.result(0)[0] == one.sequence for one in pending if one.averaged.done())
 
 
 def test_rank_0_says_it_once(caplog):

@@ -16,12 +16,12 @@ from torch.distributed import HashStore
 
 from dlcp.bench.allreduce import WholeBucket
 from dlcp.session.joining import Agreement
-from dlcp.session.session import LEFT, TrainingSession
+from dlcp.session.session import LEFT, Fallback, TrainingSession
 from dlcp.tags import Layer
 from dlcp.torch import Options, framework
-from dlcp.torch.framework import FrameworkFallback, GlooChannel
-from dlcp.torch.hook import State, hook
-from dlcp.torch.staging import stager_for
+from dlcp.torch.framework import GlooChannel, GlooWatch
+from dlcp.torch.hook import hook
+from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, PeerSilentError, TransportError
 
 LIMIT_S = 20
@@ -36,10 +36,9 @@ def state(monkeypatch):
     channel.close = lambda: None
     monkeypatch.setattr(framework, "open_channel", lambda *_: channel)
     made = State(Options(deadline_s=LIMIT_S))
-    made._fallback = FrameworkFallback(None, agreement, made.feedback, torch.device("cpu"), LIMIT_S)
+    fallback = Fallback(FRAMEWORK, None, GlooWatch(None, agreement, LIMIT_S))
     shared = {"ledger": made.ledger, "feedback": made.feedback, "tagger": made.tagger}
-    made._session = TrainingSession(made.options, 0, range(2), made._fallback, **shared)
-    made._stager = stager_for(torch.device("cpu"))
+    made.session = TrainingSession(made.options, 0, range(2), fallback, **shared)
     made.reducer = FakeReducer(0)
     made.session.use(FakeEndpoint(), lambda settings: made.reducer)
     yield made
@@ -53,7 +52,7 @@ def bucket_of(state, tensor):
 
 
 def submit(state, tensor):
-    return state.average(bucket_of(state, tensor))
+    return state.average_bucket(bucket_of(state, tensor))
 
 
 def test_closing_waits_for_a_recovery_that_is_about_to_begin(state, monkeypatch):

@@ -19,18 +19,11 @@ from tests.waiting import until
 np = pytest.importorskip("numpy")
 
 
-class NoFallback(Fallback):
-    name = "nothing"
-
-    def average(self, session, pending):
-        raise AssertionError("nothing is averaged here")
-
-
 @pytest.fixture
 def session():
     options = Options()
     parts = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger(options.classes())}
-    return TrainingSession(options, 1, range(3), NoFallback(), **parts)
+    return TrainingSession(options, 1, range(3), Fallback("nothing"), **parts)
 
 
 @pytest.fixture(autouse=True)

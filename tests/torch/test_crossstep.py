@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from dlcp.torch import crossstep
+from dlcp.torch import state as torch_state
 from dlcp.torch.crossstep import cross_step
-from dlcp.torch.staging import DeviceStager, stager_for
+from dlcp.torch.staging import Stager, stager_for
 from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
@@ -161,7 +161,7 @@ def train_both(
     """Train the same model serially and across steps; return both sets of parameters, states and gradients."""
     results = []
     options = options or {"loss_bound": 0.1 * worker.rank if disagree else 0.0}
-    crossstep.stager_for = (lambda _: DeviceStager(Accelerator())) if staged else stager_for
+    torch_state.stager_for = (lambda _: Stager(Accelerator())) if staged else stager_for
     for serial in (True, False):
         net, plain = make(optimizer, kind)
         if not serial:

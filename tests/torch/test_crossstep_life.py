@@ -19,11 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.session.session import TrainingSession
+from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Segment, TagPolicy, layers_in_order
 from dlcp.torch.crossstep import cross_step
-from dlcp.torch.framework import OrderedFallback
-from dlcp.torch.hook import State
+from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, shared_memory
 from tests.group.recovery_ranks import FakeEndpoint
 from tests.torch.workers import WAYS, launch, values
@@ -101,8 +100,8 @@ def waits_for_its_own_layer(worker):
     net, optimizer = make(worker, net, deadline_s=1.0)
     traffic = optimizer.traffic
     shared = {"ledger": traffic.ledger, "feedback": traffic.feedback, "tagger": traffic.tagger}
-    optimizer._averager._session = TrainingSession(traffic.options, 0, [0], OrderedFallback(None, 4), **shared)
-    optimizer._averager._session.use(FakeEndpoint(), lambda settings: network)
+    traffic.session = TrainingSession(traffic.options, 0, [0], Fallback(FRAMEWORK), **shared)
+    traffic.session.use(FakeEndpoint(), lambda settings: network)
     found = {}
     before = weights(net)
 

@@ -17,7 +17,6 @@ from dlcp.tags import Layer, layers_in_order
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.deferral import Guard, PartialStep
 from dlcp.torch.layers import LayerGroup, in_groups
-from dlcp.torch.staging import as_array
 
 
 def described(net):
@@ -68,9 +67,8 @@ def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     assert group.members[0].average.stride() == weight.parameter.stride()
     assert torch.equal(weight.average, gradient)
     assert weight.parameter.grad.data_ptr() == weight.average.data_ptr(), "backward's own memory is free again"
-    values, value_type = as_array(group.flat)
-    group.write_flags(values, value_type)
-    group.read_flags(values, value_type)
+    values = group.flat
+    group.read_flags(values)
     assert [member.name for member in group.used()] == ["0.weight", "0.bias", "1.bias"]
     assert values[-5:].tolist() == [1, 1, 0, 1, 1]
     assert group.agreed
@@ -78,7 +76,7 @@ def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     assert not unused.average.any()
     values[-1] = 0.5  # another rank has updated an even number of times
     values[-3] = 0.5  # and has used what this one has not
-    group.read_flags(values, value_type)
+    group.read_flags(values)
     assert not group.agreed
     assert unused in group.used()
 

@@ -14,15 +14,11 @@ pytest.importorskip("torch")
 
 import torch
 
+from dlcp.collectives import Bucket
 from dlcp.dtypes import ValueType
 from dlcp.tags import packet_magnitudes as magnitudes_on_host
-from dlcp.torch.staging import (
-    DeviceStager,
-    HostStager,
-    as_array,
-    packet_magnitudes,
-    stager_for,
-)
+from dlcp.torch.staging import Stager, packet_magnitudes, stager_for
+from dlcp.torch.state import as_array, as_tensor
 
 LIMIT_S = 10
 PER_PACKET = 7
@@ -101,7 +97,7 @@ class LazyDevice:
 @pytest.fixture
 def lazy():
     device = LazyDevice()
-    stager = DeviceStager(device)
+    stager = Stager(device)
     yield device, stager
     device.run()
     stager.close()
@@ -115,18 +111,22 @@ def await_value(values):
     return values.get(timeout=LIMIT_S)
 
 
+def never(error):
+    raise AssertionError(f"staging failed: {error}")
+
+
 def test_nothing_is_exchanged_before_the_copy_is_complete(lazy):
     device, stager = lazy
     ready = queue.SimpleQueue()
     tensor = bucket().as_subclass(LazyTensor)
-    staged = stager.stage(tensor, PER_PACKET, ready.put)
+    stager.stage(tensor, PER_PACKET, ready.put, never)
     assert device.events == ["wait for compute"]
     device.run(count=2)  # magnitudes and values are there, the mark behind them is not
     time.sleep(0.05)  # nothing comes: that is what is tested
     assert ready.empty()
     device.run()
-    assert await_value(ready) is staged
-    np.testing.assert_array_equal(staged.array, bucket().numpy())
+    staged = await_value(ready)
+    np.testing.assert_array_equal(staged.values, bucket().numpy())
     np.testing.assert_allclose(
         staged.magnitudes, magnitudes_on_host(bucket().numpy(), ValueType.FLOAT32, PER_PACKET), rtol=1e-6
     )
@@ -136,14 +136,14 @@ def test_the_average_is_copied_back_on_the_side_stream_before_anybody_uses_it(la
     device, stager = lazy
     ready = queue.SimpleQueue()
     tensor = bucket().as_subclass(LazyTensor)
-    staged = stager.stage(tensor, PER_PACKET, ready.put)
+    stager.stage(tensor, PER_PACKET, ready.put, never)
     device.run()
-    await_value(ready)
-    staged.array[:] = 7
-    staged.give_back()
+    staged = await_value(ready)
+    staged.values.numpy()[:] = 7
+    staged.give_back(answer := stager.future())
     # Resolved at once, but on the side stream: who waits for the answer waits for the copy there.
     assert device.events[-1] == "resolved on side"
-    assert staged.answer.value() is tensor
+    assert answer.value() is tensor
     assert not (tensor.as_subclass(torch.Tensor) == 7).any()
     device.run()
     assert (tensor.as_subclass(torch.Tensor) == 7).all()
@@ -154,21 +154,21 @@ def test_buffers_are_used_again_once_no_copy_uses_them(lazy):
     ready = queue.SimpleQueue()
 
     def there_and_back(*, finish):
-        staged = stager.stage(bucket().as_subclass(LazyTensor), PER_PACKET, ready.put)
+        stager.stage(bucket().as_subclass(LazyTensor), PER_PACKET, ready.put, never)
         device.run()
-        await_value(ready)
-        staged.give_back()
+        staged = await_value(ready)
+        staged.give_back(stager.future())
         if finish:
             device.run()
         return staged
 
     first = there_and_back(finish=False)
     assert device.buffers == 2
-    second = stager.stage(bucket().as_subclass(LazyTensor), PER_PACKET, ready.put)
+    stager.stage(bucket().as_subclass(LazyTensor), PER_PACKET, ready.put, never)
     assert device.buffers == 4, "the copy back of the first is still queued"
-    assert not np.shares_memory(first.array, second.array)
     device.run()
-    await_value(ready)
+    second = await_value(ready)
+    assert not np.shares_memory(first.values.numpy(), second.values.numpy())
     for _ in range(5):
         there_and_back(finish=True)
     assert device.buffers == 4
@@ -176,67 +176,27 @@ def test_buffers_are_used_again_once_no_copy_uses_them(lazy):
 
 def test_buckets_come_in_order_and_one_that_fails_stops_none(lazy):
     device, stager = lazy
-    came = queue.SimpleQueue()
+    came, failed = queue.SimpleQueue(), []
 
     def ready(staged):
-        came.put(staged)
-        if len(staged.array) == 2:
+        came.put(len(staged.values))
+        if len(staged.values) == 2:
             raise ValueError("no two")
 
-    stageds = [stager.stage(bucket(count).as_subclass(LazyTensor), PER_PACKET, ready) for count in (1, 2, 3)]
+    for count in (1, 2, 3):
+        stager.stage(bucket(count).as_subclass(LazyTensor), PER_PACKET, ready, failed.append)
     device.run()
-    assert [await_value(came) for _ in range(3)] == stageds
-    with pytest.raises(Exception, match="no two"):
-        stageds[1].answer.wait()
-    assert not stageds[2].answer.done()
-
-
-def test_a_failed_bucket_stays_failed(lazy):
-    _, stager = lazy
-    staged = stager.stage(bucket().as_subclass(LazyTensor), PER_PACKET, lambda staged: None)
-    staged.fail(RuntimeError("rank 2 has been silent"))
-    staged.fail(RuntimeError("again"))
-    staged.give_back()
-    with pytest.raises(Exception, match="rank 2 has been silent"):
-        staged.answer.wait()
-
-
-def test_what_the_framework_averages_is_not_copied_back(lazy):
-    device, stager = lazy
-    tensor = bucket()
-    staged = stager.stage(tensor.as_subclass(LazyTensor), PER_PACKET, lambda staged: None)
-    device.run()
-    where = []
-
-    def exchange(given):
-        where.append(device.current)
-        done = torch.futures.Future()
-        done.set_result(given)
-        return done
-
-    staged.pass_on(exchange)
-    assert where == ["side"], "behind what computes the tensor"
-    torch.testing.assert_close(staged.answer.wait().as_subclass(torch.Tensor), bucket())
+    assert [await_value(came) for _ in range(3)] == [1, 2, 3]
+    assert [str(error) for error in failed] == ["no two"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_host_tensors_are_their_own_stage(dtype):
-    tensor, came = bucket(dtype=dtype), []
-    staged = stager_for(torch.device("cpu")).stage(tensor, PER_PACKET, came.append)
-    assert came == [staged]
-    assert staged.magnitudes is None
-    assert np.shares_memory(staged.array, as_array(tensor)[0])
-    staged.give_back()
-    assert staged.answer.value() is tensor
-
-
-def test_errors_of_the_framework_reach_whoever_waits():
-    failed = torch.futures.Future()
-    failed.set_exception(RuntimeError("connection closed by peer"))
-    staged = HostStager().stage(bucket(), PER_PACKET, lambda staged: None)
-    staged.pass_on(lambda tensor: failed)
-    with pytest.raises(Exception, match="connection closed by peer"):
-        staged.answer.wait()
+def test_host_tensors_are_exchanged_where_they_are(dtype):
+    assert stager_for(torch.device("cpu")) is None
+    tensor = bucket(dtype=dtype)
+    array, value_type = as_array(tensor)
+    assert array.ctypes.data == tensor.data_ptr()
+    assert torch.equal(as_tensor(Bucket(array, value_type, [])), tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -268,14 +228,14 @@ def test_a_bucket_on_cuda_goes_to_the_host_and_back(dtype):
         plain = bucket(1 << 18, dtype, seed)
         ready = queue.SimpleQueue()
         tensor = plain.cuda(non_blocking=True) * 2  # still being computed when it is staged
-        staged = stager.stage(tensor, 360, ready.put)
-        await_value(ready)
-        np.testing.assert_array_equal(staged.array, as_array(plain * 2)[0])
+        stager.stage(tensor, 360, ready.put, never)
+        staged = await_value(ready)
+        np.testing.assert_array_equal(as_array(staged.values)[0], as_array(plain * 2)[0])
         expected = magnitudes_on_host(*as_array(plain * 2), 360)
         np.testing.assert_allclose(staged.magnitudes, expected, rtol=1e-4)
-        staged.array[:] = as_array(plain * 3)[0]
-        staged.give_back()
-        torch.testing.assert_close(staged.answer.wait().cpu(), plain * 3, rtol=0, atol=0)
+        staged.values[:] = plain * 3
+        staged.give_back(answer := stager.future())
+        torch.testing.assert_close(answer.wait().cpu(), plain * 3, rtol=0, atol=0)
     stager.close()
 
 
@@ -285,12 +245,12 @@ def test_cuda_buffers_are_pinned_and_reused():
     seen = set()
     for seed in range(10):
         ready = queue.SimpleQueue()
-        staged = stager.stage(bucket(1000, seed=seed).cuda(), PER_PACKET, ready.put)
-        await_value(ready)
-        assert staged._buffers[0].is_pinned()
-        seen.add(staged.array.ctypes.data)
-        staged.give_back()
-        staged.answer.wait()
+        stager.stage(bucket(1000, seed=seed).cuda(), PER_PACKET, ready.put, never)
+        staged = await_value(ready)
+        assert staged.values.is_pinned()
+        seen.add(staged.values.data_ptr())
+        staged.give_back(answer := stager.future())
+        answer.wait()
         torch.cuda.synchronize()
     assert len(seen) == 1
     stager.close()

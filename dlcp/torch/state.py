@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of PyTorch's gradients into a training session, and back: for the DDP hook, cross-step scheduling and FSDP2.
+
+:meth:`State.average` takes a flat tensor. It copies the values to the host if they are on a GPU, submits them as a
+bucket, and gives the average back in the tensor's own memory. Where DLCP does not average, the framework's all-reduce
+does.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but without types
+from torch.nn.parallel import DistributedDataParallel
+
+from dlcp.collectives import Bucket, Residual
+from dlcp.collectives.reduction_rules import check_samples
+from dlcp.dtypes import ValueType
+from dlcp.ledger import Ledger
+from dlcp.session.joining import Agreement, NotJoinedError
+from dlcp.session.options import Options
+from dlcp.session.session import Fallback, PendingBucket, TrainingSession
+from dlcp.tags import Layer, Segment, Tagger, layers_in_order
+from dlcp.torch.framework import GlooWatch, agreement_of, leave_with_group
+from dlcp.torch.staging import Staged, Stager, stager_for
+from dlcp.transport import Endpoint, TransportError
+from dlcp.transport.shared_memory import EXPORT_BYTES
+
+STEPS_KEPT = 10_000
+"""Number of steps whose times are kept: some minutes of training."""
+FRAMEWORK = "the framework's own all-reduce"
+"""The fallback, for messages."""
+VALUE_TYPES = {
+    torch.float32: ValueType.FLOAT32,
+    torch.float64: ValueType.FLOAT64,
+    torch.float16: ValueType.FLOAT16,
+    torch.bfloat16: ValueType.BFLOAT16,
+}
+"""The formats of gradients that can be exchanged."""
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+Done = Callable[[BaseException | None], None]
+"""Called with None when a tensor or bucket holds the average, otherwise with the error."""
+
+
+class State:
+    """The state of a model's gradients between steps.
+
+    Pickle it with a checkpoint: it includes the step and the residual. If training continues with another number of
+    ranks, :meth:`redistributed` divides all ranks' residual.
+
+    Attributes
+    ----------
+    options
+        The options in force.
+    ledger
+        The record of packets: sent, delivered, lost.
+    step
+        Number of the step in progress.
+    attached
+        Whether it averages a model's gradients: after :meth:`attach`, until :meth:`close`.
+    session
+        The session; None before the ranks have joined, and in a group of one.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.ledger = Ledger(options.job)
+        self.step = 0
+        self.feedback = Residual()
+        self.tagger = Tagger(options.classes())
+        self.session: TrainingSession | None = None
+        self.attached = False
+        self._by_framework: FrameworkAverager | None = None
+        self._stagers: dict[torch.device, Stager | None] = {}
+        self._sequence = 0
+        """The number of buckets of this step so far; above 0, the backward pass has begun."""
+        self._alone = False
+        self._layers: dict[int, Layer] = {}
+        self._layer_seconds: dict[int, deque[float]] = {}
+        self._step_began_s = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("options", "step", "feedback", "tagger")}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__init__(kept["options"])  # type: ignore[misc]  # creates new sockets and threads
+        self.step, self.feedback, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
+
+    @classmethod
+    def redistributed(cls, states: "Sequence[State]", rank: int, ranks: int) -> "State":
+        """Return a rank's state from those of all former ranks, whatever their number.
+
+        Every residual goes to one new rank, so that none is lost or sent twice. It is scaled to keep its weight in the
+        average, which now divides by another number of ranks.
+
+        Parameters
+        ----------
+        states
+            The states of all former ranks, rank 0 first, the same on all new ranks.
+        rank, ranks
+            This rank, and the new number of ranks.
+
+        Raises
+        ------
+        ValueError
+            There are no states, or the rank is not in 0..ranks-1.
+        """
+        if not states or not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks} cannot continue from {len(states)} states")
+        state = cls(states[0].options)
+        state.step, state.tagger = states[0].step, states[0].tagger
+        factor = ranks / len(states) if state.options.combine == "average" else 1.0
+        for former in states[rank::ranks]:
+            state.feedback.take_over(former.feedback, factor)
+        return state
+
+    # Joining ----------------------------------------------------------------------------------------------------------
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Join the other ranks and learn the layers of ``model``; all ranks must call it.
+
+        If not all can use DLCP, all continue with the framework's own all-reduce, and the lowest rank says why. The
+        model must have the hook already; :func:`dlcp.torch.enable` does both.
+
+        Raises
+        ------
+        RuntimeError
+            The state is already in use.
+        NotJoinedError
+            Not all ranks can use DLCP, and ``options.fallback`` is off.
+        """
+        self.attach_tensors(dict(model.module.named_parameters()), model.process_group)
+
+    def attach_tensors(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Join a group's other ranks to average DDP buckets of these tensors' gradients; all ranks must call it.
+
+        Parameters
+        ----------
+        tensors
+            By name, first layers first; all on one device.
+        """
+        self.check_unattached()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        layers = layers_in_order(list(shapes), shapes)
+        self._layers = {id(tensor): layers[name] for name, tensor in tensors.items()}
+        device = next(iter(tensors.values())).device
+        self._by_framework = averager = FrameworkAverager(group, self.feedback)
+
+        def fallback(agreement: Agreement) -> Fallback:
+            average = partial(averager.average_on_host, device)
+            return Fallback(FRAMEWORK, average, GlooWatch(group, agreement, self.options.deadline_s))
+
+        parameters = [tensor for tensor in tensors.values() if tensor.requires_grad]
+        self.join(group, parameters, fallback, self.options, call="dlcp.torch.enable")
+        self.attached = True
+
+    def check_unattached(self) -> None:
+        """Raise RuntimeError if the state already averages a model's gradients."""
+        if self.attached:
+            raise RuntimeError("this state is already attached to a model: close() it first, or make another one")
+
+    def average_in_order(self, group: dist.ProcessGroup | None, count: int) -> None:
+        """Without DLCP, average the ``count`` buckets of a step in one order, whatever order each rank has them in."""
+        self._by_framework = FrameworkAverager(group, self.feedback, count)
+
+    def join(
+        self,
+        group: dist.ProcessGroup | None,
+        parameters: Sequence[torch.Tensor],
+        fallback: Callable[[Agreement], Fallback],
+        options: Options,
+        *,
+        call: str,
+        export_bytes: int = EXPORT_BYTES,
+    ) -> TrainingSession | None:
+        """Join the other ranks of a group; return the session, or None in a group of one.
+
+        Parameters
+        ----------
+        parameters
+            The parameters whose gradients are exchanged.
+        fallback
+            Makes the fallback, for ranks that have an agreement.
+        options
+            The session's options, if a model needs other ones than the state's.
+        call, export_bytes
+            See :func:`dlcp.session.joining.join`.
+        """
+        size = dist.get_world_size(group)
+        self._alone = size == 1
+        if self._alone:
+            return None
+        agreement = agreement_of(group, options)
+        self.session = TrainingSession(
+            options,
+            agreement.rank,
+            range(size),
+            fallback(agreement),
+            ledger=self.ledger,
+            feedback=self.feedback,
+            tagger=self.tagger,
+            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        )
+        try:
+            self.session.join(agreement, call=call, export_bytes=export_bytes)
+        except NotJoinedError:
+            self.close()
+            raise
+        leave_with_group(self.session, group)
+        return self.session
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts that the ranks are on; 0 without DLCP."""
+        return self.session.hosts if self.session else 0
+
+    @property
+    def local_peers(self) -> int:
+        """Number of other ranks that this one reaches through shared memory."""
+        return self.session.local_peers if self.session else 0
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The endpoint; None before the ranks have joined, in a group of one, and without DLCP."""
+        return self.session.endpoint if self.session else None
+
+    @property
+    def active(self) -> bool:
+        """Whether DLCP averages gradients; False if the framework does, see :attr:`reason`."""
+        return self.session is not None and self.session.active
+
+    @property
+    def reason(self) -> str:
+        """Why DLCP does not average gradients; ``""`` while it does."""
+        if self._alone:
+            return "a group of one has nothing to exchange"
+        return self.session.reason if self.session else "not attached"
+
+    # Between steps ----------------------------------------------------------------------------------------------------
+
+    def samples(self, count: int) -> None:
+        """Announce how many samples this rank's gradients of the coming step will be the mean of.
+
+        Every sample then counts the same, whichever rank has it; a rank may have none. The number holds until another
+        one is given. All ranks must set ``Options(samples=...)``, so that they expect it. The sooner it is called
+        before the backward pass, the less the others wait for it.
+
+        Raises
+        ------
+        ValueError
+            It is not a whole number of samples, or the options do not set ``samples``.
+        RuntimeError
+            The step's backward pass has begun, or its number of samples was already sent.
+        """
+        if self.session is None:
+            check_samples(count)
+            return
+        if self._sequence or self.session.averager.metadata_step == self.step:
+            raise RuntimeError(f"samples({count}) is too late for step {self.step}: call it once, before backward")
+        self.session.averager.set_samples(count)
+        self.session.begin_step(self.step)
+
+    def flush(self) -> None:
+        """Send the coming step in full, with everything lost or deferred before. All ranks must call it.
+
+        Call it before the last step, and before a step after which the model is tested or saved without this state. The
+        pending values need an optimizer step to be used, so there must be a backward pass.
+
+        Raises
+        ------
+        RuntimeError
+            The step's backward pass has begun, or the state is not attached to a model.
+        """
+        if not self.attached:
+            raise RuntimeError("flush() needs a state in use: call state.attach(model), or cross_step's own flush()")
+        if self._sequence:
+            raise RuntimeError(f"flush() is too late for step {self.step}: call it before backward")
+        if self.session:
+            self.session.flush(self.step)
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        if self.session:
+            self.session.close(reason)
+        for stager in filter(None, self._stagers.values()):
+            stager.close()
+        self._stagers.clear()
+        self.attached, self._sequence = False, 0
+
+    # Averaging --------------------------------------------------------------------------------------------------------
+
+    def average_bucket(self, bucket: GradBucket) -> TensorFuture:
+        """Average a bucket of DDP's over all ranks, and end the step with its last one."""
+        if not self.attached:
+            raise RuntimeError("the state is closed, or loaded and not attached: call state.attach(model)")
+        tensor, session = bucket.buffer(), self.session
+        if self._sequence == 0:
+            self._step_began_s = time.monotonic()
+        weight = 1.0 if session is None else session.weight(self.step)
+        if weight == 0:  # the gradient of no samples is always 0, even if it holds NaN
+            tensor.zero_()
+        elif weight != 1:
+            tensor.mul_(weight)
+        segments = segments_of(bucket, self._layers)
+        averaged = self.average(self._sequence, segments, tensor, partial(self._note_time, segments))
+        self._sequence += 1
+        if bucket.is_last():
+            if session is not None and session.averager.autotuner:
+                session.averager.autotuner.on_gradients_ready()
+            self.step += 1
+            self._sequence = 0
+        return averaged
+
+    def average(
+        self,
+        sequence: int,
+        segments: Sequence[Segment],
+        tensor: torch.Tensor,
+        on_averaged: Callable[[torch.Tensor], None] | None = None,
+        *,
+        exported: bool = False,
+    ) -> TensorFuture:
+        """Average a flat tensor in place over all ranks.
+
+        Parameters
+        ----------
+        sequence
+            The bucket's number within the step, the same on all ranks.
+        segments
+            Its layers.
+        tensor
+            Shape (values,), contiguous.
+        on_averaged
+            Called with a tensor of the averages, on the host if DLCP has computed them, before the future resolves.
+        exported
+            Whether its memory is exported, see :class:`dlcp.collectives.Bucket`.
+
+        Returns
+        -------
+        A future of ``tensor``, or of the :class:`dlcp.transport.TransportError` that averaging failed with.
+        """
+        session, stager = self.session, self._stager_of(tensor.device)
+        answer: TensorFuture = stager.future() if stager else torch.futures.Future()
+        staged: Staged | None = None
+
+        def then(error: BaseException | None) -> None:
+            if error is not None:
+                answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+                return
+            if on_averaged is not None:
+                on_averaged(tensor if staged is None else staged.values)
+            if staged is None:
+                answer.set_result(tensor)
+            else:
+                staged.give_back(answer)
+
+        if session is None:  # a checkpoint of more ranks may have left a residual
+            add_residual(self.feedback, tensor, segments)
+            then(None)
+            return answer
+        pending = PendingBucket(self.step, session.averager.first_sequence + sequence, segments, then)
+
+        def on_host(copy: Staged) -> None:
+            nonlocal staged
+            staged = copy
+            pending.bucket = Bucket(*as_array(copy.values), segments, copy.magnitudes)
+            session.start(pending)
+
+        try:
+            admitted = session.admit(pending)
+        except TransportError as error:
+            pending.answer(error)
+            return answer
+        if not admitted:
+            assert self._by_framework
+            self._by_framework.average(pending, tensor, partial(session.settle, pending))
+        elif stager is None:
+            pending.bucket = Bucket(*as_array(tensor), segments, exported=exported)
+            session.start(pending)
+        else:
+            assert session.endpoint
+            per_packet = session.endpoint.connection.options.payload_bytes // tensor.element_size()
+            stager.stage(tensor, per_packet, on_host, pending.answer)
+        return answer
+
+    def _stager_of(self, device: torch.device) -> Stager | None:
+        if device not in self._stagers:
+            self._stagers[device] = stager_for(device)
+        return self._stagers[device]
+
+    def layer_seconds(self) -> dict[str, list[float]]:
+        """Return when each layer's gradients were averaged, by layer position.
+
+        Times are in seconds since the step's first bucket was ready, one for each of the latest steps.
+        """
+        return {str(position): list(seconds) for position, seconds in sorted(self._layer_seconds.items())}
+
+    def _note_time(self, segments: Sequence[Segment], _: torch.Tensor) -> None:
+        seconds = time.monotonic() - self._step_began_s
+        for position in {segment.layer.position for segment in segments}:
+            self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
+
+
+class FrameworkAverager:
+    """Averages with the framework's all-reduce, in one order on all ranks, residual included.
+
+    Parameters
+    ----------
+    group
+        The process group.
+    feedback
+        The residual, which is sent here for the last time: nothing is lost on this way.
+    count
+        The number of buckets in a step, if ranks may have them in different orders: the highest number goes first, as
+        in backward. None if all ranks have the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, feedback: Residual, count: int | None = None) -> None:
+        self._group, self._feedback, self._count = group, feedback, count
+        self._waiting: dict[int, tuple[PendingBucket, torch.Tensor, Done]] = {}
+        self._step, self._next = -1, 0
+
+    def average(self, pending: PendingBucket, tensor: torch.Tensor, done: Done) -> None:
+        """Average a flat tensor in place, and call ``done``."""
+        if self._count is None:
+            self._all_reduce(pending, tensor, done)
+            return
+        if pending.step > self._step:
+            self._step, self._next = pending.step, self._count - 1
+            self._waiting.clear()
+        self._waiting[pending.sequence] = pending, tensor, done
+        while self._next in self._waiting:
+            self._all_reduce(*self._waiting.pop(self._next))
+            self._next -= 1
+
+    def average_on_host(self, device: torch.device, pending: PendingBucket, done: Done) -> None:
+        """Average a bucket on the host by way of a device, whose tensors the group can reduce."""
+        assert pending.bucket
+        host = as_tensor(pending.bucket)
+        tensor = host.to(device)
+
+        def copy_back(error: BaseException | None) -> None:
+            if error is None:
+                host.copy_(tensor)
+            done(error)
+
+        self.average(pending, tensor, copy_back)
+
+    def _all_reduce(self, pending: PendingBucket, tensor: torch.Tensor, done: Done) -> None:
+        ranks, as_ddp = dist.get_world_size(self._group), self._count is None
+        add_residual(self._feedback, tensor, pending.segments)
+        if as_ddp:  # the same bits as DDP without a hook; after the sum, flags of cross_step stay whole numbers
+            tensor.div_(ranks)
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+
+        def finish(summed: "torch.futures.Future[Any]") -> None:
+            try:
+                summed.value()
+                if not as_ddp:
+                    tensor.div_(ranks)
+            except Exception as error:
+                done(error)
+            else:
+                done(None)
+
+        work.get_future().add_done_callback(finish)
+
+
+def add_residual(feedback: Residual, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Add the residual of these layers where nothing is lost, so that this is the last time."""
+    if all(feedback.of(segment.layer.name) is None for segment in segments):
+        return
+    residual = np.zeros(tensor.numel(), np.float64)
+    feedback.apply(residual, segments)
+    tensor.add_(torch.from_numpy(residual).to(tensor.device, torch.promote_types(tensor.dtype, torch.float32)))
+
+
+def as_array(tensor: torch.Tensor) -> tuple[NDArray[np.generic], ValueType]:
+    """Return a flat host tensor's memory as an array, and its format."""
+    value_type = VALUE_TYPES[tensor.dtype]
+    plain = tensor.detach()
+    if value_type is ValueType.BFLOAT16:
+        return plain.view(torch.int16).numpy().view(np.uint16), value_type
+    return plain.numpy(), value_type
+
+
+def as_tensor(bucket: Bucket) -> torch.Tensor:
+    """Return a bucket's memory as a tensor; the inverse of :func:`as_array`."""
+    if bucket.value_type is ValueType.BFLOAT16:
+        return torch.from_numpy(bucket.values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(bucket.values)
+
+
+def segments_of(bucket: GradBucket, layers: dict[int, Layer]) -> Sequence[Segment]:
+    """Return where each parameter is in a bucket. DDP regroups its buckets, so this is not cached."""
+    base, size = bucket.buffer().data_ptr(), bucket.buffer().element_size()
+    found = [
+        Segment(layers[id(parameter)], start := (gradient.data_ptr() - base) // size, start + gradient.numel())
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+    return sorted(found, key=lambda segment: segment.start)
