@@ -21,7 +21,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.bucket import Bucket, RankContext
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
+from dlcp.magnitudes import packet_magnitudes
 from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, level, share_to_defer
+from dlcp.tags import PacketTags
+from dlcp.transport import LossBound
 
 WHOLE_STEPS: Final = 3
 """Nothing is deferred in this many first steps: gradients change most then (Accordion, MLSys 2021)."""
@@ -216,6 +221,82 @@ class Deferral:
         """Return which packets of a bucket, from ``first_packet`` on, must be sent in this step."""
         turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
         return turn
+
+
+class BucketDeferral:
+    """Chooses the packets of one bucket that are deferred.
+
+    Parameters
+    ----------
+    deferral, turn
+        This rank's deferral, and the count that decides which packets must be sent in this step.
+    context, sequence, bucket
+        This rank, the bucket's number, and the bucket.
+    bounds, packets
+        Each owner's shard, in values and in packets of the bucket.
+    bound
+        The bound for deferral.
+    """
+
+    def __init__(
+        self,
+        deferral: Deferral,
+        turn: int,
+        context: RankContext,
+        sequence: int,
+        bucket: Bucket,
+        bounds: Mapping[int, tuple[int, int]],
+        packets: Mapping[int, slice],
+        bound: LossBound,
+    ) -> None:
+        self._deferral, self._turn, self._context, self._sequence = deferral, turn, context, sequence
+        self._bucket, self._bounds, self._packets, self._bound = bucket, bounds, packets, bound
+
+    def of_contribution(
+        self, owner: int, tags: PacketTags, rates_bps: NDArray[np.generic]
+    ) -> tuple[PacketTags, NDArray[np.bool_] | None]:
+        """Return the tags of a contribution to a shard, and which packets are deferred; None if all are sent.
+
+        The switch may not drop packets that must be sent in this step.
+
+        Parameters
+        ----------
+        rates_bps
+            See :meth:`Deferral.shares`.
+        """
+        due = self._deferral.due(self._packets[owner].start, len(tags.queue), self._turn)
+        drop_class = np.where(due, np.uint8(0), tags.drop_class)
+        tags = tags._replace(drop_class=drop_class, protected=tags.protected | due)
+        if owner in self._context.contributors:
+            share = self._deferral.shares(rates_bps, scattered=self._bucket.scattered).get(owner, 0.0)
+        else:  # a parameter server
+            share = self._deferral.share_through_server(self._context.connection.is_clear(owner))
+        deferred = self._choose(REDUCE_SCATTER, owner, share, tags)
+        if deferred is not None:
+            tags = tags._replace(protected=tags.protected & ~deferred)
+        return tags, deferred
+
+    def of_average(self, tags: PacketTags, rates_bps: NDArray[np.generic]) -> NDArray[np.bool_] | None:
+        """Return which packets of this rank's averaged shard are deferred, for the slowest receiver; None for none."""
+        share = max(self._deferral.shares(rates_bps).values(), default=0.0)
+        return self._choose(ALL_GATHER, self._context.rank, share, tags)
+
+    def _choose(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
+        if not share:
+            return None
+        (start, stop), packets, bucket, context = self._bounds[owner], self._packets[owner], self._bucket, self._context
+        per_packet = context.connection.options.payload_bytes // bucket.values.itemsize
+        magnitudes = packet_magnitudes(bucket.values[start:stop], bucket.value_type, per_packet)
+        matters = context.tagger.small_layer_packets(bucket.segments, len(bucket.values), per_packet)[packets]
+        matters = matters | self._deferral.due(packets.start, len(magnitudes), self._turn)
+        if context.options.layers:
+            matters |= context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
+        more = len(tags.queue) - len(magnitudes)
+        if not more:
+            matters[-1] = True  # tells the size
+        limit = self._bound.deferrable(len(tags.queue))
+        deferred = self._deferral.choose((phase, self._sequence, owner), magnitudes, ~matters, share, limit)
+        return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
 
 
 def shares_by_value(

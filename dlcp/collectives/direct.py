@@ -29,6 +29,7 @@ from dlcp.collectives.reduction_rules import average, divide_by_samples, held_sa
 from dlcp.collectives.shards import (
     COPY_BYTES_PER_S,
     PATIENCE_S,
+    AveragedShard,
     ShardAccumulator,
     inbound_rates,
     shard_bounds,
@@ -41,10 +42,8 @@ from dlcp.transport import (
     EMPTY,
     RELIABLE,
     Arrival,
-    BufferPool,
     Bytes,
     Delivery,
-    ExportedMemory,
     LossBound,
     MessageKey,
     ReceiveRequest,
@@ -53,7 +52,7 @@ from dlcp.transport import (
 )
 
 if TYPE_CHECKING:
-    from dlcp.collectives.deferral import Deferral
+    from dlcp.collectives.deferral import BucketDeferral, Deferral
 
 
 class DirectAllReduce:
@@ -176,6 +175,15 @@ class DirectAllReduce:
         """Forget earlier steps' buckets that went in one hop: the peer has them."""
         for which in [which for which, run in self._runs.items() if which[0] < step and isinstance(run, PairRun)]:
             del self._runs[which]
+
+    def deferral_of(self, sequence: int, bucket: Bucket, plan: "DirectPlan") -> "BucketDeferral | None":
+        """Return what chooses a bucket's packets to defer; None if none may be."""
+        if self.deferral is None or not plan.average_bound.deferral:
+            return None
+        from dlcp.collectives.deferral import BucketDeferral  # most jobs defer nothing
+
+        parts = plan.bounds, plan.packets, plan.average_bound
+        return BucketDeferral(self.deferral, self.turn, self.context, sequence, bucket, *parts)
 
     def rates(self) -> NDArray[np.generic]:
         """Return the rates at which this rank reaches each contributor, in bit/s.
@@ -321,7 +329,6 @@ class DirectRun(BucketRun):
         if bucket.scattered and reducer.adaptive:
             raise ValueError(f"step {step}, bucket {sequence}: scattered, so adaptive_shards must be off")
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
-        self.turn = reducer.turn
         plan = self.plan = reducer.plan_of(sequence, bucket, reducer.weights)
         self.bounds = plan.bounds
         if self.context.options.error_feedback:
@@ -333,22 +340,12 @@ class DirectRun(BucketRun):
         self.awaited = len(self.shards)
         """Number of unfinished shards, and of ranks whose separately sent rates are missing."""
         self.accumulator: ShardAccumulator | None = None
-        self.rates: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        """Trailer of this rank's averaged shard."""
-        self.average_tags = self.tags
-        """The tags of this rank's averaged shard."""
-        self.average_deferred: NDArray[np.bool_] | None = None
-        """Which of its packets no rank gets in this step."""
         self.average_bound = plan.average_bound
-        self.copy: NDArray[np.generic] | None = None
-        """This rank's averaged shard outside the bucket: from the beginning for local peers to read, otherwise once the
-        caller has the bucket back although a peer has not acknowledged the shard."""
-        self.copy_of: ExportedMemory | BufferPool = self.context.connection.exported
-        """The owner of the copy's memory."""
+        self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
+        """This rank's shard, once averaged."""
+        self.deferral = reducer.deferral_of(sequence, bucket, plan)
         self.latest = self.rank
         """The rank whose average arrived last."""
-        self.unconfirmed: set[int] = set()
-        """Peers that have not acknowledged this rank's averaged shard."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
         """Future residual: positions in the bucket, and values."""
         self.waiting = np.zeros(len(self.tags.queue), np.bool_)
@@ -368,17 +365,13 @@ class DirectRun(BucketRun):
     # Reduce-scatter: contributions to the own shard -------------------------------------------------------------------
 
     def _accumulate(self) -> None:
-        start, stop = self.bounds[self.rank]
-        connection, own, peers, plan = self.context.connection, self.values[start:stop], self.context.peers, self.plan
+        connection, own, peers, plan = self.context.connection, self.own.values, self.context.peers, self.plan
         key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bounds[self.rank], plan.labels[self.rank]
         streaming = self.bucket.value_type is ValueType.FLOAT32
         accumulator = self.accumulator = ShardAccumulator(connection, peers, own, streaming=streaming, key=key)
         readers = connection.local_peers.intersection(peers)
         if readers and accumulator.reduction is not None and not self.bucket.exported:
-            memory = connection.exported.take(own.nbytes)
-            if memory is not None:  # one copy for all local peers, made while the data is cached
-                self.copy = copy = memory.view(np.float32)
-                accumulator.reduction.copy_into(copy)
+            self.own.copy_while_summed(accumulator.reduction)
         for position, peer in enumerate(peers):
             request = accumulator.request(position, key, bound, label)
             connection.receive(request, self.guard(partial(self._on_contribution, peer)))
@@ -421,10 +414,11 @@ class DirectRun(BucketRun):
         """Send this rank's averaged shard to all peers whose contributions have been acknowledged."""
         rates_bps = self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
-        self.rates, self.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
-        self.average_tags = self._tags(self.rank, len(self.rates))
-        if self.average_bound.deferral:
-            self._defer_average()
+        own = self.own
+        own.trailer, own.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
+        own.tags = self._tags(self.rank, len(own.trailer))
+        if self.deferral:
+            self._defer_average(self.deferral, own.tags)
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -440,62 +434,21 @@ class DirectRun(BucketRun):
             reduction.finish(False)
             held = held_samples(self._delivered(accumulator), samples)
             divide_by_samples(own, held, len(self.context.contributors), self.values_per_packet, samples)
-        if self.copy is not None and not accumulator.whole:
-            self.copy[:] = own
+        if not accumulator.whole and self.own.copy is not None:
+            self.own.copy[:] = own
 
-    def _defer_average(self) -> None:
+    def _defer_average(self, deferral: "BucketDeferral", tags: PacketTags) -> None:
         """Defer packets of this rank's averaged shard for the slowest receiver: they are zero on all ranks."""
-        assert self.reducer.deferral
-        share = max(self.reducer.deferral.shares(np.abs(self.reducer.rates())).values(), default=0.0)
-        deferred = self._choose_deferred(ALL_GATHER, self.rank, share, self.average_tags)
+        own, widen = self.own, self.bucket.value_type.widen
+        deferred = deferral.of_average(tags, np.abs(self.reducer.rates()))
         if deferred is None:
             return
-        start, stop = self.bounds[self.rank]
-        own, widen = self.values[start:stop], self.bucket.value_type.widen
-        positions = self._positions(deferred, len(own))
+        positions = self._positions(deferred, len(own.values))
         # The next contribution is divided by the number of ranks.
-        self._lose(self.rank, positions, widen(own) * np.float32(len(self.context.contributors)))
-        own[positions] = 0
+        self._lose(self.rank, positions, widen(own.values) * np.float32(len(self.context.contributors)))
+        own.write(positions, 0)
         self._note_waiting(self.rank, deferred)
-        if self.copy is not None:
-            self.copy[positions] = 0
-        self.average_deferred = deferred
-        self.average_tags = self.average_tags._replace(protected=~deferred)
-
-    def _share_to_defer(self, owner: int) -> float:
-        """Return the share to defer of the contribution to an owner's shard."""
-        deferral, context = self.reducer.deferral, self.context
-        assert deferral
-        if owner in context.contributors:
-            return deferral.shares(np.abs(self.reducer.rates()), scattered=self.bucket.scattered).get(owner, 0.0)
-        return deferral.share_through_server(context.connection.is_clear(owner))
-
-    def _choose_deferred(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
-        """Return which packets of a shard's message are deferred; None if all are sent."""
-        if not share:
-            return None
-        (start, stop), per_packet, bucket = self.bounds[owner], self.values_per_packet, self.bucket
-        packets = self._packets(owner)
-        magnitudes = packet_magnitudes(self.values[start:stop], bucket.value_type, per_packet)
-        matters = self.context.tagger.small_layer_packets(bucket.segments, len(self.values), per_packet)[packets]
-        assert self.reducer.deferral
-        matters = matters | self.reducer.deferral.due(packets.start, len(magnitudes), self.turn)
-        if self.context.options.layers:
-            matters |= self.context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
-        more = len(tags.queue) - len(magnitudes)
-        if not more:
-            matters[-1] = True  # tells the size
-        limit = self.average_bound.deferrable(len(tags.queue))
-        deferred = self.reducer.deferral.choose((phase, self.sequence, owner), magnitudes, ~matters, share, limit)
-        return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
-
-    def _protect_due(self, owner: int, tags: PacketTags) -> PacketTags:
-        """Return a contribution's tags with those packets protected whose turn it is to be sent."""
-        packets = self._packets(owner)
-        assert self.reducer.deferral
-        due = self.reducer.deferral.due(packets.start, len(tags.queue), self.turn)
-        drop_class = np.where(due, np.uint8(0), tags.drop_class)
-        return tags._replace(drop_class=drop_class, protected=tags.protected | due)
+        own.deferred, own.tags = deferred, tags._replace(protected=~deferred)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return which packets of each rank, including this one, are in this rank's shard."""
@@ -519,11 +472,8 @@ class DirectRun(BucketRun):
             # every packet is protected already.
             tags.protected[-1] = True
         deferred = None
-        if bound.deferral:
-            tags = self._protect_due(owner, tags)
-            deferred = self._choose_deferred(REDUCE_SCATTER, owner, self._share_to_defer(owner), tags)
-        if deferred is not None:
-            tags = tags._replace(protected=tags.protected & ~deferred)
+        if self.deferral:
+            tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()))
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
         request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, tail, order, deferred)
         context.connection.send(request, self.guard(partial(self._on_contributed, owner, tags)))
@@ -549,7 +499,7 @@ class DirectRun(BucketRun):
         bound = self.average_bound
         request = ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail)
         context.connection.receive(request, self.guard(partial(self._on_average, owner, tail, delivery.delivered)))
-        if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.unconfirmed:
+        if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.own.unconfirmed:
             self._send_average(owner)
 
     # All-gather -------------------------------------------------------------------------------------------------------
@@ -576,17 +526,15 @@ class DirectRun(BucketRun):
 
     def _send_average(self, peer: int) -> None:
         """Send this rank's averaged shard to a peer whose contribution has been acknowledged."""
-        key, label, tags = self._key(ALL_GATHER, peer), self.plan.labels[self.rank], self.average_tags
-        payload = (self._bytes(self.rank) if self.copy is None else self.copy.view(np.uint8)).data
-        bound, deferred = self.average_bound, self.average_deferred
-        request = SendRequest(peer, key, payload, tags, bound, label, self.rates, deferred=deferred)
-        self.context.connection.send(request, self.guard(partial(self._on_average_sent, key, peer, tags)))
+        request = self.own.request(peer, self._key(ALL_GATHER, peer), self.plan.labels[self.rank], self.average_bound)
+        self.context.connection.send(request, self.guard(partial(self._on_average_sent, request)))
 
-    def _on_average_sent(self, key: MessageKey, peer: int, tags: PacketTags, delivery: Delivery) -> None:
-        self.context.ledger.record(key, peer, self.plan.labels[self.rank], tags, self.average_bound, delivery)
+    def _on_average_sent(self, request: SendRequest, delivery: Delivery) -> None:
+        peer = request.peer
+        self.context.ledger.record(request.key, peer, request.label, request.tags, self.average_bound, delivery)
         if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
-        self.unconfirmed.discard(peer)
+        self.own.unconfirmed.discard(peer)
         self._advance()
 
     def _exchange_rates(self) -> None:
@@ -618,15 +566,15 @@ class DirectRun(BucketRun):
         if self.phase is BucketPhase.EXCHANGING:
             self.phase = BucketPhase.CONFIRMING
             self._note("gathered", self.latest)
-            if self.unconfirmed and self.copy is None:
+            if self.own.unconfirmed and self.own.copy is None:
                 copying_s = len(self._bytes(self.rank)) / COPY_BYTES_PER_S
                 self.context.connection.call_later(PATIENCE_S + copying_s, self._on_overdue)
-        if self.phase is BucketPhase.OVERDUE and self.unconfirmed and not self._local_peers_read():
-            self._detach()
-        confirmed = not self.unconfirmed or self.copy is not None
+        if self.phase is BucketPhase.OVERDUE and self.own.unconfirmed and not self._local_peers_read():
+            self.own.detach(partial(self._key, ALL_GATHER))
+        confirmed = not self.own.unconfirmed or self.own.copy is not None
         if self.phase in (BucketPhase.CONFIRMING, BucketPhase.OVERDUE) and confirmed:
             self._return()
-        if self.phase is BucketPhase.RETURNED and not self.unconfirmed:
+        if self.phase is BucketPhase.RETURNED and not self.own.unconfirmed:
             self._end()
 
     def _on_overdue(self) -> None:
@@ -636,22 +584,12 @@ class DirectRun(BucketRun):
 
     def _local_peers_read(self) -> bool:
         """Return whether a local peer may be reading this rank's averaged shard in the bucket."""
-        return self.bucket.exported and bool(self.unconfirmed & self.context.connection.local_peers)
-
-    def _detach(self) -> None:
-        """Continue sending unacknowledged data from a copy."""
-        start, stop = self.bounds[self.rank]
-        connection = self.context.connection
-        self.copy_of, buffer = connection.buffers, connection.buffers.take((stop - start) * self.values.itemsize)
-        self.copy = buffer.view(self.values.dtype)
-        self.copy[:] = self.values[start:stop]
-        for peer in self.unconfirmed:
-            connection.detach(peer, self._key(ALL_GATHER, peer), buffer)
+        return self.bucket.exported and bool(self.own.unconfirmed & self.context.connection.local_peers)
 
     def _return(self) -> None:
         """Give the caller the bucket back."""
         self.phase = BucketPhase.RETURNED
-        if not self.unconfirmed:
+        if not self.own.unconfirmed:
             self._end()
         if self.context.options.error_feedback:
             for positions, values in self.lost:
@@ -663,9 +601,7 @@ class DirectRun(BucketRun):
     def _end(self) -> None:
         self.phase = BucketPhase.ENDED
         self.reducer.end(self)
-        if self.copy is not None:
-            self.copy_of.give(self.copy.view(np.uint8))
-            self.copy = None
+        self.own.release()
 
     # Partial result ---------------------------------------------------------------------------------------------------
 
@@ -680,10 +616,10 @@ class DirectRun(BucketRun):
         # A streaming sum is divided as soon as it is complete, packet by packet.
         averaged = self.shards.get(self.rank) is Shard.AVERAGED
         final[mine] = averaged or np.all([bits[mine] for bits in included.values()], axis=0)
-        if self.copy is not None and self.done.done() and not self.done.exception():
+        if self.own.copy is not None and self.done.done() and not self.done.exception():
             # The caller has the bucket back; only this rank's averaged shard is left.
             values = np.zeros(len(self.values), widen(self.values[:0]).dtype)
-            values[slice(*self.bounds[self.rank])] = widen(self.copy)
+            values[slice(*self.bounds[self.rank])] = widen(self.own.copy)
             return PartialResult(self.step, self.sequence, values, self.values_per_packet, final, included)
         for owner, state in self.shards.items():
             if owner != self.rank:

@@ -5,14 +5,26 @@ Gradient reducers and the collectives of a process group both use it.
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.transport import Arrival, Connection, LossBound, MessageKey, ReceiveRequest
+from dlcp.tags import PacketTags
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    BufferPool,
+    Connection,
+    ExportedMemory,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    StreamingReduction,
+)
 
 PATIENCE_S: Final = 0.002
 """How long to wait for the last acknowledgements before copying what peers may still read. Not tuned."""
@@ -213,3 +225,73 @@ class ShardAccumulator:
         for buffer in self._received.values():
             self.connection.buffers.give(buffer)
         self._received.clear()
+
+
+class AveragedShard:
+    """The averaged shard of its owner, until every peer has acknowledged it.
+
+    It is sent from the caller's buffer, or from a copy. There are two reasons for one: local peers read it in place,
+    so it is made while values are summed; or the caller has the buffer back, and a peer has not acknowledged it yet.
+
+    Parameters
+    ----------
+    connection
+        The owner's connection.
+    values
+        The shard in the caller's buffer, flat.
+
+    Attributes
+    ----------
+    copy
+        The copy, flat; None without one.
+    tags, trailer
+        The tags of its packets, and the bytes that follow its values in a message.
+    deferred
+        Which packets no rank gets in this step, shape (packets,); None for none.
+    unconfirmed
+        Peers that have not acknowledged it.
+    """
+
+    def __init__(self, connection: Connection, values: NDArray[np.generic]) -> None:
+        self.values = values
+        self.copy: NDArray[np.generic] | None = None
+        self.tags: PacketTags | None = None
+        self.trailer: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.deferred: NDArray[np.bool_] | None = None
+        self.unconfirmed: set[int] = set()
+        self._connection = connection
+        self._copy_owner: ExportedMemory | BufferPool = connection.exported
+
+    def copy_while_summed(self, reduction: StreamingReduction) -> None:
+        """Have a streaming sum write its results into exported memory, too, if there is room."""
+        memory = self._connection.exported.take(self.values.nbytes)
+        if memory is not None:  # one copy for all local peers, made while the data is cached
+            self.copy = copy = memory.view(np.float32)
+            reduction.copy_into(copy)
+
+    def write(self, positions: "NDArray[np.int64] | slice", values: NDArray[np.generic] | int) -> None:
+        """Write values into the buffer and the copy."""
+        self.values[positions] = values
+        if self.copy is not None:
+            self.copy[positions] = values
+
+    def request(self, peer: int, key: MessageKey, label: str, bound: LossBound = RELIABLE) -> SendRequest:
+        """Return the request that sends it to a peer."""
+        assert self.tags is not None
+        payload = (self.values if self.copy is None else self.copy).view(np.uint8).data
+        return SendRequest(peer, key, payload, self.tags, bound, label, self.trailer, deferred=self.deferred)
+
+    def detach(self, key_of: Callable[[int], MessageKey]) -> None:
+        """Continue from a copy, so that the caller can have the buffer back; ``key_of`` gives a peer's message."""
+        connection, values = self._connection, self.values
+        self._copy_owner, buffer = connection.buffers, connection.buffers.take(values.nbytes)
+        self.copy = buffer.view(values.dtype)
+        self.copy[:] = values
+        for peer in self.unconfirmed:
+            connection.detach(peer, key_of(peer), buffer)
+
+    def release(self) -> None:
+        """Release the copy's memory."""
+        if self.copy is not None:
+            self._copy_owner.give(self.copy.view(np.uint8))
+            self.copy = None
