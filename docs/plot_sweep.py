@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws ``sweep.svg`` and writes the sweep's text into README.md and benchmarks.md, all from ``sweep.json``.
+"""Draw ``sweep.svg``, and write the sweep's text into README.md and benchmarks.md, from ``sweep.json``.
 
-``python -m docs.plot_sweep FILE...`` first makes ``sweep.json`` from documents of ``python -m tests.bench loss
---sweep``; a cell that is in several is that of the last. ``python -m docs.plot_sweep -`` only prints the plot.
+``python -m docs.plot_sweep FILE...`` first rebuilds ``sweep.json`` from the output of ``python -m tests.bench loss
+--sweep``; later files replace cells of earlier ones. ``python -m docs.plot_sweep -`` only prints the plot.
 """
 
 import io
@@ -25,17 +25,17 @@ from tests.bench.sweep import ratios, size_words, time_words
 HERE = Path(__file__).parent
 KEPT = HERE / "sweep.json"
 PAGES = {HERE.parent / "README.md": "docs/", HERE / "benchmarks.md": ""}
-"""The pages with a block of the sweep, and the way from each to the plot."""
+"""The pages with a block of the sweep, and the folder of the plot relative to each."""
 _BLOCK = re.compile(r"(<!-- sweep: by docs/plot_sweep.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
 _LINES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
-"""Colours of Okabe and Ito, which people with deuteranopia tell apart; markers say the same."""
+"""Okabe and Ito's colours, distinguishable with deuteranopia; the markers differ, too."""
 _FONT_POINTS = 8.5  # of a plot 576 points wide: 12 pixels where it is shown 830 wide
 _TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
 Cell = dict[str, Any]
 
 
 def keep(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what is kept of a sweep: the machine, one entry for each cell, and the cells that failed."""
+    """Return the content of ``sweep.json``: the machine, one entry for each cell, and the cells that failed."""
     cells: dict[tuple[float, int, float], Cell] = {}
     failed: dict[str, str] = {}
     for document in documents:
@@ -158,20 +158,20 @@ def _draw_legend(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def sentences(kept: dict[str, Any]) -> str:
-    """Return what the sweep found, worst first."""
+    """Return a summary of the sweep, worst first."""
     cells = kept["cells"]
     worst, best = (choose(cells, key=lambda cell: cell["ratio"]) for choose in (min, max))
     worst_mean = min(cells, key=lambda cell: cell["ratio_of_means"])
     middle = median(cell["ratio"] for cell in cells)
     slower = sum(cell["ratio"] < 1 for cell in cells)
     words = (
-        f"In {len(cells)} combinations of size, number of ranks and random loss, DLCP has between "
-        f"**{worst['ratio']:.2f}** ({_where(worst)}) and {best['ratio']:.2f} times ({_where(best)}) the speed of Gloo "
-        f"at its best; {middle:.2f} in the middle. It is slower in {slower} of them. By means, which rare slow runs "
-        f"raise, the worst is {worst_mean['ratio_of_means']:.2f} ({_where(worst_mean)})."
+        f"In {len(cells)} combinations of size, number of ranks and random loss, DLCP reaches between "
+        f"**{worst['ratio']:.2f}** ({_where(worst)}) and {best['ratio']:.2f} times ({_where(best)}) the speed of the "
+        f"best Gloo setting; the median is {middle:.2f}. It is slower in {slower} of them. Compared by means, which "
+        f"include rare slow runs, the worst is {worst_mean['ratio_of_means']:.2f} ({_where(worst_mean)})."
     )
     failed = kept["failed"]
-    return words + (f" Not measured, as a run failed: {', '.join(f'`{name}`' for name in failed)}." if failed else "")
+    return words + (f" Not measured because a run failed: {', '.join(f'`{name}`' for name in failed)}." if failed else "")
 
 
 def _where(cell: Cell) -> str:
@@ -198,7 +198,7 @@ def _figures(cell: Cell) -> str:
 
 
 def block(kept: dict[str, Any], way: str, whole: bool) -> str:
-    """Return the text between the marks of a page; ``whole``: with the table."""
+    """Return the text between the marks of a page, with the table if ``whole``."""
     picture = f"![Speed of DLCP relative to Gloo over size, ranks and loss]({way}sweep.svg)"
     parts = [picture, textwrap.fill(sentences(kept), 120, break_long_words=False, break_on_hyphens=False)]
     if whole:
@@ -213,7 +213,7 @@ def block(kept: dict[str, Any], way: str, whole: bool) -> str:
 
 
 def fill(page: Path, text: str, kept: dict[str, Any]) -> str:
-    """Return a page's text with its block as the sweep has it."""
+    """Return a page's text with its block filled in."""
     words = block(kept, PAGES[page], whole=page.name == "benchmarks.md")
     return _BLOCK.sub(lambda marks: marks[1] + words + marks[2], text)
 
