@@ -171,7 +171,8 @@ def sentences(kept: dict[str, Any]) -> str:
         f"include rare slow runs, the worst is {worst_mean['ratio_of_means']:.2f} ({_where(worst_mean)})."
     )
     failed = kept["failed"]
-    return words + (f" Not measured because a run failed: {', '.join(f'`{name}`' for name in failed)}." if failed else "")
+    names = ", ".join(f"`{name}`" for name in failed)
+    return words + (f" Not measured because a run failed: {names}." if failed else "")
 
 
 def _where(cell: Cell) -> str:

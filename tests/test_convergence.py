@@ -24,8 +24,8 @@ ONE = {"name": "one", "measured": True, "source": "here", "points": [[0.0, 1.0],
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([[0.1, 1.0]], r"a curve begins with \[0, 1\]"),
-        ([[0.0, 1.0], [0.5, 1.1], [0.5, 1.2]], "point 2: shares ascend"),
+        ([[0.1, 1.0]], r"a curve must begin with \[0, 1\]"),
+        ([[0.0, 1.0], [0.5, 1.1], [0.5, 1.2]], "point 2: shares must ascend"),
         ([[0.0, 1.0], [0.5, -1.1]], "factors are above 0"),
         ([[0.0, 1.0], [1.5, 1.1]], "below 1"),
         (7, "not iterable"),
@@ -42,7 +42,7 @@ def test_curves_that_are_none_are_refused(tmp_path, points, message):
 def test_what_is_no_field_of_a_curve_and_two_curves_of_a_name_are_refused(tmp_path):
     path = tmp_path / "curves.json"
     write(path, [ONE, ONE])
-    with pytest.raises(ValueError, match="curve 1: a curve before it is called 'one'"):
+    with pytest.raises(ValueError, match="curve 1: duplicate name 'one'"):
         read(path)
     write(path, [{**ONE, "reach": 1.0}])
     with pytest.raises(ValueError, match=r"curve 0: .*'reach'"):
@@ -59,7 +59,7 @@ def test_curves_are_read_as_they_were_written(tmp_path):
 
 def test_a_curve_that_is_not_there_is_suggested_by_its_like():
     assert curve("published").steps_factor(0.15) == pytest.approx(1.06)
-    with pytest.raises(ValueError, match="no convergence curve 'publisched'; did you mean published"):
+    with pytest.raises(ValueError, match="unknown convergence curve 'publisched'; did you mean published"):
         curve("publisched")
 
 

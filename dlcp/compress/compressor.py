@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of compressors, which encode a bucket of gradients into fewer bytes, and decode it.
 
-A compressor is independent of the network. It declares whether its output can be summed, and what error feedback has to
-make up for. Output that can be summed goes through an all-reduce; other output is sent from each rank to all ranks.
+A compressor is independent of the network. It declares whether its output can be summed, and what error feedback must
+compensate. Output that can be summed goes through an all-reduce; otherwise each rank sends its output to all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ Values = NDArray[np.floating[Any]]
 Content = NDArray[np.generic]
 
 _SHARED = 0xFFFFFFFF
-"""Used instead of a rank for draws that are the same on all ranks."""
+"""Takes the place of the rank in the seed of draws that are the same on all ranks."""
 
 
 class Feedback(Enum):
@@ -33,7 +33,7 @@ class Feedback(Enum):
     LOST = "lost"
     """Losses in the network. The coding itself is unbiased."""
     ALL = "all"
-    """Losses in the network, and values that the coding left out."""
+    """Losses in the network, and values left out by the coding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Compressor(ABC):
     name
         Its name in the option ``compression``.
     reduces
-        Whether the average of encoded contents decodes to the average of the gradients that they stand for.
+        Whether the average of encoded contents decodes to the average of the gradients.
     rounds
         Number of averages; more than one only if it ``reduces``.
     feedback
@@ -141,7 +141,7 @@ class Compressor(ABC):
         encoded
             Any rank's, for the layout.
         content
-            A rank's content; if the compressor ``reduces``, also an average or other sum of contents, widened.
+            A rank's content; if the compressor ``reduces``, also an average or another sum of contents, widened.
         present
             Mask of the units that have arrived, shape (units,); missing units count as 0. None if all have.
         """

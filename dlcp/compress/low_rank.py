@@ -17,8 +17,8 @@ The expectation is the same and, as atoms are orthogonal, so is the variance, su
 message has the same size. It needs a singular value decomposition, so large matrices are cut into bands of rows.
 
 All ranks must decode to the same bits, or replicas drift apart. A BLAS sums matrix products in an order that depends on
-the processor. In :func:`product`, :func:`folded_sum` and :func:`orthonormal` every sum has a fixed order, of operations
-that IEEE 754 defines to the bit.
+the processor. So :func:`product`, :func:`folded_sum` and :func:`orthonormal` sum in a fixed order, with operations that
+IEEE 754 defines to the bit.
 """
 
 import math
@@ -34,7 +34,8 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 
 DEPENDENT = 1e-6
-"""A column left with less than this part of its length depends on those before it. Above float32's rounding error."""
+"""A column that keeps less than this part of its length depends on the columns before it. Above float32's rounding
+error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def folded_sum(values: Values) -> Values:
 
 
 def orthonormal(matrix: Values) -> Values:
-    """Return orthonormal columns that span the same space; 0 for columns that depend on earlier ones.
+    """Return orthonormal columns that span the same space, with zeros for columns that depend on earlier ones.
 
     Gram-Schmidt in float64, applied twice, which is enough (Giraud, Langou and Rozloznik, 2005).
     """
@@ -100,7 +101,7 @@ def orthonormal(matrix: Values) -> Values:
 
 
 SAVING = 2
-"""Layers that would not become smaller by this factor are sent whole, as in PyTorch's hook."""
+"""Layers are sent uncompressed unless they become smaller by this factor, as in PyTorch's hook."""
 
 
 class _Stage(NamedTuple):
@@ -197,7 +198,7 @@ class PowerSgd(Compressor):
         return right
 
     def _last(self, stage: _Stage) -> Encoded:
-        """Return the content of the last round."""
+        """Return the last round's content."""
         assert stage.values is not None
         parts = []
         with np.errstate(all="ignore"):
@@ -227,7 +228,7 @@ def _joined(parts: Sequence[Values], layers: Sequence[Layer], stage: _Stage) -> 
 
 
 BAND_ROWS = 128
-"""Matrices with more rows and columns than this are cut, so that a decomposition takes only some milliseconds."""
+"""Matrices with more rows and columns than this are cut, so that a decomposition takes only a few milliseconds."""
 FLOAT = np.dtype("<f4")
 
 

@@ -134,7 +134,7 @@ def pack(codes: Codes, bits: int) -> Codes:
 
 
 def unpack(packed: Codes, bits: int) -> Codes:
-    """Undo :func:`pack`; the result may end in additional codes of 0."""
+    """Undo :func:`pack`; additional codes of 0 may follow."""
     each = 8 // bits
     codes = np.empty((len(packed), each), np.uint8)
     for place in range(each):
@@ -189,7 +189,7 @@ class TernGrad(ScaledCodes):
     """TernGrad (Wen et al., NeurIPS 2017): -1, 0 or 1 times the largest absolute value of the layer.
 
     Value v of a layer with largest absolute value s becomes s sgn(v) with probability |v| / s, else 0. Its authors
-    first clip gradients at 2.5 standard deviations; that is left to the optimizer, because it causes a bias.
+    first clip gradients at 2.5 standard deviations. That causes a bias, so it is left to the optimizer.
     """
 
     name = "terngrad"
@@ -225,7 +225,7 @@ class _Signs(ScaledCodes):
         super().__init__(1, None)
 
     def codes(self, values: NDArray[np.float32], scales: NDArray[np.float32], draws: np.random.Generator) -> Codes:
-        """Return 1 for negative values, and for values of 0, as from a dead unit, 0 or 1 at random."""
+        """Return 1 for negative values, 0 for positive ones, and either at random for 0, which a dead unit gives."""
         codes = (values < 0).astype(np.uint8)
         zeros = np.flatnonzero(values == 0)
         codes[zeros] = draws.integers(0, 2, len(zeros), np.uint8)
@@ -239,10 +239,10 @@ class _Signs(ScaledCodes):
 class SignSgd(_Signs):
     """signSGD with majority vote (Bernstein et al., ICML 2018 and ICLR 2019): the sign of most ranks.
 
-    The result is 1, -1, or 0 for a tie, whatever the size of the gradients; the learning rate must suit that. Ranks
-    whose packet was lost abstain. There is no error feedback, because a vote is not an average. Its authors prove
-    convergence with large batches, or with unimodal and symmetric noise; otherwise it may not converge at all
-    (Karimireddy et al., ICML 2019).
+    The result is 1, -1, or 0 for a tie, at any size of the gradients; choose the learning rate accordingly. Ranks whose
+    packet was lost abstain. There is no error feedback, because a vote is not an average. Its authors prove convergence
+    with large batches, or with unimodal and symmetric noise; otherwise it may not converge at all (Karimireddy et al.,
+    ICML 2019).
     """
 
     name = "signsgd"

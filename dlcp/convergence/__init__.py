@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps to accuracy as a function of what is lost or deferred, from the data beside this module.
+"""Steps to accuracy as a function of loss and deferral, from the data files beside this module.
 
-``published.json`` has what papers say of loss: bounds, of which curves were made; each names the sentence it comes
-from. ``measured.json`` has what `dlcp.sim.convergence` found, and ``shortfall.json`` what ``python -m tests.bench
-convergence --curves`` did. The simulator turns loss and deferral into additional steps by them; the rules of ``adapt``
-and ``dlcp advise`` (:mod:`dlcp.tuning.rules`) charge with these steps whatever makes a step shorter.
+``published.json`` has curves made from published bounds on loss; each cites its sentence. ``measured.json`` has the
+results of `dlcp.sim.convergence`, and ``shortfall.json`` those of ``python -m tests.bench convergence --curves``. The
+simulator uses them to convert loss and deferral to additional steps. So do the rules of ``adapt`` and ``dlcp advise``
+(:mod:`dlcp.tuning.rules`), to weigh a shorter step against its cost.
 """
 
 import json
@@ -23,32 +23,32 @@ from dlcp.suggestion import nearest
 
 _FILES: Final = ("published", "measured", "shortfall")
 MEASURED_OPTIMIZERS: Final = ("sgd", "adamw")
-"""What curves of deferral and of loss were measured with."""
+"""The optimizers with which deferral and loss were measured."""
 COST_OF_LOSS: Final = "loss"
 COST_OF_DEFERRAL: Final = "deferral"
-"""Of contributions to one rank, and of all averages."""
+"""Deferral of contributions to one rank, and of all averages."""
 COST_OF_DEFERRAL_TO_ALL: Final = "deferral_servers"
-"""Of all contributions, and of all averages."""
+"""Deferral of all contributions, and of all averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceCurve:
-    """How many additional steps it costs to lose or to defer.
+    """The additional steps that loss or deferral costs.
 
     Parameters
     ----------
     points
-        (share of packets lost or deferred, steps to the target over those of a run that lacks nothing), from (0, 1) on,
-        by ascending share.
+        Pairs of a share of packets lost or deferred, and the steps to the target relative to a run without. The first
+        is (0, 1); shares ascend.
     measured
-        Whether it was measured by us; otherwise it is from a paper.
+        Whether we measured it; otherwise it is from a paper.
     reached
-        The largest share of which every run reached the target. Beyond it factors are too small.
+        The largest share at which every run reached the target. At larger shares, factors are too small.
 
     Raises
     ------
     ValueError
-        The points are no such curve.
+        The points do not form a curve; the message says why.
     """
 
     name: str
@@ -59,14 +59,14 @@ class ConvergenceCurve:
 
     def __post_init__(self) -> None:
         if list(self.points[:1]) != [(0.0, 1.0)]:
-            raise ValueError("a curve begins with [0, 1]: where nothing is missing, steps are as many")
+            raise ValueError("a curve must begin with [0, 1]: without loss, the number of steps is unchanged")
         for number, ((before, _), (share, factor)) in enumerate(pairwise(self.points), 1):
             if not (before < share < 1 and 0 < factor < math.inf):
-                raise ValueError(f"point {number}: shares ascend and are below 1, and factors are above 0")
+                raise ValueError(f"point {number}: shares must ascend below 1, and factors must be above 0")
 
     @property
     def reaches(self) -> float:
-        """Return the largest share of which it says something."""
+        """The largest share that the curve covers."""
         return self.points[-1][0]
 
     def steps_factor(self, share: float) -> float:
@@ -81,7 +81,7 @@ def read(path: Path) -> dict[str, ConvergenceCurve]:
     Raises
     ------
     ValueError
-        It is not what :func:`write` writes; the message says where.
+        The file is not in the format of :func:`write`; the message says where.
     """
     found: dict[str, ConvergenceCurve] = {}
     for number, entry in enumerate(json.loads(path.read_text(encoding="utf-8"))["curves"]):
@@ -90,13 +90,13 @@ def read(path: Path) -> dict[str, ConvergenceCurve]:
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{path}, curve {number}: {error}") from None
         if curve.name in found:
-            raise ValueError(f"{path}, curve {number}: a curve before it is called {curve.name!r}, too")
+            raise ValueError(f"{path}, curve {number}: duplicate name {curve.name!r}")
         found[curve.name] = curve
     return found
 
 
 def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write curves, the fields of :class:`ConvergenceCurve` each, one in a line."""
+    """Write curves, one per line; each has the fields of :class:`ConvergenceCurve`."""
     lines = ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
     path.write_text(f'{{"curves": [\n  {lines}\n]}}\n', encoding="utf-8")
 
@@ -117,18 +117,17 @@ def curve(name: str) -> ConvergenceCurve:
     Raises
     ------
     ValueError
-        There is no curve of that name.
+        Unknown curve.
     """
     if name not in curves():
-        raise ValueError(f"there is no convergence curve {name!r}{nearest(name, curves())}")
+        raise ValueError(f"unknown convergence curve {name!r}{nearest(name, curves())}")
     return curves()[name]
 
 
 def steps_factor(what: str, share: float) -> float | None:
-    """Return how many times as many steps it takes to the same accuracy, with the optimizer that takes more.
+    """Return the relative number of steps to the same accuracy, with the optimizer that needs more.
 
-    Where a curve has fewer steps than training that lacks nothing, that is the noise of its seeds, and none are saved.
-    Of loss, what papers say counts where nothing was measured.
+    Factors below 1 are noise between seeds and count as 1. Where loss was not measured, published figures are used.
 
     Parameters
     ----------
@@ -139,7 +138,7 @@ def steps_factor(what: str, share: float) -> float | None:
 
     Returns
     -------
-    At least 1; None if so much was not measured, or not every run got there.
+    At least 1; None if such a share was not measured, or not every run reached the target.
     """
     known = [found for by in MEASURED_OPTIMIZERS if (found := curves().get(f"{what}_{by}"))]
     if not known and what == COST_OF_LOSS:

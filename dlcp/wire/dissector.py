@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes ``dissector.lua``, the Wireshark dissector of the DLCP header, from the field table in ``dlcp.wire``.
+"""Generate ``dissector.lua``, the Wireshark dissector of the DLCP header, from the field table in ``dlcp.wire``.
 
 ``python -m dlcp.wire.dissector`` updates the file beside this module. Wireshark and tshark read it with
 ``-X lua_script:dissector.lua``, or from their plugins folder.
@@ -61,7 +61,7 @@ def _bit_offsets() -> dict[str, int]:
 
 
 def _byte_range(name: str, first_bit: int) -> str:
-    """Return the Lua expression for a field's bytes: whole bytes, or the one byte that it shares."""
+    """Return the Lua expression for a field's bytes: whole bytes, or one byte shared with other fields."""
     return f"buffer({first_bit // 8}, {max(1, FIELD_BITS[name] // 8)})"
 
 
@@ -86,7 +86,7 @@ def _declaration(name: str, first_bit: int) -> str:
 
 
 def _entry_words() -> Iterator[tuple[str, int, int, int]]:
-    """Yield each field of an ACK's entry: name, and its word's first byte, bits and mask; 0: it fills the word."""
+    """Yield each field of an ACK's entry: name, and its word's first byte, bits and mask; 0 for the whole word."""
     first_bit = 0
     for name, bits in ACK_FIELD_BITS.items():
         if bits % 8 == 0:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DLCP header: 32 bytes after UDP, network byte order. All other definitions of it are checked against this one.
+"""The DLCP header: 32 bytes after UDP, network byte order.
 
-A switch decides by the first eight bytes. The rest identifies messages, packets and sessions.
+Tests check all other definitions against this one. A switch decides by the first eight bytes. The rest identifies
+messages, packets and sessions.
 """
 
 import struct
@@ -26,11 +27,11 @@ class PacketType(IntEnum):
     ACK = 2
     """Packets that arrived, and how many of them had an ECN mark; see ``ACK_ENTRY`` in ``payloads``."""
     PROBE = 3
-    """The sender asks what is missing; it has nothing more to send now, unless the payload says otherwise."""
+    """The sender asks which packets are missing; it has nothing more to send now, unless the payload says otherwise."""
     BITMAP = 4
     """Which packets of a message have arrived; the answer to PROBE."""
     STOP = 5
-    """The receiver needs no more of a message; carries which packets arrived, or nothing if all did."""
+    """The receiver needs no more of a message. The payload says which packets arrived; it is empty if all did."""
     STOP_ACK = 6
     """Acknowledges a STOP."""
     HELLO = 7
@@ -38,8 +39,8 @@ class PacketType(IntEnum):
     HELLO_ACK = 8
     """The answer to HELLO."""
     ABORT = 9
-    """A rank gives up and says why, so that its peers need not wait for a deadline. If the first byte is 0, it leaves
-    in order."""
+    """A rank gives up, with a reason, so that its peers need not wait for a deadline. If the first byte is 0, it leaves
+    normally."""
 
 
 class Flag(IntFlag):
@@ -121,7 +122,7 @@ class HeaderError(ValueError):
 class Header(NamedTuple):
     """One decoded header.
 
-    ``budget`` is how many packets of this message one switch may drop; ``index`` and ``count`` are in packets.
+    ``budget`` is the number of this message's packets that one switch may drop; ``index`` and ``count`` are in packets.
     """
 
     type: PacketType
@@ -263,7 +264,7 @@ def drop_class_of(tags: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def dscp(queue: int, droppable: bool) -> int:
-    """Return the DSCP that tells a switch without P4 the queue, and whether the packet may be dropped.
+    """Return the DSCP, which tells a switch without P4 the queue, and whether the packet may be dropped.
 
     It lies in the local-use pool xxxx11 of RFC 2474: three bits of queue, one for droppable.
     """

@@ -33,7 +33,7 @@ class DLCP(Packet):
 
     @classmethod
     def dispatch_hook(cls, _pkt: bytes | None = None, *args: Any, **kwargs: Any) -> type[Packet]:
-        """Return the layer to read ``_pkt`` with: this one, or ``Raw`` if it is not a header of this version."""
+        """Return the layer that parses ``_pkt``: this one, or ``Raw`` if it has no header of this version."""
         if _pkt is not None and (len(_pkt) < HEADER_BYTES or _pkt[0] >> 4 != VERSION):
             return Raw
         return cls
