@@ -9,16 +9,16 @@ _PARTS = re.compile(r"(\d+)")
 
 
 def name_of(path: Sequence[Any]) -> str:
-    """Return a leaf's name, such as ``layers.0.kernel``: the keys of its path, which are ``jax.tree_util``'s."""
+    """Return a leaf's name, such as ``layers.0.kernel``: the keys of its ``jax.tree_util`` path, joined by dots."""
     return ".".join(str(_key(entry)) for entry in path) or "value"
 
 
 def forward_order(paths: Sequence[Sequence[Any]], layers: Sequence[str] = ()) -> list[int]:
     """Return the indices of leaves in the order of the forward pass.
 
-    JAX sorts dictionary keys alphabetically. Here numbers in keys are compared as numbers, so that ``Dense_2`` comes
-    before ``Dense_10``. Lists, tuples and fields keep their order. ``layers`` overrides the order of names: leaves
-    whose name begins with its first entry come first, and so on, then all others.
+    JAX sorts dictionary keys alphabetically. This function compares numbers in keys as numbers, so ``Dense_2`` comes
+    before ``Dense_10``. Lists, tuples and fields keep their order. ``layers`` overrides this order: leaves whose name
+    begins with its first entry come first, and so on; all others come last.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average gradients inside a jitted step: a callback per gradient hands it over, and a last one waits for all."""
+"""Average gradients inside a jitted step: one callback per gradient passes it on, and a last one waits for all."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -46,11 +46,11 @@ class _Averaging(GraphAverager):
 def average_gradients(group: Group, layers: Sequence[str] = ()) -> optax.GradientTransformation:
     """Return a transformation that averages gradients over all ranks; put it first in ``optax.chain``.
 
-    It works inside ``jax.jit``. Each gradient is handed over as soon as backward has computed it, the last layer's
-    first, so communication overlaps with backward. A process must compute on one device. Transformations that decide by
-    gradients, such as ``optax.apply_if_finite`` or clipping, must come after this one, so that all ranks decide alike.
-    So must ``optax.MultiSteps``, or it would exchange its accumulated gradients at each of its steps. A group serves
-    one model.
+    It works inside ``jax.jit``. Each gradient is passed on as soon as backward has computed it, the last layer's first,
+    so communication overlaps with backward. A process must compute on one device. Transformations whose behaviour
+    depends on gradients, such as ``optax.apply_if_finite`` or clipping, must come after this one, so that they act
+    alike on all ranks. So must ``optax.MultiSteps``, or it would exchange its accumulated gradients at each of its
+    steps. A group serves one model.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ def average_gradients(group: Group, layers: Sequence[str] = ()) -> optax.Gradien
     Raises
     ------
     TypeError
-        At the first step: a gradient is not float32, float64, float16 or bfloat16.
+        At the first step: a gradient has another type than float32, float64, float16 or bfloat16.
     jax.errors.JaxRuntimeError
-        At any step: ranks were not reached; the message has the cause, with rank, step and layer.
+        At any step: ranks could not be reached; the message names the cause, rank, step and layer.
     """
     averaging = _Averaging(group, layers)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run DLCP's work on MXNet's engine, which starts it when its arrays are ready, and then operations that depend on it.
+"""Schedule DLCP's work on MXNet's engine, which starts it when its arrays are ready.
 
 MXNet 1.9.1, the last release, offers this in its C interface (``include/mxnet/c_api.h`` in its package), which its own
 Python package uses in the same way. Operations are asynchronous: DLCP reports their completion, from any thread.
@@ -19,7 +19,7 @@ Work = Callable[[Callable[[], None]], None]
 
 _CPU: Final = 1
 _PRIORITIZED: Final = 3
-"""``FnProperty::kCPUPrioritized``: separate threads, so that computations do not delay DLCP."""
+"""``FnProperty::kCPUPrioritized``: threads of its own, so that computations do not delay DLCP."""
 
 
 class _Completion(ctypes.Structure):
@@ -40,7 +40,7 @@ _numbers = itertools.count(1)
 
 
 def push(work: Work, *, reads: Sequence[Any], writes: Sequence[Any], priority: int = 0) -> None:
-    """Make the engine run some work once no operation writes ``reads`` or uses ``writes`` any more.
+    """Schedule work for when no operation writes ``reads`` or uses ``writes`` any more.
 
     Parameters
     ----------

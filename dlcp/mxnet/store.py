@@ -20,7 +20,7 @@ from dlcp.session import Group, Options
 from dlcp.session.session import reason_of_exit
 
 NAME: Final = "dist_dlcp"
-"""The store's name for MXNet. It needs ``dist``: trainers ignore other stores."""
+"""The store's name for MXNet. It contains ``dist``, because trainers ignore other stores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,15 +37,15 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
     """Sums gradients with DLCP. The trainer updates the parameters, as with ``update_on_kvstore=False``.
 
     ``pushpull`` returns at once. The engine waits for each gradient separately, and operations on a sum wait for that
-    sum. If an exchange fails, its gradients become NaN and the next call raises the error, because the engine cannot
-    accept errors from outside.
+    sum. The engine does not accept errors. So if an exchange fails, its gradients become NaN, and the next call raises
+    the error.
 
     Parameters
     ----------
     options
         By default :meth:`dlcp.session.Options.from_environment`.
     group
-        A group that has been joined already.
+        An existing group.
 
     Raises
     ------
@@ -68,7 +68,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
         """Written when a step ends, and read by all operations of a step."""
         self._error: BaseException | None = None
         self._factor = 1 if self.group.options.combine == SUM else self.group.size
-        """From the group's result to the sum: a KVStore sums, a group averages unless its options say otherwise."""
+        """Factor on the group's result: a KVStore sums, while a group averages unless its options differ."""
         self._exit = ExitCallback(self._at_exit)
 
     # MXNet's interface ------------------------------------------------------------------------------------------------

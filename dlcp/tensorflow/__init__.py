@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLCP for TensorFlow: Keras 3 optimizers that average gradients over the ranks, in ``model.fit`` or in any other loop.
+"""DLCP for TensorFlow: Keras 3 optimizers that average gradients over the ranks, in ``model.fit`` or your own loop.
 
 The lines that a training script needs, with names as in Horovod::
 

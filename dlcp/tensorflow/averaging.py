@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average gradients inside a TensorFlow graph: a callback per gradient hands it over, and a last one waits for all."""
+"""Average gradients inside a TensorFlow graph: one callback per gradient passes it on, and a last one waits for all."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from dlcp.session import Group
 from dlcp.session.graph import GraphAverager
 
 FINITE: Final = "finite"
-"""Name of a flag that is averaged like a parameter with scaled gradients: 1 if a rank's are finite, else 0."""
+"""Name of a flag that is averaged along with scaled gradients: 1 if a rank's gradients are finite, else 0."""
 
 
 class Averaging(GraphAverager):
@@ -35,7 +35,7 @@ class Averaging(GraphAverager):
         Raises
         ------
         ValueError
-            A variable is overwritten by its "gradient", as float8 scales are, which cannot be averaged; or the group
+            A variable is overwritten by its gradient, such as a float8 scale, so DLCP cannot average it. Or the group
             already has the variables of another model.
         """
         for variable in variables:
@@ -48,7 +48,7 @@ class Averaging(GraphAverager):
     def average(self, names: Sequence[str], gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients averaged over the ranks; all ranks must pass gradients of the same parameters.
 
-        In a graph, each gradient is handed over as soon as backward has computed it, the last parameter's first, so
+        In a graph, each gradient is passed on as soon as backward has computed it, the last parameter's first, so
         communication overlaps with backward.
 
         Parameters
@@ -74,8 +74,8 @@ class Averaging(GraphAverager):
         """Return averages of gradients that were multiplied by a loss scale, the same on all ranks.
 
         If any rank's gradients are not finite, all ranks get infinite ones, so all skip the step and lower the scale.
-        Packets hold unscaled, finite values. Residual therefore stays valid in the next step, where the scale may
-        differ, and after a skipped step.
+        Packets hold unscaled, finite values. So the residual stays valid after a skipped step, and when the scale
+        changes.
         """
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in dense])
@@ -95,8 +95,8 @@ class Averaging(GraphAverager):
 def names_of(variables: Sequence[Any]) -> list[str]:
     """Return the variables' paths, such as ``block.dense.kernel``; variables of a layer differ in the last part only.
 
-    The model's own name is left out, because Keras numbers models and ranks may have created different numbers of them.
-    Repeated paths get a number from the second on.
+    The model's own name is left out: Keras numbers models, and ranks may have created different numbers of them. The
+    second and later variables with one path get a number.
     """
     paths = [variable.path.split("/") for variable in variables]
     if len({path[0] for path in paths}) == 1 and all(len(path) > 2 for path in paths):

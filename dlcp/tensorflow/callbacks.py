@@ -39,7 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Parameters
     ----------
     root_rank
-        The rank with the initial weights; a checkpoint needs to be loaded there only.
+        The rank with the initial weights; only that rank needs to load a checkpoint.
     group
         By default the one that :func:`dlcp.tensorflow.init` has joined.
     """
@@ -78,7 +78,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast after the first batch, if the model was not built before."""
+        """Broadcast after the first batch, if the model was not built earlier."""
         if not self._done:
             self._broadcast()
 
