@@ -33,16 +33,16 @@ from dlcp.transport import (
 EAGER_BYTES = 16 << 10
 """Messages up to this size are sent from a copy, so a collective can end before they are acknowledged. Not tuned."""
 HORIZON_EVERY = 256
-"""After this many collectives, ranks tell each other which messages are finished for good. Not tuned."""
+"""Ranks exchange the horizon, below which all messages are finished, once per this number of collectives. Not tuned."""
 RANKS_MAX = 2048
-"""How many ranks can have their own message numbers in every round of a collective."""
+"""The most ranks that can have message numbers of their own in every round of a collective."""
 
 
 @dataclass(slots=True)
 class AllowedLoss:
-    """What contributions to a reduction may lose, and where losses are recorded.
+    """The loss bound of contributions to a reduction, and the record of their losses.
 
-    There is no error feedback: nothing shows that a tensor is the one reduced in the last step. Instead, the sum of the
+    There is no error feedback, because a group cannot match a tensor to that of the last step. Instead, the sum of the
     delivered contributions is scaled up.
     """
 
@@ -50,7 +50,7 @@ class AllowedLoss:
     tagger: Tagger = field(default_factory=Tagger)
     ledger: Ledger = field(default_factory=Ledger)
     least_values: int = 1024
-    """Smaller buffers arrive in full: they are cheap, and more often a norm or a count than a gradient."""
+    """Smaller buffers arrive in full: they cost little, and often hold a norm or a count, not a gradient."""
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class Collective:
 class Channel:
     """Messages of one rank's collectives within its group. Thread-safe.
 
-    One failed collective ends the whole group: this rank tells the others, and every pending or later collective fails
-    with the same error.
+    One failed collective ends the whole group: this rank notifies the others, and every pending or later collective
+    fails with the same error.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class Channel:
         return bool(self._under_way)
 
     def close(self, reason: str | None = None) -> None:
-        """Close: without a ``reason``, once the peers have what they wait for; with one, after telling them."""
+        """Close the channel. Without a ``reason``, wait until the peers have all data; with one, send it to them."""
         end_s = time.monotonic() + self.connection.options.silence_s
         while reason is None and self._unconfirmed and not self._failure and time.monotonic() < end_s:
             time.sleep(0.002)
@@ -114,7 +114,10 @@ class Channel:
     def start(
         self, what: str, loss: AllowedLoss | None = None, op: ElementwiseOp | None = None, size: int = 0
     ) -> Collective:
-        """Return a numbered collective; a reduction of ``size`` bytes may lose what ``loss`` allows, if its op can."""
+        """Return a numbered collective.
+
+        A reduction of ``size`` bytes may lose packets within ``loss``, if its op allows it.
+        """
         if loss and op:
             values = size // op.storage.itemsize
             if not op.bears_loss or values < loss.least_values or loss.bound.ratio == 0:
@@ -137,7 +140,7 @@ class Channel:
         return collective
 
     def begin(self, collective: Collective, action: Callable[[], None]) -> None:
-        """Start a collective in the endpoint's thread, where everything else happens, too."""
+        """Start a collective in the endpoint's thread, where all callbacks run, too."""
         collective.operation.hold()
 
         def act() -> None:
@@ -147,7 +150,7 @@ class Channel:
         self.call(act, collective.operation)
 
     def aside(self, collective: Collective, function: Callable[[], None], then: Callable[[], None]) -> None:
-        """Run a long function in the thread for these, in order, and then ``then`` in the endpoint's thread."""
+        """Run a long function in the work thread, in order, and then ``then`` in the endpoint's thread."""
         collective.operation.hold()
 
         def conclude(done: "Future[None]") -> None:
@@ -160,7 +163,7 @@ class Channel:
         )
 
     def call(self, action: Callable[[], None], operation: Operation | None = None) -> None:
-        """Run an action in the endpoint's thread. If that has ended, the operation that needs it fails."""
+        """Run an action in the endpoint's thread. If the thread has ended, the operation fails."""
         try:
             self.endpoint.call(action)
         except TransportError as error:
@@ -185,9 +188,10 @@ class Channel:
         Parameters
         ----------
         then
-            Called once the peer has it, which the collective then waits for. Otherwise it may end before.
+            Called once the peer has the part; the collective waits for that. Without it, the collective may end
+            earlier.
         own
-            Whether the data is the collective's own, and does not change any more.
+            Whether the data belongs to the collective, and no longer changes.
         """
         if collective.operation.done.done():
             return
@@ -267,9 +271,9 @@ class Channel:
     # Finished steps ---------------------------------------------------------------------------------------------------
 
     def _exchange_horizon(self, number: int) -> None:
-        """Tell each peer the lowest step that may still have messages, and learn the same from it.
+        """Exchange with each peer the lowest step that may still have messages.
 
-        Steps older than every rank's are refused from then on, and need not be remembered.
+        Steps below every rank's are refused from then on, and forgotten.
         """
         operation = Operation(f"group {self.name}, rank {self.rank}: horizon {number}", self._fail)
         key = MessageKey(number, horizon_number())

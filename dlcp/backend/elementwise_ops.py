@@ -15,7 +15,7 @@ _WIDENED = {"float16": ValueType.FLOAT16, "bfloat16": ValueType.BFLOAT16}
 """Formats that are added in float32 and rounded once."""
 
 BLOCK_VALUES = 1 << 15
-"""How many values are reduced at a time: a few such blocks fit into a core's L2 cache."""
+"""Values reduced at a time: a few such blocks fit into a core's L2 cache."""
 
 
 class ReduceOp(Enum):
@@ -51,7 +51,7 @@ _KINDS = {
     ReduceOp.BITWISE_OR: "biu",
     ReduceOp.BITWISE_XOR: "biu",
 }
-"""NumPy's kinds of types (bool, int, unsigned, float, complex) that each operation supports."""
+"""The kinds of NumPy types (bool, int, unsigned, float, complex) that each operation supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ElementwiseOp:
 
     @property
     def bears_loss(self) -> bool:
-        """Whether an average over the delivered contributions can replace the whole."""
+        """Whether an average over the delivered contributions can replace the complete one."""
         if self.kind not in (ReduceOp.SUM, ReduceOp.MEAN):
             return False
         return self.format_name in _WIDENED or self.storage.kind == "f"
@@ -113,8 +113,8 @@ class ElementwiseOp:
         ranks
             Number of ranks.
         delivered
-            If values were lost, and are 0: how many ranks each value holds, shape (values,). The result is then scaled
-            to represent all ranks.
+            If values were lost, and are 0: the number of ranks in each value, shape (values,). The result is then
+            scaled to represent all ranks.
         """
         values = [np.frombuffer(part, self.storage) for part in parts]
         result = np.frombuffer(out, self.storage)

@@ -14,9 +14,9 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 class Operation:
-    """Done when all its parts are; fails as soon as one fails.
+    """Done when all its parts are done; fails as soon as one fails.
 
-    The caller that starts it holds it open with ``with``, so that it cannot end before its last part is known.
+    The caller starts parts inside a ``with``, so that the operation cannot end before the last part has started.
 
     Parameters
     ----------
@@ -49,13 +49,13 @@ class Operation:
         self._close_one()
 
     def hold(self) -> "Operation":
-        """Stay open until one more ``with`` has ended."""
+        """Keep the operation open until one more ``with`` ends."""
         with self._lock:
             self._open += 1
         return self
 
     def part(self, action: Callable[[Any], None] | None = None) -> Then[Any]:
-        """Stay open until the returned callback gets a message, which it passes to ``action``."""
+        """Keep the operation open until the returned callback gets a message, which it passes to ``action``."""
         self.hold()
 
         def conclude(result: Any) -> None:
@@ -66,10 +66,10 @@ class Operation:
         return guard(conclude, self.fail)
 
     def part_in_place(self, size: int, detach: Callable[[], None]) -> Then[Any]:
-        """Stay open until a message is sent or, if it is the last to finish, its ``size`` bytes are copied.
+        """Keep the operation open until a message is delivered, or, if it is the last part, copied.
 
-        ``detach`` lets the rest be sent from a copy. It is called in the endpoint's thread. The returned callback takes
-        the message's outcome.
+        ``detach``, called in the endpoint's thread, copies its ``size`` bytes. The returned callback takes the
+        message's outcome.
         """
         with self._lock:
             self._serial += 1
@@ -86,11 +86,14 @@ class Operation:
         return guard(conclude, self.fail)
 
     def part_in_copy(self) -> Then[Any]:
-        """Return a callback that fails this if a message fails, even after the end, which does not wait for it."""
+        """Return a callback that fails the operation if a message fails.
+
+        The operation does not wait for it, and may have ended.
+        """
         return guard(lambda _: None, self.fail)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error that says where it happened; only the first error counts."""
+        """End with an error that names the operation; only the first error counts."""
         kind = type(error) if isinstance(error, TransportError) else TransportError
         what = str(error) if isinstance(error, TransportError) else repr(error)
         failure = kind(f"{self.where} failed: {what}")
@@ -112,7 +115,7 @@ class Operation:
             self._later(PATIENCE_S + 2 * size / COPY_BYTES_PER_S, self._detach)
 
     def _is_over(self) -> bool:
-        """Claim the end if it has been reached. Call it with the lock held."""
+        """Return True to the caller that must end the operation, if it is over. Call it with the lock held."""
         over = not (self._open or self._sent_in_place or self._ended)
         self._ended |= over
         return over

@@ -2,9 +2,8 @@
 """Messages from one rank to another, matched by tag, in sending order.
 
 No receiver knows beforehand when such a message arrives, so each has a header. If a message and its header fit into one
-packet, the message goes *eagerly*, along with the header; otherwise the header says which message will follow
-(*rendezvous*). Headers are received whenever they arrive. A header without a matching posted receive waits in the
-unexpected queue.
+packet, the message goes *eagerly*, along with the header; otherwise the header announces the message (*rendezvous*).
+Headers are received whenever they arrive. A header without a matching posted receive waits in the unexpected queue.
 """
 
 import struct
@@ -36,7 +35,7 @@ from dlcp.transport import (
 PROBE_EVERY_S: Final = 1.0
 """How often a posted receive checks that the sender is alive; small against ``silence_s``."""
 FORGET_AFTER_S: Final = 30.0
-"""How long a complete message is remembered, so that its late packets are recognized: longer than any may be late."""
+"""How long a complete message is remembered, to recognise its late packets: longer than any delay."""
 _HEADER: Final = struct.Struct(">BQqQ")
 
 
@@ -45,7 +44,7 @@ class _Kind(IntEnum):
 
     CONTENT = 0
     PROBE = 1
-    """Only to be acknowledged, by a rank that is alive."""
+    """Carries nothing; its acknowledgement shows that a rank is alive."""
 
 
 class _Stamp(NamedTuple):
@@ -77,7 +76,7 @@ class _Header(NamedTuple):
 
 @dataclass(slots=True)
 class _PostedReceive:
-    """A receive without a matching header so far."""
+    """A posted receive whose header has not arrived."""
 
     source: int | None
     tag: int
@@ -104,7 +103,7 @@ class PointToPoint:
     peers
         The other ranks.
     step
-        Tells the current step: messages are numbered within it, for peers refuse what is far behind or ahead.
+        Returns the current step. Messages are numbered within it, because peers refuse steps far from their own.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class PointToPoint:
         """Headers by source and order whose predecessors are still in flight."""
         self._next_order: dict[int, int] = {}
         self._complete: deque[tuple[float, int, MessageKey]] = deque()
-        """When each message completed, its source and its key."""
+        """Completed messages: when, source and key."""
         self._unexpected: list[_Header] = []
         self._posted: list[_PostedReceive] = []
         self._under_way: set[Operation] = set()
@@ -149,7 +148,7 @@ class PointToPoint:
         return posted.answer
 
     def lowest_step(self, peer: int) -> int:
-        """Return the lowest step of a message that may still be in flight to a rank, now or later."""
+        """Return the lowest step whose messages to a rank may be in flight, now or later."""
         state = self._send_states.get(peer)
         return min([self._step(), *(stamp.step for stamp in state.unconfirmed)] if state else [self._step()])
 
@@ -162,7 +161,7 @@ class PointToPoint:
             operation.fail(error)
 
     def _begin(self, operation: Operation, action: Callable[[], None]) -> None:
-        """Start an operation in the endpoint's thread, where everything else happens, too."""
+        """Start an operation in the endpoint's thread, where all callbacks run, too."""
         with self._lock:
             if not self._failure:
                 self._under_way.add(operation)
@@ -277,7 +276,7 @@ class PointToPoint:
                 self._connection.receive(content, on_content)
 
     def _note_complete(self, source: int, key: MessageKey) -> None:
-        """Let the endpoint forget messages that completed long ago: without collectives no horizon would do so."""
+        """Make the endpoint forget old completed messages: without collectives, no horizon does so."""
         now_s = time.monotonic()
         self._complete.append((now_s, source, key))
         while self._complete and self._complete[0][0] < now_s - FORGET_AFTER_S:
@@ -292,7 +291,7 @@ class PointToPoint:
             self._connection.call_later(PROBE_EVERY_S, self._probe)
 
     def _probe(self) -> None:
-        """Check that awaited senders are alive: one that does not acknowledge will be found to be silent."""
+        """Probe the awaited senders: if one does not acknowledge, the endpoint reports it as silent."""
         self._probing = False
         self._posted = [posted for posted in self._posted if not posted.operation.done.done()]
         if not self._posted or self._failure:

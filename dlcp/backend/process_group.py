@@ -2,7 +2,7 @@
 """Collectives of a group of ranks over one endpoint, on raw bytes: everything arrives in full unless loss is allowed.
 
 Collectives are numbered in the order of issue, which must be the same on all ranks; the number is the step of their
-messages. So any number of them can be in progress, and none waits for another.
+messages. So any number of collectives can be in progress independently.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ class Collectives(Channel):
     """All collectives of one rank within its group. Thread-safe; methods return at once.
 
     Buffers are contiguous memoryviews of bytes; input buffers must not change, and output buffers must not be read,
-    until the operation's future is done. By then this rank has received everything, and its data is with the others or
-    has been copied: a failure on their side may only show in a later collective.
+    until the operation's future is done. By then this rank has received everything, and the others have its data, or a
+    copy is being sent. So if a peer fails, only a later collective may report it.
     """
 
     # Moving bytes -----------------------------------------------------------------------------------------------------
 
     def barrier(self) -> "Future[None]":
-        """Complete when all ranks have reached this point: in round k each hears from 2**k more ranks."""
+        """Complete when all ranks have called this. After round k, each has heard from 2**k more ranks."""
         collective = self.start("barrier")
         token = memoryview(bytearray(1))
         rounds = (self.ranks - 1).bit_length()
@@ -49,7 +49,7 @@ class Collectives(Channel):
         return self._run(collective, partial(enter, 0))
 
     def broadcast(self, data: memoryview, root: int) -> "Future[None]":
-        """Send the root's ``data`` to all ranks: by a binomial tree, or in parts that the ranks pass to each other."""
+        """Send the root's ``data`` to all ranks: in a binomial tree, or in parts that ranks exchange."""
         collective = self.start("broadcast")
         small = self.ranks == 2 or len(data) <= EAGER_BYTES * self.ranks
         way = self._broadcast_by_tree if small else self._broadcast_in_parts
@@ -174,5 +174,5 @@ class Collectives(Channel):
         return self.point_to_point.send(data, peer, tag)
 
     def receive(self, data: memoryview, peer: int | None, tag: int) -> "Future[int]":
-        """Receive a tag's oldest message into ``data``, from one rank or, with None, any; the result is the sender."""
+        """Receive a tag's oldest message into ``data``, from one rank or from any (None); the result is the sender."""
         return self.point_to_point.receive(data, peer, tag)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions: every rank reduces a shard of all contributions, and sends the result to the ranks that want it.
+"""Reductions: every rank reduces one shard of all contributions, and sends the result to the ranks that need it.
 
 Shards are divided into chunks, so that one is reduced while the next is in flight. Small all-reduces take one hop
-instead of two: all send everything to all, and each reduces by itself.
+instead of two: every rank sends its whole buffer to all, and each reduces alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,14 @@ from dlcp.transport import RELIABLE, Arrival
 SMALL_BYTES: Final = 16 << 10
 """A shard for every rank only pays off above this; smaller buffers are reduced by one rank."""
 ONE_HOP_BYTES: Final = 64 << 10
-"""The most that all send to all: every rank reduces it in the endpoint's thread. Not tuned."""
+"""The largest buffer that ranks send to all in one hop: every rank reduces it in the endpoint's thread. Not tuned."""
 HOP_S: Final = 200e-6
 HOST_BYTES_PER_S: Final = 1e9
-"""Time of a hop, and rate at which bytes leave a busy host: the order of magnitude on the machines we know."""
+"""Time of a hop, and send rate of a busy host: the order of magnitude on the machines we measured."""
 _CHUNK_BYTES: Final = 8 << 20
 """The size of a chunk. Not tuned."""
 ASIDE_BYTES: Final = 64 << 10
-"""More than this is not reduced in the endpoint's thread: 10 us of work."""
+"""The most bytes reduced in the endpoint's thread: 10 us of work."""
 
 
 class Reduction:
@@ -38,7 +38,7 @@ class Reduction:
     Parameters
     ----------
     channel, collective
-        Where it runs, and which collective it belongs to.
+        The channel, and the collective that the reduction belongs to.
     op
         The operation on values.
     """
@@ -75,7 +75,7 @@ class Reduction:
             self.collective.operation.done.add_done_callback(lambda _: self.channel.call(give))
 
     def reduce_scatter(self, parts: Sequence[memoryview], result: memoryview) -> None:
-        """Give every rank the result of its part. For the caller's thread, which copies while packets leave."""
+        """Give every rank the result of its part. Runs in the caller's thread, which copies while packets are sent."""
         channel = self.channel
         channel.begin(self.collective, partial(self._contribute, parts, gather=False))
         for chunk in self._chunks_of(parts[channel.rank], result, []):
@@ -95,7 +95,7 @@ class Reduction:
         return [data[start * size : stop * size] for start, stop in shards.values()]
 
     def _one_hop(self, data: memoryview) -> None:
-        """Send everything to all; each rank reduces by itself, in the order of ranks."""
+        """Send the buffer to all ranks; each rank reduces alone, in the order of ranks."""
         channel, buffers = self.channel, self.channel.connection.buffers
         own = memoryview(bytes(data))
         received = {peer: buffers.take(len(data)) for peer in channel.peers}
@@ -159,8 +159,8 @@ class Reduction:
 class ChunkAccumulator:
     """The reduction of one chunk of this rank's shard.
 
-    Sums and means of float32 are formed as packets arrive; everything else once all contributions have arrived, in a
-    thread beside the endpoint's if it takes long.
+    Sums and means of float32 are computed as packets arrive. Other reductions start once all contributions have
+    arrived; long ones run in the work thread.
 
     Parameters
     ----------
@@ -254,9 +254,9 @@ class ChunkAccumulator:
 
 
 def one_hop_bytes(ranks: int) -> int:
-    """Return the size up to which an all-reduce takes one hop: its extra bytes cost less than a second hop.
+    """Return the size up to which an all-reduce takes one hop: up to it, the extra bytes cost less than a second hop.
 
-    Everything to all moves ``n - 1`` times the buffer out of each rank; in shards it is ``2 (n - 1) / n`` times.
+    In one hop each rank sends ``n - 1`` times the buffer; in shards, ``2 (n - 1) / n`` times.
     """
     more = (ranks - 1) * (1 - 2 / ranks)
     return ONE_HOP_BYTES if more <= 0 else min(ONE_HOP_BYTES, int(HOP_S * HOST_BYTES_PER_S / more))
