@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 _SIZES_KEPT: Final = 64
 _BUFFERS_KEPT: Final = 16
-"""How many sizes a pool keeps, and how many buffers of each: more than a step's buckets need."""
+"""The most sizes in a pool, and the most buffers of each size: more than a step's buckets need."""
 _ALIGNMENT: Final = 64
 """Alignment of pieces of exported memory, in bytes: a cache line."""
 
@@ -32,7 +32,7 @@ class BufferPool:
         return whole[:size]
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Return a buffer, or a part that stands for it, once it is unused."""
+        """Return an unused buffer, or a part of it."""
         if not len(buffer):
             return
         whole: NDArray[np.uint8] = buffer if buffer.base is None else buffer.base
@@ -44,20 +44,20 @@ class BufferPool:
 
 
 class ExportedMemory:
-    """Memory of this rank that other ranks of its host map, so they read messages in place.
+    """Memory of this rank that other ranks of its host map, so that they read messages in place.
 
-    As with all messages, the bytes must not change until they are acknowledged, not even after ``Endpoint.detach`` has
-    replaced them by a copy.
+    The bytes of a message must not change until it is acknowledged, even after ``Endpoint.detach`` has replaced them by
+    a copy.
     """
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self.memory = memory
         self._taken: dict[int, int] = {}
-        """End of each piece in use, by its start."""
+        """The end of each piece in use, by its start."""
 
     @staticmethod
     def needed(sizes: Iterable[int]) -> int:
-        """Return how many bytes pieces of these sizes take up together."""
+        """Return the bytes that pieces of these sizes occupy together."""
         return sum(size + -size % _ALIGNMENT for size in sizes)
 
     def take(self, size: int) -> NDArray[np.uint8] | None:
@@ -73,5 +73,5 @@ class ExportedMemory:
         return self.memory[start : start + size]
 
     def give(self, piece: NDArray[np.uint8]) -> None:
-        """Return a piece once it is unused."""
+        """Return an unused piece."""
         del self._taken[piece.ctypes.data - self.memory.ctypes.data]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many packets a rank may have in flight to a peer: the input and output of a rate control.
+"""The interface of rate control, which limits the packets that a rank may have in flight to a peer.
 
 A job should count as one flow on a port, however many ranks send to it, so each of its flows grows by its weight.
 """
@@ -25,7 +25,7 @@ class Report(NamedTuple):
     smoothed_rtt_s
         Smoothed round-trip time; 0 if unknown.
     limited
-        Whether the window was the limit.
+        Whether the window limited sending.
     one_way_s
         Minimum sampled one-way delay, up to the offset between the hosts' clocks; infinity if there was no sample. It
         can be negative, and is only meaningful relative to other samples.
@@ -42,7 +42,7 @@ class Report(NamedTuple):
 
 
 class RateControl(Protocol):
-    """A window in packets, driven by reports; a window below one packet admits one now and then.
+    """A window in packets, driven by reports. Below 1, it admits one packet now and then.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class RateControl(Protocol):
 
     @property
     def slow_start(self) -> bool:
-        """Whether the window grows by all that is delivered while it is the limit, so that each report counts."""
+        """Whether the window grows by all delivered packets while it limits sending, so that each report counts."""
 
     def on_report(self, report: Report) -> None:
         """Process one report."""
@@ -65,11 +65,11 @@ class RateControl(Protocol):
         """Begin a message after a pause with nothing in flight; return whether the window shrank."""
 
     def on_timeout(self) -> None:
-        """Nothing arrived for a whole probe timeout."""
+        """React to a whole probe timeout without any arrival."""
 
 
 class NoWindow:
-    """No window: there is no network in between to congest."""
+    """No window: between ranks of one host there is no network to congest."""
 
     ecn_capable = False
     slow_start = False

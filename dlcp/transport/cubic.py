@@ -14,8 +14,8 @@ class CubicWindow:
     weight
         The share of a flow that this flow counts as: k flows of weight 1/k together should behave as one. If all
         packets are equally likely to be lost, an AIMD flow's throughput is proportional to the square root of its
-        increase, hence the square. If a flow loses the packets that it grew by, throughput is inversely proportional to
-        the decrease instead, so a light flow also decreases by more; the root is a compromise between the two.
+        increase, hence the square. If a flow loses the packets by which it grew, throughput is inversely proportional
+        to the decrease, so a light flow also decreases by more. The root is a compromise between the two.
     """
 
     SCALE = 0.4
@@ -53,11 +53,11 @@ class CubicWindow:
             self.grow(report)
 
     def resume(self, window: float) -> None:
-        """Continue from a window that another control has found."""
+        """Continue from the window of another control."""
         self.window = self._threshold = self._peak = window
 
     def grow(self, report: Report) -> None:
-        """Grow by what was delivered, in congestion avoidance."""
+        """Grow with each delivery, in congestion avoidance."""
         now_s, delivered, rtt_s = report.now_s, report.delivered, report.smoothed_rtt_s
         if self._epoch_s < 0:
             self._epoch_s, self._reno = now_s, self.window

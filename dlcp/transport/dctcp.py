@@ -11,28 +11,30 @@ from dlcp.transport.random_loss import Finding, RandomLoss
 
 SMALLEST_JOB_WINDOW_PACKETS = 9.0
 SMALLEST_WINDOW_PACKETS = 3.0
-"""The least that a job keeps in flight to a rank, divided among its senders; also the most that one sender keeps.
+"""The fewest packets that a job keeps in flight to a rank, divided among its senders; also the largest minimum of one
+sender.
 
 Packets over the job's share wait below all other traffic and occupy the window meanwhile, so a smaller window would
 leave the share unused. Not tuned.
 """
 ROUND_PACKETS_MIN, ROUND_PART = 4, 0.9
-"""A round covers this part of a window: after growing by an eighth, the window exceeds what was in flight. A smaller
-window is judged over four packets: of fewer, all or none are marked."""
+"""A round covers this part of a window: after growing by an eighth, the window exceeds what was in flight. Smaller
+windows use rounds of four packets: of fewer, often all or none are marked."""
 CALM_ROUNDS_MAX, PATIENCE_ROUNDS = 2, 5
-"""Each of the first two rounds without congestion doubles the growth, and each after the fifth, as TIMELY's
-hyper-active increase begins after five (SIGCOMM 2015)."""
+"""Growth doubles in each of the first two rounds without congestion, and in each after the fifth. TIMELY's hyper-active
+increase begins after five, too (SIGCOMM 2015)."""
 LOSS_CUT = 0.25
-"""A loss in a marking queue shrinks the window by this share, or by the share lost if that is more. CUBIC uses 0.3. If
-it were proportional to the losses alone, flows would lose as much as they grew and never converge to equal shares."""
+"""A loss in a marking queue shrinks the window by this share, or by the share lost if that is more. CUBIC uses 0.3.
+With a decrease proportional to losses alone, flows would lose as much as they grew, and never converge to equal
+shares."""
 COLLAPSE = 0.5
 """In a contested queue, this share of losses is congestion whatever its cause. Not tuned."""
 GENTLE = 8
-"""A window grows by at most an eighth, or each increase would overshoot."""
+"""A window grows by at most an eighth; larger increases would overshoot."""
 ROUNDS_MAX = 16
 """Growth for at most this many rounds in one report. Not tuned."""
 START_GROWTH_MAX = 3
-"""In slow start, a window grows at most fourfold in one report, however much was delivered. Not tuned."""
+"""In slow start, a window grows at most fourfold in one report. Not tuned."""
 START_MARKED = 0.25
 """Slow start ends once this share of a round is marked: its own bursts mark less."""
 DELAY_BETA = 0.8
@@ -42,31 +44,31 @@ LATE = 1.25
 """After this many round trips, the fate of all packets in flight at a decrease is known: the last loss is found a
 quarter of a round trip after its acknowledgement was expected (RACK, RFC 8985)."""
 TRIAL_CUT_MIN = 0.15
-"""A smaller decrease is too small to tell. Not tuned."""
+"""The effect of a smaller decrease cannot be measured. Not tuned."""
 OURS_MIN = 0.5
-"""A queue is this flow's if sending less shortens it by at least this part of what it would if no others sent. A flow
-with less than half of a port loses its share to flows that fill the buffer, as Vegas does; one with more can drain the
-queue. Copa (NSDI 2018) and Nimbus (SIGCOMM 2022) choose between two such modes, too."""
+"""A queue belongs to this flow if sending less shortens it by at least this part of the effect expected without other
+flows. A flow with less than half of a port loses its share to flows that fill the buffer, as Vegas does; one with more
+can drain the queue. Copa (NSDI 2018) and Nimbus (SIGCOMM 2022) choose between two such modes, too."""
 REGAINED_QUEUED, REGAINED_IDLE = 0.925, 1.25
-"""A contested queue is tested again once the window reaches this multiple of its size before the last loss. If the
-queue could be this flow's, that is when CUBIC has regained three quarters of its decrease; without a queue, when it is
-far beyond its plateau, which shows that the other flows are gone."""
+"""A contested queue is tested again once the window reaches this multiple of its size before the last loss. The first
+applies to a queue that may be this flow's: CUBIC has then regained three quarters of its decrease. The second applies
+without a queue: CUBIC is then far beyond its plateau, so the other flows must be gone."""
 PAUSE_ROUNDS, PAUSE_MIN_S = 2, 0.01
-"""After this long without a report, other flows may be gone, too. The second is the usual spacing of reports."""
+"""Time without a report after which other flows may be gone, too. The second is the usual spacing of reports."""
 RESTART_PART = 1 / 4
-"""After a pause, a flow begins with this part of its window if losses have shrunk it lately, that is, within the time
-for which the idle path is remembered. Two round trips later it has the whole window again."""
+"""After a pause, a flow begins with this part of its window if losses have shrunk it within the time for which the idle
+path is remembered. Two round trips later it has the whole window again."""
 PROBE_PART = 0.75
 """To measure the idle path again, a flow keeps this part of its packets in flight; BBRv2 keeps half."""
 
 
 class Trial(NamedTuple):
-    """Sending less, to see whether that shortens the queue: the window and times from before."""
+    """A trial of sending less, to find out whether that shortens the queue: the earlier window and delays."""
 
     window: float
     rtt_s: float
     back_s: float
-    """How much of it was queueing of acknowledgements."""
+    """The part of it that was queueing of acknowledgements."""
 
 
 class DctcpWindow:
@@ -75,23 +77,24 @@ class DctcpWindow:
     Three signs of congestion shrink the window, once a round (a window's worth of packets):
 
     - marks, by half the smoothed share of marked packets;
-    - losses: with a standing queue, those beyond the path's random loss; without one, only if they cease when less is
-      sent (:class:`RandomLoss`), since with bounded loss a lost gradient packet is a signal rather than a fault;
-    - delay of several milliseconds, but not below the window that the path has been seen to carry.
+    - losses: with a standing queue, those beyond the path's random loss; without one, only if they cease at a lower
+      rate (:class:`RandomLoss`), since bounded loss tolerates lost gradient packets;
+    - delay of several milliseconds, but not below the window that the path is known to carry.
 
-    While it is the limit the window grows: by all that is delivered at first, then by ``weight`` per round, and faster
-    the longer there is no congestion.
+    While the window limits sending, it grows: at first by all delivered packets, then by ``weight`` per round, and
+    faster the longer there is no congestion.
 
-    A decrease for delay is undone if it does not shorten the queue: then other flows fill it, and this one would only
-    yield to them. From then on, and after a loss in an unmarked queue, the queue is contested: the window reacts to
-    losses alone, as theirs do (:class:`CubicWindow`), until it has regained what it lost. Then delay is tried again.
+    A decrease for delay is undone if it does not shorten the queue, because other flows then fill it, and this one
+    would only yield to them. From then on, and after a loss in an unmarked queue, the queue is contested: the window
+    reacts to losses alone, as theirs do (:class:`CubicWindow`), until it has regained what it lost. Then delay is tried
+    again.
 
-    If losses shrank the window lately, it restarts with a part of it whenever a message begins after a pause
-    (:meth:`restart`). A whole window at once would meet a queue that other flows keep full, and flows that pause would
-    lose their shares to those that do not.
+    If losses shrank the window recently, a message after a pause starts with a part of it (:meth:`restart`). A whole
+    window at once would meet a queue that other flows keep full, so flows that pause would lose their shares to flows
+    that do not.
 
-    Packets in flight at a decrease do not shrink the window again. The exception is marks where the marking threshold
-    exceeds what the path holds: that lets many flows that begin at once find their shares.
+    Packets in flight at a decrease do not shrink the window again. Marks are an exception if the marking threshold
+    exceeds the path's capacity: many flows that begin together then find their shares.
 
     Parameters
     ----------
@@ -103,7 +106,7 @@ class DctcpWindow:
     """
 
     GAIN = 1 / 8
-    """Weight of the newest window in the average; RFC 8257 uses 1/16, but training steps are short."""
+    """Weight of the newest window in the average. RFC 8257 uses 1/16; training steps are too short for that."""
     ecn_capable = True
 
     def __init__(self, weight: float = 1.0, *, heed_delay: bool = True) -> None:
@@ -122,7 +125,7 @@ class DctcpWindow:
         self._round = Round(0.0)
         self._round_packets = max(self.window, ROUND_PACKETS_MIN)
         self._aftermath_s = 0.0
-        """Length of a round of packets that were in flight at a decrease, in seconds; 0: this is not such a round."""
+        """Length of a round whose packets were in flight at a decrease, in seconds; 0 in other rounds."""
         self._trial: Trial | None = None
         self._probed = 0.0
         """The window to return to once the idle path has been measured; 0 if it is not being measured."""
@@ -142,7 +145,7 @@ class DctcpWindow:
 
     @property
     def slow_start(self) -> bool:
-        """See :class:`RateControl`: at first, after silence, and while losses are on trial."""
+        """See :class:`RateControl`: at first, after silence, and during a trial of losses."""
         return self._starting or self._random.trying or self.window < self._resume_at
 
     @property
@@ -185,7 +188,7 @@ class DctcpWindow:
         self.window += self._growth * rounds
 
     def _start(self, report: Report) -> None:
-        """Grow by all that is delivered: at first, and after silence."""
+        """Grow by all delivered packets: at first, and after silence."""
         growth = min(max(0, report.delivered - 2 * report.marked), START_GROWTH_MAX * self.window)
         if self._starting and not self._random.trying:
             self.window += growth
@@ -281,13 +284,13 @@ class DctcpWindow:
         self._starting = False
 
     def _share_of_queue(self, trial: Trial, rtt_s: float) -> float:
-        """Return by how much the forward delay fell, relative to the fall expected if no others sent."""
+        """Return the decrease of the forward delay, relative to that expected without other flows."""
         before_s = trial.rtt_s - trial.back_s
         alone_s = max(self._path.base_s, before_s - trial.rtt_s * (1 - self.window / trial.window))
         return (before_s - (rtt_s - self._path.back_s)) / (before_s - alone_s) if before_s > alone_s else 1.0
 
     def _enter_contest(self, window: float, rtt_s: float, report: Report) -> None:
-        """React to losses alone, from ``window`` or from what was in flight per round trip if that is less.
+        """React to losses alone, from ``window`` or from the packets in flight per round trip if these are fewer.
 
         Slow start has doubled its window since then.
         """
@@ -331,7 +334,7 @@ class DctcpWindow:
         return min(self.weight * 2.0**doublings, max(self.weight, self.window / GENTLE))
 
     def restart(self, now_s: float) -> bool:
-        """See :meth:`RateControl.restart`: it grows by all that is delivered until it is back to its old size."""
+        """See :meth:`RateControl.restart`: the window grows by all delivered packets until it has its old size."""
         still = self._starting or self._random.trying or self.contested
         whole = max(self.window, self._resume_at)
         part = max(self._initial, whole * RESTART_PART)

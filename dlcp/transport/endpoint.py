@@ -21,10 +21,10 @@ from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 
 CLOSE_LINGER_S: Final = 1.0
-"""How long a closing endpoint waits for the last acknowledgements; several round trips of a long path."""
+"""The wait of a closing endpoint for the last acknowledgements: several round trips of a long path."""
 FAREWELLS: Final = 3
-"""How often a rank announces that it leaves, which nobody acknowledges: at 10 % packet loss, one rank in a thousand
-misses all of them, and waits ``silence_s`` if it still expects something."""
+"""The number of farewells, which nobody acknowledges. At 10 % packet loss, one rank in a thousand misses all, and waits
+``silence_s`` if it still expects a message."""
 _POLL_S: Final = 0.005
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ class Endpoint:
     Attributes
     ----------
     connection
-        The messages. Other threads may read its rates and counters; call its methods only from functions given to
-        :meth:`call` and from callbacks, which all run in the endpoint's thread.
+        The messages. Other threads may read its rates and counters. Call its methods only in the endpoint's thread:
+        from functions passed to :meth:`call`, and from callbacks.
 
     Parameters
     ----------
@@ -46,13 +46,13 @@ class Endpoint:
     sock
         This rank's socket, from :func:`bind_socket`; closed with the endpoint.
     peers
-        Where to reach every other rank, and where its packets come from.
+        The address of every other rank, for both directions.
     job, token
         Job number and session token, the same on all ranks.
     options
         See :class:`TransportOptions`.
     shared
-        Memory through which packets go to and come from ranks of this host, from
+        Shared memory for packets to and from ranks of this host, from
         :meth:`dlcp.transport.shared_memory.SharedMemoryRendezvous.connect`; closed with the endpoint.
     """
 
@@ -145,7 +145,7 @@ class Endpoint:
             time.sleep(0.05)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until peers have acknowledged all that was sent; return whether that came in time.
+        """Wait until peers have acknowledged all messages; return whether they did in time.
 
         Raises
         ------
@@ -164,10 +164,10 @@ class Endpoint:
             time.sleep(_POLL_S)
 
     def close(self, reason: str | None = None) -> None:
-        """Stop: without a ``reason``, after peers have acknowledged everything; with one, after telling them.
+        """Stop. Without a ``reason``, first wait for all acknowledgements; with one, send it to the peers.
 
-        Several threads may call it at once; a call with a reason ends the others' wait. The endpoint's own thread
-        releases its resources, so nothing can be using them.
+        Several threads may call it at once. A call with a reason ends the wait of the others. The endpoint's own thread
+        releases its resources, so none is in use.
         """
         if reason is None:
             self._linger()
@@ -179,7 +179,7 @@ class Endpoint:
             self._thread.join(5)
 
     def _linger(self) -> None:
-        """Wait until peers have everything that was sent, then briefly until they know that it is acknowledged."""
+        """Wait until peers have all messages, then briefly until they have stopped retransmitting."""
         with contextlib.suppress(TransportError):
             if not self.flush(self.connection.options.silence_s):
                 return
@@ -247,7 +247,7 @@ class Endpoint:
                 self.connection.timeline.close()
 
     def _end(self, why: str) -> None:
-        """Accept no more commands, and answer pending ones with the connection's error."""
+        """Accept no more commands, and fail pending ones with the connection's error."""
         with self._lock:
             self._ended = why
         while self._commands:

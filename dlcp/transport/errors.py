@@ -19,7 +19,7 @@ class PeerHangsError(TransportError):
 
 
 class PeerAbortedError(TransportError):
-    """A rank gave up and said why."""
+    """A rank gave up, with a reason."""
 
 
 class RankEndedError(PeerSilentError):
@@ -27,7 +27,7 @@ class RankEndedError(PeerSilentError):
 
 
 class PeerLeftError(TransportError):
-    """A rank has left in order while this one still waits for something from it."""
+    """A rank has left normally while this one still waits for a message from it."""
 
 
 class MessageMismatchError(TransportError):

@@ -7,25 +7,25 @@ from collections import deque
 from dlcp.transport.congestion import Report
 
 QUEUE_MIN_S, QUEUE_PART = 0.0012, 1 / 16
-"""A round has met a standing queue if its minimum round trip exceeds the idle path's by both of these. This is a little
-more than the delay of an acknowledgement, since less cannot be told from wake-up times of a busy host; and well below
-the shallowest sensible buffer of a long path, a fifth of its bandwidth-delay product."""
+"""A round has met a standing queue if its minimum round trip exceeds the idle path's by both of these. The first is
+slightly more than the delay of an acknowledgement: less is indistinguishable from wake-up times of a busy host. The
+second is well below the shallowest sensible buffer of a long path, a fifth of its bandwidth-delay product."""
 FULL_PART = 0.5
 """If packets have queued for at least this part of the longest recent delay, a buffer may have been full, so a loss is
-congestion. With less, the buffer has held more without a loss. Loss differentiation by round trips (Spike, mBiaz; Cen
-et al., ToN 2003) has such thresholds."""
+congestion. Below it, the buffer has held more packets without a loss. Loss differentiation by round trips (Spike,
+mBiaz; Cen et al., ToN 2003) has such thresholds."""
 DELAY_MIN_S, DELAY_PART = 0.005, 1 / 4
-"""More delay than both of these is too much in itself, even without losses or marks: CoDel's target (RFC 8289), and on
-long paths room for bursts (LEDBAT++ allows 60 ms on any path)."""
+"""More delay than both of these is congestion, even without losses or marks: CoDel's target (RFC 8289), and on long
+paths room for bursts (LEDBAT++ allows 60 ms on any path)."""
 BASE_MEMORY_S, BASE_MEMORY_ROUNDS = 10.0, 50
-"""How long the minimum round-trip time is remembered at least: BBR's window, or this many round trips if a deep queue
-makes them long."""
+"""The minimum time for which the minimum round-trip time is remembered: BBR's window, or this many round trips if a
+deep queue makes them long."""
 RATE_MEMORY_ROUNDS = 10
-"""How many rounds the highest rate is remembered; BBR's window."""
+"""Rounds for which the highest rate is remembered; BBR's window."""
 
 
 class Round:
-    """Feedback on about a window's worth of packets."""
+    """Feedback on about a window of packets."""
 
     __slots__ = ("began_s", "delivered", "lost", "marked", "one_way_s", "rtt_s")
 
@@ -57,15 +57,15 @@ class IdlePath:
     rate
         Highest rate in packets/s of the last ``RATE_MEMORY_ROUNDS`` rounds, as BBR estimates bandwidth.
     back_s
-        How long acknowledgements queued on the way back in the last round, if one-way delays are known.
+        The queueing time of acknowledgements in the last round, if one-way delays are known.
     """
 
     def __init__(self) -> None:
         self._shortest_s = [math.inf, math.inf]
         self._quickest_s = [math.inf, math.inf]
-        """Minimum one-way delay, of the memory's older half and of the newer one."""
+        """Minimum one-way delay in the older and in the newer half of the memory."""
         self._longest_s = [0.0, 0.0]
-        """Longest round-trip time, without queueing on the way back; in the same order."""
+        """Longest round-trip time without queueing on the way back, in the same order."""
         self._memory_s = BASE_MEMORY_S
         self._renewed_s = self._met_s = 0.0
         self._rates: deque[float] = deque(maxlen=RATE_MEMORY_ROUNDS)
@@ -93,11 +93,11 @@ class IdlePath:
         return max(DELAY_MIN_S, self.base_s * DELAY_PART)
 
     def add(self, finished: Round, now_s: float, *, keep: bool) -> float:
-        """Add a round; return by how much its minimum forward delay exceeds the idle path's.
+        """Add a round; return the excess of its minimum forward delay over the idle path's.
 
-        Without one-way delays, the way back counts, too.
+        Without one-way delays, this includes the way back.
 
-        With ``keep``, nothing is forgotten: other flows keep the queue from ever being empty.
+        With ``keep``, nothing is forgotten, because other flows never let the queue become empty.
         """
         if now_s > finished.began_s:
             self._rates.append(finished.delivered / (now_s - finished.began_s))
@@ -124,11 +124,11 @@ class IdlePath:
         return delay_s
 
     def meet(self, now_s: float) -> None:
-        """Treat the idle path's round-trip time as just measured."""
+        """Restart the memory of the idle path's round-trip time."""
         self._met_s = now_s
 
     def average_s(self, smoothed_rtt_s: float) -> float:
-        """Return by how much the average forward delay exceeds the idle path's."""
+        """Return the excess of the average forward delay over the idle path's."""
         return smoothed_rtt_s - self.base_s - self.back_s
 
     def queued(self, delay_s: float) -> bool:
@@ -145,5 +145,5 @@ class IdlePath:
         return self.queued(delay_s) and delay_s > (max(self._longest_s) - self.base_s) * FULL_PART
 
     def fading(self, now_s: float) -> bool:
-        """Return whether the idle path was last seen so long ago that its round-trip time will soon be forgotten."""
+        """Return whether the idle path's round-trip time will soon be forgotten."""
         return now_s - self._met_s > self._memory_s / 2

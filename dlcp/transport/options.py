@@ -17,7 +17,7 @@ PATHS_MAX: Final = 64
 """The most paths to a peer."""
 PathCount = Annotated[int, Range(1, PATHS_MAX)]
 SECONDS: Final = Range(0, 1e9, above=True)
-"""Deadlines. At most 30 years: the system's clocks and locks overflow not far beyond."""
+"""Deadlines. At most 30 years, because the system's clocks and locks overflow not far beyond."""
 Seconds = Annotated[float, SECONDS, Unit("s")]
 SwitchHops = Annotated[int, Range(1, 0xFFFF)]
 """The drop budget, which is divided by it, has 16 bits."""
@@ -34,8 +34,7 @@ class TransportOptions:
     payload_bytes
         Bytes of a message per packet. 1440 fills an MTU of 1500 (20 IPv4, 8 UDP, 32 DLCP).
     tagged
-        False sends everything as ordinary traffic in one queue: no tags, no droppable packets, no urgent control
-        packets.
+        False sends all packets as ordinary traffic in one queue, without tags, drop classes or urgency.
     congestion
         ``dctcp`` (DCTCP-like: reacts to ECN, loss and delay, for tagged traffic), ``ecn`` (the same without delay: for
         paths where packets wait behind other traffic after leaving their queues, as in BMv2), or ``cubic`` (for a queue
@@ -51,15 +50,15 @@ class TransportOptions:
     deadline_s
         A message that takes longer than this fails.
     paths
-        Ports to send from, 1 to 64, so that a fabric that chooses among equal routes by addresses and ports (ECMP) has
-        as many choices for each peer. Of four routes 8 ports miss one in 38 % of all cases, 12 in 13 %, 16 in 4 %. On a
-        loopback, with only one route, an all-reduce with 8 took as much processor time as with 1, and with 16 took 2 to
-        3 % more.
+        Ports to send from, 1 to 64. A fabric that chooses among equal routes by addresses and ports (ECMP) can then use
+        several routes to one peer. Of four routes, 8 ports miss one in 38 % of all cases, 12 ports in 13 %, 16 in 4 %.
+        On a loopback, which has one route, an all-reduce took as much processor time with 8 ports as with 1, and 2 to 3
+        % more with 16.
     early_buffer_bytes
         Maximum memory for messages that arrive before their receives are posted.
     clear_after_s
         A path without a loss or mark for this long is clear: its traffic is not tagged by magnitude. Infinity: no path
-        ever is. If bursts of other traffic matter, they come more often than the default of once a minute.
+        ever is. The default is a minute: bursts of other traffic that matter are more frequent.
     """
 
     payload_bytes: int = 1440
@@ -87,5 +86,5 @@ class TransportOptions:
 
 
 def weight_of(flow_weight: float | None, senders: int) -> float:
-    """Return the share of a flow that each counts as; None divides one among all ``senders`` to its receiver."""
+    """Return the share of a flow that each flow counts as; by default, ``senders`` to one receiver share one."""
     return flow_weight or 1 / max(1, senders)

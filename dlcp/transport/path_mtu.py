@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest packets that arrive at each peer, found by probing before there is anything to lose.
+"""The largest packets that arrive at each peer, found by probing before training.
 
 A path may pass small packets and silently drop large ones (an MTU black hole), so neither a greeting nor the kernel's
 path MTU is enough. This is packetization-layer discovery (RFC 8899) reduced to a short list of sizes: HELLO packets
@@ -25,11 +25,11 @@ COMMON_MTUS: Final = (9000, 1500, 1460, 1450, 1400, 1280, 576)
 PAYLOAD_UNKNOWN: Final = 1440
 """Fills Ethernet's MTU of 1500: used where no path can be probed, as to a parameter server."""
 PAYLOAD_LEAST: Final = 64
-"""The smallest payload; a peer that does not even get this is unreachable."""
+"""The smallest payload; a peer that does not receive even this is unreachable."""
 
 REPEAT_S: Final = 0.02
 TRIES: Final = 25
-"""How often a size is tried once a peer answers. At 30 % loss each way, 5e-8 of good paths fail."""
+"""Tries of each size once a peer answers. At 30 % loss each way, 5e-8 of good paths fail."""
 SMALLER_AFTER: Final = 2
 """Tries of the largest size alone before the others are tried as well."""
 
@@ -58,7 +58,7 @@ def candidate_payloads(mtu: int, configured: int = 0) -> list[int]:
     mtu
         The first hop's; nothing larger can leave this host.
     configured
-        The size that the user requests, which is then the largest; 0 for the largest common one.
+        The requested size, which is then the largest; 0 for the largest common one.
     """
     largest = configured or payload_for_mtu(min(mtu, max(COMMON_MTUS)))
     common = {payload_for_mtu(size) for size in COMMON_MTUS}
@@ -78,9 +78,9 @@ class _Path:
 
 @dataclass(slots=True)
 class PathProbe:
-    """Finds the payload that passes to each peer, and answers the probes of others.
+    """Find the payload that passes to each peer, and answer the probes of others.
 
-    Call :meth:`turn` until :attr:`done`, and then until every peer is done too: it may still probe.
+    Call :meth:`turn` until :attr:`done`, and then until every peer is done: peers may still probe.
 
     Parameters
     ----------
@@ -89,11 +89,11 @@ class PathProbe:
     sock
         Its bound, non-blocking UDP socket, before an endpoint reads from it.
     peers
-        Where to reach every other rank, and where its packets come from.
+        The address of every other rank, for both directions.
     job, token
-        As in every header of this session.
+        The job number and session token in every header of this session.
     candidates
-        Payload sizes to try, the largest first; the last one tells whether a peer can be reached at all.
+        Payload sizes to try, the largest first; the last one tests whether a peer is reachable.
     """
 
     rank: int

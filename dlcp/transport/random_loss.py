@@ -8,26 +8,26 @@ import math
 from enum import Enum
 
 TOLERATED = 0.02
-"""Losses without a standing queue that need no investigation, as in BBR (BBRLossThresh)."""
+"""The share of losses without a standing queue that is ignored, as in BBR (BBRLossThresh)."""
 BASELINE_MAX = 0.38
-"""More than this is never considered random: above the 30 % of the lossiest path in our tests."""
+"""A larger share is never considered random. The lossiest path in our tests loses 30 %."""
 _BLOCK_PACKETS = 32
-"""Losses are judged over at least this many packets. Not tuned."""
+"""The fewest packets over which losses are judged. Not tuned."""
 CALM_BLOCK_PACKETS = 256
-"""After this many packets without conspicuous losses a new block begins. Not tuned."""
+"""Packets without conspicuous losses after which a new block begins. Not tuned."""
 DEVIATIONS = 3.0
-"""Losses are conspicuous if they exceed the expected number by this many standard deviations: a block is tested every
-round."""
+"""Losses are conspicuous if they exceed the expected number by this many standard deviations. It is high because a
+block is tested every round."""
 DWELL_PACKETS = 128
-"""Before and during a trial, this many packets pass, so that other flows can begin theirs. Not tuned."""
+"""Packets that pass before and during a trial, so that other flows can begin theirs. Not tuned."""
 CUT_MIN = 0.3
-"""A trial sends less by at least this share: CUBIC's decrease (RFC 9438), so that others notice."""
+"""The smallest reduction of the send rate in a trial: CUBIC's decrease (RFC 9438), so that others notice."""
 QUICK_LOSSES, THOROUGH_LOSSES = 8, 32
 """A trial lasts until this many losses would be expected; the first value while the window is still being found."""
 QUICK_REMAINDER, THOROUGH_REMAINDER = 0.5, 0.75
-"""Losses are random if at least this part of them remains. Of a true 8, fewer than half come once in 25 times; of a
-true 32, fewer than three quarters once in 13 times. With n flows at the port, one flow's decrease changes little: 0.75
-tells congestion from chance up to 8 flows and 10 % loss."""
+"""Losses are random if at least this part of them remains. With 8 expected, fewer than half occur in one of 25 trials;
+with 32 expected, fewer than three quarters in one of 13. With many flows at the port, one flow's decrease changes
+little: 0.75 distinguishes congestion from chance with up to 8 flows and 10 % loss."""
 
 
 class Finding(Enum):
@@ -43,12 +43,12 @@ class Finding(Enum):
 
 
 class RandomLoss:
-    """The share of packets that a path loses however few are sent.
+    """The share of packets that a path loses at any send rate.
 
     Attributes
     ----------
     baseline
-        That share, 0 to 1, as measured by a trial.
+        The share, 0 to 1, as measured by a trial.
     cut
         Share by which a trial shrinks the window.
     trying
@@ -103,7 +103,7 @@ class RandomLoss:
         return Finding.NOTHING
 
     def watch(self, packets: int, lost: int) -> bool:
-        """Add packets that met no queue while it is contested; return whether too many of them are lost."""
+        """Add packets that met no queue although it is contested; return whether too many of them are lost."""
         self._packets += packets
         self._lost += lost
         if self._packets >= CALM_BLOCK_PACKETS:

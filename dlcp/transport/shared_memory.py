@@ -2,14 +2,12 @@
 """Shared memory through which ranks of one host exchange packets instead of through sockets.
 
 Every rank has an inbox: memory with a ring for each rank that may write to it (``dlcp/native/ring.c``), and an eventfd,
-the bell, that wakes it. Behind the rings there may be memory that the rank exports: messages sent from there are not
-copied into rings, the others read them in place. A rank passes inbox and bell to the others in a handshake over a Unix
-socket with an abstract name. Those names belong to a network namespace: two ranks can connect only if there is no
-network between them, real or emulated.
-lies between them, real or emulated.
+the bell, that wakes it. A rank may also export memory behind the rings: other ranks read messages there in place,
+without a copy into a ring. A rank passes inbox and bell to the others in a handshake over a Unix socket with an
+abstract name. These names belong to a network namespace, so two ranks can connect only if no network, real or emulated,
+lies between them.
 
-A process of another user cannot be a peer, whatever it knows: the kernel reports who is at the other end
-(``SO_PEERCRED``).
+A process of another user cannot be a peer, because the kernel reports the user at the other end (``SO_PEERCRED``).
 """
 
 import fcntl
@@ -31,11 +29,11 @@ from numpy.typing import NDArray
 from dlcp.transport.messages import EMPTY
 
 RING_BYTES: Final = 1 << 20
-"""Per direction between two ranks; a multiple of the page size. Between 512 KiB and 2 MiB the time is the same; a
-smaller ring holds too few bursts for a reader that has to be woken."""
+"""Per direction between two ranks; a multiple of the page size. From 512 KiB to 2 MiB, times are equal; a smaller ring
+holds too few bursts while its reader wakes up."""
 EXPORT_BYTES: Final = 64 << 20
 """Size of a rank's exported memory by default, for the results of pending buckets, a shard of each: enough for one
-tensor of 256 MB over four ranks. Only what is used takes up memory."""
+tensor of 256 MB over four ranks. Only used pages take up memory."""
 _PAGE: Final = mmap.PAGESIZE
 _HANDSHAKE: Final = struct.Struct("=QqqqQQ")
 """Token, job, the sender's rank, the index of the receiver's ring in the sender's inbox, ring and exported bytes."""
@@ -48,7 +46,7 @@ _BACKLOG: Final = 1024
 
 
 def supported() -> bool:
-    """Return whether ranks of this host can share memory: requires a recent Linux and a Python built on one."""
+    """Return whether ranks of this host can share memory, which needs a recent Linux and a Python built on one."""
     return all(hasattr(os, name) for name in ("memfd_create", "eventfd")) and hasattr(fcntl, "F_ADD_SEALS")
 
 
@@ -105,7 +103,7 @@ class SharedMemory:
         return frozenset(self.inward.keys() & self.outward.keys())
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Drop the rings to and from all other ranks: both ends must want them."""
+        """Drop the rings of all other ranks, because both ends must agree."""
         dropped = SharedMemory(
             {rank: ring for rank, ring in self.inward.items() if rank not in ranks},
             {rank: ring for rank, ring in self.outward.items() if rank not in ranks},
@@ -118,7 +116,7 @@ class SharedMemory:
         dropped.close(keep=self._bells())
 
     def close(self, keep: Collection[int] = ()) -> None:
-        """Close the bells, except some; memory goes with the arrays."""
+        """Close the bells, with exceptions. Memory is freed with the arrays."""
         for bell in self._bells().difference(keep):
             os.close(bell)
         self.inward, self.outward, self.imported, self.exported = {}, {}, {}, EMPTY
@@ -128,7 +126,7 @@ class SharedMemory:
 
 
 class SharedMemoryRendezvous:
-    """Where ranks of this host meet to share memory; a context manager.
+    """The rendezvous of this host's ranks, to share memory; a context manager.
 
     Parameters
     ----------
@@ -172,7 +170,7 @@ class SharedMemoryRendezvous:
         Raises
         ------
         OSError
-            The system does not allow it.
+            The system does not allow shared memory.
 
         Returns
         -------
@@ -255,7 +253,7 @@ class SharedMemoryRendezvous:
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to our user: no other may write to our memory."""
+    """Return whether the process at the other end belongs to our user; others must not write to our memory."""
     credentials = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(credentials[1] == os.geteuid())
 
@@ -263,7 +261,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 def _take_handshake(
     shared: SharedMemory, peers: Collection[int], handshake: bytes, given: list[int], job: int, token: int
 ) -> int | None:
-    """Keep the contents of a handshake; return its rank, or None if it is invalid or of another session."""
+    """Keep a handshake's contents; return its rank, or None if it is invalid or of another session."""
     try:
         its_token, its_job, rank, index, ring_bytes, export_bytes = _HANDSHAKE.unpack(handshake)
         if (its_token, its_job) != (token, job) or rank not in peers or rank in shared.outward:
@@ -282,7 +280,7 @@ def _imported(
 ) -> tuple[Ring, NDArray[np.uint8]] | None:
     """Map the ring of a handshake, and the sender's exported memory.
 
-    None if they are not as announced, or might shrink while they are mapped.
+    None if they differ from the announcement, or might shrink while mapped.
     """
     if len(given) != 2 or fcntl.fcntl(given[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         return None

@@ -12,7 +12,7 @@ from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 
 RECEIVE_BUFFER_BYTES: Final = 8 << 20
 SKB_OVERHEAD_BYTES: Final = 832
-"""Linux's overhead per datagram, rounded up (sk_buff and its data's alignment)."""
+"""Linux's memory overhead per datagram, rounded up (sk_buff and data alignment)."""
 # Linux socket options that Python does not define, or not everywhere.
 UDP_SEGMENT: Final = 103
 """One send carries several datagrams."""
@@ -56,7 +56,7 @@ def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
 
 
 def bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
-    """Return this many more sockets at a socket's address, only to send from; fewer if the system allows no more."""
+    """Return more send-only sockets at a socket's address; fewer than ``count`` if the system allows no more."""
     further: list[socket.socket] = []
     with contextlib.suppress(OSError):  # fewer paths work, too
         while len(further) < count:
@@ -70,7 +70,7 @@ def bind_further(sock: socket.socket, count: int) -> list[socket.socket]:
 
 
 def packets_held(sock: socket.socket, payload_bytes: int) -> int:
-    """Return how many full packets the receive buffer holds: the kernel may have allowed less than requested."""
+    """Return the number of full packets that the receive buffer holds; the kernel may allow less than requested."""
     granted = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     return max(8, int(granted // (payload_bytes + HEADER_BYTES + SKB_OVERHEAD_BYTES)))
 
