@@ -4,10 +4,10 @@
 Contributions go to their shard's owner within the loss bound, as in a direct all-reduce; lost values count as 0 and
 become residual. Owners exchange the scalar products of their shards, layer by layer. The sums of these determine the
 factor of each rank's gradient (:mod:`dlcp.collectives.reduction_rules`), and the results go to all ranks in full. This
-costs the bytes of an all-reduce and one more hop; the authors' recursive halving exchanges scalar products at each of
-its hops.
+costs the bytes of an all-reduce and one more hop; the authors' recursive halving exchanges scalar products at every
+hop.
 
-If the path fails there is no fallback for Adasum: that is an error, and never silently an average.
+Adasum has no fallback: if the path fails, training ends with an error.
 """
 
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -29,11 +29,11 @@ from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, R
 
 PRODUCT: Final = np.dtype("<f8")
 NUMBERS_PER_BUCKET: Final = 2
-"""A bucket takes the message numbers of two: the second set is for scalar products."""
+"""A bucket uses the message numbers of two; the second set is for scalar products."""
 
 
 class Kind(Enum):
-    """A message's kind: which of its bucket's numbers it uses, and which phase of that."""
+    """A message's kind: its number among those of the bucket, and its phase."""
 
     CONTRIBUTION = (0, REDUCE_SCATTER)
     RESULT = (0, ALL_GATHER)
@@ -63,7 +63,7 @@ class Adasum:
         return AdasumRun(self, step, sequence, bucket).start()
 
     def partial_results(self) -> list[PartialResult]:
-        """Return nothing: averaging these would not be Adasum."""
+        """Return nothing: an average of partial results would not be Adasum."""
         return []
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Adasum:
 
 
 class AdasumRun(BucketRun):
-    """One bucket in progress, in the endpoint's thread except for arithmetic; its values are written at the end."""
+    """One bucket in progress. Only arithmetic runs outside the endpoint's thread; values are written at the end."""
 
     def __init__(self, reducer: Adasum, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(reducer.context, step, sequence, bucket, reducer.work)
@@ -91,7 +91,7 @@ class AdasumRun(BucketRun):
         self.unconfirmed: set[tuple[Kind, int]] = set()
         """Messages that their receivers have not acknowledged."""
         self.lost: list[tuple[int, int]] = []
-        """Ranges of lost values: first and one after the last."""
+        """Ranges of lost values: start and end."""
 
     def begin(self) -> None:
         """Send each owner its shard, and post all receives."""

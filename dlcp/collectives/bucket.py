@@ -3,8 +3,8 @@
 
 Layers may have their own loss bounds: for example exact embeddings and norms, and a looser bound for the front of the
 model. A message may hold several layers, and its receiver counts packets, not layers. So a message's bound is the mean
-of its packets' bounds, and the sender protects all packets of a layer except as many as that layer may lose: the least
-valuable ones stay droppable. Protected packets always arrive, so no layer can use up another one's bound.
+of its packets' bounds. Of each layer, the sender leaves only as many packets droppable as the layer may lose, the least
+valuable ones, and protects the others. Protected packets always arrive, so no layer can use up another one's bound.
 """
 
 from abc import ABC, abstractmethod
@@ -39,32 +39,30 @@ FORMATS: Final = tuple(ValueType)
 class Bucket:
     """A buffer of gradients: flat ``values`` in the storage of ``value_type``, and the layers in it.
 
-    The record never changes; the average is written into the memory of ``values``.
+    The record is immutable; the average is written into the memory of ``values``.
 
     Parameters
     ----------
     magnitudes
-        Magnitudes of its packets, shape (packets,), if known: as :func:`dlcp.magnitudes.packet_magnitudes` computes
-        them.
+        Magnitudes of its packets, shape (packets,), if known; see :func:`dlcp.magnitudes.packet_magnitudes`.
     exported
-        ``values`` are in exported memory (``Connection.exported``), which local peers read in place: the caller gets
-        them back only once no peer reads them any more.
+        Whether ``values`` are in exported memory (``Connection.exported``), which local peers read in place. The caller
+        gets them back once no peer reads them.
     bound
         Overrides the loss bound of ``ReduceOptions``. The same on all ranks, as are the fields below.
     exact
-        Whether it holds no gradients: it arrives unchanged, whatever gradients may lose or be rounded to.
+        Whether it holds other data than gradients, which arrives without loss or rounding.
     flush
-        Whether it holds gradients that are sent in full for once, with everything pending: nothing is lost, deferred or
-        left out.
+        Whether this step's gradients are sent in full, with everything pending: nothing is lost, deferred or left out.
     samples
-        How many samples each contributor's values are the mean of, if contributors differ. The values have been
-        multiplied by :func:`dlcp.collectives.reduction_rules.weight_of`; if contributions are lost, rescaling divides
-        the rest by its own samples.
+        The number of samples behind each contributor's mean, if contributors differ. The values have been multiplied by
+        :func:`dlcp.collectives.reduction_rules.weight_of`. If contributions are lost, rescaling divides by the samples
+        of the others.
     scattered
         Whether it is a reduce-scatter: each owner keeps the average of its shard, and the other shards' values become
         meaningless. Only for the direct all-reduce, with equal shards, owned by the contributors in ascending order.
     factor
-        Factor on averages of a scattered bucket: the number of ranks, for example, makes them sums.
+        Factor on averages of a scattered bucket; the number of ranks turns them into sums.
     """
 
     values: NDArray[np.generic]
@@ -81,7 +79,7 @@ class Bucket:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of it may be lost or deferred, whatever the options allow."""
+        """Whether nothing may be lost or deferred, regardless of the options."""
         return self.exact or self.flush
 
     def label(self, start: int, stop: int) -> str:
@@ -135,7 +133,7 @@ class LayerBounds:
         return bool(self.rules)
 
     def of(self, name: str) -> float | None:
-        """Return the bound of a layer; None if it has no own bound."""
+        """Return the bound of a layer; None if it has none of its own."""
         return next((ratio for pattern, ratio in self.rules if fnmatchcase(name, pattern)), None)
 
     def bound_of(
@@ -157,7 +155,7 @@ class LayerBounds:
         return LossBound(float(np.where(np.isnan(part), bound.ratio, part).mean()), bound.immediate)
 
     def exact_packets(self, segments: Sequence[Segment], values_per_packet: int) -> NDArray[np.bool_]:
-        """Return which packets of a bucket belong to layers that may lose nothing, shape (packets,)."""
+        """Return the mask of packets in layers that may lose nothing, shape (packets,)."""
         exact: NDArray[np.bool_] = _packet_ratios(self, tuple(segments), values_per_packet) == 0
         return exact
 
@@ -171,10 +169,10 @@ class LayerBounds:
         seed: int = 0,
         hops: int = 1,
     ) -> None:
-        """Protect, in place, all packets of a bucket except as many of each layer as it may lose.
+        """Protect, in place, all packets of a bucket except the number that each layer may lose.
 
-        Those of the highest drop class stay droppable; among equals, ``seed`` chooses. If several hops may lose
-        packets, each may lose a part.
+        Those of the highest drop class stay droppable; ``seed`` breaks ties. Several hops share a layer's bound
+        equally.
         """
         if not self.rules:
             return
@@ -185,7 +183,7 @@ class LayerBounds:
 
 
 def protect_all_but(tags: PacketTags, packets: NDArray[np.int64], ratio: float, seed: int = 0) -> None:
-    """Protect, in place, all of these packets but the share ``ratio``; see :meth:`LayerBounds.protect`."""
+    """Protect, in place, these packets except the share ``ratio``; see :meth:`LayerBounds.protect`."""
     droppable = packets[~tags.protected[packets]]
     excess = len(droppable) - LossBound(ratio).allowed(len(packets))
     if excess <= 0:
@@ -198,18 +196,18 @@ def protect_all_but(tags: PacketTags, packets: NDArray[np.int64], ratio: float, 
 
 @dataclass(frozen=True, slots=True)
 class ReduceOptions:
-    """What an all-reduce may lose and how it compensates.
+    """The loss that an all-reduce may suffer, and its compensation.
 
     Parameters
     ----------
     bound
-        The loss bound of the first hop, and what may be deferred for ranks behind a slow port
+        The loss bound of the first hop, and the deferral bound for ranks behind a slow port
         (:mod:`dlcp.collectives.deferral`). Nothing is deferred without error feedback.
     error_feedback
         Send lost values with the next step.
     rescale
-        Divide each sum by how many ranks it holds rather than by all ranks, so that loss does not shrink it. Only
-        without error feedback: both at once are not stable over many steps (:class:`dlcp.session.Options`).
+        Divide each sum by the number of its contributions, not by the number of ranks, so that loss does not shrink it.
+        Only without error feedback: both at once are not stable over many steps (:class:`dlcp.session.Options`).
     adaptive_shards
         Give smaller shards to ranks that receive slowly because their port is congested.
     layers
@@ -246,7 +244,7 @@ class ReduceOptions:
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
         """Return the bounds for loss and deferral of a bucket's values from ``start`` to before ``stop``.
 
-        Deferral is limited as for averages, whatever the bucket's own bound says.
+        Deferral has the same limit as for averages, even if the bucket has a bound of its own.
         """
         if bucket.whole:
             return RELIABLE
@@ -254,7 +252,7 @@ class ReduceOptions:
         return replace(bound, deferral=self.average_bound(bucket).deferral)
 
     def average_bound(self, bucket: Bucket) -> LossBound:
-        """Return the bound of a bucket's averages: no loss, but deferral."""
+        """Return the bound of a bucket's averages, which allows deferral but no loss."""
         return RELIABLE if bucket.whole else LossBound(deferral=self.deferral_bound)
 
 
@@ -271,15 +269,14 @@ class RankContext:
     options, tagger, ledger, residual
         Loss limits, tagging of packets, the record of messages, and earlier losses.
     server
-        The parameter server's rank, if any bucket may go there: it counts in the numbering of messages.
+        The parameter server's rank, if buckets may go there; it counts in the numbering of messages.
     beside_ring
         Whether a ring may take buckets of the same steps.
     inbound_rates_bps
-        How fast each rank received in the last step, in bit/s: the same on all ranks. Empty if no reducer here uses
-        them.
+        Each rank's receive rate in the last step, in bit/s, the same on all ranks. Empty if no reducer uses rates.
     noted
-        Whether the endpoint's timeline records the phases of buckets: not if these are numbered differently than the
-        session's, as parts are.
+        Whether the endpoint's timeline records the phases of buckets. It must not if their numbers differ from the
+        session's, as those of parts do.
     """
 
     connection: Connection
@@ -320,7 +317,7 @@ class Strategy(Protocol):
 
     @property
     def recoverable(self) -> bool:
-        """Whether :meth:`partial_results` suffice to complete the averages in another way."""
+        """Whether :meth:`partial_results` suffice to complete the averages over another path."""
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Reduce a bucket; the future's result is ``bucket.values``, written in place.
@@ -373,12 +370,12 @@ class BucketRun(ABC):
     context, step, sequence, bucket
         This rank, the training step, the bucket's number within it, and the bucket.
     work
-        The executor of long computations, if any: the endpoint's thread must keep up with packets.
+        The executor of long computations, if any, because the endpoint's thread must keep up with packets.
 
     Raises
     ------
     ValueError
-        The values cannot be sent and written in place.
+        The values are not contiguous and writable.
     """
 
     def __init__(
@@ -420,7 +417,7 @@ class BucketRun(ABC):
             self.timeline.note(event, self.step, self.sequence, *values)
 
     def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-        """Return the positions of the values in these packets, out of ``count`` values."""
+        """Return the positions of the values in these packets, of ``count`` values in all."""
         first = np.flatnonzero(packets)[:, None] * self.values_per_packet
         positions = (first + np.arange(self.values_per_packet)).ravel()
         return positions[positions < count]
@@ -445,7 +442,7 @@ class BucketRun(ABC):
 
 @lru_cache(4096)
 def _packet_ratios(bounds: LayerBounds, segments: tuple[Segment, ...], values_per_packet: int) -> NDArray[np.float64]:
-    """Return the bound of each packet of a bucket, the tightest of its layers'; NaN if none has its own."""
+    """Return the bound of each packet, the tightest of its layers; NaN if no layer has a bound of its own."""
     packets = -(-segments[-1].stop // values_per_packet)
     ratios = np.full(packets, np.nan)
     for segment in segments:
@@ -463,7 +460,7 @@ def _groups(
 ) -> tuple[NDArray[np.int64], ...]:
     """Return the packets of each layer with its own bound, and those of all others together.
 
-    Packets that a layer shares with one of a tighter bound form their own group.
+    Packets shared with a layer of a tighter bound form a group of their own.
     """
     ratios = _packet_ratios(bounds, segments, values_per_packet)
     first = np.arange(len(ratios)) * values_per_packet

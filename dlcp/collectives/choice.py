@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of a bucket's collective: direct, ring, or parameter server.
 
-Each costs some latency and some bandwidth (Thakur, Rabenseifner and Gropp, IJHPCA 2005: a message of S bytes takes
-alpha + S beta); and each message occupies its sender and its receiver for a while (o, as in LogP, Culler et al. 1993).
-For n ranks, at most m of them on a host, behind ports of rate R:
+A message of S bytes takes alpha + S beta (Thakur, Rabenseifner and Gropp, IJHPCA 2005), and occupies its sender and its
+receiver for a time o (LogP, Culler et al. 1993). For n ranks, at most m of them on a host, behind ports of rate R:
 
 ========= ===================== ============================================= ====================
 collective latency              bytes through the busiest port                flows into that port
@@ -13,15 +12,14 @@ ring      2 (n-1) (alpha + o)   2 (n-1) / n S                                 1
 server    2 (alpha + n o)       2 n S                                         n
 ========= ===================== ============================================= ====================
 
-So small messages go direct, and large ones around the ring if ranks share ports, or if many flows into a port interfere
-with each other. That incast penalty is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks,
-direct took 1.16, 1.41 and 1.36 times as long as the ring, due to today's transport as much as to the network. If all
-ranks run on one host, they share memory and no port: there fewer messages win. If ranks receive at different rates,
-direct gives slow ones less to add up, and may defer some (:mod:`dlcp.collectives.deferral`); the ring runs at the
-slowest rank's rate. A server pays off if its port is several times as fast as the ranks', or if messages are tiny and
-ranks many.
+So small buckets use direct, and large ones the ring if ranks share ports, or if many flows enter a port. The penalty of
+such incast is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks, direct took 1.16, 1.41 and
+1.36 times as long as the ring, due to the transport as much as to the network. Ranks of one host share memory and no
+port, so fewer messages win. If ranks receive at different rates, direct gives slow ones smaller shards, and may defer
+packets (:mod:`dlcp.collectives.deferral`); the ring runs at the slowest rank's rate. A server pays off if its port is
+several times as fast as the ranks' ports, or for tiny messages of many ranks.
 
-All ranks must make the same choice, so it depends only on what they all know: sizes, hosts, and reported rates.
+All ranks must make the same choice, so it depends only on sizes, hosts and reported rates, which all ranks know.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,7 @@ class Topology:
     hosts
         Each rank's host, by any name; missing ranks have a host of their own.
     rates_bps
-        How fast each rank can receive, in bit/s; missing ranks receive at ``Costs.rate_bps``.
+        Each rank's receive rate in bit/s; for missing ranks, ``Costs.rate_bps``.
     server
         The parameter server's rank; None if there is none.
     server_rate_bps
@@ -85,11 +83,12 @@ class Costs:
     rate_bps
         Rate of a host's port.
     flow_penalty, flow_penalty_max
-        By how much each flow into a port beyond the first lengthens a transfer, and the maximum. Measured as described
-        in the module's docstring.
+        The part by which each flow into a port beyond the first lengthens a transfer, and its maximum; measured as
+        described above.
     ring_margin
-        How many times faster than the others the ring has to be. A disturbance of one hop delays the whole ring, and
-        its hops share the loss bound: at 5 % random loss it took 1.3 times as long as direct (8 ranks, virtual time).
+        The ring is chosen only if it is faster than the others by this factor. A disturbance of one hop delays the
+        whole ring, and its hops share the loss bound: at 5 % random loss it took 1.3 times as long as direct (8 ranks,
+        virtual time).
     """
 
     latency_s: float = 200e-6
@@ -100,7 +99,7 @@ class Costs:
     ring_margin: float = 1.2
 
     def incast(self, flows: int) -> float:
-        """Return the factor by which a transfer takes longer if ``flows`` enter one port."""
+        """Return the factor by which ``flows`` into one port lengthen a transfer."""
         return 1 + min(self.flow_penalty_max, self.flow_penalty * max(0, flows - 1))
 
 
@@ -146,7 +145,7 @@ def server_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: C
 def choose(size: int, ranks: Sequence[int], topology: Topology | None = None, costs: Costs | None = None) -> str:
     """Choose the collective of a bucket of ``size`` bytes: ``direct``, ``ring`` or ``server``.
 
-    It is the fastest, the ring only by a margin; among equals, the first.
+    That is the fastest, but the ring only by a margin; the first among equals.
     """
     topology, costs = topology or Topology(), costs or Costs()
     seconds = {
@@ -161,10 +160,10 @@ def choose(size: int, ranks: Sequence[int], topology: Topology | None = None, co
 def flow_weight(
     collective: str, ranks: Sequence[int], topology: Topology | None = None, costs: Costs | None = None
 ) -> float | None:
-    """Return the share of a flow that each of a rank's flows should count as (``TransportOptions.flow_weight``).
+    """Return the weight of each of a rank's flows (``TransportOptions.flow_weight``); None for the default.
 
-    A job counts as one flow on a port. In a ring one flow enters each port; a server's port gets one per rank. The
-    choice of ``auto`` for large buckets decides.
+    A job counts as one flow on a port. In a ring, one flow enters each port; one per rank enters a server's port. With
+    ``auto``, the choice for large buckets decides.
     """
     if collective == AUTO:
         collective = choose(LARGE_BUCKET_BYTES, ranks, topology, costs)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressed all-reduce: for compressors whose output can be averaged.
 
-The compressed values travel as an ordinary, smaller bucket: tagged by their own magnitudes, with the usual loss bound.
-Since decoding is linear, lost values are decoded, too, and become residual in the gradient's own positions.
+The compressed values are an ordinary, smaller bucket: tagged by their own magnitudes, with the usual loss bound.
+Decoding is linear, so lost values are decoded, too, and become residual at the gradient's positions.
 
-With three or more ranks, if the path fails when one has the result and another does not know yet what an owner got of
-its contribution, that little is lost for good: what others know of it refers to packets of the compressed bucket, and
-not to the gradient.
+With three or more ranks, a failing path may lose values for good: one rank may have the result while another does not
+yet know which of its packets an owner received. The owner knows this for packets of the compressed bucket, but not for
+the gradient.
 """
 
 from concurrent.futures import Executor, Future
@@ -91,7 +91,7 @@ class AllReduceRun(CompressedRun):
         averaged.add_done_callback(lambda done: then(done.exception() or done.result()))
 
     def residual(self) -> Values | None:
-        """Return what coding left out and what the network lost."""
+        """Return the values that coding left out or the network lost."""
         compressor = self.compressor
         if compressor.feedback is Feedback.NOTHING:
             return None
@@ -101,7 +101,7 @@ class AllReduceRun(CompressedRun):
         return left_out(compressor, self.own, self.encoded, used)
 
     def note_lost(self, lost: Values) -> None:
-        """Record what the network lost of this round, in the positions of the sent values."""
+        """Record this round's losses in the network, at the positions of the sent values."""
         if lost.any():
             self.lost = self.compressor.decode(self.encoded, lost)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compressed bucket's run: encode, exchange, decode; and its state if the path fails.
+"""A compressed bucket's run: encode, exchange and decode; and its state if the path fails.
 
-A part of a compressed bucket is useless. So until a rank has the result, its bucket holds the rank's own contribution,
-in full precision; and a rank with the result keeps it, compressed, until no other can need it. Recovery therefore
-yields either one rank's result, which the others copy, or the exact average of all contributions
-(:mod:`dlcp.collectives.partial_result`); in the latter case there is no residual, since nothing was left out.
+A part of a compressed bucket is useless. So until a rank has the result, its bucket holds its own contribution in full
+precision. A rank with the result keeps it, compressed, until no other rank can need it. Recovery therefore yields
+either one rank's result, which the others copy, or the exact average of all contributions
+(:mod:`dlcp.collectives.partial_result`); the latter has no residual, because nothing was left out.
 """
 
 import threading
@@ -25,7 +25,7 @@ from dlcp.transport import TransportError
 SEED: Final = 0x0D1C9
 """Seeds random choices, with step, rank and layer; the same on all ranks and in every run."""
 WORK_S: Final = 10.0
-"""The longest wait for pending decoding when the path fails: it normally takes milliseconds."""
+"""The longest wait for pending decoding when the path fails; decoding normally takes milliseconds."""
 
 Decode = Callable[[], Values]
 """Computes the result from the received data; may be called repeatedly."""
@@ -41,7 +41,7 @@ class CompressedReducer:
     compressor
         The compressor of buckets.
     work
-        The executor for decoding: the endpoint's thread must keep up with packets.
+        The executor for decoding, because the endpoint's thread must keep up with packets.
     """
 
     recoverable = True
@@ -61,7 +61,7 @@ class CompressedReducer:
     def partial_results(self) -> list[PartialResult]:
         """Return this rank's state of buckets that it, or possibly a peer, has not finished.
 
-        Call it when the endpoint is closed, so that no bucket is written to any more.
+        Call it when the endpoint is closed, so that no bucket changes any more.
         """
         self.await_work()
         finished = [self._finished_result(name) for name in sorted(self._finished)]
@@ -72,15 +72,15 @@ class CompressedReducer:
         self.work.shutdown(wait=False)
 
     def await_work(self) -> None:
-        """Wait for pending decoding: only then is it known what was left out."""
+        """Wait for pending decoding, which determines the values left out."""
         idle = threading.Event()
         self.work.submit(idle.set)
         idle.wait(WORK_S)
 
     def end(self, run: "CompressedRun", decode: Decode) -> None:
-        """Record that a bucket is done, and with it all buckets of earlier steps, on all ranks.
+        """Record that a bucket is done. All buckets of earlier steps are then done on all ranks.
 
-        Each rank contributed to this one, and does so only once it has all results of the step before.
+        Each rank contributed to this bucket, which it does only once it has all results of the step before.
         """
         del self.runs[run.step, run.sequence]
         for name in [name for name in self._finished if name[0] < run.step]:
@@ -128,7 +128,7 @@ class CompressedRun(BucketRun):
 
     @abstractmethod
     def residual(self) -> Values | None:
-        """Return this bucket's residual if its result is formed as this rank expects; None for nothing."""
+        """Return this bucket's residual if recovery takes a rank's result; None for nothing."""
 
     def partial_result(self) -> PartialResult:
         """Return this rank's state of the bucket: its contribution, and the residual if another has the result."""
@@ -163,9 +163,9 @@ class CompressedRun(BucketRun):
 
 
 def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values) -> Values | None:
-    """Return what is left of a rank's contribution after ``used`` went into the result; None if nothing is left.
+    """Return the rest of a rank's contribution, after ``used`` went into the result; None if there is none.
 
-    Non-finite values are for this step's loss scaler; as residual they would spoil the next step.
+    Non-finite values are left out: this step's loss scaler gets them, and as residual they would spoil the next step.
     """
     if compressor.feedback is Feedback.NOTHING:
         return None

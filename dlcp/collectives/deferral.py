@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deferral: if one rank's port is far slower than the others', the least valuable packets are sent in a later step.
 
-Shards in proportion to the ranks' rates (:mod:`dlcp.collectives.shards`) make a step as short as its bytes allow.
-Beyond that only fewer bytes help. A sender to a slow rank defers the packets with the smallest values, within the
-bound: enough of them that the rank's port finishes with the others. An owner decides for its averaged shard once, for
-all receivers: a deferred packet is zero on every rank, and replicas stay equal. Deferred values are residual and go
-into the next step's contribution, like lost ones. If no rank is far slower than the others, nothing is deferred.
-Scattered buckets (FSDP2) only have contributions to defer. With a parameter server all gradients pass one port;
-deferral starts when that port is congested.
+Shards in proportion to the ranks' rates (:mod:`dlcp.collectives.shards`) make a step as short as its bytes allow. Only
+fewer bytes can make it shorter. A sender to a slow rank defers the packets with the smallest values, within the bound:
+enough for that rank's port to finish with the others. An owner decides once for all receivers of its averaged shard. A
+deferred packet is zero on every rank, so replicas stay equal. Deferred values are residual and go into the next step's
+contribution, like lost ones. If no rank is far slower than the others, nothing is deferred. Scattered buckets (FSDP2)
+only have contributions to defer. With a parameter server all gradients pass one port; deferral starts when that port is
+congested.
 
 Error feedback makes this work: with half of the packets deferred by value, training reaches the same accuracy in 10 to
 20 % more steps, if the first steps are sent in full and no packet waits too long (``python -m tests.bench
@@ -29,30 +29,30 @@ from dlcp.tags import PacketTags
 from dlcp.transport import LossBound
 
 WHOLE_STEPS: Final = 3
-"""Nothing is deferred in this many first steps: gradients change most then (Accordion, MLSys 2021)."""
+"""The number of first steps without deferral, because gradients change most then (Accordion, MLSys 2021)."""
 STEP_PART: Final = 2 / 3
-"""The largest share of a step's packets, relative to the ceiling, which is that of a message's: messages of layers with
-small gradients have room to defer more than others."""
+"""The largest share of a step's packets to defer, relative to the ceiling for each message. Below 1, so that messages
+of layers with small gradients can defer more than others."""
 SIZE_JUMP: Final = 2.0
-"""Nothing is deferred in the step after one whose values were this many times as large as usual. Not tuned."""
+"""Values larger than usual by this factor stop deferral in the next step. Not tuned."""
 USUAL_MEMORY: Final = 0.75
-"""Weight of the past in what is usual: values deferred in one step double the next step's."""
+"""Weight of the past in the average. One step is not representative: values deferred in one double the next step's."""
 
 
 class Deferral:
-    """How much one rank may defer in a step, and to which ranks.
+    """Decides how much one rank defers in a step, and to which ranks.
 
     Parameters
     ----------
     rank, contributors
         This rank, and all participants, ascending.
     ceiling
-        The largest share of a message's packets that may be deferred; 0: never any.
+        The largest share of a message's packets that may be deferred; 0 for no deferral.
 
     Attributes
     ----------
     step_ceiling
-        About the largest share of a step's packets to defer: each message's part is planned from the last steps.
+        The approximate largest share of a step's packets to defer; each message's part is planned from earlier steps.
     """
 
     def __init__(self, rank: int, contributors: Sequence[int], ceiling: float) -> None:
@@ -66,7 +66,7 @@ class Deferral:
         self._slowness: dict[int, float] = {}
         self._weights: Mapping[int, float] = {}
         self._chosen: dict[tuple[int, ...], tuple[NDArray[np.float32], float]] = {}
-        """Magnitudes of this step's messages, and the share that was to be deferred."""
+        """Magnitudes of this step's messages, and the intended share."""
         self._parts: dict[tuple[int, ...], float] = {}
         """Each message's share, relative to the common one."""
         self._usual_size: float | None = None
@@ -78,8 +78,8 @@ class Deferral:
         Parameters
         ----------
         rates_bps, slow
-            How fast each rank received in the last step, in bit/s (:func:`dlcp.collectives.shards.inbound_rates`), and
-            the ranks that count as slow.
+            Each rank's receive rate in the last step, in bit/s (:func:`dlcp.collectives.shards.inbound_rates`), and the
+            ranks that count as slow.
         weights
             Each owner's share of every buffer.
         """
@@ -113,16 +113,16 @@ class Deferral:
         return self.ceiling > 0 and self._steps > WHOLE_STEPS and not self._jumped
 
     def note_average_sent(self, peer: int, seconds: float) -> None:
-        """Record how long a peer took to receive this rank's averaged shard."""
+        """Record the time that a peer took to receive this rank's averaged shard."""
         self._seconds[peer] = self._seconds.get(peer, 0.0) + seconds
 
     def shares(self, rates_bps: Sequence[float] | NDArray[np.generic], *, scattered: bool = False) -> dict[int, float]:
-        """Return the share of packets to defer for each rank that is or was slow, never beyond the ceiling.
+        """Return the share of packets to defer for each rank that is or was slow, at most the ceiling.
 
         Parameters
         ----------
         rates_bps
-            How fast this rank currently reaches each contributor, in bit/s; 0 if unknown.
+            This rank's current rate to each contributor, in bit/s; 0 if unknown.
         scattered
             Only contributions are sent: there are no averages.
         """
@@ -150,21 +150,21 @@ class Deferral:
     def share_through_server(self, is_clear: bool) -> float:
         """Return the share of packets to defer on the way to or from a parameter server.
 
-        All ranks' gradients pass the server's port, in both directions. With n workers it takes n times as long as any
-        other port, and any deferral shortens the step.
+        All ranks' gradients pass the server's port, in both directions. With n workers it is busy n times as long as
+        any other port, so any deferral shortens the step.
 
         Parameters
         ----------
         is_clear
-            Whether the server's port shows no sign of congestion: then nothing is deferred.
+            Whether the server's port shows no sign of congestion. If so, nothing is deferred.
         """
         return self.step_ceiling if self.is_allowed and not is_clear else 0.0
 
     def _by_seconds(self) -> dict[int, float]:
-        """Return how many times longer averages took to each peer than to the fastest one; empty if unknown.
+        """Return the time of averages to each peer, relative to the fastest peer; empty if unknown.
 
-        All get the same message at about the same time, so the times compare like the ports' rates. Rates alone are not
-        enough: a port looks fast to a rank that is its only sender at the time.
+        All peers get the same message at about the same time, so times are inversely proportional to the ports' rates.
+        Rates alone are not enough: a port looks fast to its only sender.
         """
         if len(self._seconds) < max(2, len(self._contributors) - 1):
             return {}
@@ -172,7 +172,7 @@ class Deferral:
         return {peer: seconds / least for peer, seconds in self._seconds.items()} if least > 0 else {}
 
     def _share(self, slow: int, slowness: float, scattered: bool) -> float:
-        """Return the share to defer so that a rank that is slower by this factor finishes with the others."""
+        """Return the share to defer for a rank that is slower by this factor, so that it finishes with the others."""
         total = sum(self._weights.values())
         weight, largest = self._weights[slow] / total, max(self._weights.values()) / total
         loads = PortLoads.of_reduce_scatter if scattered else PortLoads.of_direct
@@ -186,16 +186,16 @@ class Deferral:
         share: float,
         limit: int,
     ) -> NDArray[np.bool_] | None:
-        """Choose the packets of a message to defer: the least valuable ones; None for none.
+        """Choose the least valuable packets of a message to defer; None for none.
 
-        Layers differ in the size of their gradients, so messages with small ones defer more than others: about those
-        packets that were the least valuable of the whole step in the last steps.
+        Gradients differ in size between layers, so messages with small gradients defer more: about as many as were
+        among the least valuable packets of recent steps.
 
         Parameters
         ----------
         message
-            Identity of the message in every step, its phase first: contributions are compared with contributions,
-            averages with averages.
+            Identity of the message in every step. The phase comes first, because contributions are compared only with
+            contributions, and averages with averages.
         magnitudes
             Magnitudes of its packets, shape (packets,).
         candidates
@@ -218,7 +218,7 @@ class Deferral:
 
     @staticmethod
     def due(first_packet: int, packets: int, step: int) -> NDArray[np.bool_]:
-        """Return which packets of a bucket, from ``first_packet`` on, must be sent in this step."""
+        """Return the mask of packets, from ``first_packet`` on, that must be sent in this step."""
         turn: NDArray[np.bool_] = (np.arange(first_packet, first_packet + packets) + step) % REFRESH_STEPS == 0
         return turn
 
@@ -302,7 +302,7 @@ class BucketDeferral:
 def shares_by_value(
     magnitudes: Mapping[tuple[int, ...], NDArray[np.float32]], share: float, most: float
 ) -> dict[tuple[int, ...], float]:
-    """Return the share of each message that is among the least valuable packets of all messages.
+    """Return the share of each message's packets that is among the least valuable of all messages.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocation of message numbers: who may number which messages of a step, and how.
+"""Allocation of message numbers within a step to the algorithms that share it.
 
-A switch identifies a message by job, step, number and sender, so one sender's messages in a step need different
-numbers, even for different receivers. The header holds 16 bits. :data:`STEPS` lists who shares a step; this module
-checks at import that no two ranges of one step overlap.
+A switch identifies a message by job, step, number and sender. So one sender's messages in a step need different
+numbers, even for different receivers. The header holds 16 bits. :data:`STEPS` lists the ranges that share a step; this
+module checks at import that they do not overlap.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,19 @@ REDUCE_SCATTER: Final = 0
 ALL_GATHER: Final = 1
 """The phase in which averaged shards go to all."""
 MESSAGES_PER_STEP: Final = 1 << 16
-"""How many messages of a step the header can number."""
+"""The number of messages in a step that the header can number."""
 HALF: Final = MESSAGES_PER_STEP // 2
 
 PARTS_MAX: Final = 16
-"""The most parts of a server's bucket: more parts hide little more, and each costs some processor time on every
-rank."""
+"""The most parts of a server's bucket. More parts overlap little more, and each costs processor time on every rank."""
 RING_PIECES_MAX: Final = 16
 """The most pieces of a block of the ring."""
 RING_PIECES: Final = 64
-"""Pieces of a bucket, over all its blocks: more neither hide latency nor leave numbers for buckets."""
+"""Pieces of a bucket, over all its blocks. More would hide no more latency, and leave too few numbers for buckets."""
 
 
 class MessageNumbersExhaustedError(ValueError):
-    """A step has more messages than its header can number. The message says which, and what to do."""
+    """A step has more messages than its header can number. The text names the message and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class NumberRange:
         return self.first <= number < self.stop
 
     def exhausted(self, number: int, what: str, remedy: str) -> MessageNumbersExhaustedError:
-        """Return the error that ``what`` would need a number outside the range."""
+        """Return the error that ``what`` needs a number outside the range."""
         return MessageNumbersExhaustedError(
             f"{what} needs message number {number}, but {self.user} has the numbers {self.first} to {self.stop - 1} of "
             f"a step; {remedy}"
@@ -70,7 +69,7 @@ all-gather: they number by bucket, so the buckets of a step may use different co
 
 
 def check_ranges(steps: Mapping[str, Sequence[NumberRange]]) -> None:
-    """Raise AssertionError if two users of one kind of step share a number, or one does not fit the header."""
+    """Raise AssertionError if two ranges of a kind of step overlap, or one does not fit the header."""
     for step, ranges in steps.items():
         for each in ranges:
             if not 0 <= each.first < each.stop <= MESSAGES_PER_STEP:
@@ -98,7 +97,7 @@ def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared
     Raises
     ------
     MessageNumbersExhaustedError
-        There is no number left; the functions below raise it, too.
+        No number is left; the functions below raise it, too.
     """
     numbers = TWO_HOPS if shared else TWO_HOPS_ALONE
     number = numbers.first + (bucket * 2 + phase) * ranks + receiver
@@ -117,7 +116,7 @@ def part_number(bucket: int, part: int, ranks: int) -> int:
 
 
 def parts_allowed(bucket: int, ranks: int) -> int:
-    """Return how many parts a bucket may have: late buckets of a step with very many are not divided.
+    """Return the most parts that a bucket may have; 1 for late buckets of a step with very many.
 
     Half of the numbers are for divided buckets, the rest for later ones.
     """
@@ -145,7 +144,7 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
 
 
 def pieces_allowed(bucket: int, ranks: int) -> int:
-    """Return how many pieces the blocks of a ring's bucket may have: late ones of very many are not divided.
+    """Return the most pieces in each block of a ring's bucket; 1 for late buckets of a step with very many.
 
     Half of the numbers are for divided buckets, the rest for later ones.
     """
@@ -153,7 +152,7 @@ def pieces_allowed(bucket: int, ranks: int) -> int:
 
 
 def ring_buckets(ranks: int) -> int:
-    """Return how many buckets of a step may use a ring: those with lower numbers than this."""
+    """Return the number of buckets in a step that may use a ring; higher bucket numbers may not."""
     buckets = (RING_RANGE.stop - RING_RANGE.first) // (2 * ranks)
     return buckets - _ring_buckets_in_pieces(ranks) * (_ring_pieces(ranks) - 1)
 
@@ -168,7 +167,7 @@ def collective_number(phase: int, receiver: int, ranks: int) -> int:
 
 
 def horizon_number() -> int:
-    """Return the number of the messages in which a process group's ranks announce finished steps."""
+    """Return the number of the messages that announce a process group's finished steps."""
     return HORIZON.first
 
 
@@ -181,7 +180,7 @@ def point_to_point_number(slot: int, part: int) -> int:
 
 
 POINT_TO_POINT_SLOTS: Final = (POINT_TO_POINT.stop - POINT_TO_POINT.first) // 2
-"""How many point-to-point messages a step can number."""
+"""The number of point-to-point messages in a step."""
 
 
 def broadcast_number(part: int, hop: int, ranks: int) -> int:
@@ -194,7 +193,7 @@ def broadcast_number(part: int, hop: int, ranks: int) -> int:
 
 
 def _number_of_piece(bucket: int, piece: int, most: int, cut: int) -> int:
-    """Return a piece's number if the first ``cut`` buckets have up to ``most`` each, and all others one."""
+    """Return a piece's number, if the first ``cut`` buckets have up to ``most`` pieces each, and all others one."""
     return bucket * most + piece if bucket < cut else cut * most + bucket - cut
 
 

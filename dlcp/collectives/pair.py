@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pair exchange: the all-reduce of a small bucket between two ranks, in one hop.
 
-Each rank sends the other its whole contribution, and both average. Between two ranks that takes as many bytes as two
-hops, half as many messages, and half the latency, which dominates a small bucket's time.
+Each rank sends the other its whole contribution, and both average. Between two ranks this takes as many bytes as two
+hops, but half the messages and half the latency, which dominates a small bucket's time.
 
-Replicas stay equal even with packet loss: the peer's acknowledgement tells a rank which packets of its own contribution
-arrived. It leaves the others out, as the peer has to, and keeps them as residual.
+Replicas stay equal even with packet loss: the peer's acknowledgement tells a rank which packets of its contribution
+arrived. The rank leaves out the others, as the peer must, and keeps them as residual.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -44,7 +44,7 @@ class PairRun(BucketRun):
         self.arrival: Arrival | None = None
         """The peer's contribution; None until it arrives."""
         self.result: NDArray[np.generic] | None = None
-        """The average, kept until the peer must have it, too: the caller reuses its buffer."""
+        """A copy of the average, kept until the peer is known to have it, too; the caller reuses its own buffer."""
         self._note("tagged")
 
     def begin(self) -> None:
