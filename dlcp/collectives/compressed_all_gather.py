@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressed all-gather: for compressors whose output cannot be averaged.
 
-Every rank sends its compressed bucket to all others, and each decodes and averages all of them, in the order of ranks.
-Packets may be lost; but no rank may use values that only some ranks have, or replicas would drift apart. So once each
-receiver has acknowledged what it got of a message, the sender sends a verdict, without loss: the packets that all have.
-Only these count, on all ranks, and the rest becomes the sender's residual. To keep the bound on what a message loses at
-n - 1 receivers together, each may lose 1/(n - 1) of it.
+Every rank sends its compressed bucket to all others, then decodes and averages all buckets in the order of ranks.
+Packets may be lost, but a rank must not use values that only some ranks have, or replicas would drift apart. So once
+all receivers have acknowledged a message, its sender sends a verdict, without loss: the packets that all of them have.
+All ranks use only these, and the rest becomes the sender's residual. Each of the n - 1 receivers may lose 1/(n - 1) of
+the bound, so that together they keep it.
 
 Lost values count as 0 in the average: with error feedback they are sent with the next step. ``ReduceOptions.rescale``
-has no effect: a position that a rank did not send is not one that it lost.
+has no effect, because positions that a rank did not send are not lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from dlcp.tags import PacketTags, Segment, plain_tags
 from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
 CONTENT, VERDICT = REDUCE_SCATTER, ALL_GATHER
-"""Messages are numbered as two hops: the ranks' contents, and their verdicts."""
+"""The two phases of message numbers: the ranks' contents, and their verdicts."""
 
 
 class CompressedAllGather(CompressedReducer):
@@ -59,7 +59,7 @@ class CompressedAllGather(CompressedReducer):
 
 
 class AllGatherRun(CompressedRun):
-    """One bucket in progress, in the endpoint's thread except for decoding."""
+    """One bucket in progress; only decoding runs outside the endpoint's thread."""
 
     reducer: CompressedAllGather
 
@@ -75,7 +75,7 @@ class AllGatherRun(CompressedRun):
         self.tags = self._tags()
         self.unconfirmed = set(self.peers)
         self.everywhere = np.ones(self.packets, np.bool_)
-        """This rank's packets that all receivers have got which have acknowledged so far."""
+        """This rank's packets that have arrived at all receivers so far."""
         self.contents: dict[int, NDArray[np.uint8]] = {self.rank: self.content}
         self.verdicts: dict[int, NDArray[np.bool_]] = {}
         """Each rank's packets that count."""
@@ -95,7 +95,7 @@ class AllGatherRun(CompressedRun):
             self._judge()
 
     def residual(self) -> Values | None:
-        """Return what coding left out and what this rank's verdict excludes."""
+        """Return the values that coding left out or this rank's verdict excludes."""
         verdict = self.verdicts.get(self.rank)
         if verdict is None or self.compressor.feedback is Feedback.NOTHING:
             return None
@@ -137,7 +137,7 @@ class AllGatherRun(CompressedRun):
             self._judge()
 
     def _judge(self) -> None:
-        """Send the verdict on this rank's packets; without allowed loss, all know it."""
+        """Send the verdict on this rank's packets; needless if no loss is allowed."""
         self.verdicts[self.rank] = self.everywhere
         if self.bound.ratio:
             bits = np.packbits(self.everywhere)

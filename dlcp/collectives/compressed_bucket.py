@@ -128,7 +128,7 @@ class CompressedRun(BucketRun):
 
     @abstractmethod
     def residual(self) -> Values | None:
-        """Return this bucket's residual if recovery takes a rank's result; None for nothing."""
+        """Return the residual that belongs to the bucket's result; None for nothing."""
 
     def partial_result(self) -> PartialResult:
         """Return this rank's state of the bucket: its contribution, and the residual if another has the result."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct all-reduce: reduce-scatter and all-gather in one hop each.
 
-Every owner of a shard gets all ranks' contributions to it, averages them, and sends the averaged shard to all, followed
-by the rates at which it reaches each of them. The first hop may lose packets within the bound. Averaged shards arrive
-in full, so that replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
-(:mod:`dlcp.collectives.parameter_server`). A scattered bucket takes the first hop only.
+Every owner of a shard receives all ranks' contributions to it, averages them, and sends the averaged shard to all,
+followed by its rate to each rank. The first hop may lose packets within the bound. Averaged shards arrive in full, so
+that replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
+(:mod:`dlcp.collectives.parameter_server`). A scattered bucket ends after the first hop.
 
-Everything happens in the caller's buffer. A rank's contribution is where the averaged shard will be written, so the
-rank posts that receive only once the owner has acknowledged the contribution. An owner sends its averaged shard to a
-peer only once it has acknowledged that peer's contribution, since only then has the peer posted the receive.
+All work is done in the caller's buffer. The averaged shard overwrites a rank's contribution, so the rank posts that
+receive only once the owner has acknowledged the contribution. An owner sends its averaged shard to a peer only after it
+has acknowledged that peer's contribution, because the peer then has posted the receive.
 """
 
 from collections.abc import Container, Mapping
@@ -65,8 +65,8 @@ class DirectAllReduce:
     context
         This rank, and the state that its algorithms share.
     weights
-        Each owner's weight in the division into shards; by default the contributors own shards, equal ones or adapted
-        to the rates at which they receive.
+        Each owner's weight in the division into shards. By default all contributors own shards, of equal size or
+        adapted to their receive rates.
     one_hop
         Whether two ranks may exchange small buckets in one hop (:mod:`dlcp.collectives.pair`).
     """
@@ -87,15 +87,16 @@ class DirectAllReduce:
 
             self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
         self.turn = 0
-        """Decides which packets must be sent in this step, see :meth:`Deferral.due`. It counts steps, whose numbers are
-        shared with broadcasts; with a server, which has not seen all steps, it is the step's number."""
+        """Determines the packets that must be sent in this step, see :meth:`Deferral.due`. It counts steps with
+        gradients, because broadcasts use step numbers, too. With a server, which may miss steps, it is the step's
+        number."""
         self._has_server = weights is not None
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
-        """Each rank's rates, as reported with the latest bucket of the step."""
+        """Each rank's rates, from the latest bucket of the step."""
         self._reached_bps: dict[int, float] = {}
         self._reported_with: dict[int, int] = {}
-        """The bucket of that report, since results may arrive out of order."""
+        """The bucket of each report, since results may arrive out of order."""
         self._runs: dict[tuple[int, int], DirectRun | PairRun] = {}
         self._plans: dict[int, DirectPlan] = {}
         """By the bucket's number."""
@@ -103,7 +104,7 @@ class DirectAllReduce:
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on, and divide buckets by the rates of the last step.
 
-        All averages of the last step have arrived on every rank, so all divide alike.
+        All averages of the last step have arrived, so all ranks divide alike.
         """
         rates = self.received_bps(self._slow)
         if rates:
@@ -151,7 +152,7 @@ class DirectAllReduce:
         return allowed and bucket.values.nbytes <= PAIR_BYTES_MAX
 
     def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> "DirectPlan":
-        """Return a bucket's plan: that of the last step, if the bucket and its division are the same."""
+        """Return a bucket's plan: that of the last step, if bucket and division are unchanged."""
         plan = self._plans.get(sequence)
         if plan is None or not plan.fits(bucket, weights):
             plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights)
@@ -168,11 +169,11 @@ class DirectAllReduce:
         """Do nothing: there is no thread."""
 
     def end(self, run: "DirectRun") -> None:
-        """Forget a bucket that all peers have."""
+        """Forget a bucket that all peers have received."""
         self._runs.pop((run.step, run.sequence), None)
 
     def end_pairs_before(self, step: int) -> None:
-        """Forget earlier steps' buckets that went in one hop: the peer has them."""
+        """Forget the one-hop buckets of earlier steps, which the peer has."""
         for which in [which for which, run in self._runs.items() if which[0] < step and isinstance(run, PairRun)]:
             del self._runs[which]
 
@@ -186,7 +187,7 @@ class DirectAllReduce:
         return BucketDeferral(self.deferral, self.turn, self.context, sequence, bucket, *parts)
 
     def rates(self) -> NDArray[np.generic]:
-        """Return the rates at which this rank reaches each contributor, in bit/s.
+        """Return this rank's rates to all contributors, in bit/s.
 
         They are 0 if unknown, and negative without signs of congestion.
         """
@@ -212,7 +213,7 @@ class DirectAllReduce:
 
 
 class DirectPlan:
-    """Everything about a bucket that is the same in every step, as long as its layers and division stay the same.
+    """The parts of a bucket's run that are the same in every step, as long as its layers and division stay the same.
 
     Attributes
     ----------
@@ -223,10 +224,10 @@ class DirectPlan:
     numbers
         Numbers of the bucket's messages, by phase and receiver.
     labels, loss_bounds, orders
-        Per non-empty shard: label for error messages, loss bound, and which part of this rank's contribution is sent
-        first.
+        Per non-empty shard: label for error messages, loss bound, and the first part of this rank's contribution to
+        send.
     average_bound
-        What averaged shards may lose and defer.
+        The bound of averaged shards, for loss and deferral.
     whole
         The bucket's tags if nothing may be lost.
     """
@@ -259,7 +260,7 @@ class DirectPlan:
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
 
     def fits(self, bucket: Bucket, weights: Mapping[int, float]) -> bool:
-        """Return whether this is the plan of a bucket that is divided by these weights."""
+        """Return whether the plan fits a bucket divided by these weights."""
         return self._fits == self._what_it_fits(bucket, weights)
 
     @staticmethod
@@ -306,7 +307,7 @@ class BucketPhase(Enum):
 
     EXCHANGING = "contributions and averaged shards are in flight"
     CONFIRMING = "everything has arrived; some peers have not acknowledged this rank's averaged shard"
-    OVERDUE = "their time is up: the shard is copied as soon as no local peer reads it in the bucket"
+    OVERDUE = "their time is up: the shard will be copied once no local peer reads it in the bucket"
     RETURNED = "the caller has the bucket back; unacknowledged data is sent from a copy"
     ENDED = "all peers have acknowledged"
 
@@ -349,7 +350,7 @@ class DirectRun(BucketRun):
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
         """Future residual: positions in the bucket, and values."""
         self.waiting = np.zeros(len(self.tags.queue), np.bool_)
-        """Which packets of the bucket this rank still has to send."""
+        """The packets of the bucket that this rank must still send."""
 
     def begin(self) -> None:
         """Post receives for contributions to this rank's shard, and contribute to the others'."""
@@ -425,7 +426,7 @@ class DirectRun(BucketRun):
         self._advance()
 
     def _finish_streaming(self, accumulator: ShardAccumulator, reduction: StreamingReduction) -> None:
-        """Average packets that lack contributions; complete ones are averaged already."""
+        """Average packets that lack contributions; complete packets are averaged already."""
         rescale, samples = self.context.options.rescale, self.bucket.samples
         own = cast("NDArray[np.float32]", accumulator.own)
         if accumulator.whole or samples is None or not rescale:
@@ -451,7 +452,7 @@ class DirectRun(BucketRun):
         own.deferred, own.tags = deferred, tags._replace(protected=~deferred)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
-        """Return which packets of each rank, including this one, are in this rank's shard."""
+        """Return the mask of packets in this rank's shard, for each rank including this one."""
         return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
 
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
@@ -538,7 +539,7 @@ class DirectRun(BucketRun):
         self._advance()
 
     def _exchange_rates(self) -> None:
-        """Tell the others this rank's rates to them, as averages do in the other buckets."""
+        """Send the others this rank's rates to them, which averages carry in other buckets."""
         connection, rates_bps = self.context.connection, self.reducer.rates_to_tell()
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         for peer in self.context.peers:
@@ -560,7 +561,7 @@ class DirectRun(BucketRun):
     # Completion -------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Enter the next phases as far as arrivals and acknowledgements allow."""
+        """Enter the next phases that arrivals and acknowledgements allow."""
         if self.awaited or (self.done.done() and self.phase is not BucketPhase.RETURNED):  # the latter: it has failed
             return
         if self.phase is BucketPhase.EXCHANGING:
@@ -587,7 +588,7 @@ class DirectRun(BucketRun):
         return self.bucket.exported and bool(self.own.unconfirmed & self.context.connection.local_peers)
 
     def _return(self) -> None:
-        """Give the caller the bucket back."""
+        """Return the bucket to the caller."""
         self.phase = BucketPhase.RETURNED
         if not self.own.unconfirmed:
             self._end()
@@ -637,7 +638,7 @@ class DirectRun(BucketRun):
         )
 
     def _included(self) -> Mapping[int, NDArray[np.bool_]]:
-        """Return whose contributions this rank's shard holds, by packet."""
+        """Return the contributions that this rank's shard holds: a mask of packets by rank."""
         accumulator = self.accumulator
         if accumulator is None:
             start, stop = self.bounds.get(self.rank, (0, 0))
@@ -663,7 +664,7 @@ class DirectRun(BucketRun):
             self.lost.append((positions + self.bounds[owner][0], values[positions]))
 
     def _note_waiting(self, owner: int, packets: NDArray[np.bool_]) -> None:
-        """Record that packets of a shard, or of a message with one, wait for a later step."""
+        """Record that packets of a shard's message wait for a later step."""
         part = self._packets(owner)
         self.waiting[part] |= packets[: part.stop - part.start]
 

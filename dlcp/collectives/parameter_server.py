@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter server: a rank that contributes nothing, averages what the workers send, and sends the average to all."""
+"""A parameter server: a rank without gradients, which averages the workers' gradients and sends the result to all."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,8 +22,8 @@ from dlcp.tags import PacketTags, queue_of_layer
 from dlcp.transport import Arrival, Connection, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
 SMALL_LAYER_PACKETS: Final = 3
-"""Layers of so few packets are never deferred. What workers take for small (``TagPolicy.small_layer_values``) fits into
-three packets of an MTU of 1500."""
+"""Layers of at most this many packets are never deferred. Small layers by the workers' definition
+(``TagPolicy.small_layer_values``) fit into three packets of an MTU of 1500."""
 
 
 class ParameterServer:
@@ -36,16 +36,16 @@ class ParameterServer:
     workers
         Ranks of the workers.
     options
-        The workers' options. Layers with a bound of their own are the workers' concern.
+        The workers' options. The workers apply the bounds of single layers.
     weighted
-        Whether each step begins with how many samples the workers have (:mod:`dlcp.collectives.step_metadata`).
+        Whether each step begins with the workers' numbers of samples (:mod:`dlcp.collectives.step_metadata`).
     ledger
-        Where the averages it sends are recorded.
+        The record of the averages that it sends.
 
     Attributes
     ----------
     failed
-        Resolves, with the error, when the server cannot go on.
+        Resolves with an error if the server cannot continue.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class ParameterServer:
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         """Contributions by the key of their messages and by worker."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
-        """The latest step of which samples are known, and how many each worker has."""
+        """The latest step with known samples, and their number on each worker."""
         connection.call(partial(setattr, connection, "on_unexpected", self._receive))
 
     def _receive(self, worker: int, key: MessageKey) -> None:
-        """Post a receive for a contribution whose first packet has come."""
+        """Post a receive for a contribution whose first packet has arrived."""
         request = ReceiveRequest(worker, key, None, self._bound, self._label(key))
         self.connection.receive(request, guard(partial(self._on_contribution, worker, key), self._fail))
 
@@ -129,7 +129,7 @@ class ParameterServer:
         bucket: dict[int, Arrival],
         tags: PacketTags,
     ) -> NDArray[np.bool_] | None:
-        """Return which packets of an average are deferred to a later step, by all workers; None if all are sent."""
+        """Return the mask of packets of an average that are deferred; None if all are sent."""
         if key.step > self._step:
             self._step = key.step
             self._deferral.begin_step({}, set(), {})
@@ -162,7 +162,7 @@ class ParameterServer:
 
 
 def _tags_of(bucket: dict[int, Arrival], packets: int) -> PacketTags:
-    """Tag an average like the gradients it was made of; a layer that nobody delivered goes first."""
+    """Tag an average like its gradients; a layer that no worker delivered is sent first."""
     arrivals = list(bucket.values())
     layer: NDArray[np.uint8] = np.zeros(len(arrivals[0].layer), np.uint8)
     for arrival in arrivals:

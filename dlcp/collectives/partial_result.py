@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial-result recovery: the exact average of a bucket whose all-reduce failed, from the data that ranks hold.
 
-At any moment a packet of a bucket is, on each rank, either final (the average, as its owner formed it) or a sum of some
-ranks' contributions: its own alone, or at an owner those that had arrived. Only finished packets are sent on. So as
-long as a packet is final nowhere, every contribution still exists, and exactly once apart from those that an owner has
-added already. One sum over all ranks, of the right parts, completes the average.
+At any moment a packet of a bucket is, on each rank, either final (the average, as its owner computed it) or a sum of
+contributions: the rank's own, or at an owner those that have arrived. Only final packets are sent on. So while a packet
+is final nowhere, every contribution still exists: at its rank, in an owner's sum, or both. One sum over all ranks, of
+the right parts, completes the average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ NOWHERE = -1
 
 
 class UnrecoverableError(RuntimeError):
-    """A rank's contribution is lost: no rank holds it any more, and no average was formed of it."""
+    """A rank's contribution is lost: no rank holds it, and no average includes it."""
 
 
 class RecoveryChannel(Protocol):
@@ -46,15 +46,15 @@ class PartialResult:
     final
         Where ``values`` holds the average, shape (packets,).
     included
-        For each rank whose contribution ``values`` holds, alone or in a sum, in which packets, shape (packets,). If the
-        packet is final here *because this rank formed the average*: the ranks that it was formed of. Empty if this rank
+        Contributions that ``values`` holds, alone or in a sum: by rank, a mask of packets, shape (packets,). For a
+        packet that is final *because this rank computed the average*: the ranks in that average. Empty if this rank
         holds nothing of use.
     residual
-        The residual if this bucket had been finished, shape (m,); None for nothing. It counts only for packets that are
-        final somewhere, since otherwise nothing is lost.
+        The residual that finishing this bucket would leave, shape (m,); None for nothing. It counts only for packets
+        that are final on some rank, since otherwise nothing is lost.
     unconfirmed
-        Packets in which ``values`` still holds this rank's own contribution and it does not know whether that reached
-        the owner, shape (packets,). None: all in which it holds its own and not the average.
+        Packets with this rank's own contribution for which it does not know whether the owner received it, shape
+        (packets,). None: all packets with its own contribution.
     """
 
     step: int
@@ -87,10 +87,10 @@ class ContributionMap(NamedTuple):
 
 
 class RecoveryPlan(NamedTuple):
-    """Which rank provides what of each packet.
+    """The sources of each packet.
 
-    ``source`` is the rank whose average is used, or ``NOWHERE``; ``gives`` has the ranks whose sums are added if
-    there is none; ``left_out`` the ranks whose contribution an average lacks. Shapes (packets,).
+    ``source`` is the rank whose average is used, or ``NOWHERE``. ``gives`` has the ranks whose sums are added if there
+    is none. ``left_out`` has the ranks whose contribution an average lacks. Shapes (packets,).
     """
 
     source: NDArray[np.int32]
@@ -107,14 +107,14 @@ class Recovered:
 
 
 def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> RecoveryPlan:
-    """Decide which rank provides what; every rank computes the same plan.
+    """Choose the sources of each packet; every rank computes the same plan.
 
     Parameters
     ----------
     maps
-        The state of all ranks that hold anything.
+        The state of all ranks that hold a part of the bucket.
     contributors
-        The ranks that the average is over.
+        The ranks that the average includes.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> Re
 def _cover(
     included: Mapping[int, Mapping[int, NDArray[np.bool_]]], wanted: NDArray[np.bool_], contributors: Sequence[int]
 ) -> dict[int, NDArray[np.bool_]]:
-    """Choose sums that hold each contribution exactly once: the largest first, then any that do not overlap."""
+    """Choose sums that hold each contribution exactly once: the largest first, then others that do not overlap."""
     packets = len(wanted)
     covered = {rank: np.zeros(packets, np.bool_) for rank in contributors}
     sizes = {rank: sum((bits.astype(np.int32) for bits in parts.values()), start=np.zeros(packets, np.int32))
@@ -174,7 +174,7 @@ def _left_out(
     contributors: Sequence[int],
     packets: int,
 ) -> dict[int, NDArray[np.bool_]]:
-    """Return which contributions the averages lack, as reported by the ranks that formed them."""
+    """Return the contributions that averages lack, as reported by the ranks that computed them."""
     known = np.zeros(packets, np.bool_)
     folded = {rank: np.zeros(packets, np.bool_) for rank in contributors}
     for rank, parts in included.items():
@@ -197,9 +197,9 @@ def recover(
     Parameters
     ----------
     mine
-        This rank's state; None if it holds nothing of this bucket any more.
+        This rank's state; None if it holds no part of this bucket.
     finished
-        Whether this rank needs nothing of it either.
+        Whether this rank needs no part of it, either.
 
     Returns
     -------
@@ -239,7 +239,7 @@ def recover(
 def _residual(
     mine: PartialResult | None, rank: int, decided: RecoveryPlan, by_value: Any
 ) -> NDArray[np.floating] | None:
-    """Return the residual if an average was formed: known losses, and contributions that it turns out to lack."""
+    """Return the residual if there is an average: known losses, and contributions that the average lacks."""
     if mine is None:
         return None
     unconfirmed = mine.unconfirmed

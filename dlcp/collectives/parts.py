@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets in parts, for a parameter server: it sends the average of one part while others' contributions arrive.
+"""Buckets in parts, for a parameter server, which sends the average of one part while contributions to others arrive.
 
-A server sends a message once all workers have sent theirs. Undivided, a large bucket would first fill the port
-towards the server, and then the one from it. P3 (MLSys 2019) and ByteScheduler (SOSP 2019) divide gradients, too.
+A server sends an average once all workers' contributions have arrived. A large undivided bucket would first occupy the
+server's inbound port, and then its outbound port. P3 (MLSys 2019) and ByteScheduler (SOSP 2019) divide gradients, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,8 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.tags import Segment
 
 PART_BYTES_MIN: Final = 200_000
-"""Minimum size of a part; P3 has slices of 50,000 values. Large buckets have larger parts: their number is limited."""
+"""Minimum size of a part; P3 has slices of 50,000 values. Large buckets have larger parts, because the number of parts
+is limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class AllReduceInParts:
         self.plain = DirectAllReduce(replace(context, noted=False), weights={server: 1.0})
         self._server, self._ranks = server, context.ranks
         self._layouts: dict[int, tuple[tuple[object, ...], list[_Part]]] = {}
-        """Parts by number of the bucket, with the layout that they fit: every step has the same buckets."""
+        """Parts by bucket number, with their layout; every step has the same buckets."""
         self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
 
     def begin_step(self, step: int) -> None:
@@ -112,7 +113,7 @@ class AllReduceInParts:
         self.plain.close()
 
     def _joined(self, name: tuple[int, int], held: Mapping[int, PartialResult]) -> PartialResult:
-        """Return this rank's state of a bucket; parts that it no longer holds are averaged."""
+        """Return this rank's state of a bucket; parts that it no longer tracks are averaged."""
         bucket, parts = self._started[name]
         per_packet, widen = self._per_packet(bucket), bucket.value_type.widen
         values = widen(bucket.values).copy()

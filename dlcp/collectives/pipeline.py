@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline that averages buckets: encode, reduce, decode.
 
-A bucket passes these stages; most jobs only have the second:
+A bucket passes these stages, of which most jobs use only the second:
 
 1. *Encode*: the sum rule multiplies its values by the number of ranks; a compressor makes it smaller.
 2. *Reduce*: direct all-reduce, ring, or parameter server; Adasum; or an all-gather, if compressed values cannot be
    added up.
-3. *Decode*: compressed values become gradients again, and what was left out becomes residual.
+3. *Decode*: compressed values become gradients again, and omitted values become residual.
 
-Buckets without gradients (``Bucket.exact``) are only averaged; so are gradients that are sent in full for once
-(``Bucket.flush``), with what compressors have left out. The record of a bucket never changes.
+Buckets without gradients (``Bucket.exact``) are only averaged. So are gradients of a flush (``Bucket.flush``), together
+with all values that compressors have left out.
 """
 
 from collections import Counter
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class MeasuringReducer(Reducer, Protocol):
-    """A reducer that measures how fast ranks receive."""
+    """A reducer that measures the ranks' receive rates."""
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
-        """Return how fast each rank received in the last step, in bit/s, levelled; empty unless all ranks know.
+        """Return each rank's receive rate in the last step, in bit/s, levelled; empty unless all ranks know it.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class AutoAllReduce:
     Attributes
     ----------
     chosen
-        How many buckets each collective got.
+        The number of buckets for each collective.
     """
 
     recoverable = True
@@ -84,7 +84,7 @@ class AutoAllReduce:
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on, and choose by the rates of the last step.
 
-        All results of the last step have arrived on every rank, so all choose alike.
+        All results of the last step have arrived, so all ranks choose alike.
         """
         known = self.topology.rates_bps
         slow = {rank for rank, rate in known.items() if rate < max(known.values())}
@@ -122,13 +122,13 @@ class Pipeline:
     plain
         The reducer for buckets as they are.
     gradients
-        The strategy for gradients; ``plain`` itself, or one that may use it.
+        The strategy for gradients: ``plain``, or one that may use it.
     numbers_per_bucket
-        How many of the numbers of ``plain`` a bucket of gradients takes.
+        The bucket numbers of ``plain`` that one bucket of gradients uses.
     multiplier
         Factor on gradients before reduction; 1 for their average.
     left_out
-        What compression left out of gradients, if ``plain`` can send that with uncompressed gradients.
+        Values that compression left out, if ``plain`` can send them with uncompressed gradients.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Pipeline:
 
     @property
     def recoverable(self) -> bool:
-        """Whether averages can be completed in another way: neither sums nor Adasum can."""
+        """Whether averages can be completed over another path; sums and Adasum cannot."""
         return self._multiplier == 1 and self.gradients.recoverable
 
     def begin_step(self, step: int) -> None:
@@ -205,14 +205,14 @@ def make_reducer(
     context
         This rank, the contributors, and the state that its algorithms share. Its residual is that of gradients.
     topology, costs
-        See :func:`dlcp.collectives.choice.choose`. The order of the ring and the server are the topology's.
+        See :func:`dlcp.collectives.choice.choose`. The topology determines the ring's order, and the server.
     compression
         A compressor's name (:func:`dlcp.compress.make_compressor`), or ``""``. If compressed values cannot be added up,
-        they are gathered, whatever the collective.
+        they are gathered, with any collective.
     combine
         ``average``, ``sum`` or ``adasum`` (:mod:`dlcp.collectives.reduction_rules`).
     work
-        The executor for decoding and Adasum's arithmetic; by default a thread of their own.
+        The executor for decoding and Adasum's arithmetic; by default a thread.
 
     Raises
     ------
@@ -273,13 +273,12 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
     compression, combine, collective
         See :func:`make_reducer`.
     fallback
-        Whether the framework's own all-reduce takes over if DLCP fails: that is an average, so only averages can
-        continue with it.
+        Whether the framework's own all-reduce takes over if DLCP fails. It averages, so only averages can continue.
 
     Raises
     ------
     ValueError
-        They are not; the message says what to do.
+        One does not exist, or two are incompatible; the message says what to do.
     """
     if combine not in COMBINES:
         raise ValueError(f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
@@ -310,7 +309,7 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
 
 
 def check_server_defers(compression: str, layer_bounds: object) -> None:
-    """Check that a parameter server may defer packets: to it all values are gradients with the same bound.
+    """Check that a parameter server may defer packets: it treats all values as gradients with one bound.
 
     Parameters
     ----------
@@ -320,7 +319,7 @@ def check_server_defers(compression: str, layer_bounds: object) -> None:
     Raises
     ------
     ValueError
-        It might defer packets that matter; the message says what to do.
+        The server might defer packets that matter; the message says what to do.
     """
     given = "compression" if compression else "layer_bounds" if layer_bounds else ""
     if given:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of all ranks' contributions: their average, their sum, or Adasum.
+"""Ways to combine all ranks' contributions: average, sum, Adasum.
 
-**Weights.** Ranks may have batches of different sizes; every sample counts the same, whichever rank has it. Rank r of n
-has the mean gradient g_r of its s_r samples; the result should be sum(s_r g_r) / sum(s_r). So each rank contributes
-x_r = w_r g_r with the weight w_r = n s_r / sum(s_r), and the plain average of the x_r is that result. If only the ranks
-in D have delivered a packet, rescaling divides their sum by the sum of their weights, which the plain average does not.
-With all of them that is n again, so nothing changes for complete packets. Error feedback always divides by n, and lost
-values become residual as they were contributed, weight included: so over the steps, n times the averages plus the
-residual is the sum of all contributions, as with equal weights. Ding et al. use the same weights (HetSeq, AAAI 2021,
-arXiv 2009.14783).
+**Weights.** Ranks may have batches of different sizes; every sample has the same weight. Rank r of n has the mean
+gradient g_r of its s_r samples; the result should be sum(s_r g_r) / sum(s_r). So each rank contributes x_r = w_r g_r
+with the weight w_r = n s_r / sum(s_r), and the plain average of the x_r is that result. If only the ranks in D have
+delivered a packet, rescaling divides their sum by the sum of their weights, which the plain average does not. The
+weights of all ranks add up to n, so nothing changes for complete packets. Error feedback always divides by n, and lost
+values become residual with their weight. So over the steps, n times the averages plus the residual is the sum of all
+contributions, as with equal weights. Ding et al. use the same weights (HetSeq, AAAI 2021, arXiv 2009.14783).
 
 **Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds orthogonal components and averages parallel ones, so that
 the step of many ranks is as long as the data allows, without tuning the learning rate again for their number. For two:
@@ -16,9 +15,9 @@ the step of many ranks is as long as the data allows, without tuning the learnin
     (1 - g1.g2 / (2 |g1|^2)) g1  +  (1 - g1.g2 / (2 |g2|^2)) g2
 
 and for more, recursively: neighbours first, then pairs of pairs. Every layer is combined separately. If the number of
-ranks is not a power of two, the excess ranks are first combined with one of the others each. Whatever the tree, the
-result is a linear combination of the ranks' gradients, and every scalar product in it follows from those between ranks.
-So these n (n+1)/2 per layer suffice before anything is added up.
+ranks is not a power of two, the excess ranks are first combined with one of the others each. For any tree, the result
+is a linear combination of the ranks' gradients, and every scalar product in it follows from those between ranks. So n
+(n+1)/2 scalar products per layer suffice to compute all factors before anything is added.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +38,12 @@ SUM: Final = "sum"
 ADASUM: Final = "adasum"
 COMBINES: Final = (AVERAGE, SUM, ADASUM)
 MOST_SAMPLES: Final = 1 << 22
-"""The most samples per rank and step: they travel in float32, divided by the number of ranks, and are multiplied."""
+"""The most samples per rank and step, because float32 carries them, divided by the number of ranks."""
 
 Products = NDArray[np.float64]
 """Scalar products between ranks, shape (n, n) or for each layer (layers, n, n)."""
 Rule = Callable[[Sequence[Callable[[], "Values"]], Sequence[Segment]], "Values"]
-"""Combines all ranks' gradients, in the order of ranks; each can be decoded repeatedly."""
+"""Combines all ranks' gradients, in the order of ranks, each of which can be decoded repeatedly."""
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
@@ -82,7 +81,7 @@ def weigh(values: NDArray[np.floating], weight: float) -> None:
 
 
 def held_samples(delivered: Mapping[int, NDArray[np.bool_]], samples: Mapping[int, int] | None) -> NDArray[np.int64]:
-    """Return how many samples each packet's sum covers, or without ``samples`` how many ranks, shape (packets,).
+    """Return the number of samples in each packet's sum, or without ``samples`` of ranks, shape (packets,).
 
     Parameters
     ----------
@@ -97,7 +96,7 @@ def held_samples(delivered: Mapping[int, NDArray[np.bool_]], samples: Mapping[in
 
 
 def all_samples(ranks: int, samples: Mapping[int, int] | None) -> int:
-    """Return how many samples a complete sum covers, or without ``samples`` how many ranks."""
+    """Return the number of samples in a complete sum, or without ``samples`` of ranks."""
     return ranks if samples is None else sum(samples.values())
 
 
@@ -139,10 +138,10 @@ def average(
     delivered
         Which packets of each rank arrived, shape (packets,).
     rescale
-        Divide by how many ranks delivered a packet, otherwise by the number of ranks.
+        Divide by the number of ranks that delivered a packet, instead of the number of all ranks.
     samples
-        How many samples each rank's values cover, if they were multiplied by its weight: then ranks that delivered a
-        packet count by their samples.
+        Each rank's number of samples, if its values were multiplied by its weight. Ranks that delivered a packet then
+        count by their samples.
     """
     total: NDArray[np.floating] | None = None
     for rank in sorted(contributions):
@@ -162,14 +161,14 @@ def divide(
     values_per_packet: int,
     samples: Mapping[int, int] | None = None,
 ) -> NDArray[np.floating]:
-    """Divide a sum by how many ranks it holds, or by their weights; return the average.
+    """Divide a sum by the number of ranks in it, or by their weights; return the average.
 
     Parameters
     ----------
     total
         The sum; overwritten.
     held
-        How many ranks each packet holds, shape (packets,), or with ``samples`` how many samples. None: all.
+        The number of ranks in each packet's sum, shape (packets,), or with ``samples`` of samples. None: all.
     """
     if held is None or (held == all_samples(ranks, samples)).all():
         total /= total.dtype.type(ranks)
@@ -198,7 +197,7 @@ def divide_by_samples(
 
 
 def multiply_for_sum(values: NDArray[np.generic], value_type: ValueType, ranks: int) -> None:
-    """Multiply a buffer by the number of ranks, in place: then the average is the sum of all ranks' buffers.
+    """Multiply a buffer by the number of ranks, in place, so that the average is the sum of all ranks' buffers.
 
     This precedes the average, so that lost values become residual on the same scale as sent ones.
     """
@@ -235,7 +234,7 @@ def scalar_products(parts: "Sequence[Values]", borders: Sequence[int]) -> Produc
     parts
         One for each rank, shape (m,).
     borders
-        Where layers begin, and where the last one ends.
+        The start of each layer, and the end of the last one.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: lost values are kept as a residual and sent with the next step, so nothing is lost for good.
+"""Error feedback: lost values are kept as a residual, and sent with the next step.
 
 This is the rule of error-compensated SGD (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019), with the
-network in place of the compressor: the receiver's bitmap names exactly what did not arrive.
+network in place of the compressor: the receiver's bitmap identifies the lost packets exactly.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from dlcp.tags import Segment
 
 @dataclass(slots=True)
 class _LayerResidual:
-    """The residual of one parameter: values, and their positions in it; a position may occur more than once."""
+    """The residual of one parameter: values and their positions. A position may occur more than once."""
 
     size: int
     parts: list[tuple[NDArray[np.int64] | slice, NDArray[np.floating]]] = field(default_factory=list)
@@ -42,10 +42,10 @@ class _LayerResidual:
 
 
 class Residual:
-    """Values that this rank still has to send, by parameter: frameworks regroup their buffers, parameters stay.
+    """Values that this rank still has to send, by parameter, because frameworks may regroup their buffers.
 
-    Of losses in the network only the lost values are kept, without zeros for the rest: of a large model that is little.
-    A compressor leaves out most values, which are kept without positions.
+    For losses in the network, only the lost values are kept, which are few. A compressor leaves out most values, which
+    are kept without positions.
     """
 
     def __init__(self) -> None:

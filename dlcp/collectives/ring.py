@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring all-reduce: each rank only sends to the next one, so one flow enters each port.
 
-A bucket is divided into a block per rank. The partial sum of a block goes around once (reduce-scatter), each rank
-adding its own gradients; the last one divides, and the average goes around once more (all-gather; Patarasuk and Yuan,
-2009). Blocks travel in pieces, so that a rank adds one while the next is in flight.
+A bucket is divided into a block per rank. The partial sum of a block goes around once (reduce-scatter), and each rank
+adds its own gradients. The last rank divides, and the average goes around once more (all-gather; Patarasuk and Yuan,
+2009). Blocks are sent in pieces, so that a rank adds one while the next is in flight.
 
-The first round may lose packets within a bound. A lost packet is a partial sum of several ranks: all of it becomes
-residual of the rank that sent it, and is sent again with the next step. The second round is reliable, so that replicas
-never drift apart.
+The first round may lose packets within a bound. A lost packet is a partial sum of several ranks. All of it becomes
+residual of its sender, which sends it with the next step. The second round is reliable, so that replicas never drift
+apart.
 
 Rescaling needs the number of ranks in each packet's sum, or the number of samples if ranks have different weights.
-These counts follow the sum in a protected trailer of two or four bytes per packet. The trailer only exists if packets
-may be lost, and not on the first hop, where the sum is the first rank's.
+These counts follow the sum in a protected trailer of two or four bytes per packet. The trailer exists only if packets
+may be lost, and not on the first hop, whose sum has one rank.
 
 A packet is tagged by its sender's own gradients, not by the partial sum. For gradients of a small convolutional network
-on eight ranks, the two packet orders correlate by 0.63 to 0.97, and the tenth with the least own gradients holds at
-most 1.6 % of the partial sum's squared norm: not worth a second classification. Non-finite values are protected
-whichever rank contributed them.
+on eight ranks, the two packet orders correlate by 0.63 to 0.97, and the tenth with the smallest own gradients holds at
+most 1.6 % of the partial sum's squared norm. A second classification would not pay off. Non-finite values of any rank
+are protected.
 
-A ring defers nothing (:mod:`dlcp.collectives.deferral`): behind a slow port a direct all-reduce is the better choice
-(``docs/decisions.md``). So that all ranks can choose it, each average is followed by the rate from the rank that formed
-it to the next rank.
+A ring defers nothing (:mod:`dlcp.collectives.deferral`): behind a slow port, a direct all-reduce is better
+(``docs/decisions.md``). So that all ranks can choose it, each average carries the rate from the rank that computed it
+to the next one.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -59,14 +59,14 @@ PIECE_BYTES = 1 << 22
 host. Over loopback on two shared cores, 25 MB among 4 ranks took 1.1 times as long in pieces of 3 MB as in whole
 blocks, 1.2 times in pieces of 2 MB and 2.3 times in pieces of 0.5 MB."""
 COUNT: Final = np.dtype(">u2")
-"""How many ranks a packet's sum holds."""
+"""The number of ranks in a packet's sum."""
 SAMPLES: Final = np.dtype(">u4")
-"""How many samples it covers; replaces the former if ranks have different weights."""
+"""The number of samples in it, which replaces the number of ranks if these have different weights."""
 HALF_BYTES: Final = 2
 
 
 def bound_of_hop(bound: LossBound, ranks: int) -> LossBound:
-    """Return each hop's bound so that at most ``bound`` of each rank's gradients is lost in the round."""
+    """Return the bound of each hop, such that a round loses at most ``bound`` of each rank's gradients."""
     return LossBound(bound.ratio / max(1, ranks - 1), bound.immediate)
 
 
@@ -116,16 +116,16 @@ class RingAllReduce:
         This rank, and the state that its algorithms share. Adaptive shards have no effect: every block passes every
         rank.
     order
-        The contributors in ring order, the same on all ranks; by default ascending. Keep ranks of one host together:
-        then one flow enters each host.
+        The contributors in ring order, the same on all ranks; by default ascending. Keep ranks of one host together, so
+        that one flow enters each host.
     tells_rates
         Whether ranks report rates to each other; the same on all ranks.
 
     Attributes
     ----------
     rates_bps
-        How fast each rank received from the previous one in this step, in bit/s, 0 if unknown; the same on all ranks
-        once they have all averages.
+        Each rank's receive rate from the previous one in this step, in bit/s, 0 if unknown; the same on all ranks once
+        they have all averages.
     """
 
     recoverable = True
@@ -134,7 +134,7 @@ class RingAllReduce:
         self.context, self.tells_rates = context, tells_rates
         self.rates_bps: dict[int, float] = {}
         self._told_with: dict[int, tuple[int, int]] = {}
-        """The piece and bucket that the latest of these arrived with."""
+        """The bucket and piece with which the latest rate arrived."""
         self.order = list(context.contributors if order is None else order)
         if sorted(self.order) != context.contributors:
             raise ValueError(f"a ring of ranks {context.contributors} cannot have the order {self.order}")
@@ -191,7 +191,10 @@ class RingAllReduce:
         """Do nothing: there is no thread."""
 
     def abort(self, reason: str) -> None:
-        """Tell the other ranks, once: most are not next to the failed one, and would wait for their deadline."""
+        """Notify the other ranks, once.
+
+        Most have no messages with the failed one, and would wait for their deadline.
+        """
         if not self._aborted:
             self._aborted = True
             self.context.connection.abort(reason)
@@ -204,8 +207,8 @@ class RingAllReduce:
 class RingRun(BucketRun):
     """One bucket in progress.
 
-    A piece's distance is how many hops it has completed when its partial sum is at this rank: 0 if this rank begins the
-    sum, ``ranks - 1`` if it ends it.
+    A piece's distance is the number of hops before its partial sum reaches this rank: 0 if this rank begins the sum,
+    ``ranks - 1`` if it ends it.
     """
 
     def __init__(self, reducer: RingAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
@@ -229,7 +232,7 @@ class RingRun(BucketRun):
         """Which packets hold the average."""
         self.lost: NDArray[np.floating] | None = None
         self.under_way: set[tuple[bool, MessageKey]] = set()
-        """Messages that this rank sends (True) or receives and that are not acknowledged or have not arrived. The
+        """Messages that this rank sends (True) and are not acknowledged, or receives (False) and have not arrived. The
         bucket is done when none is left."""
 
     def _bound_of_hop(self, piece: Piece) -> LossBound:
@@ -251,11 +254,11 @@ class RingRun(BucketRun):
         return tags
 
     def _samples(self, rank: int) -> int:
-        """Return how many samples a rank's contribution covers; 1 if all ranks have the same weight."""
+        """Return the number of samples in a rank's contribution; 1 if all ranks have the same weight."""
         return 1 if self.bucket.samples is None else self.bucket.samples[rank]
 
     def begin(self) -> None:
-        """Send the block that begins here, and post receives for those that pass."""
+        """Send the block that begins at this rank, and post receives for the others."""
         for piece in self.pieces if self.reducer.ranks > 1 else []:
             hop = self._distance(piece) - 1
             if hop < 0:
@@ -398,7 +401,7 @@ class RingRun(BucketRun):
         self.connection.receive(request, on_outcome)
 
     def _unless_failed(self, message: tuple[bool, MessageKey], action: Callable[[Any], None]) -> Then[Any]:
-        """Return a callback for an arrived or acknowledged message; if it fails, so does the bucket, on all ranks."""
+        """Return a callback for an arrived or acknowledged message. Its failure fails the bucket, on all ranks."""
 
         def act(result: Any) -> None:
             action(result)
@@ -424,7 +427,7 @@ class RingRun(BucketRun):
     def partial_result(self) -> PartialResult:
         """Return this rank's state: final averages, and its own values elsewhere.
 
-        A partly received average has overwritten some of these. But then it is final at the previous rank.
+        A partly received average may have overwritten some of these, but it is final at the previous rank.
         """
         return PartialResult(
             self.step,
@@ -483,7 +486,7 @@ class RingRun(BucketRun):
 def scale_of_hop(hop: int) -> float:
     """Return the factor on a sum in a 16-bit format before a hop: 1 / 2**ceil(log2(hop + 1)).
 
-    A sum of many could exceed the largest float16, 65504, although its average does not. Powers of two cost no
+    A sum of many ranks may exceed the largest float16, 65504, although the average does not. Powers of two cost no
     precision.
     """
     return 1.0 / (1 << hop.bit_length())

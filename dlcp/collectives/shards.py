@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core of reduce-scatter and all-gather: shards of a buffer, their owners, and how an owner accumulates its shard.
 
-Gradient reducers and the collectives of a process group both use it.
+Reducers of gradients and the collectives of a process group use it.
 """
 
 import math
@@ -27,11 +27,11 @@ from dlcp.transport import (
 )
 
 PATIENCE_S: Final = 0.002
-"""How long to wait for the last acknowledgements before copying what peers may still read. Not tuned."""
+"""The wait for the last acknowledgements, before data that peers may still read is copied. Not tuned."""
 COPY_BYTES_PER_S: Final = 1e9
-"""About how fast memory is copied. The wait is extended by the time that a copy would take."""
+"""Approximate speed of copying memory. The time of a copy extends the wait."""
 SEEN_MARGIN: Final = 1.2
-"""A port may be this much faster than data has arrived through it, since senders pause."""
+"""The factor by which a port may be faster than the data through it, since senders pause."""
 
 
 def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, float]) -> dict[int, tuple[int, int]]:
@@ -63,21 +63,21 @@ def shard_bounds(values: int, values_per_packet: int, weights: Mapping[int, floa
 
 
 def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Container[int] = ()) -> dict[int, float]:
-    """Return how fast each rank can receive, from the others' rates to it.
+    """Return each rank's receive rate, from the others' rates to it.
 
     Parameters
     ----------
     reported_bps
         Each rank's report: its rates to all ranks, in the order of ranks; 0 if unknown, and negative without signs of
-        congestion. Its own entry is the fastest rate at which data arrived.
+        congestion. Its own entry is its fastest inbound rate.
     slow
         Ranks that were slow before.
 
     Returns
     -------
     Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`. A rank without a congested path to it counts as fast:
-    if it is slow, its processor is the reason. Shards that followed that would change from step to step, and with them
-    the order in which contributions are added and the last bit of sums.
+    if it is slow, the reason is its processor. If shards followed that, they would change from step to step, and with
+    them the order of summation and the last bit of sums.
     """
     from dlcp.slow_ports import level  # only adaptive shards need it
 
@@ -99,18 +99,18 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
     """Return the shard weights that minimize the time of the slowest rank.
 
-    Rank r owns a share w of a buffer of size S. It receives w S from each of the n - 1 others, and S - w S of results:
+    Rank r owns a share w of a buffer of size S. It receives w S from each of the n - 1 others, and results of S - w S:
     (1 + (n - 2) w) S in all. So with rates R the time is max (1 + (n - 2) w) S / R, which is minimal if all owners take
     the same time; ranks that are slower even without a shard own none.
 
     Parameters
     ----------
     rates_bps
-        How fast each rank can receive.
+        Each rank's receive rate.
 
     Returns
     -------
-    Weights that add up to 1; equal ones for two ranks, for which the division makes no difference.
+    Weights that add up to 1. Two ranks get equal weights, since their division makes no difference.
     """
     count = len(rates_bps)
     fastest = max(rates_bps.values(), default=0.0)
@@ -144,10 +144,10 @@ def binomial_tree(rank: int, root: int, ranks: int) -> tuple[Branch | None, list
 
 
 class ShardAccumulator:
-    """The contributions of all ranks to one shard, or to a chunk of it: received, and counted by packet.
+    """Receives the contributions of all ranks to one shard, or to a chunk of it, and counts their packets.
 
-    A sum of float32 values is formed as packets arrive (*streaming*): first this rank's values, then the peers' by
-    ascending rank, in place. Otherwise contributions are kept until the last one arrives. Either way the result does
+    A *streaming* sum of float32 values is computed in place as packets arrive: first this rank's values, then the
+    peers' by ascending rank. Otherwise contributions are kept until the last one arrives. Either way the result does
     not depend on arrival order. Contributions are received into reused memory, since the first access to fresh memory
     is slow.
 
@@ -158,7 +158,7 @@ class ShardAccumulator:
     own
         This rank's contribution, flat; with ``streaming`` it becomes the result.
     streaming
-        Form the sum as packets arrive; ``own`` is float32.
+        Compute the sum as packets arrive; ``own`` is float32.
     divisor
         Divisor of a streaming sum; None for the number of ranks.
     key
@@ -215,7 +215,7 @@ class ShardAccumulator:
         return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
 
     def included(self) -> dict[int, NDArray[np.bool_]]:
-        """Return which packets of each peer the streaming sum holds so far; empty without one."""
+        """Return the packets of each peer that the streaming sum holds so far; empty without one."""
         if self.reduction is None:
             return {}
         return {peer: self.reduction.included(position) for position, peer in enumerate(self.peers)}

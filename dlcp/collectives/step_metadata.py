@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step metadata: what ranks tell each other at the start of a step, about their samples and recent measurements.
+"""Step metadata: the ranks' reports at the start of a step, on their samples and recent measurements.
 
-It is the first bucket of the step, and may lose nothing: a table with a row per rank. Each rank fills in its own row
-and leaves the others 0. The average times the number of ranks is the whole table, bitwise equal on every rank. So ranks
-make the same decisions from it, with any collective, and the framework can finish the exchange if DLCP cannot.
+It is the first bucket of the step, a table with a row per rank, and is sent without loss. Each rank fills in its own
+row and leaves the others 0. The average times the number of ranks is the whole table, bitwise equal on every rank. So
+ranks make the same decisions from it, with any collective. The framework can finish the exchange if DLCP cannot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,16 @@ class StepMetadata(NamedTuple):
     Attributes
     ----------
     samples
-        How many samples its gradients of this step will be the mean of.
+        The number of samples behind its mean gradients of this step.
     step_s, backward_s, waited_s
         Duration of the last step, from its first gradients to those of this one; time until its last gradients were
         ready; and time from then until all averages had arrived.
     packets, wanting, lost
-        How many packets it sent to its peers in the last step, how many of these did not arrive at first, and how many
-        never arrived.
+        Packets sent to its peers in the last step, those that did not arrive at first, and those that never arrived.
     worst
         The largest share of a message that did not arrive at first.
     protected
-        The share of packets that may not be lost.
+        The share of protected packets.
     rtt_s
         The longest of its smoothed round-trip times.
     rate_bps
@@ -100,5 +99,5 @@ def read_table(average: NDArray[np.floating], contributors: Sequence[int]) -> di
 
 
 def samples_of(metadata: Mapping[int, StepMetadata]) -> dict[int, int]:
-    """Return how many samples each rank has."""
+    """Return each rank's number of samples."""
     return {rank: int(each.samples) for rank, each in metadata.items()}
