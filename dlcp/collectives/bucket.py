@@ -3,8 +3,8 @@
 
 Layers may have their own loss bounds: for example exact embeddings and norms, and a looser bound for the front of the
 model. A message may hold several layers, and its receiver counts packets, not layers. So a message's bound is the mean
-of its packets' bounds. Of each layer, the sender leaves only as many packets droppable as the layer may lose, the least
-valuable ones, and protects the others. Protected packets always arrive, so no layer can use up another one's bound.
+of its packets' bounds. Within each layer, only as many packets as it may lose stay droppable, the least valuable ones;
+the sender protects the others. Protected packets always arrive, so no layer can use up another one's bound.
 """
 
 from abc import ABC, abstractmethod
@@ -228,8 +228,8 @@ class ReduceOptions:
     def __post_init__(self) -> None:
         if self.rescale and self.error_feedback:
             raise ValueError(
-                "rescale needs error_feedback=False: dividing sums by the ranks that they hold while also sending what "
-                "they lack with the next step is not stable over many steps (see dlcp.session.Options)"
+                "rescale needs error_feedback=False: together they are not stable over many steps "
+                "(see dlcp.session.Options)"
             )
 
     @property

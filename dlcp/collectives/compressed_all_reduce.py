@@ -30,7 +30,7 @@ class CompressedAllReduce(CompressedReducer):
     context, compressor, work
         See :class:`CompressedReducer`; ``compressor.reduces``.
     inner
-        The strategy that averages encoded buckets; a bucket takes ``compressor.rounds`` of its numbers.
+        The strategy that averages encoded buckets; each bucket uses ``compressor.rounds`` of its bucket numbers.
     in_transit
         The residual of ``inner`` only: its positions are those of encoded buckets.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compressed bucket's run: encode, exchange and decode; and its state if the path fails.
 
-A part of a compressed bucket is useless. So until a rank has the result, its bucket holds its own contribution in full
-precision. A rank with the result keeps it, compressed, until no other rank can need it. Recovery therefore yields
-either one rank's result, which the others copy, or the exact average of all contributions
+A part of a compressed bucket cannot be averaged on its own. So until a rank has the result, its bucket holds its own
+contribution in full precision. A rank with the result keeps it, compressed, until no other rank can need it. Recovery
+therefore yields either one rank's result, which the others copy, or the exact average of all contributions
 (:mod:`dlcp.collectives.partial_result`); the latter has no residual, because nothing was left out.
 """
 
@@ -41,7 +41,7 @@ class CompressedReducer:
     compressor
         The compressor of buckets.
     work
-        The executor for decoding, because the endpoint's thread must keep up with packets.
+        The executor for decoding, which would delay the endpoint's thread.
     """
 
     recoverable = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct all-reduce: reduce-scatter and all-gather in one hop each.
 
-Every owner of a shard receives all ranks' contributions to it, averages them, and sends the averaged shard to all,
-followed by its rate to each rank. The first hop may lose packets within the bound. Averaged shards arrive in full, so
-that replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
+Every owner of a shard receives all ranks' contributions to it, averages them, and sends the averaged shard to all, with
+the owner's rates to each rank. The first hop may lose packets within the bound. Averaged shards arrive in full, so that
+replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
 (:mod:`dlcp.collectives.parameter_server`). A scattered bucket ends after the first hop.
 
 All work is done in the caller's buffer. The averaged shard overwrites a rank's contribution, so the rank posts that
@@ -88,7 +88,7 @@ class DirectAllReduce:
             self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
         self.turn = 0
         """Determines the packets that must be sent in this step, see :meth:`Deferral.due`. It counts steps with
-        gradients, because broadcasts use step numbers, too. With a server, which may miss steps, it is the step's
+        gradients, because broadcasts use step numbers, too. With a server, which may miss steps, it equals the step's
         number."""
         self._has_server = weights is not None
         self._slow: set[int] = set()
@@ -307,7 +307,7 @@ class BucketPhase(Enum):
 
     EXCHANGING = "contributions and averaged shards are in flight"
     CONFIRMING = "everything has arrived; some peers have not acknowledged this rank's averaged shard"
-    OVERDUE = "their time is up: the shard will be copied once no local peer reads it in the bucket"
+    OVERDUE = "acknowledgements are overdue; the shard will be copied once no local peer reads it in the bucket"
     RETURNED = "the caller has the bucket back; unacknowledged data is sent from a copy"
     ENDED = "all peers have acknowledged"
 
@@ -315,10 +315,10 @@ class BucketPhase(Enum):
 class Shard(Enum):
     """State of a shard on this rank."""
 
-    ACCUMULATING = "this rank's own: waits for contributions"
-    CONTRIBUTING = "another's: it has not acknowledged this rank's contribution"
-    DELIVERED = "another's, of a scattered bucket: it has acknowledged this rank's contribution, and keeps the average"
-    AWAITED = "another's: waits for the averaged shard"
+    ACCUMULATING = "own shard: contributions are missing"
+    CONTRIBUTING = "another owner's shard: the owner has not acknowledged this rank's contribution"
+    DELIVERED = "another owner's scattered shard: the owner has this rank's contribution, and keeps the average"
+    AWAITED = "another owner's shard: the average is missing"
     AVERAGED = "the average has arrived"
 
 
@@ -339,7 +339,7 @@ class DirectRun(BucketRun):
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
         self.awaited = len(self.shards)
-        """Number of unfinished shards, and of ranks whose separately sent rates are missing."""
+        """Number of unfinished shards, and of ranks whose rates are sent separately and have not arrived."""
         self.accumulator: ShardAccumulator | None = None
         self.average_bound = plan.average_bound
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])

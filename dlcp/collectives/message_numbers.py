@@ -102,7 +102,7 @@ def two_hop_number(bucket: int, phase: int, receiver: int, ranks: int, *, shared
     numbers = TWO_HOPS if shared else TWO_HOPS_ALONE
     number = numbers.first + (bucket * 2 + phase) * ranks + receiver
     if number not in numbers:
-        remedy = "use larger buckets" + (", or the collective 'direct', which shares no step" if shared else "")
+        remedy = "use larger buckets" + (", or the collective 'direct'" if shared else "")
         raise numbers.exhausted(number, f"bucket {bucket} among {ranks} ranks", remedy)
     return number
 

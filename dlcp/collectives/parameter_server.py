@@ -27,7 +27,9 @@ SMALL_LAYER_PACKETS: Final = 3
 
 
 class ParameterServer:
-    """Serves the buckets of all steps until its endpoint is closed. Their sizes and formats come with contributions.
+    """Serves the buckets of all steps until its endpoint is closed.
+
+    Contributions carry the sizes and formats of buckets.
 
     Parameters
     ----------

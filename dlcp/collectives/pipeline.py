@@ -289,7 +289,7 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
         compressor = make_compressor(compression)
     if fallback and combine != AVERAGE:
         raise ValueError(
-            f"combine {combine!r} cannot continue with the framework's all-reduce, which averages: set "
+            f"combine {combine!r} cannot continue with the framework's all-reduce, which averages; set "
             "fallback=False, so that a failed path is an error"
         )
     if compressor and compressor.feedback is Feedback.NOTHING and (fallback or combine != AVERAGE):
@@ -298,12 +298,12 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
             f"the result of compression {compression!r} is a vote, which an average cannot replace: set {wanted}"
         )
     if combine == ADASUM and collective == SERVER:
-        raise ValueError(f"a parameter server averages; with combine {combine!r} collective must be {DIRECT!r}")
+        raise ValueError(f"a parameter server can only average; with combine {combine!r} set collective to {DIRECT!r}")
     if compressor and combine == ADASUM and compressor.rounds > 1:
         raise ValueError(f"compression {compression!r} averages factors; set combine to {AVERAGE!r} or {SUM!r}")
     if compressor and collective == SERVER and not (compressor.reduces and compressor.name not in ("fp16", "bf16")):
         raise ValueError(
-            f"a parameter server adds up uncompressed gradients: with compression {compression!r} collective must be "
+            f"a parameter server adds up uncompressed gradients; with compression {compression!r} set collective to "
             f"{AUTO}, {DIRECT} or {RING}"
         )
 

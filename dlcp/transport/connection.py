@@ -66,19 +66,19 @@ if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.timeline import Timeline
 
 HELLO_REPEAT_S: Final = 0.1
-"""Time between unanswered greetings while no round trip is known. At 0.1 ms a lost greeting delays the start by this
-much; at 100 ms each rank sends one or two needless greetings."""
+"""Time between unanswered greetings before a round trip is known. With round trips of 0.1 ms, a lost greeting delays
+the start by this time; with 100 ms, each rank sends one or two needless greetings."""
 KEEPALIVE_S: Final = 0.5
-"""A peer that owes an answer and is silent for this long is greeted, to check that it is alive. It only has to be well
-below ``silence_s``."""
+"""A silent peer with a pending answer is greeted after this time, to check that it is alive. It must be well below
+``silence_s``."""
 QUEUED_MEMORY_S: Final = 10.0
-"""How long a path counts as congested after packets have queued on it, as long as its idle round trip is
+"""The time for which a path counts as congested after packets have queued on it: as long as its idle round trip is
 remembered."""
 ABORT_BYTES_MAX: Final = 1000
 FAREWELL: Final = b"\0"
-"""Prefix of the reason when a rank leaves in order, so that peers need not give up."""
+"""Prefix of the reason when a rank leaves normally, so that peers do not give up."""
 LAST_PACKETS_S: Final = 0.25
-"""How long after a farewell earlier packets may still arrive: the delay of many queues."""
+"""The time after a farewell in which earlier packets may still arrive: the delay of many queues."""
 
 T = TypeVar("T")
 Emit = Callable[[int, bytes, int, int], object]
@@ -93,10 +93,10 @@ def _at_once(function: Callable[[], None]) -> None:
 
 
 class Connection:
-    """All messages of one rank. The caller supplies packets and time; only one thread may use it.
+    """All messages of one rank. The caller supplies packets and the time. Only one thread may use a connection.
 
-    :meth:`send` and :meth:`receive` take a callback, which gets the message's outcome or the error that ended it. It is
-    called once, by :meth:`take_events` or, after a failure, at once.
+    :meth:`send` and :meth:`receive` take a callback, which gets the message's outcome or the error that ended it.
+    :meth:`take_events` calls it once; after a failure, it is called at once.
 
     Attributes
     ----------
@@ -109,13 +109,13 @@ class Connection:
     on_unexpected
         Called with sender and key of a message that arrives before its receive is posted.
     on_message
-        Called with a peer and the time when a message from it completes or it has acknowledged one.
+        Called with a peer and the time when a message from it completes, or it acknowledges one.
     first_step
         The step of the last :meth:`begin_step`; packets of earlier steps are refused.
     due_s
         When to call :meth:`on_time` next.
     timeline
-        Records the outcome of messages; None for no recording. Closed with the endpoint.
+        Records the outcome of messages; None for no record. Closed with the endpoint.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class Connection:
     options
         See :class:`TransportOptions`.
     receive_packets
-        How many packets the socket's receive buffer holds; peers share it.
+        Capacity of the socket's receive buffer in packets; peers share it.
     clock
         The caller's clock.
     call
@@ -225,9 +225,9 @@ class Connection:
             self.call_later(0.0, partial(self._without, peer))
 
     def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
-        """Continue sending a message from a copy, so that its payload may change before it is acknowledged.
+        """Continue sending a message from a copy, so that its payload may change.
 
-        Without a ``copy`` one is made, if any of it may still have to be sent.
+        Without ``copy``, one is made if a part may still have to be sent.
         """
         sending = self._peers[peer].sending.get(key)
         if sending is None or not self.engine.detach(peer, key, copy):
@@ -278,9 +278,9 @@ class Connection:
     ) -> StreamingReduction:
         """Return a reduction of ``values`` with ``members`` contributions, for their :class:`ReceiveRequest`.
 
-        The sum is divided by ``divisor``, by default the number of ranks, which gives the average. Others that begin
-        with different chunks all send it as ``key``; the one at position k then has the order
-        ``ChunkOrder(-k % members, members)``.
+        The sum is divided by ``divisor``, by default the number of ranks, which gives the average. If the others begin
+        with different chunks, all send it as ``key``, and the one at position k has the order ``ChunkOrder(-k %
+        members, members)``.
         """
         per_packet = self.options.payload_bytes // values.itemsize
         first = -1 if key is None else first_block(key, len(values), per_packet)
@@ -303,18 +303,18 @@ class Connection:
                 _tell(receiving.then, error)
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message, for which no more packets will come."""
+        """Forget a complete message of which no more packets will arrive."""
         self.engine.forget(peer, key)
 
     def remind(self) -> None:
-        """Remind senders which messages are complete, until they acknowledge it: this rank will soon be gone."""
+        """Remind senders of complete messages until they acknowledge, because this rank is about to leave."""
         self.engine.remind(self._clock())
 
     def _packets(self, size: int) -> int:
         return -(-size // self.options.payload_bytes)
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
-        """Return a message's bound, given the ``bound`` for loss in the network; deferral is not loss."""
+        """Return a message's bound to or from a peer: for a local peer, ``bound`` without loss."""
         if peer not in self.local_peers:
             return bound
         return LossBound(deferral=bound.deferral) if bound.deferral else RELIABLE
@@ -335,15 +335,15 @@ class Connection:
             self.engine.send_control(peer, PacketType.ABORT, payload)
 
     def bid_farewell(self, reason: str) -> None:
-        """Tell all peers that this rank leaves and needs nothing more."""
+        """Tell all peers that this rank leaves normally."""
         payload = FAREWELL + reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes) - len(FAREWELL)]
         for peer in self._peers:
             self.engine.send_control(peer, PacketType.ABORT, payload)
 
     def _without(self, peer: Peer) -> None:
-        """Continue without a peer that has left; fail if a message from it is still missing.
+        """Continue without a peer that has left; fail if a message from it is missing.
 
-        It needed none of the messages to it. Events were processed before, so its last packets have been counted.
+        It needs no message in flight to it. Its last packets have been processed, because events come first.
         """
         if peer.receiving:
             key, receiving = min(peer.receiving.items(), key=lambda item: item[0].step)
@@ -364,7 +364,7 @@ class Connection:
             _tell(sending.then, Delivery(delivered, 0, 0, now_s - sending.started_s, deferred))
 
     def fail(self, error: TransportError) -> None:
-        """Give up: all pending and future requests get ``error``."""
+        """Give up: all pending and future requests fail with ``error``."""
         self._failure = self._failure or error
         self.engine.stop()
         failed: list[Then[Any]] = []
@@ -395,12 +395,12 @@ class Connection:
 
     @property
     def all_confirmed(self) -> bool:
-        """Whether peers have acknowledged all that was sent to them."""
+        """Whether peers have acknowledged all messages to them."""
         return not any(peer.sending for peer in self._peers.values())
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is in flight and every peer knows it."""
+        """Whether nothing is in flight, and every peer knows that its messages are complete."""
         return self.all_confirmed and not self.engine.stopping
 
     @property
@@ -416,7 +416,7 @@ class Connection:
     def rate_to(self, rank: int) -> float:
         """Return a rank's recent delivery rate while packets were waiting, in bit/s; 0 if unknown.
 
-        It is unknown for local peers: a rank's rate is that of its port.
+        It is unknown for local peers, which use no port.
         """
         if rank in self.local_peers or rank not in self._peers:
             return 0.0
@@ -424,14 +424,14 @@ class Connection:
 
     @property
     def inbound_bps(self) -> float:
-        """The fastest that data has arrived in this step or the last one, in bit/s; 0 if unknown.
+        """The fastest inbound rate in this step or the last one, in bit/s; 0 if unknown.
 
-        At most the rate of the port in front of this rank, and of what was sent.
+        It is at most the rate of this rank's port, and of the senders.
         """
         return max(self._inbound_before, self.engine.inbound_peak) * self.options.payload_bytes * 8
 
     def is_clear(self, rank: int) -> bool:
-        """Return whether no packet to a rank has been lost or marked lately, or ever; callable from any thread.
+        """Return whether no packet to a rank was lost or marked recently; callable from any thread.
 
         Always true of local peers, and never where ``TransportOptions.clear_after_s`` is infinite.
         """
@@ -441,7 +441,7 @@ class Connection:
         return clear_after_s < math.inf and self._clock() - self._peers[rank].congested_s > clear_after_s
 
     def is_congested(self, rank: int) -> bool:
-        """Return whether the path to a rank is not clear, or packets to it have queued lately.
+        """Return whether the path to a rank is not clear, or packets to it queued recently.
 
         Never true of local peers.
         """
@@ -463,7 +463,7 @@ class Connection:
         return self.engine.paths_to(rank)
 
     def set_flow_weight(self, flow_weight: float | None) -> None:
-        """Let each flow count as this share of one from now on; see ``TransportOptions.flow_weight``."""
+        """Set the weight of each flow from now on; see ``TransportOptions.flow_weight``."""
         for peer in self._peers.values():
             peer.control.weight = weight_of(flow_weight, len(self._peers))
 
@@ -595,14 +595,14 @@ class Connection:
         self.take_events()
 
     def tick(self, now_s: float) -> None:
-        """Do what is due, in the engine and here. For use without a socket."""
+        """Run due timers of the engine and of the connection. For use without a socket."""
         self.engine.tick(now_s)
         self.take_events()
         self.on_time(now_s)
         self.take_events()
 
     def pump(self, now_s: float) -> bool:
-        """Send what the windows admit, one burst per peer; return whether anything was sent."""
+        """Send packets that the windows admit, one burst per peer; return whether any were sent."""
         sent = self.engine.pump(now_s) > 0
         self.take_events()
         return sent
@@ -630,7 +630,7 @@ class Connection:
             self.fail(min(overdue, key=itemgetter(0))[1])
 
     def _silence(self, peer: Peer, now_s: float) -> TransportError | None:
-        """Probe a peer that owes something for a sign of life; return the error if it is silent for too long."""
+        """Check that a peer with pending messages is alive; return the error if it has been silent for too long."""
         silent_s = now_s - peer.flow.heard_s
         if not peer.sending and not peer.receiving:
             peer.flow.heard_s = max(peer.flow.heard_s, now_s - self.options.silence_s / 2)

@@ -18,7 +18,7 @@ Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
 SHARE: Final = Range(0, 1, below=True)
-"""Shares of a message that may be lost or deferred: some of it has to arrive."""
+"""Valid shares of a message to lose or defer; a part of it must arrive."""
 Share = Annotated[float, SHARE]
 
 
@@ -38,11 +38,11 @@ class LossBound:
     Parameters
     ----------
     ratio
-        The largest share of packets that may be lost, 0 to 1. It is a ceiling: used only when packets are lost or late,
-        never on an idle network.
+        The largest share of packets that may be lost, 0 to 1. It is a ceiling, which applies only if packets are lost
+        or late.
     immediate
-        Stop at the bound even while the rest is in flight, as the DLCP paper does (arXiv 2008.08445). That discards up
-        to ``ratio`` of every message.
+        Complete a message at the bound, even while the rest is in flight, as in the DLCP paper (arXiv 2008.08445). This
+        discards up to ``ratio`` of every message.
     deferral
         The largest share of packets that the sender may defer to a later step, 0 to 1. The sender chooses them; they do
         not count as lost.
@@ -57,15 +57,15 @@ class LossBound:
         SHARE.check("a deferral bound", self.deferral)
 
     def allowed(self, packets: int) -> int:
-        """Return how many of ``packets`` may be lost."""
+        """Return the number of ``packets`` that may be lost."""
         return math.floor(self.ratio * packets + 1e-9)
 
     def deferrable(self, packets: int) -> int:
-        """Return how many of ``packets`` may be deferred."""
+        """Return the number of ``packets`` that may be deferred."""
         return math.floor(self.deferral * packets + 1e-9)
 
     def required(self, packets: int) -> int:
-        """Return how many of ``packets`` must be delivered: ceil((1 - ratio) packets)."""
+        """Return the number of ``packets`` that must be delivered: ceil((1 - ratio) packets)."""
         return packets - self.allowed(packets)
 
 
@@ -80,18 +80,18 @@ class SendRequest(NamedTuple):
     peer, key
         The receiver, and the message's identity among those to it.
     payload, tail
-        Its bytes: those of ``payload``, then those of ``tail``. They must not change until the message is delivered.
+        Its bytes: ``payload``, then ``tail``. They must not change until the message is delivered.
     tags
         Its packets' tags.
     bound
-        How much of it may be lost.
+        Its bounds for loss and deferral.
     label
-        Its name in error messages, such as the layers that it holds.
+        Its name in error messages, such as its layers.
     order
-        Which part of it is sent first.
+        The order in which its packets are sent.
     deferred
-        Which of its packets are deferred and not sent, shape (packets,); None: none. Neither protected packets nor the
-        last one, which tells the size, can be deferred.
+        Mask of packets that are deferred and not sent, shape (packets,); None for none. Protected packets and the last
+        one, which carries the size, cannot be deferred.
     """
 
     peer: int
@@ -110,11 +110,12 @@ class SendRequest(NamedTuple):
         Raises
         ------
         ValueError
-            Wrong shape, more than the bound admits, or packets that must be sent.
+            Wrong shape, more packets than the bound admits, or packets that must be sent.
         """
         packets = len(self.tags.queue)
         if deferred.shape != (packets,) or deferred.dtype != np.bool_ or not deferred.flags.c_contiguous:
-            raise ValueError(f"{self.label}: `deferred` must be {packets} bools, is {deferred.dtype} {deferred.shape}")
+            given = f"{deferred.dtype} of shape {deferred.shape}"
+            raise ValueError(f"{self.label}: `deferred` must be {packets} bools, got {given}")
         count, ceiling = int(np.count_nonzero(deferred)), self.bound.deferrable(packets)
         if count > ceiling:
             raise ValueError(f"{self.label}: {count} of {packets} packets are deferred, the bound admits {ceiling}")
@@ -130,7 +131,7 @@ class ReceiveRequest(NamedTuple):
     peer, key
         The sender, and the message's identity among those from it.
     message_bytes
-        Its size with its tail. None: the size that the sender gives; then a packet of the message must have arrived
+        Its size, including its tail. None for the sender's size; a packet of the message must then have arrived
         (``Endpoint.on_unexpected``), and its sender must protect the last packet.
     bound, label
         As in :class:`SendRequest`.
@@ -138,7 +139,7 @@ class ReceiveRequest(NamedTuple):
         Where its bytes go: first ``into``, then ``tail``. Without ``into`` the transport allocates memory.
     reduction, position
         Add the message to a reduction instead, as the contribution at ``position``. The arrival's ``payload`` is then a
-        buffer of ``Endpoint.buffers`` in which packets waited for their turn; the caller that finishes the reduction
+        buffer of ``Endpoint.buffers`` for packets that arrived out of turn; the caller that finishes the reduction
         returns it.
     """
 
@@ -153,7 +154,7 @@ class ReceiveRequest(NamedTuple):
     position: int = 0
 
     def checked_into(self) -> Bytes | None:
-        """Return ``into`` as an array after checking all destinations: the engine writes without another check.
+        """Return ``into`` as an array, after checking all destinations, which the engine does not check.
 
         Raises
         ------
@@ -182,8 +183,8 @@ class ReceiveRequest(NamedTuple):
 class Delivery(NamedTuple):
     """Outcome of a sent message, as its receiver acknowledged it.
 
-    ``delivered`` and ``deferred``, the packets left for a later step (None: none), have shape (packets,); ``sent``
-    counts every transmission, ``resent`` all but the first of each packet.
+    ``delivered`` and ``deferred`` (None for none) are masks of packets, shape (packets,). ``sent`` counts all
+    transmissions, ``resent`` those after each packet's first.
     """
 
     delivered: NDArray[np.bool_]
@@ -204,7 +205,7 @@ class Delivery(NamedTuple):
 
     @property
     def lost(self) -> int:
-        """Number of packets that were sent and never arrived."""
+        """Number of packets that were sent but never arrived."""
         return len(self.delivered) - self.arrived - self.deferred_count
 
     @property
@@ -217,10 +218,10 @@ class Arrival(NamedTuple):
     """A received message.
 
     ``payload`` holds its bytes, without the tail. Missing packets read as zeros if the transport allocated the memory;
-    otherwise the memory keeps what it held. For a message that was added to a reduction, ``payload`` is the buffer that
-    its packets waited in, possibly empty, and its content is meaningless. ``delivered`` and ``layer``, the layer
-    position in each packet's header, have shape (packets,). ``deferred`` is the number of missing packets that the
-    sender deferred.
+    otherwise the memory keeps its content there. For a message that was added to a reduction, ``payload`` is the buffer
+    for packets out of turn, possibly empty, with meaningless content. ``delivered`` and ``layer``, the layer position
+    in each packet's header, have shape (packets,). ``deferred`` is the number of missing packets that the sender
+    deferred.
     """
 
     payload: Bytes

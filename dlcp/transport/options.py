@@ -57,8 +57,8 @@ class TransportOptions:
     early_buffer_bytes
         Maximum memory for messages that arrive before their receives are posted.
     clear_after_s
-        A path without a loss or mark for this long is clear: its traffic is not tagged by magnitude. Infinity: no path
-        ever is. The default is a minute: bursts of other traffic that matter are more frequent.
+        A path without a loss or mark for this time is clear: its traffic is not tagged by magnitude. With infinity, no
+        path is clear. The default is a minute, because bursts of other traffic that matter are more frequent.
     """
 
     payload_bytes: int = 1440

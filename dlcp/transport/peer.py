@@ -14,24 +14,24 @@ from dlcp.transport.native_engine import Flow
 
 USEFUL_WINDOW_BYTES = 2 << 20
 FASTEST_BPS = 100e9
-"""A window is limited to what a link of this speed holds in a round trip, or to this many bytes if that is more.
+"""A window is limited to a round trip at this rate, or to this many bytes if that is more.
 
-More only fills buffers, and falls out of a host's caches. Chosen by CPU time on a loopback.
+A larger window only fills buffers, and exceeds a host's caches. Chosen by CPU time on a loopback.
 """
 READ_EVERY_S = 0.02
-"""How often a receiver reads its buffer at least: it must hold what arrives in this time, not a whole window of a
-longer path. Several times what a busy host makes a process wait.
+"""The longest time between two reads of the receive buffer. The buffer must hold the packets of this time, not a whole
+window of a longer path. It is several times a process's wait on a busy host.
 """
 UNLIMITED_PACKETS = 1 << 40
 PACED_RTT_MIN_S = 0.005
-"""Windows are paced on paths at least this long: otherwise what accumulates in a pause of training leaves as one burst,
-and overflows a queue that is shorter than the path. On shorter paths it is a matter of few packets."""
+"""Windows are paced on paths at least this long. Otherwise a window that opened during a pause of training leaves as
+one burst, and overflows queues that are shorter than the path. On shorter paths such bursts are small."""
 PACE, PACE_SLOW_START = 1.25, 2.0
-"""How many windows may leave per round trip, about as in Linux."""
+"""Windows sent per round trip, about as in Linux."""
 RATE_MEMORY_S = 0.3
 """Time constant of the rate's average, in seconds of sending: a part of a training step on a slow network."""
 RATE_MIN_S = 0.03
-"""How long packets must have been waiting, on average, before the rate is meaningful."""
+"""The average time for which packets must have waited before the rate is meaningful."""
 RATE_STALE_S = 3.0
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ Then: TypeAlias = Callable[[Outcome[T]], object]
 class DeliveryRate:
     """Rate of one flow, from acknowledgements that arrive while packets wait (sampled as in BBR, but averaged).
 
-    It is only measured while there is something to send: otherwise it would measure the sender's idleness.
+    It is measured only while packets wait; otherwise it would include the sender's idle time.
     """
 
     def __init__(self) -> None:
@@ -77,21 +77,21 @@ def pace_of(control: RateControl, base_rtt_s: float, smoothed_rtt_s: float) -> f
 
 @dataclass(slots=True)
 class Sending:
-    """A message until its receiver has acknowledged it."""
+    """A message that its receiver has not acknowledged."""
 
     request: SendRequest
-    """Holds the bytes that the engine reads."""
+    """Keeps the bytes that the engine reads."""
     then: Then[Delivery]
     bound: LossBound
     started_s: float
     deadline_s: float
     copy: Bytes | None = None
-    """Read by the engine instead of the payload, see ``Connection.detach``."""
+    """The copy that the engine reads instead of the payload, see ``Connection.detach``."""
 
 
 @dataclass(slots=True)
 class Receiving:
-    """A posted receive until its message is complete."""
+    """A posted receive whose message is incomplete."""
 
     request: ReceiveRequest
     then: Then[Arrival]
@@ -99,9 +99,9 @@ class Receiving:
     started_s: float
     deadline_s: float
     payload: Bytes
-    """Where the engine puts the message, without its tail."""
+    """The engine's destination for the message, without its tail."""
     clear: bool
-    """Whether missing packets are to read as zeros."""
+    """Whether missing packets must read as zeros."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Peer:
     room_packets
         Packets that its receive buffer holds.
     local
-        Whether it is reached through memory, which reports by itself when it is full.
+        Whether it is reached through memory, which limits senders by itself.
     """
 
     rank: int
@@ -132,25 +132,25 @@ class Peer:
     local: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
-    """Messages that it has not acknowledged, in the order of their deadlines: all get the same time."""
+    """Messages that it has not acknowledged, in the order of their deadlines, because all have the same timeout."""
     receiving: dict[MessageKey, Receiving] = field(default_factory=dict)
     """Receives posted for its messages, in the same order."""
     greeted: bool = False
     answered: bool = False
     """Whether it has answered a greeting, and so knows this rank's ports."""
     left: str = ""
-    """Why it has left; it sends and needs nothing more."""
+    """Its reason for leaving; it sends and needs nothing more."""
     kept: list[Sending] = field(default_factory=list)
-    """Messages in flight when it left: the engine may read them until the end."""
+    """Messages in flight when it left, which the engine may read until the end."""
     hello_due_s: float = 0.0
     smoothed_rtt_s: float = 0.0
     """As of the last report; 0 if unknown."""
     base_rtt_s: float = math.inf
     """The shortest round trip so far."""
     congested_s: float = -math.inf
-    """When a packet to it was last lost or marked."""
+    """The time when a packet to it was last lost or marked."""
     queued_s: float = -math.inf
-    """When packets to it last queued."""
+    """The time when packets to it last queued."""
     _largest: float = math.inf
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class Peer:
         self.rate.on_feedback(report.now_s, report.delivered, reported.waiting)
 
     def on_timeout(self) -> None:
-        """Shrink the window: probes go unanswered."""
+        """Shrink the window because probes are unanswered."""
         self.control.on_timeout()
         self._apply_window()
 

@@ -184,12 +184,12 @@ def test_sums_lose_nothing_for_good_either(text, scale):
         ({"combine": "median"}, "average, sum, adasum, got 'median'"),
         ({"combine": "adasum", "fallback": True}, "set fallback=False"),
         ({"combine": "sum", "fallback": True}, "set fallback=False"),
-        ({"combine": "adasum", "collective": "server"}, "a parameter server averages"),
+        ({"combine": "adasum", "collective": "server"}, "a parameter server can only average"),
         ({"combine": "adasum", "compression": "powersgd:2"}, "averages factors"),
         ({"combine": "adasum", "compression": "signsgd"}, "set combine='average'"),
         ({"compression": "signsgd", "fallback": True}, "set fallback=False"),
-        ({"compression": "topk", "collective": "server"}, "collective must be auto, direct or ring"),
-        ({"compression": "fp16", "collective": "server"}, "collective must be auto, direct or ring"),
+        ({"compression": "topk", "collective": "server"}, "set collective to auto, direct or ring"),
+        ({"compression": "fp16", "collective": "server"}, "set collective to auto, direct or ring"),
     ],
 )
 def test_what_does_not_go_together_is_refused(named, words):
