@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Sphinx builds the documentation; `make docs` calls it.
+"""The settings with which Sphinx builds the documentation for `make docs`.
 
 Sources are the Markdown pages of the whole repository: each stands beside what it describes, and its links lead
 somewhere on a code host, too. What the code knows, ``reference.py`` writes where a page says ``<!-- of: NAME -->``.
@@ -58,5 +58,5 @@ html_use_index = False
 
 
 def setup(app: Sphinx) -> None:
-    """Leave the fields of named tuples to the docstrings of their classes, which describe them already."""
+    """Skip the fields of named tuples, which the docstrings of their classes describe."""
     app.connect("autodoc-skip-member", lambda *about: isinstance(about[3], _FIELD) or None)

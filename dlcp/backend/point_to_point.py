@@ -33,9 +33,9 @@ from dlcp.transport import (
 )
 
 PROBE_EVERY_S: Final = 1.0
-"""How often a posted receive checks that the sender is alive; small against ``silence_s``."""
+"""Time between a posted receive's checks that the sender is alive; short compared with ``silence_s``."""
 FORGET_AFTER_S: Final = 30.0
-"""How long a complete message is remembered, to recognise its late packets: longer than any delay."""
+"""Time for which a complete message is remembered, to recognise its late packets; longer than any delay."""
 _HEADER: Final = struct.Struct(">BQqQ")
 
 

@@ -249,7 +249,7 @@ class ChunkAccumulator:
         self.then()
 
     def _held(self) -> NDArray[np.intp]:
-        """Return how many ranks each packet holds, shape (packets,)."""
+        """Return the number of contributions in each packet, shape (packets,)."""
         return np.asarray(1 + np.sum(list(self.accumulator.delivered.values()), axis=0))
 
 

@@ -41,7 +41,7 @@ class CompressedReducer:
     compressor
         The compressor of buckets.
     work
-        The executor for decoding, which would delay the endpoint's thread.
+        The executor for decoding, so that it does not delay the endpoint's thread.
     """
 
     recoverable = True

@@ -452,7 +452,7 @@ class DirectRun(BucketRun):
         own.deferred, own.tags = deferred, tags._replace(protected=~deferred)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
-        """Return the mask of packets in this rank's shard, for each rank including this one."""
+        """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""
         return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
 
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------

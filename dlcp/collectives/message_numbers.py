@@ -131,7 +131,7 @@ def ring_number(bucket: int, piece: int, phase: int, hop: int, ranks: int) -> in
     bucket, piece
         The bucket's number within the step, and the piece's within its block, see :func:`pieces_allowed`.
     phase, hop
-        Reduce-scatter (0) or all-gather (1), and how many hops of that phase the piece has completed.
+        Reduce-scatter (0) or all-gather (1), and the number of completed hops in that phase.
     """
     most = _ring_pieces(ranks)
     cut = _ring_buckets_in_pieces(ranks)

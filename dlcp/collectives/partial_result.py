@@ -3,8 +3,8 @@
 
 At any moment a packet of a bucket is, on each rank, either final (the average, as its owner computed it) or a sum of
 contributions: the rank's own, or at an owner those that have arrived. Only final packets are sent on. So while a packet
-is final nowhere, every contribution still exists: at its rank, in an owner's sum, or both. One sum over all ranks, of
-the right parts, completes the average.
+is final nowhere, every contribution still exists: at its rank, in an owner's sum, or both. Adding the right parts over
+all ranks completes the average.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class PartialResult:
     values_per_packet
         Values per packet, the unit of the fields below; there are ceil(m / values_per_packet) packets.
     final
-        Where ``values`` holds the average, shape (packets,).
+        Mask of packets in which ``values`` holds the average, shape (packets,).
     included
         Contributions that ``values`` holds, alone or in a sum: by rank, a mask of packets, shape (packets,). For a
         packet that is final *because this rank computed the average*: the ranks in that average. Empty if this rank

@@ -9,8 +9,8 @@ weights of all ranks add up to n, so nothing changes for complete packets. Error
 values become residual with their weight. So over the steps, n times the averages plus the residual is the sum of all
 contributions, as with equal weights. Ding et al. use the same weights (HetSeq, AAAI 2021, arXiv 2009.14783).
 
-**Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds orthogonal components and averages parallel ones, so that
-the step of many ranks is as long as the data allows, without tuning the learning rate again for their number. For two:
+**Adasum** (Maleki et al., MLSys 2021, arXiv 2006.02924) adds orthogonal components and averages parallel ones. So the
+learning rate need not be tuned again for the number of ranks. For two:
 
     (1 - g1.g2 / (2 |g1|^2)) g1  +  (1 - g1.g2 / (2 |g2|^2)) g2
 
@@ -106,7 +106,7 @@ def divisors(held: NDArray[np.integer], ranks: int, samples: Mapping[int, int] |
     Parameters
     ----------
     held
-        How many samples each packet's sum covers, or without ``samples`` how many ranks.
+        The number of samples in each packet's sum, or without ``samples`` of ranks.
     """
     whole = all_samples(ranks, samples)
     found = held.astype(np.float64)

@@ -111,7 +111,7 @@ class Compressor(ABC):
     rounds
         Number of averages; more than one only if it ``reduces``.
     feedback
-        What error feedback sends with the next step.
+        Content that error feedback sends with the next step.
     """
 
     name: ClassVar[str]

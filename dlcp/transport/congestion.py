@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of rate control, which limits the packets that a rank may have in flight to a peer.
 
-A job should count as one flow on a port, however many ranks send to it, so each of its flows grows by its weight.
+A job should count as one flow on a port for any number of senders, so each of its flows grows by its weight.
 """
 
 import math
@@ -19,7 +19,7 @@ class Report(NamedTuple):
     now_s
         Time on the transport's clock.
     delivered, marked, lost
-        Packets newly acknowledged, how many of these were marked by ECN, and packets declared lost.
+        Packets newly acknowledged, those of them with an ECN mark, and packets declared lost.
     rtt_s
         Minimum sampled round-trip time, without the receiver's delay; 0 if there was no sample.
     smoothed_rtt_s

@@ -227,7 +227,7 @@ class Connection:
     def detach(self, peer: int, key: MessageKey, copy: Bytes | None = None) -> None:
         """Continue sending a message from a copy, so that its payload may change.
 
-        Without ``copy``, one is made if a part may still have to be sent.
+        Without ``copy``, this method makes one if a part may still be sent.
         """
         sending = self._peers[peer].sending.get(key)
         if sending is None or not self.engine.detach(peer, key, copy):
@@ -303,7 +303,7 @@ class Connection:
                 _tell(receiving.then, error)
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message of which no more packets will arrive."""
+        """Forget a complete message; no more of its packets will arrive."""
         self.engine.forget(peer, key)
 
     def remind(self) -> None:
@@ -433,7 +433,7 @@ class Connection:
     def is_clear(self, rank: int) -> bool:
         """Return whether no packet to a rank was lost or marked recently; callable from any thread.
 
-        Always true of local peers, and never where ``TransportOptions.clear_after_s`` is infinite.
+        Always true for local peers; never if ``TransportOptions.clear_after_s`` is infinite.
         """
         if rank in self.local_peers or rank not in self._peers:
             return True
@@ -443,7 +443,7 @@ class Connection:
     def is_congested(self, rank: int) -> bool:
         """Return whether the path to a rank is not clear, or packets to it queued recently.
 
-        Never true of local peers.
+        Never true for local peers.
         """
         if self.is_clear(rank):
             return self._clock() - self._peers[rank].queued_s <= QUEUED_MEMORY_S if rank in self._peers else False

@@ -28,7 +28,7 @@ LOSS_CUT = 0.25
 With a decrease proportional to losses alone, flows would lose as much as they grew, and never converge to equal
 shares."""
 COLLAPSE = 0.5
-"""In a contested queue, this share of losses is congestion whatever its cause. Not tuned."""
+"""In a contested queue, this share of losses counts as congestion, regardless of its cause. Not tuned."""
 GENTLE = 8
 """A window grows by at most an eighth; larger increases would overshoot."""
 ROUNDS_MAX = 16
@@ -39,7 +39,7 @@ START_MARKED = 0.25
 """Slow start ends once this share of a round is marked: its own bursts mark less."""
 DELAY_BETA = 0.8
 DELAY_CUT_MAX = 0.5
-"""How a window shrinks with delay, and its largest decrease in one round; as in Swift (SIGCOMM 2020)."""
+"""The decrease of a window with delay, and the most in one round; as in Swift (SIGCOMM 2020)."""
 LATE = 1.25
 """After this many round trips, the fate of all packets in flight at a decrease is known: the last loss is found a
 quarter of a round trip after its acknowledgement was expected (RACK, RFC 8985)."""
@@ -136,7 +136,7 @@ class DctcpWindow:
         self._was_full = False
         self._reported_s = 0.0
         self._overflowed_s = -math.inf
-        """When losses last shrank the window."""
+        """The time when losses last shrank the window."""
 
     @property
     def contested(self) -> bool:

@@ -136,7 +136,7 @@ class ReceiveRequest(NamedTuple):
     bound, label
         As in :class:`SendRequest`.
     into, tail
-        Where its bytes go: first ``into``, then ``tail``. Without ``into`` the transport allocates memory.
+        Destinations of its bytes: first ``into``, then ``tail``. Without ``into`` the transport allocates memory.
     reduction, position
         Add the message to a reduction instead, as the contribution at ``position``. The arrival's ``payload`` is then a
         buffer of ``Endpoint.buffers`` for packets that arrived out of turn; the caller that finishes the reduction

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank talks to its peers."""
+"""Options of the transport between ranks."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dlcp.transport.cubic import CubicWindow
 from dlcp.transport.dctcp import DctcpWindow
 
 CONGESTION: Final = ("dctcp", "ecn", "cubic")
-"""How a rank may react to congestion."""
+"""Ways to react to congestion."""
 Congestion = Annotated[str, OneOf(CONGESTION)]
 PATHS_MAX: Final = 64
 """The most paths to a peer."""
@@ -27,7 +27,7 @@ FlowWeight = Annotated[float, Range(0.0, 100)]
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """How a rank talks to its peers.
+    """Options of the transport between ranks.
 
     Parameters
     ----------

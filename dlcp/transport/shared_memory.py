@@ -165,7 +165,7 @@ class SharedMemoryRendezvous:
         job, token
             Handshakes of other jobs and sessions are refused.
         timeout_s
-            How long to wait for ranks on this host.
+            The longest wait for ranks on this host.
 
         Raises
         ------

@@ -25,7 +25,7 @@ class PacketType(IntEnum):
     DATA = 1
     """Values of a message: one fragment."""
     ACK = 2
-    """Packets that arrived, and how many of them had an ECN mark; see ``ACK_ENTRY`` in ``payloads``."""
+    """Packets that arrived, and the number of those with an ECN mark; see ``ACK_ENTRY`` in ``payloads``."""
     PROBE = 3
     """The sender asks which packets are missing; it has nothing more to send now, unless the payload says otherwise."""
     BITMAP = 4
