@@ -26,7 +26,7 @@ ONE = {"name": "one", "measured": True, "source": "here", "points": [[0.0, 1.0],
     [
         ([[0.1, 1.0]], r"a curve must begin with \[0, 1\]"),
         ([[0.0, 1.0], [0.5, 1.1], [0.5, 1.2]], "point 2: shares must ascend"),
-        ([[0.0, 1.0], [0.5, -1.1]], "factors are above 0"),
+        ([[0.0, 1.0], [0.5, -1.1]], "factors must be above 0"),
         ([[0.0, 1.0], [1.5, 1.1]], "below 1"),
         (7, "not iterable"),
     ],
