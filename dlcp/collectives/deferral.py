@@ -224,7 +224,7 @@ class Deferral:
 
 
 class BucketDeferral:
-    """Chooses the packets of one bucket that are deferred.
+    """Chooses the packets of one bucket to defer.
 
     Parameters
     ----------
@@ -255,9 +255,9 @@ class BucketDeferral:
     def of_contribution(
         self, owner: int, tags: PacketTags, rates_bps: NDArray[np.generic]
     ) -> tuple[PacketTags, NDArray[np.bool_] | None]:
-        """Return the tags of a contribution to a shard, and which packets are deferred; None if all are sent.
+        """Return the tags of a contribution to a shard, and the mask of deferred packets; None if all are sent.
 
-        The switch may not drop packets that must be sent in this step.
+        Packets that must be sent in this step are protected.
 
         Parameters
         ----------
@@ -277,7 +277,7 @@ class BucketDeferral:
         return tags, deferred
 
     def of_average(self, tags: PacketTags, rates_bps: NDArray[np.generic]) -> NDArray[np.bool_] | None:
-        """Return which packets of this rank's averaged shard are deferred, for the slowest receiver; None for none."""
+        """Return the mask of packets of this rank's averaged shard to defer for the slowest receiver; None for none."""
         share = max(self._deferral.shares(rates_bps).values(), default=0.0)
         return self._choose(ALL_GATHER, self._context.rank, share, tags)
 

@@ -178,7 +178,7 @@ class DirectAllReduce:
             del self._runs[which]
 
     def deferral_of(self, sequence: int, bucket: Bucket, plan: "DirectPlan") -> "BucketDeferral | None":
-        """Return what chooses a bucket's packets to defer; None if none may be."""
+        """Return the chooser of a bucket's packets to defer; None if nothing may be deferred."""
         if self.deferral is None or not plan.average_bound.deferral:
             return None
         from dlcp.collectives.deferral import BucketDeferral  # most jobs defer nothing
@@ -439,7 +439,7 @@ class DirectRun(BucketRun):
             self.own.copy[:] = own
 
     def _defer_average(self, deferral: "BucketDeferral", tags: PacketTags) -> None:
-        """Defer packets of this rank's averaged shard for the slowest receiver: they are zero on all ranks."""
+        """Defer packets of this rank's averaged shard, for the slowest receiver; they are zero on all ranks."""
         own, widen = self.own, self.bucket.value_type.widen
         deferred = deferral.of_average(tags, np.abs(self.reducer.rates()))
         if deferred is None:

@@ -228,10 +228,11 @@ class ShardAccumulator:
 
 
 class AveragedShard:
-    """The averaged shard of its owner, until every peer has acknowledged it.
+    """An owner's averaged shard, until every peer has acknowledged it.
 
-    It is sent from the caller's buffer, or from a copy. There are two reasons for one: local peers read it in place,
-    so it is made while values are summed; or the caller has the buffer back, and a peer has not acknowledged it yet.
+    It is sent from the caller's buffer, or from a copy. A copy has two uses: local peers read it in place, in which
+    case it is made while values are summed; and peers that have not acknowledged the shard get it once the caller has
+    the buffer back.
 
     Parameters
     ----------
@@ -247,7 +248,7 @@ class AveragedShard:
     tags, trailer
         The tags of its packets, and the bytes that follow its values in a message.
     deferred
-        Which packets no rank gets in this step, shape (packets,); None for none.
+        Mask of packets that no rank receives in this step, shape (packets,); None for none.
     unconfirmed
         Peers that have not acknowledged it.
     """
@@ -263,7 +264,7 @@ class AveragedShard:
         self._copy_owner: ExportedMemory | BufferPool = connection.exported
 
     def copy_while_summed(self, reduction: StreamingReduction) -> None:
-        """Have a streaming sum write its results into exported memory, too, if there is room."""
+        """Let a streaming sum write its results into exported memory, too, if there is room."""
         memory = self._connection.exported.take(self.values.nbytes)
         if memory is not None:  # one copy for all local peers, made while the data is cached
             self.copy = copy = memory.view(np.float32)
@@ -276,13 +277,19 @@ class AveragedShard:
             self.copy[positions] = values
 
     def request(self, peer: int, key: MessageKey, label: str, bound: LossBound = RELIABLE) -> SendRequest:
-        """Return the request that sends it to a peer."""
+        """Return the request that sends the shard to a peer."""
         assert self.tags is not None
         payload = (self.values if self.copy is None else self.copy).view(np.uint8).data
         return SendRequest(peer, key, payload, self.tags, bound, label, self.trailer, deferred=self.deferred)
 
     def detach(self, key_of: Callable[[int], MessageKey]) -> None:
-        """Continue from a copy, so that the caller can have the buffer back; ``key_of`` gives a peer's message."""
+        """Continue sending from a copy, so that the caller gets the buffer back.
+
+        Parameters
+        ----------
+        key_of
+            Returns the key of the message to a peer.
+        """
         connection, values = self._connection, self.values
         self._copy_owner, buffer = connection.buffers, connection.buffers.take(values.nbytes)
         self.copy = buffer.view(values.dtype)
