@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings with which Sphinx builds the documentation for `make docs`.
 
-Sources are the Markdown pages of the whole repository: each stands beside what it describes, and its links lead
-somewhere on a code host, too. What the code knows, ``reference.py`` writes where a page says ``<!-- of: NAME -->``.
+Sources are the Markdown pages of the whole repository. Each is in the folder that it describes, and its links also work
+on a code host. ``reference.py`` replaces ``<!-- of: NAME -->`` in a page with text generated from the code.
 """
 
 import sys

@@ -238,7 +238,7 @@ class ReduceOptions:
         return self.bound.deferral if self.error_feedback else 0.0
 
     def bound_of(self, bucket: Bucket) -> LossBound:
-        """Return the loss bound of layers without their own, without deferral."""
+        """Return the loss bound, without deferral, of layers that have none of their own."""
         return RELIABLE if bucket.whole else replace(bucket.bound or self.bound, deferral=0.0)
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:

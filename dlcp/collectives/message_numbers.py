@@ -64,8 +64,8 @@ STEPS: Final[Mapping[str, Sequence[NumberRange]]] = {
     "collectives of a process group": (COLLECTIVES_RANGE, HORIZON, POINT_TO_POINT),
     "a session's broadcast": (BROADCAST,),
 }
-"""Users that share the numbers of a step. Two hops are direct all-reduce, parameter server, Adasum and compressed
-all-gather: they number by bucket, so the buckets of a step may use different collectives."""
+"""Ranges that share a step. Direct all-reduce, parameter server, Adasum and compressed all-gather use *two hops*. Its
+numbers depend on the bucket, so the buckets of a step may use different collectives."""
 
 
 def check_ranges(steps: Mapping[str, Sequence[NumberRange]]) -> None:
@@ -184,7 +184,7 @@ POINT_TO_POINT_SLOTS: Final = (POINT_TO_POINT.stop - POINT_TO_POINT.first) // 2
 
 
 def broadcast_number(part: int, hop: int, ranks: int) -> int:
-    """Return the number of a part of a binomial-tree broadcast, over a hop that spans 2**hop ranks."""
+    """Return the message number of a broadcast's part in the binomial tree, on an edge that spans 2**hop ranks."""
     number = BROADCAST.first + part * max(1, (ranks - 1).bit_length()) + hop
     if number not in BROADCAST:
         what = f"part {part} of a broadcast to {ranks} ranks"

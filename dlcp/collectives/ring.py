@@ -401,7 +401,10 @@ class RingRun(BucketRun):
         self.connection.receive(request, on_outcome)
 
     def _unless_failed(self, message: tuple[bool, MessageKey], action: Callable[[Any], None]) -> Then[Any]:
-        """Return a callback for an arrived or acknowledged message. Its failure fails the bucket, on all ranks."""
+        """Return a callback for an arrived or acknowledged message.
+
+        If the message fails, the bucket fails on all ranks.
+        """
 
         def act(result: Any) -> None:
             action(result)

@@ -167,7 +167,7 @@ class ShardAccumulator:
     Attributes
     ----------
     delivered
-        Which packets of each peer arrived, shape (packets,), by rank, for complete messages.
+        Masks of the packets that arrived, shape (packets,), by rank, for complete messages.
     whole
         Whether all their packets arrived.
     """

@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="one batch per epoch")
     parser.add_argument("--log-interval", type=int, default=10)
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a checkpoint there after each epoch")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="resume from that checkpoint")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write a checkpoint to FILE after each epoch")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="resume from the checkpoint in FILE")
     args = parser.parse_args()
     distributed = "RANK" in os.environ
     args.rank = int(os.environ.get("RANK", "0"))

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-interval", type=int, default=20)
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the best model there")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the best model to FILE")
     args = parser.parse_args()
     distributed = "RANK" in os.environ
     args.rank = int(os.environ.get("RANK", "0"))

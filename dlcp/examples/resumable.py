@@ -36,7 +36,9 @@ def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 def main() -> None:
     """Read the arguments, and train from the last checkpoint to the last step."""
     parser = argparse.ArgumentParser(description="Handwritten digits, with checkpoints")
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="FILE", help="on a disk that all nodes share")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="FILE", help="file on a disk that all nodes share"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--batch-size", type=int, default=96, help="images per step, of all processes together")

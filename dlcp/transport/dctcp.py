@@ -68,7 +68,7 @@ class Trial(NamedTuple):
     window: float
     rtt_s: float
     back_s: float
-    """The part of it that was queueing of acknowledgements."""
+    """The part of ``rtt_s`` in which acknowledgements queued."""
 
 
 class DctcpWindow:

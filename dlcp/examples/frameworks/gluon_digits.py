@@ -81,7 +81,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kvstore", default=dlcp.mxnet.NAME)  # DLCP: instead of "dist_sync"
-    parser.add_argument("--save", metavar="FILE", help="write the parameters there")
+    parser.add_argument("--save", metavar="FILE", help="write the parameters to FILE")
     return parser.parse_args(given)
 
 

@@ -66,7 +66,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", metavar="FILE", help="write the model there, FILE.keras")
+    parser.add_argument("--save", metavar="FILE", help="write the model to FILE, which must end in .keras")
     return parser.parse_args(given)
 
 
