@@ -15,8 +15,8 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from dlcp.collectives.parameter_server import ParameterServer
     from dlcp.collectives.ring import RingAllReduce
+    from dlcp.collectives.server import ParameterServer
 
 __all__ = [
     "AutoAllReduce",
@@ -34,4 +34,4 @@ __all__ = [
     "make_reducer",
     "shard_bounds",
 ]
-__getattr__ = on_demand(__name__, {"ParameterServer": "parameter_server", "RingAllReduce": "ring"})
+__getattr__ = on_demand(__name__, {"ParameterServer": "server", "RingAllReduce": "ring"})

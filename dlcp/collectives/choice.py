@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of a bucket's collective: direct, ring, or parameter server.
+"""Choice of a bucket's collective: direct or ring.
 
 A message of S bytes takes alpha + S beta (Thakur, Rabenseifner and Gropp, IJHPCA 2005), and occupies its sender and its
 receiver for a time o (LogP, Culler et al. 1993). For n ranks, at most m of them on a host, behind ports of rate R:
@@ -9,15 +9,13 @@ collective latency              bytes through the busiest port                fl
 ========= ===================== ============================================= ====================
 direct    2 (alpha + (n-1) o)   2 m (n-m) / n S                               m (n-m)
 ring      2 (n-1) (alpha + o)   2 (n-1) / n S                                 1
-server    2 (alpha + n o)       2 n S                                         n
 ========= ===================== ============================================= ====================
 
 So small buckets use direct, and large ones the ring if ranks share ports, or if many flows enter a port. The penalty of
 such incast is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks, direct took 1.16, 1.41 and
 1.36 times as long as the ring, due to the transport as much as to the network. Ranks of one host share memory and no
 port, so fewer messages win. If ranks receive at different rates, direct gives slow ones smaller shards, and may defer
-packets (:mod:`dlcp.collectives.deferral`); the ring runs at the slowest rank's rate. A server pays off if its port is
-several times as fast as the ranks' ports, or for tiny messages of many ranks.
+packets (:mod:`dlcp.collectives.deferral`); the ring runs at the slowest rank's rate.
 
 All ranks must make the same choice, so it depends only on sizes, hosts and reported rates, which all ranks know.
 """
@@ -49,14 +47,11 @@ class Topology:
         Each rank's receive rate in bit/s; for missing ranks, ``Costs.rate_bps``.
     server
         The parameter server's rank; None if there is none.
-    server_rate_bps
-        Rate of the server's port; None for ``Costs.rate_bps``.
     """
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     rates_bps: Mapping[int, float] = field(default_factory=dict)
     server: int | None = None
-    server_rate_bps: float | None = None
 
     def ranks_by_host(self, ranks: Sequence[int]) -> list[list[int]]:
         """Return the ranks of each host, ordered by the hosts' lowest ranks."""
@@ -129,32 +124,11 @@ def ring_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Cos
     return latency_s + 2 * (count - 1) / count * size * 8 / slowest_bps
 
 
-def server_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Costs) -> float:
-    """Estimate the time of an all-reduce of ``size`` bytes by a parameter server."""
-    count = len(ranks)
-    latency_s = 2 * (costs.latency_s + count * costs.message_s)
-    rate_bps = topology.server_rate_bps or costs.rate_bps
-    busiest_s = max(
-        costs.incast(count) * 2 * count * size * 8 / rate_bps,
-        *(2 * len(group) * size * 8 / costs.rate_bps for group in topology.ranks_by_host(ranks)),
-        *(2 * size * 8 / topology.rates_bps.get(rank, costs.rate_bps) for rank in ranks),
-    )
-    return latency_s + busiest_s
-
-
 def choose(size: int, ranks: Sequence[int], topology: Topology | None = None, costs: Costs | None = None) -> str:
-    """Choose the collective of a bucket of ``size`` bytes: ``direct``, ``ring`` or ``server``.
-
-    That is the fastest, but the ring only by a margin; the first among equals.
-    """
+    """Choose the collective of a bucket of ``size`` bytes: ``direct``, or ``ring`` if that is faster by a margin."""
     topology, costs = topology or Topology(), costs or Costs()
-    seconds = {
-        DIRECT: direct_seconds(size, ranks, topology, costs),
-        RING: costs.ring_margin * ring_seconds(size, ranks, topology, costs),
-    }
-    if topology.server is not None:
-        seconds[SERVER] = server_seconds(size, ranks, topology, costs)
-    return min(seconds, key=seconds.__getitem__)
+    ring_s = costs.ring_margin * ring_seconds(size, ranks, topology, costs)
+    return RING if ring_s < direct_seconds(size, ranks, topology, costs) else DIRECT
 
 
 def flow_weight(

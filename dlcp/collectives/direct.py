@@ -4,7 +4,7 @@
 Every owner of a shard receives all ranks' contributions to it, averages them, and sends the averaged shard to all, with
 the owner's rates to each rank. The first hop may lose packets within the bound. Averaged shards arrive in full, so that
 replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
-(:mod:`dlcp.collectives.parameter_server`). A scattered bucket ends after the first hop.
+(:mod:`dlcp.collectives.server`). A scattered bucket ends after the first hop.
 
 All work is done in the caller's buffer. The averaged shard overwrites a rank's contribution, so the rank posts that
 receive only once the owner has acknowledged the contribution. An owner sends its averaged shard to a peer only after it
@@ -226,6 +226,8 @@ class DirectPlan:
     labels, loss_bounds, orders
         Per non-empty shard: label for error messages, loss bound, and the first part of this rank's contribution to
         send.
+    bound
+        The loss bound of layers without their own.
     average_bound
         The bound of averaged shards, for loss and deferral.
     whole
@@ -255,7 +257,7 @@ class DirectPlan:
                 others = [rank for rank in context.contributors if rank != owner]
                 first = -others.index(context.rank) % len(others) if context.rank in others else 0
                 self.orders[owner] = ChunkOrder(first, max(1, len(others)))
-        self.average_bound = options.average_bound(bucket)
+        self.bound, self.average_bound = options.bound_of(bucket), options.average_bound(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
 
@@ -270,10 +272,7 @@ class DirectPlan:
 
     def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
         """Return the tags of a bucket's packets: by magnitude if any may be lost."""
-        bound, per_packet = (
-            context.options.bound_of(bucket),
-            context.connection.options.payload_bytes // bucket.values.itemsize,
-        )
+        bound, per_packet = self.bound, context.connection.options.payload_bytes // bucket.values.itemsize
         layers, count = context.options.layers, len(bucket.values)
         # Magnitudes cost a tenth of a fast network's time: they wait for the first sign of possible loss.
         clear = context.connection.is_clear

@@ -53,7 +53,7 @@ class AutoAllReduce:
     Parameters
     ----------
     reducers
-        By ``direct``, ``ring`` and optionally ``server``; all with one context.
+        By ``direct`` and ``ring``; both with one context.
     ranks
         The ranks that contribute.
     topology, costs
@@ -195,8 +195,10 @@ def make_reducer(
     compression: str = "",
     combine: str = AVERAGE,
     work: Executor | None = None,
-) -> Pipeline:
-    """Return the pipeline for a collective; all ranks must request the same one.
+) -> Reducer:
+    """Return the reducer for a collective: a pipeline where more than averaging is to be done.
+
+    All ranks must request the same one.
 
     Parameters
     ----------
@@ -222,21 +224,22 @@ def make_reducer(
     topology = topology or Topology()
     check_stages(compression, combine, collective)
     options = context.options
-    has_server = collective in (AUTO, SERVER) and topology.server is not None
+    has_server = collective == SERVER and topology.server is not None
     if has_server and options.deferral_bound:
         check_server_defers(compression, options.layers)
     context = replace(context, server=topology.server if has_server else None, beside_ring=collective in (AUTO, RING))
     multiplier = len(context.contributors) if combine == SUM else 1
     if not compression:
         plain = _plain(collective, context, topology, costs)
-        if combine != ADASUM:
+        if combine == AVERAGE:
+            return plain
+        if combine == SUM:
             return Pipeline(plain, plain, multiplier=multiplier)
         from dlcp.collectives import adasum
 
         return Pipeline(plain, adasum.Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
     # Most jobs do not compress, so these are loaded here.
-    from dlcp.collectives.compressed_all_gather import CompressedAllGather
-    from dlcp.collectives.compressed_all_reduce import CompressedAllReduce
+    from dlcp.collectives.compressed import CompressedAllGather, CompressedAllReduce
     from dlcp.compress import Feedback
     from dlcp.compress.choice import make_compressor
 
@@ -347,11 +350,9 @@ def _plain(
             context, order=topology.ring_order(context.contributors), tells_rates=collective == AUTO
         )
     if collective == SERVER and topology.server is not None:
-        from dlcp.collectives.parts import AllReduceInParts
+        from dlcp.collectives.server import AllReduceInParts
 
         return AllReduceInParts(context, topology.server)
-    if collective == AUTO and topology.server is not None:
-        reducers[SERVER] = DirectAllReduce(context, weights={topology.server: 1.0})
     if collective == AUTO:
         return AutoAllReduce(reducers, context.contributors, topology=topology, costs=costs)
     return reducers[collective]

@@ -79,8 +79,6 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     if it is slow, the reason is its processor. If shards followed that, they would change from step to step, and with
     them the order of summation and the last bit of sums.
     """
-    from dlcp.slow_ports import level  # only adaptive shards need it
-
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
     seen = table.diagonal().copy()
@@ -92,7 +90,12 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     rates *= len(ranks) - 1
     # Senders that take turns have the port to themselves: their rates add up to more than its capacity.
     rates = np.where(seen > 0, np.minimum(rates, SEEN_MARGIN * seen), rates)
-    fastest, levelled = rates.max(initial=0.0), level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
+    fastest = rates.max(initial=0.0)
+    if clear.all():
+        return dict.fromkeys(ranks, float(fastest))
+    from dlcp.slow_ports import level  # needed once a port is congested
+
+    levelled = level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
 
 
@@ -223,7 +226,8 @@ class ShardAccumulator:
     def release(self) -> None:
         """Release the memory of the contributions."""
         for buffer in self._received.values():
-            self.connection.buffers.give(buffer)
+            if len(buffer):  # a streaming sum has one for each contribution that came early
+                self.connection.buffers.give(buffer)
         self._received.clear()
 
 

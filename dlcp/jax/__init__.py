@@ -13,8 +13,7 @@ The lines that a training script needs::
 ``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
 """
 
-from dlcp.jax.names import forward_order, name_of
-from dlcp.jax.transformation import average_gradients, broadcast
+from dlcp.jax.transformation import average_gradients, broadcast, forward_order, name_of
 from dlcp.session import average_metrics
 
 __all__ = ["average_gradients", "average_metrics", "broadcast", "forward_order", "name_of"]

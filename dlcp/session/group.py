@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for
@@ -14,6 +14,7 @@ from functools import partial
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,8 @@ from dlcp.transport import (
 )
 
 log = logging.getLogger("dlcp")
+_registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
+"""The parameters of each group with a :class:`GraphAverager`: a group takes them once."""
 
 CALL: Final = "dlcp.session.join"
 FAREWELL_S: Final = 3.0
@@ -512,6 +515,49 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(reason_of(self.rank, error))
+
+
+class GraphAverager:
+    """Averages the gradients of a compiled graph, whose callbacks hand them over; for one model.
+
+    Parameters
+    ----------
+    group
+        The ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._step: dict[str, NDArray[Any]] = {}
+
+    def register(self, names: Sequence[str]) -> None:
+        """Register the parameters, in forward order.
+
+        Raises
+        ------
+        ValueError
+            The group has the parameters of another model; the message names some.
+        """
+        known = _registered.get(self.group)
+        if known is None:
+            self.group.register(names)
+            _registered[self.group] = list(names)
+        elif list(names) != known:
+            odd = sorted(set(names) ^ set(known)) or names
+            raise ValueError(
+                f"the group averages the gradients of another model, which differs in {', '.join(odd[:3])}; join "
+                "another group for this one"
+            )
+
+    def hand_over(self, name: str, gradient: Any) -> None:
+        """Start to average a gradient; a callback for each."""
+        self._step[name] = np.array(gradient)  # the framework's own memory is read only, or is used again
+        self.group.start(name, self._step[name])
+
+    def collect(self, names: Sequence[str]) -> list[NDArray[Any]]:
+        """End the step, and return the averages of these parameters; one callback that waits for all."""
+        self.group.end_step()
+        return [self._step.pop(name) for name in names]
 
 
 def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) -> None:

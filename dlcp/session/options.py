@@ -156,8 +156,13 @@ class Options:
 
     def __post_init__(self) -> None:
         configuration.check(self)
-        if self.collective == "server" and not self.server:
+        if self.collective == SERVER and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
+        if self.server and self.collective != SERVER:
+            raise ValueError(
+                f"server={self.server!r} has no effect with collective {self.collective!r}: set collective='server', "
+                "or omit the server"
+            )
         check_samples(self.samples)
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
             votes = self.compression == "signsgd"

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial-result recovery: ranks that leave DLCP complete together the buckets that some of them have not finished.
 
-The ranks publish which buckets those are. Each is completed exactly (:mod:`dlcp.collectives.partial_result`), in
-order, over the fallback's channel, and a rank that has not come to one of them yet is waited for. If it does not come,
-it hangs: all ranks name it, and it says where its threads are.
+The ranks publish which buckets those are. They complete each one exactly (:mod:`dlcp.collectives.partial_result`), in
+order, over the fallback's channel, and wait for a rank that has not come to it yet. A rank that does not come hangs:
+all ranks name it, and it logs the stacks of its threads.
 """
 
+import faulthandler
+import io
 import logging
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
 from dlcp.error_text import describe
-from dlcp.session.stacks import where_threads_are
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
-from dlcp.transport.errors import at_step
+from dlcp.transport.messages import at_step
 
 if TYPE_CHECKING:
     from dlcp.session.session import BucketId, PendingBucket, TrainingSession
@@ -91,7 +97,7 @@ class Recovery:
             absent = f"rank {rank}"
             log.error(
                 "DLCP: rank %d hangs before bucket %d of step %d, to which others have come. Its threads are here:\n%s",
-                *(rank, sequence, step, where_threads_are()),
+                *(rank, sequence, step, hang_report()),
             )
         told = self._channel.gather(absent)
         if missing := ", ".join(filter(None, told.values())):
@@ -100,3 +106,50 @@ class Recovery:
                 f"{WAIT_SHARE * self._deadline_s:g} s after others have left DLCP over it; its log says where it hangs"
             )
         return pending
+
+
+_NO_FILE: Final = (AttributeError, OSError, ValueError, RuntimeError, io.UnsupportedOperation)
+"""Errors of a standard error stream that is closed, or not a file of the operating system."""
+
+
+def hang_report() -> str:
+    """Return the stack of each thread but this one, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
+    return "\n".join(found)
+
+
+class HangWatchdog:
+    """A context manager that prints all stacks when no thread calls :meth:`postpone` in time.
+
+    That happens when a thread holds Python's lock (the GIL) in a C call that does not return. :mod:`faulthandler`
+    prints the stacks, from C, and only if a user or ``dlcp train`` has enabled it: a process has one such timer.
+
+    Parameters
+    ----------
+    after_s
+        Time from the last :meth:`postpone` until the stacks are printed.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+
+    def __enter__(self) -> "HangWatchdog":
+        self.postpone()
+        return self
+
+    def postpone(self) -> None:
+        """Restart the timer."""
+        if faulthandler.is_enabled():
+            with suppress(*_NO_FILE):
+                faulthandler.dump_traceback_later(self._after_s, file=sys.stderr)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if faulthandler.is_enabled():
+            faulthandler.cancel_dump_traceback_later()

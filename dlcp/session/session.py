@@ -33,6 +33,7 @@ from dlcp.ledger import Ledger
 from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
+from dlcp.session.recovery import HangWatchdog, Recovery
 from dlcp.tags import Segment, Tagger
 from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerLeftError, RankEndedError, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
@@ -536,11 +537,9 @@ class TrainingSession:
 
     def _watch_peers(self, watch: PeerWatch) -> None:
         """Leave DLCP when another rank has left it or ended, even if this rank waits for nothing at the moment."""
-        from dlcp.session.stacks import StandstillAlarm  # not needed until ranks have joined
-
-        with StandstillAlarm(self.options.silence_s) as alarm:  # says why this rank hangs, once the others name it
+        with HangWatchdog(self.options.silence_s) as watchdog:  # says why this rank hangs, once the others name it
             while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
-                alarm.postpone()
+                watchdog.postpone()
                 try:
                     error = watch.check_peers(self._where())
                 except RuntimeError as problem:
@@ -585,8 +584,6 @@ class TrainingSession:
             pending.answer(error)
 
     def _recover(self, error: BaseException) -> None:
-        from dlcp.session.recovery import Recovery  # needed after a failure only
-
         if self.timeline is not None:
             self.timeline.note("left", self.table.step, 0, describe(error))
         try:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from dlcp.session import Group
-from dlcp.session.graph import GraphAverager
+from dlcp.session.group import GraphAverager
 
 FINITE: Final = "finite"
 """Name of a flag that is averaged along with scaled gradients: 1 if a rank's gradients are finite, else 0."""

@@ -61,9 +61,9 @@ from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback
 from dlcp.torch.deferral import Guard, PartialStep
+from dlcp.torch.framework import profiled
 from dlcp.torch.hook import refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
-from dlcp.torch.profiling import profiled
 from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, ExportedMemory, TransportError
 

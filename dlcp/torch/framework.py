@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 # torch.distributed has them too, but without types.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.autograd import profiler
 
 from dlcp.configuration import Trait
 from dlcp.session.addresses import OwnAddresses, bind
@@ -228,3 +229,19 @@ def open_channel(group: dist.ProcessGroup | None, agreement: Agreement, deadline
         log.warning("DLCP has no Gloo group for recovery, so a failure will be an error: %s", problem)
         return None
     return GlooChannel(made, agreement)
+
+
+# Profiling -----------------------------------------------------------------------------------------------------------
+
+
+def profiled(name: str, what: str = "") -> contextlib.AbstractContextManager[Any]:
+    """Return a named profiler range as a context manager; a no-op while no profiler is active.
+
+    Parameters
+    ----------
+    what
+        Its object, which the profiler shows beside the name if it records shapes.
+    """
+    if not profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return profiler.record_function(f"dlcp: {name}", what)

@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
 from dlcp.session.options import Options
-from dlcp.torch.profiling import profiled
+from dlcp.torch.framework import profiled
 from dlcp.torch.state import VALUE_TYPES, State, TensorFuture
 
 

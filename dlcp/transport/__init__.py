@@ -4,28 +4,26 @@
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
-from dlcp.transport.errors import (
+from dlcp.transport.messages import (
+    EMPTY,
+    RELIABLE,
+    Address,
+    Arrival,
     BoundExceededError,
+    Bytes,
     DeadlineError,
+    Delivery,
+    LossBound,
+    MessageKey,
     MessageMismatchError,
     PeerAbortedError,
     PeerHangsError,
     PeerLeftError,
     PeerSilentError,
     RankEndedError,
-    TransportError,
-)
-from dlcp.transport.messages import (
-    EMPTY,
-    RELIABLE,
-    Address,
-    Arrival,
-    Bytes,
-    Delivery,
-    LossBound,
-    MessageKey,
     ReceiveRequest,
     SendRequest,
+    TransportError,
 )
 from dlcp.transport.native_engine import StreamingReduction
 from dlcp.transport.options import TransportOptions

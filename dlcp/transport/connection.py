@@ -35,26 +35,24 @@ from dlcp.transport.engine import (
     Unexpected,
     first_block,
 )
-from dlcp.transport.errors import (
-    DeadlineError,
-    MessageMismatchError,
-    PeerAbortedError,
-    PeerLeftError,
-    PeerSilentError,
-    TransportError,
-    at_step,
-)
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
     Address,
     Arrival,
     Bytes,
+    DeadlineError,
     Delivery,
     LossBound,
     MessageKey,
+    MessageMismatchError,
+    PeerAbortedError,
+    PeerLeftError,
+    PeerSilentError,
     ReceiveRequest,
     SendRequest,
+    TransportError,
+    at_step,
 )
 from dlcp.transport.native_engine import Engine, StreamingReduction
 from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of

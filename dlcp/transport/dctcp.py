@@ -1,13 +1,303 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DCTCP's window, extended by delay and loss, for its own queues and for queues that TCP fills."""
+"""DCTCP's window, extended by delay and loss, for its own queues and for queues that TCP fills.
+
+:class:`IdlePath` finds the delay of the path without queues. :class:`RandomLoss` tells random loss from congestion.
+:class:`DctcpWindow` sets the window from both and from marks.
+"""
 
 import math
+from collections import deque
+from enum import Enum
 from typing import NamedTuple
 
-from dlcp.transport.congestion import INITIAL_WINDOW_PACKETS, Report
-from dlcp.transport.cubic import CubicWindow
-from dlcp.transport.idle_path import BASE_MEMORY_S, DELAY_MIN_S, IdlePath, Round
-from dlcp.transport.random_loss import Finding, RandomLoss
+from dlcp.transport.congestion import INITIAL_WINDOW_PACKETS, CubicWindow, Report
+
+# The idle path -------------------------------------------------------------------------------------------------------
+
+QUEUE_MIN_S, QUEUE_PART = 0.0012, 1 / 16
+"""A round has met a standing queue if its minimum round trip exceeds the idle path's by both of these. The first is
+slightly more than the delay of an acknowledgement: less is indistinguishable from wake-up times of a busy host. The
+second is well below the shallowest sensible buffer of a long path, a fifth of its bandwidth-delay product."""
+FULL_PART = 0.5
+"""If packets have queued for at least this part of the longest recent delay, a buffer may have been full, so a loss is
+congestion. Below it, the buffer has held more packets without a loss. Loss differentiation by round trips (Spike,
+mBiaz; Cen et al., ToN 2003) has such thresholds."""
+DELAY_MIN_S, DELAY_PART = 0.005, 1 / 4
+"""More delay than both of these is congestion, even without losses or marks: CoDel's target (RFC 8289), and on long
+paths room for bursts (LEDBAT++ allows 60 ms on any path)."""
+BASE_MEMORY_S, BASE_MEMORY_ROUNDS = 10.0, 50
+"""The minimum time for which the minimum round-trip time is remembered: BBR's window, or this many round trips if a
+deep queue makes them long."""
+RATE_MEMORY_ROUNDS = 10
+"""Rounds for which the highest rate is remembered; BBR's window."""
+
+
+class Round:
+    """Feedback on about a window of packets."""
+
+    __slots__ = ("began_s", "delivered", "lost", "marked", "one_way_s", "rtt_s")
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.delivered = self.marked = self.lost = 0
+        self.rtt_s, self.one_way_s = 0.0, math.inf
+
+    @property
+    def packets(self) -> int:
+        """Packets acknowledged or lost."""
+        return self.delivered + self.lost
+
+    def add(self, report: Report) -> None:
+        """Add one report."""
+        self.delivered += report.delivered
+        self.marked += report.marked
+        self.lost += report.lost
+        if report.rtt_s and (not self.rtt_s or report.rtt_s < self.rtt_s):
+            self.rtt_s = report.rtt_s
+        self.one_way_s = min(self.one_way_s, report.one_way_s)
+
+
+class IdlePath:
+    """A path's round-trip time without queues, and its recent throughput.
+
+    Attributes
+    ----------
+    rate
+        Highest rate in packets/s of the last ``RATE_MEMORY_ROUNDS`` rounds, as BBR estimates bandwidth.
+    back_s
+        The queueing time of acknowledgements in the last round, if one-way delays are known.
+    """
+
+    def __init__(self) -> None:
+        self._shortest_s = [math.inf, math.inf]
+        self._quickest_s = [math.inf, math.inf]
+        """Minimum one-way delay in the older and in the newer half of the memory."""
+        self._longest_s = [0.0, 0.0]
+        """Longest round-trip time without queueing on the way back, in the same order."""
+        self._memory_s = BASE_MEMORY_S
+        self._renewed_s = self._met_s = 0.0
+        self._rates: deque[float] = deque(maxlen=RATE_MEMORY_ROUNDS)
+        self.back_s = 0.0
+
+    @property
+    def base_s(self) -> float:
+        """Minimum RTT over the last one to two windows, in seconds; 0 if there was none."""
+        base_s = min(self._shortest_s)
+        return 0.0 if base_s == math.inf else base_s
+
+    @property
+    def rate(self) -> float:
+        """Return the rate in packets/s; 0 before the first round."""
+        return max(self._rates, default=0.0)
+
+    @property
+    def carried(self) -> float:
+        """Packets in flight at that rate with empty queues."""
+        return self.rate * (self.base_s + self.back_s)
+
+    @property
+    def allowed_s(self) -> float:
+        """The largest acceptable delay."""
+        return max(DELAY_MIN_S, self.base_s * DELAY_PART)
+
+    def add(self, finished: Round, now_s: float, *, keep: bool) -> float:
+        """Add a round; return the excess of its minimum forward delay over the idle path's.
+
+        Without one-way delays, this includes the way back.
+
+        With ``keep``, nothing is forgotten, because other flows never let the queue become empty.
+        """
+        if now_s > finished.began_s:
+            self._rates.append(finished.delivered / (now_s - finished.began_s))
+        if keep:
+            self._renewed_s += now_s - finished.began_s
+            self._met_s += now_s - finished.began_s
+        if not finished.rtt_s:
+            return 0.0
+        self._memory_s = max(BASE_MEMORY_S, BASE_MEMORY_ROUNDS * finished.rtt_s)
+        if now_s - self._renewed_s > self._memory_s:
+            self._shortest_s = [self._shortest_s[1], math.inf]
+            self._quickest_s = [self._quickest_s[1], math.inf]
+            self._longest_s = [self._longest_s[1], 0.0]
+            self._renewed_s = now_s
+        self._shortest_s[1] = min(self._shortest_s[1], finished.rtt_s)
+        delay_s, self.back_s = finished.rtt_s - self.base_s, 0.0
+        if finished.one_way_s < math.inf:
+            self._quickest_s[1] = min(self._quickest_s[1], finished.one_way_s)
+            self.back_s = max(0.0, delay_s - (finished.one_way_s - min(self._quickest_s)))
+            delay_s -= self.back_s
+        self._longest_s[1] = max(self._longest_s[1], finished.rtt_s - self.back_s)
+        if delay_s < QUEUE_PART * self.base_s:
+            self._met_s = now_s
+        return delay_s
+
+    def meet(self, now_s: float) -> None:
+        """Restart the memory of the idle path's round-trip time."""
+        self._met_s = now_s
+
+    def average_s(self, smoothed_rtt_s: float) -> float:
+        """Return the excess of the average forward delay over the idle path's."""
+        return smoothed_rtt_s - self.base_s - self.back_s
+
+    def queued(self, delay_s: float) -> bool:
+        """Return whether a round with this delay has met a standing queue."""
+        return delay_s > max(QUEUE_MIN_S, self.base_s * QUEUE_PART)
+
+    def may_be_full(self, delay_s: float, smoothed_rtt_s: float) -> bool:
+        """Return whether that queue may have filled its buffer.
+
+        On a long path a queue fills and drains within a round, so the average counts, too.
+        """
+        if self.base_s > DELAY_MIN_S:
+            delay_s = max(delay_s, self.average_s(smoothed_rtt_s))
+        return self.queued(delay_s) and delay_s > (max(self._longest_s) - self.base_s) * FULL_PART
+
+    def fading(self, now_s: float) -> bool:
+        """Return whether the idle path's round-trip time will soon be forgotten."""
+        return now_s - self._met_s > self._memory_s / 2
+
+
+# Random loss ---------------------------------------------------------------------------------------------------------
+
+TOLERATED = 0.02
+"""The share of losses without a standing queue that is ignored, as in BBR (BBRLossThresh)."""
+BASELINE_MAX = 0.38
+"""A larger share is never considered random. The lossiest path in our tests loses 30 %."""
+_BLOCK_PACKETS = 32
+"""The fewest packets over which losses are judged. Not tuned."""
+CALM_BLOCK_PACKETS = 256
+"""Packets without conspicuous losses after which a new block begins. Not tuned."""
+DEVIATIONS = 3.0
+"""Losses are conspicuous if they exceed the expected number by this many standard deviations. It is high because a
+block is tested every round."""
+DWELL_PACKETS = 128
+"""Packets that pass before and during a trial, so that other flows can begin theirs. Not tuned."""
+CUT_MIN = 0.3
+"""The smallest reduction of the send rate in a trial: CUBIC's decrease (RFC 9438), so that others notice."""
+QUICK_LOSSES, THOROUGH_LOSSES = 8, 32
+"""A trial lasts until this many losses would be expected; the first value while the window is still being found."""
+QUICK_REMAINDER, THOROUGH_REMAINDER = 0.5, 0.75
+"""Losses are random if at least this part of them remains. With 8 expected, fewer than half occur in one of 25 trials;
+with 32 expected, fewer than three quarters in one of 13. With many flows at the port, one flow's decrease changes
+little: 0.75 distinguishes congestion from chance with up to 8 flows and 10 % loss."""
+
+
+class Finding(Enum):
+    """Verdict on the losses of a round."""
+
+    NOTHING = 0
+    CONSPICUOUS = 1
+    """More than usual: shrink the window by ``cut`` for a trial."""
+    CONGESTION = 2
+    """They decreased with the sending rate."""
+    RANDOM = 3
+    """They did not: restore the window."""
+
+
+class RandomLoss:
+    """The share of packets that a path loses at any send rate.
+
+    Attributes
+    ----------
+    baseline
+        The share, 0 to 1, as measured by a trial.
+    cut
+        Share by which a trial shrinks the window.
+    trying
+        Whether a trial is running: the window must not change.
+    """
+
+    def __init__(self) -> None:
+        self.baseline = 0.0
+        self.cut = 0.0
+        self.trying = False
+        self._usual = 0.0
+        self._packets = 0
+        self._lost = 0
+        self._settling = 0.0
+        self._before = 0.0
+        self._window = 0.0
+
+    def explains(self, packets: int, lost: int) -> bool:
+        """Return whether the path's random loss explains ``lost`` of ``packets``."""
+        expected = packets * max(self.baseline, min(self._usual, TOLERATED))
+        return lost <= expected + DEVIATIONS * math.sqrt(expected)
+
+    def judge(self, packets: int, lost: int, window: float, *, starting: bool) -> Finding:
+        """Judge a round of packets without a standing queue.
+
+        Parameters
+        ----------
+        packets, lost
+            Packets acknowledged or lost, and the lost ones of them.
+        window
+            The current window.
+        """
+        if self._settling > 0:
+            self._settling -= packets
+            return Finding.NOTHING
+        if lost and not self._lost:
+            self._window = window
+        self._packets += packets
+        self._lost += lost
+        if self.trying:
+            return self._try(window, starting)
+        if self._packets < _BLOCK_PACKETS:
+            return Finding.NOTHING
+        expected = self._packets * (self.baseline + TOLERATED)
+        if self._lost > expected + DEVIATIONS * math.sqrt(expected):
+            return self._begin(window, starting)
+        if self._packets >= CALM_BLOCK_PACKETS:
+            self._usual = self._lost / self._packets
+            # Losses at any time include the path's random ones, so these cannot be more.
+            self.baseline = min(self.baseline, (self._lost + DEVIATIONS * math.sqrt(self._lost + 1)) / self._packets)
+            self._packets = self._lost = 0
+        return Finding.NOTHING
+
+    def watch(self, packets: int, lost: int) -> bool:
+        """Add packets that met no queue although it is contested; return whether too many of them are lost."""
+        self._packets += packets
+        self._lost += lost
+        if self._packets >= CALM_BLOCK_PACKETS:
+            self._usual = self._lost / self._packets
+            self._packets = self._lost = 0
+        return self._usual > TOLERATED
+
+    def abandon(self) -> None:
+        """Forget the block and end any trial: with a standing queue, losses say nothing about the path."""
+        self._packets = self._lost = 0
+        self._settling = 0.0
+        self.trying = False
+
+    def _begin(self, window: float, starting: bool) -> Finding:
+        self._before = self._lost / self._packets
+        self.abandon()
+        self.trying = True
+        # The window has grown since the first loss: the trial must send less than then.
+        self.cut = 1 - (1 - max(CUT_MIN, self._before - self.baseline)) * min(1.0, self._window / window)
+        self._settling = window if starting else max(window, DWELL_PACKETS)
+        return Finding.CONSPICUOUS
+
+    def _try(self, window: float, starting: bool) -> Finding:
+        least, losses, part = (
+            (_BLOCK_PACKETS, QUICK_LOSSES, QUICK_REMAINDER)
+            if starting
+            else (DWELL_PACKETS, THOROUGH_LOSSES, THOROUGH_REMAINDER)
+        )
+        if self._packets < max(least, window, losses / self._before):
+            return Finding.NOTHING
+        loss = self._lost / self._packets
+        before = self._before - self.baseline
+        remainder = loss - self.baseline
+        self.abandon()
+        if part * before <= remainder <= before / part and loss < BASELINE_MAX:
+            self.baseline = loss
+            return Finding.RANDOM
+        self.baseline = min(self.baseline, loss) if loss < BASELINE_MAX else 0.0
+        return Finding.CONGESTION
+
+
+# The window ----------------------------------------------------------------------------------------------------------
 
 SMALLEST_JOB_WINDOW_PACKETS = 9.0
 SMALLEST_WINDOW_PACKETS = 3.0

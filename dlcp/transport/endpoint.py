@@ -13,8 +13,15 @@ from functools import partial
 from typing import Final, TypeVar
 
 from dlcp.transport.connection import Connection
-from dlcp.transport.errors import PeerSilentError, TransportError
-from dlcp.transport.messages import Address, Arrival, Delivery, ReceiveRequest, SendRequest
+from dlcp.transport.messages import (
+    Address,
+    Arrival,
+    Delivery,
+    PeerSilentError,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Outcome, Then
 from dlcp.transport.shared_memory import SharedMemory

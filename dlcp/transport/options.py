@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from dlcp.configuration import OneOf, Range, Unit, check
-from dlcp.transport.congestion import RateControl
-from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.congestion import CubicWindow, RateControl
 from dlcp.transport.dctcp import DctcpWindow
 
 CONGESTION: Final = ("dctcp", "ecn", "cubic")

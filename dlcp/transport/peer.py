@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from dlcp.transport.congestion import RateControl
+from dlcp.transport.dctcp import QUEUE_MIN_S
 from dlcp.transport.engine import Reported
-from dlcp.transport.idle_path import QUEUE_MIN_S
 from dlcp.transport.messages import Arrival, Bytes, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 from dlcp.transport.native_engine import Flow
 

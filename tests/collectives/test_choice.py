@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which collective is chosen where, the same on all ranks; and that ring, direct and server can share a step."""
+"""Which collective is chosen where, the same on all ranks; and that ring and direct can share a step."""
 
 from concurrent.futures import Future
 
@@ -23,12 +23,11 @@ from dlcp.collectives.choice import (
     direct_seconds,
     flow_weight,
     ring_seconds,
-    server_seconds,
 )
 from dlcp.collectives.message_numbers import RING_RANGE as RING_NUMBERS
 from dlcp.collectives.message_numbers import ring_buckets
-from dlcp.collectives.parts import AllReduceInParts
 from dlcp.collectives.ring import RingAllReduce
+from dlcp.collectives.server import AllReduceInParts
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import Segment
@@ -82,25 +81,12 @@ def test_a_slow_rank_holds_up_the_ring_but_owns_less_when_direct():
     assert choose(100 * MB, ranks, Topology(rates_bps=dict.fromkeys(ranks, 4e9))) == "ring"
 
 
-def test_a_server_is_chosen_only_where_there_is_one_and_it_pays():
-    ranks = range(8)
-    fast = Topology(server=8, server_rate_bps=400e9)
-    assert choose(100 * MB, ranks, Topology(server=8)) == "ring"
-    assert choose(4 * KB, ranks, fast) == "direct"
-    # Twenty times as fast as each rank's port, it takes in all of them at once.
-    assert choose(25 * MB, ranks, fast) == "server"
-    assert choose(25 * MB, ranks, Topology(server_rate_bps=400e9)) != "server"
-    # Eight ranks on a host: what they send to a server has to pass their own port.
-    assert choose(25 * MB, range(16), Topology(hosts_of(16, 8), server=16, server_rate_bps=400e9)) == "ring"
-
-
 def test_costs_are_those_of_the_literature():
     """Alpha, beta and n by hand: 8 ranks, 10 MB, ports of 8 Gbit/s, so that a byte takes a nanosecond."""
     costs = Costs(latency_s=100e-6, message_s=10e-6, rate_bps=8e9, flow_penalty=0.0)
     size, ranks = 10_000_000, range(8)
     assert ring_seconds(size, ranks, Topology(), costs) == pytest.approx(14 * 110e-6 + 14 / 8 * 0.01)
     assert direct_seconds(size, ranks, Topology(), costs) == pytest.approx(2 * 170e-6 + 14 / 8 * 0.01)
-    assert server_seconds(size, ranks, Topology(server=8), costs) == pytest.approx(2 * 180e-6 + 16 * 0.01)
     two_hosts = Topology(hosts_of(8, 4))
     assert direct_seconds(size, ranks, two_hosts, costs) == pytest.approx(2 * 170e-6 + 2 * 4 * 4 / 8 * 0.01)
     assert ring_seconds(size, ranks, two_hosts, costs) == ring_seconds(size, ranks, Topology(), costs)
@@ -162,7 +148,7 @@ def test_a_collective_asked_for_by_name_is_used(collective):
     server = collective == "server"
     ranks = Chosen(3, collective, server=server, topology=Topology(server=3 if server else None))
     kinds = {"direct": DirectAllReduce, "ring": RingAllReduce, "server": AllReduceInParts, "auto": AutoAllReduce}
-    assert all(type(reducer.plain) is kinds[collective] for reducer in ranks.reducers)
+    assert all(type(reducer) is kinds[collective] for reducer in ranks.reducers)
     for step in range(2):
         averages_are_right(ranks, step, THREE_BUCKETS)
     numbers = {record.message >= RING_NUMBERS.first for ledger in ranks.ledgers for record in ledger.records}
@@ -171,22 +157,22 @@ def test_a_collective_asked_for_by_name_is_used(collective):
     assert receivers == ({3} if server else {0, 1, 2})
 
 
-# Each of three buckets takes another way: 12,345 values go around, 20,100 to the server, 9,040 direct.
+# One of three buckets goes around: the one of 12,345 values.
 LARGE, MIDDLE = 60 * KB, 45 * KB
 
 
 def by_size(size, ranks, topology, costs):
-    return "server" if size > LARGE else "ring" if size > MIDDLE else "direct"
+    return "ring" if MIDDLE < size <= LARGE else "direct"
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.1])
 def test_buckets_of_one_step_may_take_different_ways(loss, monkeypatch):
     monkeypatch.setattr("dlcp.collectives.choice.choose", by_size)
-    ranks = Chosen(4, "auto", server=True, topology=Topology(server=4), loss=loss, duplicate=loss, jitter_s=0.001)
+    ranks = Chosen(4, "auto", loss=loss, duplicate=loss, jitter_s=0.001)
     for step in range(3):
         averages_are_right(ranks, step, THREE_BUCKETS)
     for reducer in ranks.reducers:
-        assert reducer.plain.chosen == {"ring": 3, "server": 3, "direct": 3}
+        assert reducer.chosen == {"ring": 3, "direct": 6}
 
 
 def test_what_one_collective_loses_another_brings_again(monkeypatch):
@@ -194,7 +180,7 @@ def test_what_one_collective_loses_another_brings_again(monkeypatch):
     ways = iter(["ring", "direct"])
     monkeypatch.setattr("dlcp.collectives.choice.choose", lambda *_: way)
     ranks = Chosen(3, "auto", bound=0.5, loss=0.2, seed=3, value_type=ValueType.FLOAT64)
-    residuals = [reducer.plain.reducers["ring"].context.residual for reducer in ranks.reducers]
+    residuals = [reducer.reducers["ring"].context.residual for reducer in ranks.reducers]
     given = {name: np.zeros(size) for name, size in SIZES.items()}
     taken = {name: np.zeros(size) for name, size in SIZES.items()}
     for step, way in enumerate(ways):  # noqa: B007  # read by what stands in for choose
@@ -248,23 +234,13 @@ def test_beside_a_ring_two_hops_have_half_of_the_numbers():
         reducer.start(5, 8192, bucket_of(4 * KB))
 
 
-def test_workers_number_alike_whether_a_bucket_goes_direct_or_to_the_server():
-    """They used to number direct messages among workers and others among workers and server: both gave some twice."""
-    ranks = Chosen(4, "auto", server=True, topology=Topology(server=4))
-    direct, server = (ranks.reducers[0].plain.reducers[name].context for name in ("direct", "server"))
-    buckets = [(direct, 1), (server, 4), (direct, 0), (server, 4), (direct, 2), (server, 4), (direct, 3)]
-    keys = [context.key(0, number, 0, receiver) for number, (context, receiver) in enumerate(buckets)]
-    assert len(set(keys)) == len(keys)
-    assert all(key.message // 10 == number for number, key in enumerate(keys))
-
-
 def test_rates_that_all_ranks_were_told_change_the_choice_for_all():
     ranks = Chosen(3, "auto")
     told = {rank: np.where(np.arange(3) == rank, 0, [9e9, 9e9, 1e9]).astype(">f4") for rank in range(3)}
     for reducer in ranks.reducers:
-        reducer.plain.reducers["direct"].rates_bps = dict(told)
+        reducer.reducers["direct"].rates_bps = dict(told)
         reducer.begin_step(1)
-    rates = [reducer.plain.topology.rates_bps for reducer in ranks.reducers]
+    rates = [reducer.topology.rates_bps for reducer in ranks.reducers]
     assert rates[0] == rates[1] == rates[2]
     assert rates[0][2] < rates[0][0] / 2
 

@@ -202,8 +202,8 @@ def train_with_a_choice(network):
     costs = Costs(rate_bps=32 * MBIT, flow_penalty=0.3)
     ranks.reducers = [make_reducer("auto", reducer.context, costs=costs) for reducer in ranks.reducers]
     for reducer in ranks.reducers:
-        reducer.plain.reducers["direct"].deferral._steps = WHOLE_STEPS
-        reducer.context = reducer.plain.reducers["direct"].context
+        reducer.reducers["direct"].deferral._steps = WHOLE_STEPS
+        reducer.context = reducer.reducers["direct"].context
     return ranks, *take_steps(ranks, STEPS)
 
 
@@ -224,7 +224,7 @@ def test_all_ranks_in_a_ring_know_whose_port_is_slow(step):
 
 def test_ranks_leave_a_ring_behind_a_slow_port_and_defer():
     ranks, gradients, averages, seconds = train_with_a_choice(SlowPort)
-    assert [reducer.plain.chosen for reducer in ranks.reducers] == [{"ring": 1, "direct": STEPS - 1}] * 4
+    assert [reducer.chosen for reducer in ranks.reducers] == [{"ring": 1, "direct": STEPS - 1}] * 4
     assert seconds[0] / np.median(seconds[3:]) >= 1.5
     assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) > 0
     for each in averages:
@@ -237,8 +237,8 @@ def test_ranks_leave_a_ring_behind_a_slow_port_and_defer():
 
 def test_ranks_stay_in_a_ring_where_ports_are_alike():
     ranks, *_ = train_with_a_choice(EvenPorts)
-    assert [reducer.plain.chosen for reducer in ranks.reducers] == [{"ring": STEPS}] * 4
-    rates = [reducer.plain.topology.rates_bps for reducer in ranks.reducers]
+    assert [reducer.chosen for reducer in ranks.reducers] == [{"ring": STEPS}] * 4
+    rates = [reducer.topology.rates_bps for reducer in ranks.reducers]
     assert rates == [rates[0]] * 4
     assert set(rates[0]) == set(range(4)), "all are known, though each rank sends to one only"
 

@@ -9,7 +9,7 @@ import pytest
 from dlcp.collectives import parts
 from dlcp.collectives.message_numbers import PARTS_MAX, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import recover
-from dlcp.collectives.parts import AllReduceInParts
+from dlcp.collectives.server import AllReduceInParts
 from dlcp.dtypes import ValueType
 from dlcp.transport import TransportError
 from tests.collectives.meeting_ranks import together

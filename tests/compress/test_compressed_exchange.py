@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket
-from dlcp.collectives.compressed_all_gather import AllGatherRun
-from dlcp.collectives.compressed_bucket import SEED
+from dlcp.collectives.compressed import SEED, AllGatherRun
 from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.compressor import average
 from dlcp.dtypes import ValueType

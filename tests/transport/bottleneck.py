@@ -9,8 +9,7 @@ import heapq
 import random
 from collections import deque
 
-from dlcp.transport.congestion import Report
-from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.congestion import CubicWindow, Report
 from dlcp.transport.peer import pace_of
 
 ORDINARY, DATA, OVER_SHARE = 1, 4, 0

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from dlcp.transport import LossBound, MessageKey, TransportOptions
-from dlcp.transport.congestion import Report
-from dlcp.transport.cubic import CubicWindow
+from dlcp.transport.congestion import CubicWindow, Report
 from dlcp.transport.dctcp import DctcpWindow
 from dlcp.transport.peer import DeliveryRate
 from tests.transport.exchanges import (

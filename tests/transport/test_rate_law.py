@@ -5,10 +5,8 @@ import math
 
 import pytest
 
-from dlcp.transport.congestion import Report
-from dlcp.transport.cubic import CubicWindow
-from dlcp.transport.dctcp import DctcpWindow
-from dlcp.transport.random_loss import CALM_BLOCK_PACKETS, Finding, RandomLoss
+from dlcp.transport.congestion import CubicWindow, Report
+from dlcp.transport.dctcp import CALM_BLOCK_PACKETS, DctcpWindow, Finding, RandomLoss
 from tests.transport.bottleneck import ORDINARY, Bottleneck, Flow, jain
 
 M100, G1, G10 = 8333, 83333, 833333

@@ -4,10 +4,8 @@
 import pytest
 
 from dlcp.transport import MessageKey, TransportOptions
-from dlcp.transport.congestion import Report
-from dlcp.transport.cubic import CubicWindow
-from dlcp.transport.dctcp import DctcpWindow
-from dlcp.transport.idle_path import IdlePath, Round
+from dlcp.transport.congestion import CubicWindow, Report
+from dlcp.transport.dctcp import DctcpWindow, IdlePath, Round
 from dlcp.transport.peer import READ_EVERY_S, pace_of
 from tests.transport.bbr import BbrWindow
 from tests.transport.bottleneck import Bottleneck, Flow

@@ -18,7 +18,7 @@ from dlcp.closing import ExitCallback
 from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
-from dlcp.torch.profiling import profiled
+from dlcp.torch.framework import profiled
 from dlcp.torch.staging import Device
 
 Tensors = Sequence[torch.Tensor]

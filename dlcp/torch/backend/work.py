@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlcp.torch.profiling import profiled
+from dlcp.torch.framework import profiled
 
 _CALLBACKS = ThreadPoolExecutor(8, "dlcp-callbacks")
 """Users' callbacks on futures may wait for other collectives, so they must not block the threads that run those."""

@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed buckets: all-reduce where compressed values can be added up, otherwise all-gather.
+
+*All-reduce.* The compressed values travel as an ordinary, smaller bucket: tagged by their own magnitudes, with the
+usual loss bound. Since decoding is linear, lost values are decoded, too, and become residual in the gradient's own
+positions.
+
+*All-gather.* Every rank sends its compressed bucket to all others, and each decodes and averages all of them, in the
+order of ranks. Packets may be lost; but no rank may use values that only some ranks have, or replicas would drift
+apart. So once each receiver has acknowledged what it got of a message, the sender sends a verdict, without loss: the
+packets that all have. Only these count, on all ranks, and the rest becomes the sender's residual. To keep the bound on
+what a message loses at n - 1 receivers together, each may lose 1/(n - 1) of it. Lost values count as 0 in the average:
+with error feedback they are sent with the next step. ``ReduceOptions.rescale`` has no effect: a position that a rank
+did not send is not one that it lost.
+
+*If the path fails.* A part of a compressed bucket is useless. So until a rank has the result, its bucket holds the
+rank's own contribution, in full precision; and a rank with the result keeps it, compressed, until no other can need it.
+Recovery therefore yields either one rank's result, which the others copy, or the exact average of all contributions
+(:mod:`dlcp.collectives.partial_result`); in the latter case there is no residual, since nothing was left out. One case
+loses a little for good: with three or more ranks in an all-reduce, when one rank has the result and another does not
+know yet what an owner got of its contribution. What others know of it refers to packets of the compressed bucket, and
+not to the gradient.
+"""
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, Strategy
+from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
+from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.reduction_rules import Rule
+from dlcp.collectives.residual import Residual
+from dlcp.compress.compressor import Compressor, Encoded, Feedback, Occasion, Values
+from dlcp.dtypes import ValueType
+from dlcp.magnitudes import packet_magnitudes
+from dlcp.tags import PacketTags, Segment, plain_tags
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Delivery,
+    LossBound,
+    MessageKey,
+    ReceiveRequest,
+    SendRequest,
+    TransportError,
+)
+
+SEED: Final = 0x0D1C9
+"""Seeds random choices, with step, rank and layer; the same on all ranks and in every run."""
+WORK_S: Final = 10.0
+"""The longest wait for pending decoding when the path fails; decoding normally takes milliseconds."""
+
+Decode = Callable[[], Values]
+"""Computes the result from the received data; may be called repeatedly."""
+
+
+class CompressedReducer:
+    """Common part of compressed all-reduce and compressed all-gather.
+
+    Parameters
+    ----------
+    context
+        This rank, and the state that its algorithms share; its residual is that of gradients.
+    compressor
+        The compressor of buckets.
+    work
+        The executor for decoding, so that it does not delay the endpoint's thread.
+    """
+
+    recoverable = True
+
+    def __init__(self, context: RankContext, compressor: Compressor, work: Executor | None = None) -> None:
+        self.context, self.compressor = context, compressor
+        self.work = work or ThreadPoolExecutor(1, "dlcp-decode")
+        self.runs: dict[tuple[int, int], CompressedRun] = {}
+        self._finished: dict[tuple[int, int], tuple[Decode, np.dtype[np.floating], int]] = {}
+        """Results that another rank may still need, their type, and their values per packet."""
+
+    def run(self, run: "CompressedRun") -> "Future[NDArray[np.generic]]":
+        """Start a bucket."""
+        self.runs[run.step, run.sequence] = run
+        return run.start()
+
+    def partial_results(self) -> list[PartialResult]:
+        """Return this rank's state of buckets that it, or possibly a peer, has not finished.
+
+        Call it when the endpoint is closed, so that no bucket changes any more.
+        """
+        self.await_work()
+        finished = [self._finished_result(name) for name in sorted(self._finished)]
+        return finished + [run.partial_result() for _, run in sorted(self.runs.items())]
+
+    def close(self) -> None:
+        """Stop the thread that decodes buckets."""
+        self.work.shutdown(wait=False)
+
+    def await_work(self) -> None:
+        """Wait for pending decoding, which determines the values left out."""
+        idle = threading.Event()
+        self.work.submit(idle.set)
+        idle.wait(WORK_S)
+
+    def end(self, run: "CompressedRun", decode: Decode) -> None:
+        """Record that a bucket is done. All buckets of earlier steps are then done on all ranks.
+
+        Each rank contributed to this bucket, which it does only once it has all results of the step before.
+        """
+        del self.runs[run.step, run.sequence]
+        for name in [name for name in self._finished if name[0] < run.step]:
+            del self._finished[name]
+        self._finished[run.step, run.sequence] = decode, run.own.dtype, run.values_per_packet
+
+    def _finished_result(self, name: tuple[int, int]) -> PartialResult:
+        decode, dtype, values_per_packet = self._finished[name]
+        values = decode().astype(dtype, copy=False)
+        packets = -(-len(values) // values_per_packet)
+        whole = {rank: np.ones(packets, np.bool_) for rank in self.context.contributors}
+        return PartialResult(*name, values, values_per_packet, np.ones(packets, np.bool_), whole)
+
+
+class CompressedRun(BucketRun):
+    """One bucket in progress.
+
+    Attributes
+    ----------
+    own
+        This rank's contribution with its residual, widened: used for recovery if the path fails.
+    encoded
+        The data that it sends.
+    """
+
+    def __init__(self, reducer: CompressedReducer, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer.context, step, sequence, bucket, reducer.work)
+        self.reducer, self.compressor = reducer, reducer.compressor
+        self.own = self._own()
+        self.encoded = self.compressor.encode(
+            self.own if np.isfinite(self.own).all() else np.full_like(self.own, np.nan),
+            bucket.segments,
+            Occasion(step, self.context.rank, SEED),
+        )
+
+    def finish(self, decode: Decode) -> None:
+        """Compute the result; the endpoint's thread, which stops with the endpoint, writes it into the bucket."""
+        result = decode().astype(self.own.dtype, copy=False)
+        residual = self.residual() if self.context.options.error_feedback else None
+        narrow = self.bucket.value_type.narrow(result)
+        try:
+            self.context.connection.call(partial(self._write, narrow, residual, decode))
+        except TransportError as error:
+            self.fail(error)
+
+    @abstractmethod
+    def residual(self) -> Values | None:
+        """Return the residual that belongs to the bucket's result; None for nothing."""
+
+    def partial_result(self) -> PartialResult:
+        """Return this rank's state of the bucket: its contribution, and the residual if another has the result."""
+        packets = -(-len(self.own) // self.values_per_packet)
+        own = {self.context.rank: np.ones(packets, np.bool_)}
+        residual = self.residual() if self.context.options.error_feedback else None
+        if residual is not None:
+            residual = residual.astype(self.own.dtype, copy=False)
+        final = np.zeros(packets, np.bool_)
+        return PartialResult(self.step, self.sequence, self.own, self.values_per_packet, final, own, residual)
+
+    def _own(self) -> Values:
+        bucket, residual = self.bucket, self.context.residual
+        own = bucket.value_type.widen(bucket.values)
+        if self.context.options.error_feedback:
+            if own is bucket.values:
+                residual.apply(bucket.values, bucket.segments, bucket.value_type)
+            else:  # widened, so that small values are not rounded away
+                residual.apply(own, bucket.segments)
+        return own
+
+    def _write(self, values: NDArray[np.generic], residual: Values | None, decode: Decode) -> None:
+        if self.done.done():
+            return
+        np.copyto(self.bucket.values, values)
+        if residual is not None:
+            keep = self.context.residual
+            add = keep.add_whole if self.compressor.feedback is Feedback.ALL else keep.add
+            add(residual, self.bucket.segments)
+        self.reducer.end(self, decode)
+        self.done.set_result(self.bucket.values)
+
+
+def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values) -> Values | None:
+    """Return the rest of a rank's contribution, after ``used`` went into the result; None if there is none.
+
+    Non-finite values are left out: this step's loss scaler gets them, and as residual they would spoil the next step.
+    """
+    if compressor.feedback is Feedback.NOTHING:
+        return None
+    with np.errstate(invalid="ignore"):
+        if compressor.feedback is Feedback.LOST:
+            missing = compressor.decode(encoded, encoded.content) - used
+        else:
+            missing = own - used
+    return np.where(np.isfinite(missing), missing, missing.dtype.type(0))
+
+
+class CompressedAllReduce(CompressedReducer):
+    """Averages compressed buckets.
+
+    Parameters
+    ----------
+    context, compressor, work
+        See :class:`CompressedReducer`; ``compressor.reduces``.
+    inner
+        The strategy that averages encoded buckets; each bucket uses ``compressor.rounds`` of its bucket numbers.
+    in_transit
+        The residual of ``inner`` only: its positions are those of encoded buckets.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        compressor: Compressor,
+        inner: Strategy,
+        in_transit: Residual,
+        work: Executor | None = None,
+    ) -> None:
+        super().__init__(context, compressor, work)
+        self.inner, self.in_transit = inner, in_transit
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket; the future's result is ``bucket.values``, written in place."""
+        return self.run(AllReduceRun(self, step, sequence, bucket))
+
+    def partial_results(self) -> list[PartialResult]:
+        """Return this rank's state of buckets that it, or possibly a peer, has not finished."""
+        self.await_work()
+        for sent in self.inner.partial_results():
+            sequence, number = divmod(sent.sequence, self.compressor.rounds)
+            run = self.runs.get((sent.step, sequence))
+            if isinstance(run, AllReduceRun) and run.number == number and sent.residual is not None:
+                run.note_lost(sent.residual)
+        return super().partial_results()
+
+
+class AllReduceRun(CompressedRun):
+    """One bucket's run through one all-reduce, or several rounds of it."""
+
+    reducer: CompressedAllReduce
+
+    def __init__(self, reducer: CompressedAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer, step, sequence, bucket)
+        self.number = 0
+        """Number of the round."""
+        self.lost: Values | None = None
+        """Values that the network lost in the last round, decoded."""
+
+    def start(self) -> "Future[NDArray[np.generic]]":
+        """Average the first round, from the caller's thread."""
+        self.begin()
+        return self.done
+
+    def begin(self) -> None:
+        """Average the current round."""
+        encoded, bucket = self.encoded, self.bucket
+        assert encoded.value_type
+        # A copy: the average overwrites the sent values, which are needed to find what was left out.
+        content = np.array(encoded.content)
+        kind, segments = encoded.value_type, encoded.segments
+        sent = replace(bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
+        averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
+        then = self.guard(lambda mean: self.aside(lambda: self._on_mean(sent, mean)))
+        averaged.add_done_callback(lambda done: then(done.exception() or done.result()))
+
+    def residual(self) -> Values | None:
+        """Return the values that coding left out or the network lost."""
+        compressor = self.compressor
+        if compressor.feedback is Feedback.NOTHING:
+            return None
+        used = compressor.decode(self.encoded, self.encoded.content)
+        if self.lost is not None:
+            used = used - self.lost
+        return left_out(compressor, self.own, self.encoded, used)
+
+    def note_lost(self, lost: Values) -> None:
+        """Record this round's losses in the network, at the positions of the sent values."""
+        if lost.any():
+            self.lost = self.compressor.decode(self.encoded, lost)
+
+    def _on_mean(self, sent: Bucket, average: NDArray[np.generic]) -> None:
+        encoded: Encoded = self.encoded
+        assert encoded.value_type
+        mean = encoded.value_type.widen(average)
+        # Removed in any case: losses in a round that only guides the next are not residual.
+        lost: Values = np.zeros(len(average), np.float32)
+        self.reducer.in_transit.apply(lost, sent.segments)
+        refined = self.compressor.refine(encoded, mean)
+        if refined is not None:
+            self.encoded, self.number = refined, self.number + 1
+            self.begin()
+            return
+        self.note_lost(lost)
+        self.finish(lambda: self.compressor.decode(encoded, mean))
+
+
+CONTENT, VERDICT = REDUCE_SCATTER, ALL_GATHER
+"""The two phases of message numbers: the ranks' contents, and their verdicts."""
+
+
+class CompressedAllGather(CompressedReducer):
+    """Averages buckets by sending each rank's compressed form to all ranks.
+
+    Parameters
+    ----------
+    context, compressor, work
+        See :class:`CompressedReducer`.
+    rule
+        The rule to combine all ranks' gradients, if the compressor has none.
+    """
+
+    def __init__(self, context: RankContext, compressor: Compressor, rule: Rule, work: Executor | None = None) -> None:
+        super().__init__(context, compressor, work)
+        self.rule = rule
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket; the future's result is ``bucket.values``, written in place."""
+        self.context.check_key(step, sequence)
+        return self.run(AllGatherRun(self, step, sequence, bucket))
+
+    def combine(self, parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
+        """Combine all ranks' gradients."""
+        combined = self.compressor.combine(part() for part in parts)
+        return self.rule(parts, segments) if combined is None else combined
+
+
+class AllGatherRun(CompressedRun):
+    """One bucket in progress; only decoding runs outside the endpoint's thread."""
+
+    reducer: CompressedAllGather
+
+    def __init__(self, reducer: CompressedAllGather, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer, step, sequence, bucket)
+        self.connection, self.rank, self.ranks = self.context.connection, self.context.rank, self.context.contributors
+        self.peers = self.context.peers
+        payload_bytes = self.connection.options.payload_bytes
+        self.content = np.ascontiguousarray(self.encoded.content).view(np.uint8)
+        self.units_per_packet = payload_bytes * 8 // self.encoded.unit_bits
+        self.packets = -(-len(self.content) // payload_bytes)
+        self.bound = self._bound()
+        self.tags = self._tags()
+        self.unconfirmed = set(self.peers)
+        self.everywhere = np.ones(self.packets, np.bool_)
+        """This rank's packets that have arrived at all receivers so far."""
+        self.contents: dict[int, NDArray[np.uint8]] = {self.rank: self.content}
+        self.verdicts: dict[int, NDArray[np.bool_]] = {}
+        """Each rank's packets that count."""
+
+    def begin(self) -> None:
+        """Send to all peers, and post receives for their contents."""
+        index = self.ranks.index(self.rank)
+        # Each rank begins with another peer, so that no receiver is overrun.
+        for peer in [*self.ranks[index + 1 :], *self.ranks[:index]]:
+            self._receive(peer, CONTENT, len(self.content), self.bound, self._on_content)
+            if self.bound.ratio:
+                self._receive(peer, VERDICT, -(-self.packets // 8), RELIABLE, self._on_verdict)
+            key = self._key(CONTENT, peer)
+            request = SendRequest(peer, key, self.content.data, self.tags, self.bound, self.label)
+            self.connection.send(request, self.guard(partial(self._on_sent, peer)))
+        if not self.peers:
+            self._judge()
+
+    def residual(self) -> Values | None:
+        """Return the values that coding left out or this rank's verdict excludes."""
+        verdict = self.verdicts.get(self.rank)
+        if verdict is None or self.compressor.feedback is Feedback.NOTHING:
+            return None
+        if self.compressor.feedback is Feedback.LOST and verdict.all():
+            return None
+        return left_out(self.compressor, self.own, self.encoded, self._decoded(self.content, verdict))
+
+    def _bound(self) -> LossBound:
+        """Return the bound of each receiver."""
+        options, encoded = self.context.options, self.encoded
+        if self.bucket.whole:
+            return RELIABLE
+        whole = options.bound_of(self.bucket)
+        bound = options.layers.bound_of(encoded.segments, 0, encoded.units, self.units_per_packet, whole)
+        return LossBound(bound.ratio / max(1, len(self.peers)), bound.immediate)
+
+    def _tags(self) -> PacketTags:
+        encoded, tagger, options = self.encoded, self.context.tagger, self.context.options
+        if not self.bound.ratio or encoded.worth is None:
+            return tagger.tag_whole(encoded.units, encoded.segments, self.units_per_packet)
+        worth = packet_magnitudes(encoded.worth, ValueType.FLOAT32, self.units_per_packet)
+        # A last byte may have room for more units than there are.
+        tags = tagger.tag_magnitudes(worth, encoded.units, encoded.segments, self.units_per_packet)
+        must = ~np.isfinite(worth)
+        tags.protected[must], tags.drop_class[must] = True, 0
+        bound, hops = options.bound_of(self.bucket), max(1, len(self.peers))
+        options.layers.protect(tags, encoded.segments, self.units_per_packet, bound, seed=self.step, hops=hops)
+        return tags
+
+    def _on_content(self, peer: int, arrival: Arrival) -> None:
+        self.contents[peer] = arrival.payload
+        self._look_whether_all_is_here()
+
+    def _on_sent(self, peer: int, delivery: Delivery) -> None:
+        self.context.ledger.record(self._key(CONTENT, peer), peer, self.label, self.tags, self.bound, delivery)
+        self.everywhere &= delivery.delivered
+        self.unconfirmed.discard(peer)
+        if not self.unconfirmed:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Send the verdict on this rank's packets; needless if no loss is allowed."""
+        self.verdicts[self.rank] = self.everywhere
+        if self.bound.ratio:
+            bits = np.packbits(self.everywhere)
+            tags = plain_tags(-(-len(bits) // self.connection.options.payload_bytes))
+            for peer in self.peers:
+                key = self._key(VERDICT, peer)
+                request = SendRequest(peer, key, bits.data, tags, RELIABLE, self.label)
+                self.connection.send(request, self.guard(lambda _: None))
+        else:
+            self.verdicts.update(dict.fromkeys(self.peers, self.everywhere))
+        self._look_whether_all_is_here()
+
+    def _on_verdict(self, peer: int, arrival: Arrival) -> None:
+        self.verdicts[peer] = np.unpackbits(arrival.payload, count=self.packets).astype(np.bool_)
+        self._look_whether_all_is_here()
+
+    def _look_whether_all_is_here(self) -> None:
+        if len(self.contents) < len(self.ranks) or len(self.verdicts) < len(self.ranks):
+            return
+        parts = [partial(self._decoded, self.contents[rank], self.verdicts[rank]) for rank in self.ranks]
+        decode = partial(self.reducer.combine, parts, self.bucket.segments)
+        self.aside(partial(self.finish, decode))
+
+    def _decoded(self, content: NDArray[np.uint8], verdict: NDArray[np.bool_]) -> Values:
+        present = None if verdict.all() else np.repeat(verdict, self.units_per_packet)[: self.encoded.units]
+        return self.compressor.decode(self.encoded, content, present)
+
+    def _receive(
+        self, peer: int, phase: int, size: int, bound: LossBound, then: Callable[[int, Arrival], None]
+    ) -> None:
+        request = ReceiveRequest(peer, self._key(phase, self.rank), size, bound, self.label)
+        self.connection.receive(request, self.guard(partial(then, peer)))
+
+    def _key(self, phase: int, receiver: int) -> MessageKey:
+        return self.context.key(self.step, self.sequence, phase, receiver)
