@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dlcp.json_files import read_json
+from dlcp.document import read_json
 
 _EVERY_S: Final = 0.5
 _TROUBLE: Final = (

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from dlcp.json_files import DocumentError, read_json
+from dlcp.document import DocumentError, read_json
 from dlcp.wire import DROP_CLASSES
 
 Run = dict[str, Any]
