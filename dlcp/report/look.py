@@ -36,14 +36,19 @@ STYLE: Final = (
 """What a page, or a file with a single plot, has to define for the plots."""
 
 
-def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
-    """Return a page made from a template that extends ``frame.html``."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, TEMPLATES]),
+def environment(folder: Path, filters: Mapping[str, Callable[..., Any]]) -> jinja2.Environment:
+    """Return the environment for the templates in a folder, which may use those of :data:`TEMPLATES`."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= filters
-    return environment.get_template(template.name).render(style=STYLE, **values)
+    made.filters |= filters
+    return made
+
+
+def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+    """Return a page made from a template that extends ``frame.html``."""
+    return environment(template.parent, filters).get_template(template.name).render(style=STYLE, **values)
