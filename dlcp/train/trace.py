@@ -18,8 +18,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.configuration import short
-from dlcp.timeline import SUFFIX, Note, TimelineReader
+from dlcp.timeline import SUFFIX, Note, RankTimeline
 
 PHASES: Final = {
     "tagged": "tag",
@@ -33,48 +32,10 @@ PHASES: Final = {
 THREADS: Final = 100_000
 """Thread numbers per session, for its buckets. The numbers below it belong to the processes."""
 Event = dict[str, Any]
-_ABOUT: Final = {"rank": int, "process_rank": int, "host": str, "clock": str, "began_unix_ns": int, "began_ns": int}
-"""Fields of a timeline's first line that are used here, and their types."""
 
 
 class TraceError(ValueError):
-    """No timeline was found, or a timeline is invalid; the message says where."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimeline:
-    """The notes of one endpoint of a rank.
-
-    Parameters
-    ----------
-    path
-        The file.
-    about
-        Its first line.
-    session
-        Name of the session, which its ranks have in common; ``""`` if the rank joined none.
-    """
-
-    path: Path
-    about: Mapping[str, Any]
-    session: str
-
-    @classmethod
-    def of(cls, path: Path) -> "RankTimeline | None":
-        """Return the timeline in a file; None if its process ended before it could write a line."""
-        reader = TimelineReader(path)
-        first = next(reader.read(), None)
-        if not reader.about:
-            return None
-        for name, kind in _ABOUT.items():
-            value = reader.about.get(name)
-            if type(value) is not kind or (isinstance(value, int) and abs(value) >> 64):
-                raise TraceError(f"{path}, line 1: {name} must be {kind.__name__}, got {short(value)}; remove the file")
-        return cls(path, reader.about, first.values["session"] if first and first.event == "joined" else "")
-
-    def notes(self) -> Iterator[Note]:
-        """Yield all notes."""
-        return TimelineReader(self.path).read()
+    """No timeline was found."""
 
 
 @dataclass(slots=True)
