@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp fabric``: check a description, show what differs, write it, keep it so, and look at it."""
+"""``dlcp fabric``: check a description, show what differs, write it, keep it in force, and show its state."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from rich.console import Console
 
-from dlcp.commands.common import real, refuse, whole
+from dlcp.commands.common import add, real, refuse, whole
 from dlcp.configuration import Range
 from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
 from dlcp.controller.entries import entries, most_switches
@@ -34,18 +34,18 @@ from dlcp.controller.session import ControlError, Readings, Session, read_counte
 from dlcp.controller.watch import Watcher, serve
 
 _METRICS: Final = "127.0.0.1:9464"
-"""Where ``watch`` serves metrics by default; exporters customarily take this port."""
+"""Where ``watch`` serves metrics by default: the customary port of exporters."""
 WATCHING: Final = "watching"
 """The start of the line that is printed once the switches are watched."""
 
 _FILE_COLUMNS: Final = 120
-"""Width of what is not printed to a terminal."""
+"""Width of output that does not go to a terminal."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:]*):[0-9]{1,5}")
 _T = TypeVar("_T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp fabric`` takes."""
+    """Declare the options of ``dlcp fabric``."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="fabric_command")
     for name, purpose in {
         "check": "report what is wrong with a description, or what it makes of each switch",
@@ -56,28 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         command.add_argument("file", type=Path, metavar="FILE", help="the fabric and its policy, as YAML or JSON")
-        command.add_argument("--program", type=Path, metavar="FOLDER", help="compiled program instead of DLCP's own")
+        add(command, "--program", "FOLDER", Path, "compiled program to use instead of DLCP's own")
         if name == "plan":
             command.add_argument("--all", action="store_true", help="show all changes, however many")
         if name in ("apply", "watch"):
-            command.add_argument(
-                "--election-id",
-                type=whole(0, (1 << 63) - 1),
-                default=10,
-                metavar="N",
-                help="of several controllers, the highest writes",
-            )
+            election = "of several controllers, the highest id writes"
+            add(command, "--election-id", "N", whole(0, (1 << 63) - 1), election, default=10)
         if name == "watch":
-            command.add_argument(
-                "--every", type=real(Range(0.0, 1e6)), default=5.0, metavar="SECONDS", help="how often to compare"
-            )
-            command.add_argument(
-                "--metrics", default=_METRICS, metavar="HOST:PORT", help="where to serve metrics (default: %(default)s)"
-            )
+            add(command, "--every", "SECONDS", real(Range(0.0, 1e6)), "interval of comparisons", default=5.0)
+            add(command, "--metrics", "HOST:PORT", str, "where to serve metrics", default=_METRICS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of the commands; return 0 if done, 1 if a switch took no part, 2 if the description is wrong."""
+    """Run one of the commands; return 0 if done, 1 if a switch failed, 2 if the description is wrong."""
     try:
         if getattr(arguments, "election_id", 1) < 1:
             raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")

@@ -15,7 +15,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import switch as command
-from dlcp.commands.switch_watch import render
+from dlcp.commands.switch import render
 from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
 from dlcp.wire import Flag, Header, PacketType, dscp
 from tests import waiting
