@@ -395,7 +395,7 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Opti
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
-            from dlcp.suggestion import closest  # rarely needed
+            from dlcp.error_text import closest  # rarely needed
 
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
         wanted = declared[name].type

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 import yaml
 
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
 _T = TypeVar("_T")
 Step = str | int

@@ -10,7 +10,7 @@ from typing import Any, Final
 from dlcp.commands.common import add, add_out, check_writable, real, refuse, whole
 from dlcp.configuration import Range, short
 from dlcp.document import DocumentError
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
 _OUT: Final = Path("out/sim")
 

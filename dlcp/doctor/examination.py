@@ -11,8 +11,8 @@ from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
+from dlcp.error_text import closest
 from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
-from dlcp.suggestion import closest
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
 from dlcp.children import python_command
+from dlcp.error_text import closest
 from dlcp.interfaces import interface_of, only_way_out
-from dlcp.suggestion import closest
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
