@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine: those of a job (``dlcp launch``), and functions that run in forks with PyTorch loaded.
+"""Processes of this machine, which import the same DLCP as this process and end with it.
 
-The processes of a job start together, and if one fails, all are ended. A :class:`Fork` calls a function, optionally in
-a network namespace, and communicates with its parent over a channel; the demo and the benchmarks use it.
+``python -m`` puts the working directory first on ``sys.path``. In a checkout, that directory has another ``dlcp``,
+without a compiled C engine, ``dlcp.sim`` and ``dlcp.controller``. So a child gets this process's ``sys.path``.
+
+A killed process cannot end its children. So each child watches its parent: through a pipe whose other end only the
+parent holds (:func:`start`), through multiprocessing's own pipe (:func:`end_with_parent`), or, for any other program,
+through the kernel (:func:`killed_with_parent`).
+
+The processes of a job (``dlcp launch``) start together, and if one fails, all are ended. A :class:`Fork` calls a
+function with PyTorch loaded, optionally in a network namespace; the demo and the benchmarks use it.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,10 +33,12 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from dlcp import children
 from dlcp.closing import Closing
 from dlcp.netlab import enter
 
+_PATIENCE_S: Final = 10.0
+"""Time for an orphan to end after SIGTERM before it is killed: enough to remove its folders."""
+_PR_SET_PDEATHSIG: Final = 1
 _STOP_DEADLINE_S: Final = 10.0
 """Time for processes to exit after a signal, before they are killed. Not tuned."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,10 +47,105 @@ _context = multiprocessing.get_context("forkserver")
 # Ranks need these modules, which take seconds to import: a server that has imported them forks all processes.
 _PRELOADED: Final = ["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"]
 _context.set_forkserver_preload(_PRELOADED)
-
-
 _SAFE_PATH: Final = {"PYTHONSAFEPATH": "1"}
-"""Keeps Python 3.11 and later from looking for modules in the working directory first; see :mod:`dlcp.children`."""
+"""Keeps Python 3.11 and later from looking for modules in the working directory first."""
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module as ``python -m`` would, with this process's ``sys.path``."""
+    return [sys.executable, "-u", "-c", _code(module, None), *arguments]
+
+
+def start(
+    module: str, *arguments: str, popen: Callable[..., "subprocess.Popen[Any]"] = subprocess.Popen, **options: Any
+) -> "tuple[subprocess.Popen[Any], int]":
+    """Start a module that ends with this process, however this process ends.
+
+    Parameters
+    ----------
+    module, arguments
+        As for ``python -m``.
+    popen, options
+        The function that starts it, ``subprocess.Popen`` or one for another namespace, and its options.
+
+    Returns
+    -------
+    The process, and a file descriptor. Keep it open while the child should run: the child gets SIGTERM once it closes.
+    """
+    reading, writing = os.pipe()
+    try:
+        argv = [sys.executable, "-c", _code(module, reading), *arguments]
+        return popen(argv, pass_fds=(reading,), **options), writing
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+
+
+def end_with_parent() -> None:
+    """End this ``multiprocessing`` child as soon as its parent has exited."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        _watch(parent.join)
+
+
+def killed_with_parent() -> Callable[[], None]:
+    """Return a ``preexec_fn`` that makes the kernel kill the started program when the starting thread ends.
+
+    Use it only from threads that live as long as their process.
+    """
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: after it, vanished threads may hold locks
+    parent = os.getpid()
+
+    def ask_the_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(128 + signal.SIGKILL)
+
+    return ask_the_kernel
+
+
+def run_child(module: str, lifeline: int | None) -> None:
+    """Run a module as ``__main__`` in a child, and end the child when the pipe ``lifeline``, if any, closes."""
+    if lifeline is not None:
+        os.set_inheritable(lifeline, False)
+        _watch(lambda: os.read(lifeline, 1))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _code(module: str, lifeline: int | None) -> str:
+    # An empty entry means the working directory, which may be another one in the child.
+    path = [str(Path(place).absolute()) for place in sys.path]
+    return (
+        f"import sys; sys.path[:] = {path!r}; from dlcp.processes import run_child; run_child({module!r}, {lifeline})"
+    )
+
+
+def _watch(wait: Callable[[], object]) -> None:
+    """End this process once ``wait`` returns: with SIGTERM, so that it can clean up, then with SIGKILL."""
+
+    def end_self() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_PATIENCE_S)  # the deadline itself: nothing else would detect a hang
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_self, name="dlcp-parent", daemon=True).start()
+
+
+def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    """End a process and reap it: with SIGTERM, and with SIGKILL if it still runs after ``patience_s`` seconds."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+# Forks ----------------------------------------------------------------------------------------------------------------
 
 
 def _start_server() -> None:
@@ -137,12 +243,15 @@ def _call(
     """Call a function in this newly forked process, which has one thread."""
     if namespace is not None:
         enter(namespace)
-    children.end_with_parent()
+    end_with_parent()
     for name, value in _SAFE_PATH.items():
         if os.environ.get(name) == value and name not in environment:
             del os.environ[name]  # set for the server only: a user's script needs its own folder on sys.path
     os.environ.update(environment)
     function(channel, *arguments)
+
+
+# Jobs -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +317,7 @@ class Processes:
                 variables = {**environment, **layout.environment(local_rank)}
                 # In a session of its own, so that its descendants can be ended with it.
                 child = subprocess.Popen(
-                    list(command), env=variables, start_new_session=True, preexec_fn=children.killed_with_parent()
+                    list(command), env=variables, start_new_session=True, preexec_fn=killed_with_parent()
                 )
                 self._children.append(child)
                 self._over.append(threading.Event())

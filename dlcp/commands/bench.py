@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.bench.results import BenchError, BenchResult, document, say
-from dlcp.children import python_command
 from dlcp.commands.common import add, add_option, check_writable, real, refuse, whole
 from dlcp.configuration import Range, short
-from dlcp.processes import JobLayout, Processes
+from dlcp.processes import JobLayout, Processes, python_command
 
 _ELSEWHERE: Final = (
     *("compression", "convergence", "cpu", "delay", "loss", "paths", "sim", "slow-path", "step", "switch", "tags"),

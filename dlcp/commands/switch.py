@@ -20,10 +20,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dlcp.children import end_with_parent
 from dlcp.commands.common import DEPTH_MAX, DURATIONS, add, real, whole
 from dlcp.configuration import Range
 from dlcp.document import read_json
+from dlcp.processes import end_with_parent
 from dlcp.switch import (
     BACKENDS,
     PROGRAM_PATH,
