@@ -14,6 +14,7 @@ function with PyTorch loaded, optionally in a network namespace; the demo and th
 
 import contextlib
 import ctypes
+import json
 import multiprocessing
 import os
 import runpy
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -36,6 +38,7 @@ from typing import Any, Final
 from dlcp.closing import Closing
 from dlcp.netlab import enter
 
+_FORK_DEADLINE_S: Final = 5.0
 _PATIENCE_S: Final = 10.0
 """Time for an orphan to end after SIGTERM before it is killed: enough to remove its folders."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -249,6 +252,94 @@ def _call(
             del os.environ[name]  # set for the server only: a user's script needs its own folder on sys.path
     os.environ.update(environment)
     function(channel, *arguments)
+
+
+Fact = dict[str, Any]
+"""A report to the parent, as JSON. The parent keeps the keys ``error`` and ``report``, and passes every fact on."""
+
+
+def send_fact(channel: Connection, fact: Fact) -> None:
+    """Report a fact to the parent process, as JSON.
+
+    A pickle could make the parent import PyTorch (whose version is a class of its own). On a busy machine that import
+    blocks the thread that reads the reports for seconds.
+    """
+    channel.send_bytes(json.dumps(fact).encode())
+
+
+class ReportingFork(Fork):
+    """A fork that reports facts to its parent. The first one sets ``ready``.
+
+    Parameters
+    ----------
+    name
+        Its name in messages.
+    function, arguments, namespace, environment
+        As for :class:`Fork`.
+    on_fact
+        Called with each fact that it reports, on a reader thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., None],
+        arguments: Sequence[Any],
+        *,
+        namespace: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_fact: Callable[[Fact], None] | None = None,
+    ) -> None:
+        super().__init__(name, _reporting, (function, *arguments), namespace=namespace, environment=environment)
+        self.ready = threading.Event()
+        self._report: Any = None
+        self._errors = ""
+        self._on_fact = on_fact
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                fact: Fact = json.loads(self.channel.recv_bytes())
+                self._errors += fact.get("error", "")
+                self._report = fact.get("report", self._report)
+                self.ready.set()
+                if self._on_fact:
+                    self._on_fact(fact)
+
+    def start_at(self, start_s: float) -> None:
+        """Send it the start time of its work, by the monotonic clock."""
+        self.channel.send(start_s)
+
+    def errors(self) -> str:
+        """Return the errors it reported; the last 2000 characters."""
+        return self._errors[-2000:].strip()
+
+    def finish(self, timeout_s: float) -> Any:
+        """Wait for the process to end; return its report, or None."""
+        self.join(timeout_s)
+        self._thread.join(_FORK_DEADLINE_S)
+        return self._report
+
+    def stop(self) -> Any:
+        """Terminate it, and return its report or None."""
+        self.terminate()
+        return self.finish(_FORK_DEADLINE_S)
+
+    def close(self) -> None:
+        """Terminate it; kill it if it does not end."""
+        self.stop()
+        super().close()
+
+
+def _reporting(channel: Connection, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function; report its exception as an error, and exit with status 1."""
+    try:
+        function(channel, *arguments)
+    except Exception:
+        send_fact(channel, {"error": traceback.format_exc()})
+        raise SystemExit(1) from None
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from dlcp import netlab
 from dlcp.commands.common import DURATIONS, add, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-from dlcp.demo.run import DemoError, execute
-from dlcp.demo.series import report, run_series, select
+from dlcp.demo.run import DemoError, execute, report, run_series, select
 from dlcp.demo.setup import OPTIMIZERS, DemoSetup, variants
 from dlcp.switch.switch import SwitchProcessError
 

@@ -18,8 +18,7 @@ from dlcp.controller.testbed.accounts import IDLE_MIN, port_rates
 from dlcp.controller.testbed.layout import StateFile, TestbedState
 from dlcp.controller.testbed.lifecycle import FABRIC, down, fabric_of, find, up
 from dlcp.controller.testbed.requirements import SwitchKind
-from dlcp.demo.run import DemoError, Progress
-from dlcp.demo.series import report, run_series, select
+from dlcp.demo.run import DemoError, Progress, report, run_series, select
 from dlcp.demo.setup import Variant, variants
 from dlcp.demo.testbed import TestbedSetup, check, disagreements, train
 from dlcp.netlab import NamespaceError
