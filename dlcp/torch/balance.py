@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-
 TIMINGS = 5
 """Timed passes: the median of five ignores two outliers."""
 
