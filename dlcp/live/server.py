@@ -30,7 +30,7 @@ from prometheus_client.exposition import choose_encoder
 
 from dlcp.live.metrics import RankCollector
 from dlcp.live.training import Training
-from dlcp.report.look import render
+from dlcp.report.style import render
 from dlcp.session.snapshots import RankSnapshot
 
 _LOOPBACK: Final = "127.0.0.1"

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dlcp.report.look import COLOURS, STYLE
+from dlcp.report.style import COLOURS, STYLE
 
 PAPER, INK, SOFT, GRID = (COLOURS[name][0] for name in ("paper", "ink", "soft", "grid"))
 WIDE_PX: Final = 920

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dlcp.report.drawing import Plot
-from dlcp.report.look import TEMPLATES, render
 from dlcp.report.plots import HUES, draw_all
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, fair_share_ratio, load_runs, summarize, write_summary
-from dlcp.report.wording import FILTERS, SHORT_NAMES, sentence
+from dlcp.report.style import FILTERS, SHORT_NAMES, TEMPLATES, render, sentence
 
 
 def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Path) -> Path:

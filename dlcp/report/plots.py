@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlcp.report.drawing import HALF_PX, INK, PAPER, SOFT, WIDE_PX, Plot, blank, finish, legend, look, tip
-from dlcp.report.look import COLOURS
 from dlcp.report.runs import Run, fair_share_ratio
-from dlcp.report.wording import SHORT_NAMES, bit_rate, duration, percent, sentence
+from dlcp.report.style import COLOURS, SHORT_NAMES, bit_rate, duration, percent, sentence
 from dlcp.wire import DROP_CLASSES, Queue
 
 MOST_POINTS: Final = 300

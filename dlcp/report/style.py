@@ -1,17 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them, and the sentences of ``sentences.jinja``, which follow them."""
+"""The style of every page: colours, light and dark, numbers as people read them, and rendering from templates."""
 
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
-from dlcp.report.look import TEMPLATES, environment
+import jinja2
 
+TEMPLATES: Final = Path(__file__).parent
+"""Folder of the frame of all pages."""
+COLOURS: Final[Mapping[str, tuple[str, str]]] = {
+    "paper": ("#ffffff", "#14181d"),
+    "raised": ("#f6f7f9", "#1d2229"),
+    "ink": ("#1c2128", "#e8ebee"),
+    "soft": ("#59636e", "#a3adb8"),
+    "grid": ("#dde1e6", "#343b44"),
+    "grey": ("#8b949e", "#7d8894"),
+    "orange": ("#c04a00", "#ff8f4d"),
+    "ochre": ("#8a6d00", "#e3c04b"),
+    "blue": ("#0067b0", "#5cb6f2"),
+    "green": ("#00805b", "#3fcf9f"),
+    "purple": ("#8250a8", "#c79af0"),
+    "pink": ("#a3345f", "#f285ab"),
+}
+"""Colours in light and in dark mode. Readers with colour blindness can distinguish these hues, after Okabe and Ito."""
+STYLE: Final = (
+    ":root { color-scheme: light dark; "
+    + " ".join(f"--{name}: {light};" for name, (light, _) in COLOURS.items())
+    + " }\n@media (prefers-color-scheme: dark) { :root { "
+    + " ".join(f"--{name}: {dark};" for name, (_, dark) in COLOURS.items())
+    + " } }\n"
+    'svg text { font-family: system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }\n'
+    "svg path, svg use { stroke-linejoin: round; stroke-linecap: butt; }\n"
+)
+"""Style sheet for the plots of a page, and of a file with a single plot."""
 NO_BREAK: Final = "\u00a0"
 SHORT_NAMES: Final = {"gloo": "Gloo", "plain": "plain transport", "dlcp": "DLCP", "dlcp_priority": "DLCP with priority"}
 AS_FAST_WITHIN: Final = 0.02
 """Ratios this close to 1 are called equal: runs on a shared machine differ by more."""
+
+
+def environment(folder: Path, filters: Mapping[str, Callable[..., Any]]) -> jinja2.Environment:
+    """Return the environment for the templates in a folder, which may use those of :data:`TEMPLATES`."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= filters
+    return made
+
+
+def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+    """Return a page made from a template that extends ``frame.html``."""
+    return environment(template.parent, filters).get_template(template.name).render(style=STYLE, **values)
 
 
 def duration(seconds: float | None) -> str:
