@@ -36,8 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _layout(arguments: argparse.Namespace) -> JobLayout:
-    if arguments.processes < 1 or arguments.nodes < 1:
-        raise ValueError("at least one process and one machine are needed")
     if not 0 <= arguments.node < arguments.nodes:
         raise ValueError(f"--node must lie in 0..{arguments.nodes - 1}, got {arguments.node}")
     if arguments.master is None:
