@@ -21,7 +21,7 @@ _ELSEWHERE: Final = (
     *("compression", "convergence", "cpu", "delay", "loss", "paths", "sim", "slow-path", "step", "switch", "tags"),
     "tail",
 )
-"""Measurements of DLCP itself, which nobody needs on a cluster."""
+"""Measurements of DLCP itself, which are of no use on a cluster."""
 _UNITS: Final = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 _MOST_BYTES: Final = 1 << 34
 _VALUE_BYTES: Final = 4
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and return the exit status."""
+    """Measure, print the results, and return the exit status."""
     from dlcp.session.options import Options
     from dlcp.train.launcher import set_options
 
@@ -77,13 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     from dlcp.bench.allreduce import AllReduceSeries, measure, table_head, table_row
 
     series = AllReduceSeries(sizes, arguments.iterations, arguments.warm_up, arguments.device, arguments.seed)
-    told = say if target else print
+    show = say if target else print
 
     def report(found: BenchResult) -> None:
         if is_first:
             if found.details["bytes"] == sizes[0]:
-                told(f"{_about(found)}\n{table_head(found.details['peer'])}")
-            told(table_row(found))
+                show(f"{_about(found)}\n{table_head(found.details['peer'])}")
+            show(table_row(found))
             sys.stdout.flush()
 
     try:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     except BenchError as error:
         status = refuse("bench", error, 1)
         sys.stdout.flush()
-        os._exit(status)  # threads of a process group whose peers are gone may not end
+        os._exit(status)  # a process group whose peers are gone may not end its threads
     if is_first:
         _write(document(results, seed=arguments.seed), target)
     return 0
@@ -153,7 +153,7 @@ def _size(text: str) -> int:
 
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
-    """Return the sizes that a command line asks for, in bytes."""
+    """Return the sizes of a command line, in bytes."""
     if arguments.sizes:
         return sorted(set(arguments.sizes))
     if arguments.megabytes:

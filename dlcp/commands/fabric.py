@@ -36,7 +36,7 @@ from dlcp.controller.watch import Watcher, serve
 _METRICS: Final = "127.0.0.1:9464"
 """Where ``watch`` serves metrics by default: the customary port of exporters."""
 WATCHING: Final = "watching"
-"""The start of the line that is printed once the switches are watched."""
+"""Start of the line that says that the switches are watched."""
 
 _FILE_COLUMNS: Final = 120
 """Width of output that does not go to a terminal."""
@@ -155,7 +155,7 @@ def _watch(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProg
 
 
 async def _until_signal(work: Awaitable[None]) -> None:
-    """Do work until SIGTERM or SIGINT."""
+    """Await some work until SIGTERM or SIGINT."""
     task = asyncio.ensure_future(work)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -166,7 +166,7 @@ async def _until_signal(work: Awaitable[None]) -> None:
 async def _everywhere(
     fabric: Fabric, pipeline: CompiledProgram, ask: Callable[[Session], Awaitable[_T]], **options: Any
 ) -> dict[str, _T | str]:
-    """Talk to all switches at once; return each one's answer, or its error as text, by the name of the switch."""
+    """Query all switches concurrently; return each one's answer, or its error as text, by the name of the switch."""
 
     async def talk(switch: FabricSwitch) -> _T | str:
         try:
@@ -177,7 +177,7 @@ async def _everywhere(
 
     switches = [switch for switch in fabric.switches if switch.grpc]
     if not switches:
-        raise ValueError("no switch has a control address; give them one, as in grpc: 127.0.0.1:9559")
+        raise ValueError("no switch has a control address; add one to the file, as in grpc: 127.0.0.1:9559")
     answers = await asyncio.gather(*map(talk, switches))
     return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
 

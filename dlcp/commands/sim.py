@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it and return the exit status."""
+    """Run one of the actions and return the exit status."""
     from dlcp.sim.profiling import ProfileError
     from dlcp.sim.report.results import ReportError
     from dlcp.sim.sweep import SweepError
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def experiment_files(names: Sequence[str]) -> list[Path]:
-    """Return the files of experiments: given by path, or by name where they come with DLCP; by default all of those.
+    """Return the files of experiments, given by path or by the name of one of DLCP's own; by default all of DLCP's own.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def _read_all(arguments: argparse.Namespace) -> list[Any]:
 def _sweep(arguments: argparse.Namespace) -> int:
     from dlcp.sim.sweep import default_processes, sweep
 
-    # All are read before anything runs, so that a mistake in the last one does not show after hours.
+    # Read all before the first run, so that errors in the last file do not appear after hours.
     described = _read_all(arguments)
     for item in described:
         if arguments.quick and item.experiment.quick.skip:

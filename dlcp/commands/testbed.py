@@ -124,7 +124,7 @@ def _train(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -
         if idle < IDLE_MIN:
             console.print(
                 f"[bold]the machine was busy[/] during {variant.title!r} ({idle:.0%} idle): its processors were the "
-                "limit, not the network's rates. Leave it to the testbed alone, or take a lower --rate-mbps"
+                "bottleneck, not the network's rates. Stop other programs, or choose a lower --rate-mbps"
             )
         return record
 

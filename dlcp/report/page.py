@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports: each is one page that needs nothing but itself, with its plots beside it as files.
+"""Reports: each is one self-contained page, with its plots beside it as files.
 
-``python -m dlcp.report.page out/demo`` makes the demo's page again, and its summary, from ``out/demo/runs/*.json``.
+``python -m dlcp.report.page out/demo`` creates the demo's page and summary again, from ``out/demo/runs/*.json``.
 """
 
 import argparse
@@ -22,9 +22,9 @@ def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Pa
     Parameters
     ----------
     runs, summary
-        Run files by name, and what :func:`dlcp.report.runs.summarize` makes of them.
+        Runs by name, and their summary by :func:`dlcp.report.runs.summarize`.
     folder
-        Where to; made if it does not exist.
+        Folder of the page; created if missing.
 
     Returns
     -------
@@ -65,8 +65,8 @@ def _worst(runs: Mapping[str, Run], counter: str) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make summary and report again from the runs in a folder."""
-    parser = argparse.ArgumentParser(description="Make the demo's summary and report again from its runs.")
+    """Create summary and report again from the runs in a folder."""
+    parser = argparse.ArgumentParser(description="Create the demo's summary and report again from its runs.")
     parser.add_argument("folder", type=Path, help="the demo's folder, such as out/demo")
     folder = parser.parse_args(arguments).folder
     try:

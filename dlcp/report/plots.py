@@ -18,7 +18,7 @@ from dlcp.wire import DROP_CLASSES, Queue
 MOST_POINTS: Final = 300
 """Points in a line: more than a laptop's screen shows, and few enough for a small page."""
 HUES: Final = {"gloo": "orange", "plain": "ochre", "dlcp": "blue", "dlcp_priority": "green"}
-"""Names of the runs' colours."""
+"""Colours of the runs."""
 _DASHES: Final[dict[str, Any]] = {
     "gloo": (0, (2, 3)),
     "plain": (0, (9, 4)),
@@ -38,7 +38,7 @@ def draw_all(runs: Runs, summary: Mapping[str, Any]) -> dict[str, Plot]:
     Returns
     -------
     Plots by name: accuracy, steps, waiting, background, drops, loss_by_class, loss_by_layer, bound, and layers if the
-    runs say when layers were complete.
+    runs hold the completion times of layers.
     """
     with look():
         plots = [
@@ -103,7 +103,7 @@ def _mark_target(axes: Axes, runs: Runs, summary: Mapping[str, Any], target: flo
     for index, (seconds, name) in enumerate(reached):
         axes.vlines(seconds, 0, target, color=_colour(name), linewidth=1)
         axes.plot(seconds, target, "o", color=_colour(name), markersize=10)
-        # Labels stand one below the other, so that runs of about the same time stay readable.
+        # Labels are stacked, so that those of runs with similar times do not overlap.
         height, right = 14 + 20 * (len(reached) - 1 - index), seconds > 0.75 * end
         axes.annotate(
             f"{SHORT_NAMES[name]}: {duration(seconds)}",
@@ -182,7 +182,7 @@ def binned(samples: Sequence[tuple[float, float]], end_s: float) -> list[tuple[f
     Parameters
     ----------
     samples
-        Pairs of seconds and bit/s at even intervals; a sample that is missing counts as 0.
+        Pairs of seconds and bit/s at even intervals; a missing sample counts as 0.
     """
     if len(samples) < 2:
         return []
@@ -221,8 +221,8 @@ def _drops(runs: Runs) -> Plot:
 def drop_shares(run: Run) -> tuple[float, float, float]:
     """Return the shares of packets dropped by policy, by a full queue of gradients, and by the full ordinary queue.
 
-    They are shares of all packets that reached the switch.
-    A run that does not tag its packets has its gradients in the ordinary queue.
+    They are shares of all packets that reached the switch. The gradients of a run without tags are in the ordinary
+    queue.
     """
     switch = run["switch"]
     ordinary = _ordinary_tail_drops(run)
