@@ -73,7 +73,7 @@ def read_json(path: Path) -> Any:
     DocumentError
         It cannot be read, or is not JSON.
     """
-    return _parse_json(path, _read_text(path), dict)
+    return _parse_json(path, _read_text(path))[0]
 
 
 class Document:
@@ -99,7 +99,12 @@ class Document:
         self.path = path
         self._text = _read_text(path)
         self._lines: dict[Steps, int] = {}
-        self.content: Any = self._json() if path.suffix == ".json" else self._yaml()
+        self.content: Any = None
+        repeated = True
+        if path.suffix == ".json":
+            self.content, repeated = _parse_json(path, self._text)
+        if repeated:
+            self.content = self._yaml()  # of a JSON file with a repeated key: the error names both lines
 
     def convert(self, kind: type[_T], *, content: Any = None, origin_of: Callable[[Steps], Steps] = tuple) -> _T:
         """Return the content as a dataclass or a `msgspec.Struct`.
@@ -133,17 +138,6 @@ class Document:
             self._yaml()  # the json module reads JSON much faster, but without lines
         known = (tuple(steps[:depth]) for depth in range(len(steps), -1, -1))
         return next((self._lines[each] for each in known if each in self._lines), 1)
-
-    def _json(self) -> Any:
-        repeated = []
-
-        def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-            content = dict(items)
-            repeated.extend([content] if len(content) < len(items) else [])
-            return content
-
-        content = _parse_json(self.path, self._text, pairs)
-        return self._yaml() if repeated else content  # which names both lines of a key given twice
 
     def _yaml(self) -> Any:
         """Return the content, and note the line of each value."""
@@ -181,7 +175,6 @@ class _YamlBuilder:
     def value(self, event: yaml.Event, steps: Steps) -> Any:
         """Return the value that begins with an event, and note its line."""
         self._lines.setdefault(steps, event.start_mark.line + 1)
-        self._check_levels(len(steps), steps)
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event, steps)
         anchored: list[Any] = []
@@ -189,12 +182,12 @@ class _YamlBuilder:
             self._anchors[event.anchor] = anchored
         if isinstance(event, yaml.ScalarEvent):
             value = self._scalar(event, steps)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            self._check_levels(len(steps) + 1, steps)
-            value = [self.value(item, (*steps, index)) for index, item in enumerate(self._members())]
         else:
             self._check_levels(len(steps) + 1, steps)
-            value = self._mapping(steps)
+            if isinstance(event, yaml.SequenceStartEvent):
+                value = [self.value(item, (*steps, index)) for index, item in enumerate(self._members())]
+            else:
+                value = self._mapping(steps)
         anchored.append(value)
         return value
 
@@ -229,13 +222,12 @@ class _YamlBuilder:
         self._repeated += values
         if self._repeated > MOST_REPEATED:
             more = f"aliases stand for more than {MOST_REPEATED:,} values; write them out"
-            raise DocumentError(f"{self._document.path}:{event.start_mark.line + 1}: {more}")
+            raise DocumentError(f"{self._document.path}:{self._lines[steps]}: {more}")
         return copy.deepcopy(anchored[0])
 
     def _check_levels(self, levels: int, steps: Steps) -> None:
         if levels > MOST_LEVELS:
-            line = self._lines[steps]
-            raise DocumentError(f"{self._document.path}:{line}: {_TOO_DEEP}")
+            raise DocumentError(f"{self._document.path}:{self._lines[steps]}: {_TOO_DEEP}")
 
     def _scalar(self, event: yaml.ScalarEvent, steps: Steps) -> Any:
         text, kind = event.value, (event.tag or "").removeprefix(_TAG)
@@ -274,28 +266,32 @@ def _read_text(path: Path) -> str:
         raise DocumentError(f"{str(path)!r}: {error}") from None
 
 
-def _parse_json(path: Path, text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
-    """Return the content of JSON text, or raise DocumentError. ``pairs`` builds objects from their items."""
+def _parse_json(path: Path, text: str) -> tuple[Any, bool]:
+    """Return the content of JSON text, and whether an object has a key twice; or raise DocumentError."""
+    repeated = False
+
+    def build(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal repeated
+        content = dict(items)
+        repeated |= len(content) < len(items)
+        return content
 
     def refuse(word: str) -> None:
-        raise DocumentError(f"{path}: {word} is not JSON; give a number")
+        raise ValueError(f"{word} is not JSON; give a number")
 
     try:
         content = json.loads(
-            text, object_pairs_hook=pairs, parse_float=_real, parse_int=_integer, parse_constant=refuse
+            text, object_pairs_hook=build, parse_float=_real, parse_int=_integer, parse_constant=refuse
         )
-        too_deep = _extent(content)[0] > MOST_LEVELS
+        if _extent(content)[0] > MOST_LEVELS:
+            raise RecursionError
     except json.JSONDecodeError as error:
         raise DocumentError(f"{path}:{error.lineno}: {error.msg} (column {error.colno})") from None
-    except DocumentError:
-        raise
+    except RecursionError:
+        raise DocumentError(f"{path}: {_TOO_DEEP}") from None
     except ValueError as error:
         raise DocumentError(f"{path}: {error}") from None
-    except RecursionError:
-        too_deep = True
-    if too_deep:
-        raise DocumentError(f"{path}: {_TOO_DEEP}")
-    return content
+    return content, repeated
 
 
 def _extent(content: Any) -> tuple[int, int]:

@@ -33,25 +33,6 @@ _NUMBER_MAX: Final = 1e18
 """Numbers of a snapshot are smaller, so that all results of computing with them are finite."""
 _OF_PEER: Final = frozenset(["rate_bps", "window_packets", "rtt_s", "paths", "paths_left", "worst_path_loss"])
 """Fields about a peer that is reached over the network."""
-_SHOWN: Final = frozenset(
-    [
-        "rank",
-        "process_rank",
-        "process",
-        "host",
-        "phase",
-        "reason",
-        "fallback",
-        "ended",
-        "gave_up",
-        "step",
-        "bound_exceeded",
-        "loss_bound",
-        "deferral_bound",
-        "worst_loss",
-    ]
-)
-"""Fields of a snapshot that a page shows unchanged."""
 log = logging.getLogger("dlcp")
 
 
@@ -209,7 +190,7 @@ class WatchedRank:
         silent_s = now_s - self.changed_s
         silent = silent_s > SILENT_SNAPSHOTS * latest["every_s"] or over
         return {
-            **{name: value for name, value in latest.items() if name in _SHOWN},
+            **{name: value for name, value in latest.items() if name != "layers"},  # shown for all ranks together
             "silent_s": silent_s if silent and not latest["ended"] else None,
             "packets": packets_of(latest),
             "present": {
