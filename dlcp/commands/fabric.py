@@ -14,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 from rich.console import Console
 
-from dlcp.commands.common import add, real, refuse, whole
-from dlcp.configuration import Range
+from dlcp.commands.common import DURATIONS, add, real, refuse, whole
 from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
 from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
@@ -61,18 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--all", action="store_true", help="show all changes, however many")
         if name in ("apply", "watch"):
             election = "of several controllers, the highest id writes"
-            add(command, "--election-id", "N", whole(0, (1 << 63) - 1), election, default=10)
+            add(command, "--election-id", "N", whole(1, (1 << 63) - 1), election, default=10)
         if name == "watch":
-            add(command, "--every", "SECONDS", real(Range(0.0, 1e6)), "interval of comparisons", default=5.0)
+            add(command, "--every", "SECONDS", real(DURATIONS), "interval of comparisons", default=5.0)
             add(command, "--metrics", "HOST:PORT", str, "where to serve metrics", default=_METRICS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the commands; return 0 if done, 1 if a switch failed, 2 if the description is wrong."""
     try:
-        if getattr(arguments, "election_id", 1) < 1:
-            raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")
-
         fabric = load(arguments.file)
         pipeline = CompiledProgram() if arguments.program is None else CompiledProgram(arguments.program)
         status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
@@ -136,8 +132,6 @@ def _status(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledPro
 
 
 def _watch(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
-    if arguments.every <= 0:
-        raise ValueError(f"--every {arguments.every}: give more than 0 seconds")
     if not _ADDRESS.fullmatch(arguments.metrics):
         raise ValueError(f"--metrics {arguments.metrics}: expected HOST:PORT, as in {_METRICS}")
     watcher = Watcher(fabric, pipeline, election_id=arguments.election_id, every_s=arguments.every)

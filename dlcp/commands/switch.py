@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(control, "--p4runtime", "[HOST:]PORT", str, served)
     device = "the controller's number for this switch"
-    add(control, "--device-id", "N", whole(0, (1 << 63) - 1), device, default=1)
+    add(control, "--device-id", "N", whole(1, (1 << 63) - 1), device, default=1)
     add(control, "--tls-cert", "FILE", Path, "certificate of the switch, PEM")
     add(control, "--tls-key", "FILE", Path, "its private key, PEM")
     add(
@@ -297,8 +297,6 @@ def _check_p4runtime(arguments: argparse.Namespace) -> None:
         raise ValueError("--insecure and TLS files exclude each other: leave out one")
     if not arguments.insecure and not all(files):
         raise ValueError("--p4runtime needs --tls-cert, --tls-key and --tls-ca, or --insecure for plain text")
-    if arguments.device_id < 1:
-        raise ValueError(f"--device-id {arguments.device_id}: give 1 or more")
 
 
 def _device(

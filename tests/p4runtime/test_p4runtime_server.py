@@ -158,7 +158,6 @@ def parsed(*arguments):
         (["--p4runtime", "1", "--tls-cert", "a", "--tls-key", "b"], "or --insecure for plain text"),
         (["--p4runtime", "1", "--insecure", "--tls-ca", "a"], "exclude each other"),
         (["--insecure"], "require --p4runtime"),
-        (["--p4runtime", "1", "--insecure", "--device-id", "0"], "give 1 or more"),
     ],
 )
 def test_options_that_do_not_go_together(arguments, message):
