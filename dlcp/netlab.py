@@ -128,14 +128,14 @@ class NetworkNamespace(ABC):
         self.call(partial(_turn_off_offloads, interface))
 
     def limit_rate(self, interface: str, rate_bps: int, *, burst_bytes: int, limit_bytes: int) -> None:
-        """Limit what an interface sends to ``rate_bps``, counted in Ethernet frames, by a token bucket (``tbf``).
+        """Limit an interface's output to ``rate_bps``, counted in Ethernet frames, by a token bucket (``tbf``).
 
         Parameters
         ----------
         burst_bytes
             Largest burst after a pause.
         limit_bytes
-            What may wait; more is dropped.
+            Length of the queue; further packets are dropped.
 
         Raises
         ------

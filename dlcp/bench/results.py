@@ -183,7 +183,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernel_setting(path: str) -> int | str | None:
-    """Return what a file below /proc/sys holds; None where there is no such file."""
+    """Return the content of a file below /proc/sys; None if there is no such file."""
     try:
         text = Path("/proc/sys", path).read_text(encoding="ascii").strip()
     except OSError:
