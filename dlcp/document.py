@@ -369,10 +369,10 @@ def _alternative(value: Any, kind: Any, steps: Steps) -> Any:
     if isinstance(value, dict):
         tagged = {_tag(each): each for each in kinds if _tag(each)}
         if tagged:
-            name = value.get("kind")
+            name = str(value.get("kind") or "")
             if name not in tagged:
                 problem = f"there is no kind {name!r}" if name else "kind is missing"
-                raise PlaceError(problem + nearest(str(name or ""), tagged), *steps, *(["kind"] if name else []))
+                raise PlaceError(problem + nearest(name, tagged), *steps, *(["kind"] if name else []))
             return tagged[name]
         return next((each for each in kinds if _fields(each) is not None), kind)
     wanted = {list: (tuple, list), str: (Literal,)}.get(type(value), ())
