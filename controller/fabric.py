@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from dlcp.controller.policy import Policy
 from dlcp.document import Document, PlaceError, Step
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 from dlcp.switch import PortQueueing
 from dlcp.wire import UDP_PORT_BASE
 

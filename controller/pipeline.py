@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from finsy.proto import p4r
 from google.protobuf import text_format
 
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 from dlcp.switch import PROGRAM_FOLDER, Entries, Profile, TableEntry, Value, format_match, parse_match, parse_number
 
 _MATCHES: Final = {2: "exact", 3: "lpm", 4: "ternary", 5: "range"}

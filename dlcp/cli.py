@@ -127,9 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             with _signals_unwind():
-                return _run(argv or ["--help"])
-        except _MissingPackageError as error:
-            print(error, file=sys.stderr)
+                arguments = parse(argv or ["--help"])
+                status: int = arguments.run(arguments)
+                return status
+        except (_MissingPackageError, ImportError) as error:
+            if isinstance(error, ImportError) and not (error.name or "").startswith("dlcp.native"):
+                raise
+            print(error if isinstance(error, _MissingPackageError) else f"dlcp: {error}", file=sys.stderr)
             return 2
         finally:
             sys.stdout.flush()
@@ -163,21 +167,6 @@ def _signals_unwind() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, before[number])
-
-
-def _run(argv: Sequence[str]) -> int:
-    try:
-        arguments = parse(argv)
-        status: int = arguments.run(arguments)
-    except _MissingPackageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ImportError as error:
-        if not (error.name or "").startswith("dlcp.native"):
-            raise
-        print(f"dlcp: {error}", file=sys.stderr)
-        return 2
-    return status
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean-up of resources: at the end of with-statements, at the exit of this process, and of child processes."""
+"""Clean-up of resources: at the end of with-statements, and at the exit of this process."""
 
 import atexit
 import multiprocessing
 import os
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _Self = TypeVar("_Self", bound="Closing")
 
@@ -58,14 +57,3 @@ class ExitCallback:
         if self._is_due and not self.is_fork:
             self._is_due = False
             self._function()
-
-
-def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
-    """End a process and reap it: with SIGTERM, and with SIGKILL if it still runs after ``patience_s`` seconds."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()

@@ -160,7 +160,7 @@ class Unit:
 
 
 class Trait(Enum):
-    """What a field declares beside type, range and unit. The value describes it in the documentation."""
+    """Further properties of an option. The values describe them in the documentation."""
 
     AGREED = "the same on all ranks"
     SET_ALIKE = "set on all ranks or on none"
@@ -173,7 +173,7 @@ class Trait(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field of a dataclass of options declares.
+    """The declaration of an option by a field of a dataclass.
 
     Attributes
     ----------
@@ -395,7 +395,7 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Opti
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
-            from dlcp.suggestion import closest  # rarely needed
+            from dlcp.error_text import closest  # rarely needed
 
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
         wanted = declared[name].type

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read hand-written YAML and JSON files into dataclasses, with errors that name the line.
+"""Read YAML and JSON files, into dataclasses or structs where they have a form; errors name the line and the field.
 
 Plain scalars follow YAML 1.2: ``true`` and ``false`` are the only booleans, ``1e9`` is a number, and ``no``, ``12:30``
 and ``02:00:00:00:00:01`` are text. A value then means the same in YAML as in JSON.
@@ -7,29 +7,46 @@ and ``02:00:00:00:00:01`` are text. A value then means the same in YAML as in JS
 The time and memory to read a file are bounded by its length: its nesting and the expansion of its aliases are limited.
 """
 
+import copy
 import dataclasses
+import functools
+import json
+import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import yaml
 
-from dlcp.json_files import MOST_LEVELS, DocumentError, integer, parse_json, read_text, real
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
-__all__ = ["Document", "DocumentError", "PlaceError", "Step", "Steps"]
 _T = TypeVar("_T")
 Step = str | int
 Steps = tuple[Step, ...]
 """Names and indices that lead from a document to a part of it."""
-_STEP: Final = re.compile(r"\.(\w+)|\[(\d+)\]")
-_TAG: Final = "tag:yaml.org,2002:"
+MOST_LEVELS: Final = 64
+"""Deepest nesting of values. Hand-written files have fewer than 10 levels, and Python limits recursion."""
 MOST_REPEATED: Final = 100_000
 """Most values that all aliases of a file may expand to. A fabric of a thousand hosts has about ten thousand values."""
+_INTEGER_BITS: Final = 64
+_TAG: Final = "tag:yaml.org,2002:"
+_PLAIN: Final = {
+    "null": r"~|null|",
+    "bool": r"true|false",
+    "int": r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}
+"""The YAML types of plain scalars, as in YAML 1.2 but with underscores in numbers; anything else is text."""
+
+_TOO_DEEP: Final = f"nested too deeply: at most {MOST_LEVELS} levels are allowed"
+
+
+class DocumentError(ValueError):
+    """A file that cannot be used; the message names the file, the line, the field, and what is wrong."""
 
 
 class PlaceError(ValueError):
@@ -46,6 +63,17 @@ class PlaceError(ValueError):
     def __init__(self, message: str, *steps: Step) -> None:
         super().__init__(message)
         self.steps = steps
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises
+    ------
+    DocumentError
+        It cannot be read, or is not JSON.
+    """
+    return _parse_json(path, _read_text(path))[0]
 
 
 class Document:
@@ -69,9 +97,14 @@ class Document:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._root: yaml.Node | None = None
-        self.text = read_text(path)
-        self.content: Any = self._json() if path.suffix == ".json" else self._build(self._compose(), ())
+        self._text = _read_text(path)
+        self._lines: dict[Steps, int] = {}
+        self.content: Any = None
+        repeated = True
+        if path.suffix == ".json":
+            self.content, repeated = _parse_json(path, self._text)
+        if repeated:
+            self.content = self._yaml()  # of a JSON file with a repeated key: the error names both lines
 
     def convert(self, kind: type[_T], *, content: Any = None, origin_of: Callable[[Steps], Steps] = tuple) -> _T:
         """Return the content as a dataclass or a `msgspec.Struct`.
@@ -88,7 +121,11 @@ class Document:
         DocumentError
             A field is unknown or missing, a value has the wrong type, or the record refuses it.
         """
-        return _Conversion(self, origin_of).convert(self.content if content is None else content, kind)
+        try:
+            converted: _T = _convert(self.content if content is None else content, kind, ())
+        except PlaceError as error:
+            raise self.error(str(error), origin_of(error.steps)) from None
+        return converted
 
     def error(self, message: str, steps: Sequence[Step]) -> DocumentError:
         """Return an error about the value that ``steps`` (names and indices) lead to."""
@@ -97,34 +134,23 @@ class Document:
 
     def line(self, steps: Sequence[Step]) -> int:
         """Return the line, from 1, of the value that ``steps`` lead to, or of its last existing ancestor."""
-        node = self._root or self._compose()
-        number: int = node.start_mark.line if node is not None else 0
-        for step in steps:
-            found = _enter(node, step)
-            if found is None:
-                break
-            number, node = found
-        return number + 1
+        if not self._lines:
+            self._yaml()  # the json module reads JSON much faster, but without lines
+        known = (tuple(steps[:depth]) for depth in range(len(steps), -1, -1))
+        return next((self._lines[each] for each in known if each in self._lines), 1)
 
-    def _json(self) -> Any:
-        """Return the content of JSON, by the json module, which is much faster; YAML nodes only locate errors."""
-        repeated = []
-
-        def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-            content = dict(items)
-            repeated.extend([content] if len(content) < len(items) else [])
-            return content
-
-        content = parse_json(self.path, self.text, pairs)
-        return self._build(self._compose(), ()) if repeated else content
-
-    def _compose(self) -> yaml.Node | None:
-        """Return the root node of the file; nodes have line numbers."""
+    def _yaml(self) -> Any:
+        """Return the content, and note the line of each value."""
         # YAML allows tabs as white space in some places only; JSON allows them everywhere.
-        text = self.text.replace("\t", " ") if self.path.suffix == ".json" else self.text
+        text = self._text.replace("\t", " ") if self.path.suffix == ".json" else self._text
+        # PyYAML may have been built without libyaml.
+        events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         try:
-            self._check_size(text)
-            self._root = yaml.compose(text, _Loader)
+            _, first = next(events), next(events)
+            if isinstance(first, yaml.StreamEndEvent):
+                return None
+            content = _YamlBuilder(self, events, self._lines).value(next(events), ())
+            _, last = next(events), next(events)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f"{self.path}:{mark.line + 1}" if mark else str(self.path)
@@ -132,244 +158,240 @@ class Document:
             raise DocumentError(f"{where}: {', '.join(filter(None, (error.context, error.problem)))}{column}") from None
         except yaml.YAMLError as error:
             raise DocumentError(f"{self.path}: {error}") from None
-        return self._root
-
-    def _check_size(self, text: str) -> None:
-        """Refuse nesting and aliases beyond the bounds, before building objects.
-
-        YAML's events arrive as a flat sequence. For each anchor, this method records the number of values that it
-        stands for, and the number of their levels.
-        """
-        anchors: dict[str, tuple[int, int]] = {}
-        above: list[tuple[str | None, int]] = []  # of each open collection: its anchor, and the count of values before
-        deepest: list[int] = [0]
-        values = repeated = 0
-        for event in yaml.parse(text, _Loader):
-            if isinstance(event, yaml.CollectionStartEvent):
-                above.append((event.anchor, values))
-                deepest.append(0)
-                values += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, before = above.pop()
-                levels = deepest.pop() + 1
-                deepest[-1] = max(deepest[-1], levels)
-                if anchor is not None:
-                    anchors[anchor] = values - before, levels
-            elif isinstance(event, yaml.ScalarEvent):
-                values += 1
-                if event.anchor is not None:
-                    anchors[event.anchor] = 1, 0
-            elif isinstance(event, yaml.AliasEvent):
-                # An alias within its own anchor is not recorded yet; `_build` refuses it.
-                more, levels = anchors.get(event.anchor or "", (1, 0))
-                values, repeated = values + more, repeated + more
-                deepest[-1] = max(deepest[-1], levels)
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            if len(above) + deepest[-1] > MOST_LEVELS:
-                raise DocumentError(f"{self.path}:{line}: nested too deeply: at most {MOST_LEVELS} levels are allowed")
-            if repeated > MOST_REPEATED:
-                raise DocumentError(
-                    f"{self.path}:{line}: aliases stand for more than {MOST_REPEATED:,} values; write them out"
-                )
-
-    def _build(self, node: yaml.Node | None, steps: tuple[Step, ...], above: tuple[yaml.Node, ...] = ()) -> Any:
-        """Return the value of a node."""
-        if node is None:
-            return None
-        if node in above:
-            raise self.error("this contains itself", steps)
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, steps)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._build(item, (*steps, index), (*above, node)) for index, item in enumerate(node.value)]
-        content: dict[str, Any] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise DocumentError(f"{self.path}:{key.start_mark.line + 1}: a key must be a word or a number")
-            if key.value in content:
-                line = key.start_mark.line + 1
-                place = self.error(f"{key.value!r} is given twice, here and on line {line}", (*steps, key.value))
-                raise place
-            content[key.value] = self._build(value, (*steps, key.value), (*above, node))
+        if not isinstance(last, yaml.StreamEndEvent):
+            raise DocumentError(f"{self.path}:{last.start_mark.line + 1}: a second document begins; give one per file")
         return content
 
-    def _scalar(self, node: yaml.ScalarNode, steps: tuple[Step, ...]) -> Any:
-        tag, text = node.tag.removeprefix(_TAG), node.value
-        if tag == "str":
-            return text
-        if tag == "null":
-            return None
-        if tag == "bool":
-            return text == "true"
+
+class _YamlBuilder:
+    """Builds a document's content from the events of PyYAML's parser, which come in the order of the text."""
+
+    def __init__(self, document: Document, events: Iterator[yaml.Event], lines: dict[Steps, int]) -> None:
+        self._document, self._events, self._lines = document, events, lines
+        self._anchors: dict[str, list[Any]] = {}
+        """The value of each anchor, in a list that is empty until the value is complete."""
+        self._repeated = 0
+
+    def value(self, event: yaml.Event, steps: Steps) -> Any:
+        """Return the value that begins with an event, and note its line."""
+        self._lines.setdefault(steps, event.start_mark.line + 1)
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event, steps)
+        anchored: list[Any] = []
+        if event.anchor is not None:
+            self._anchors[event.anchor] = anchored
+        if isinstance(event, yaml.ScalarEvent):
+            value = self._scalar(event, steps)
+        else:
+            self._check_levels(len(steps) + 1, steps)
+            if isinstance(event, yaml.SequenceStartEvent):
+                value = [self.value(item, (*steps, index)) for index, item in enumerate(self._members())]
+            else:
+                value = self._mapping(steps)
+        anchored.append(value)
+        return value
+
+    def _members(self) -> Iterator[yaml.Event]:
+        """Yield the first event of each member of a collection."""
+        while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
+            yield event
+
+    def _mapping(self, steps: Steps) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for key in self._members():
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarEvent):
+                raise DocumentError(f"{self._document.path}:{line}: a key must be a word or a number")
+            inner = (*steps, key.value)
+            if key.value in content:
+                raise self._document.error(f"{key.value!r} is given twice, here and on line {line}", inner)
+            self._lines.setdefault(inner, line)
+            content[key.value] = self.value(next(self._events), inner)
+        return content
+
+    def _alias(self, event: yaml.AliasEvent, steps: Steps) -> Any:
+        """Return a copy of an anchor's value."""
+        anchored = self._anchors.get(event.anchor)
+        if not anchored:
+            known = anchored is not None
+            raise self._document.error(
+                "this contains itself" if known else f"there is no anchor &{event.anchor}", steps
+            )
+        levels, values = _extent(anchored[0])
+        self._check_levels(len(steps) + levels, steps)
+        self._repeated += values
+        if self._repeated > MOST_REPEATED:
+            more = f"aliases stand for more than {MOST_REPEATED:,} values; write them out"
+            raise DocumentError(f"{self._document.path}:{self._lines[steps]}: {more}")
+        return copy.deepcopy(anchored[0])
+
+    def _check_levels(self, levels: int, steps: Steps) -> None:
+        if levels > MOST_LEVELS:
+            raise DocumentError(f"{self._document.path}:{self._lines[steps]}: {_TOO_DEEP}")
+
+    def _scalar(self, event: yaml.ScalarEvent, steps: Steps) -> Any:
+        text, kind = event.value, (event.tag or "").removeprefix(_TAG)
+        if not kind:
+            plain = (name for name, pattern in _PLAIN.items() if event.implicit[0] and re.fullmatch(pattern, text))
+            kind = next(plain, "str")
         try:
-            if tag == "int":
-                return integer(text)
-            if tag == "float":
-                return real(text)
+            match kind:
+                case "str" | "!":
+                    return text
+                case "null":
+                    return None
+                case "bool":
+                    return text == "true"
+                case "int":
+                    return _integer(text)
+                case "float":
+                    return _real(text)
         except ValueError as error:
-            raise self.error(str(error), steps) from None
-        raise self.error(f"a value tagged {node.tag} is not supported", steps)
+            raise self._document.error(str(error), steps) from None
+        raise self._document.error(f"a value tagged {event.tag} is not supported", steps)
 
 
-class _Conversion:
-    """Converts content into records; its errors name the place of a wrong value."""
+# Text and numbers -----------------------------------------------------------------------------------------------------
 
-    def __init__(self, document: Document, origin_of: Callable[[Steps], Steps]) -> None:
-        self._document, self._origin_of = document, origin_of
 
-    def convert(self, content: Any, kind: type[_T]) -> _T:
-        """Return content as a record, or raise DocumentError."""
-        self._refuse_unknown(content, kind, ())
-        try:
-            return msgspec.convert(content, kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise self._refused(error, content, kind, ()) from None
+def _read_text(path: Path) -> str:
+    """Return the text of a file, or raise DocumentError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DocumentError(f"{path}: this is not UTF-8 text") from None
+    except OSError as error:
+        raise DocumentError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # the path contains a NUL
+        raise DocumentError(f"{str(path)!r}: {error}") from None
 
-    def _error(self, message: str, steps: Steps) -> DocumentError:
-        return self._document.error(message, self._origin_of(steps))
 
-    def _refused(self, error: msgspec.ValidationError, content: Any, kind: Any, steps: Steps) -> DocumentError:
-        """Return the error for ``content``, at ``steps``, which cannot be converted to ``kind``."""
-        message, _, place = str(error).partition(" - at `")
-        key, _, place = place.partition("$")
-        found, cut, _ = place.rstrip("`").partition("[...]")
-        for name, index in _STEP.findall(found):
-            step: Step = name or int(index)
-            kind = _inner_kind(_kind_of(content, kind), step)
-            content, steps = _inner(content, step), (*steps, step)
-        kind = _kind_of(content, kind)
-        arguments = typing.get_args(kind)
-        if (cut or key) and isinstance(content, dict) and len(arguments) == 2:
-            # msgspec does not say which member of a dict it refuses, so try each one alone.
-            for name, value in content.items():
-                try:
-                    msgspec.convert({name: value}, kind, str_keys=True)
-                except msgspec.ValidationError as refused:
-                    return self._refused_member(refused, name, value, arguments, steps)
-        if isinstance(error.__cause__, PlaceError):
-            return self._error(message, (*steps, *error.__cause__.steps))
-        return self._error(message, steps)
+def _parse_json(path: Path, text: str) -> tuple[Any, bool]:
+    """Return the content of JSON text, and whether an object has a key twice; or raise DocumentError."""
+    repeated = False
 
-    def _refused_member(
-        self, error: msgspec.ValidationError, name: str, value: Any, kinds: Sequence[Any], steps: Steps
-    ) -> DocumentError:
-        """Return the error for a member of a dict: for its value if msgspec refuses that, else for its name."""
-        try:
-            msgspec.convert(value, kinds[1], str_keys=True)
-        except msgspec.ValidationError as refused:
-            return self._refused(refused, value, kinds[1], (*steps, name))
-        return self._error(str(error).partition(" - at `")[0], (*steps, name))
+    def build(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal repeated
+        content = dict(items)
+        repeated |= len(content) < len(items)
+        return content
 
-    def _refuse_unknown(self, value: Any, kind: Any, steps: Steps) -> None:
-        """Refuse unknown fields and choices: msgspec ignores unknown fields, and makes no suggestions."""
-        kind = _kind_of(value, kind)
-        arguments = typing.get_args(kind)
-        if isinstance(value, dict):
-            self._refuse_unknown_fields(value, kind, steps)
-        if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            tags = _tagged(arguments)
-            if tags and isinstance(value, dict):
-                name = value.get("kind")
-                problem = f"there is no kind {name!r}" if name else "kind is missing"
-                raise self._error(problem + nearest(str(name or ""), tags), (*steps, "kind") if name else steps)
-            for alternative in arguments:
-                self._refuse_unknown(value, alternative, steps)
-        elif typing.get_origin(kind) is typing.Literal and isinstance(value, str) and value not in arguments:
-            known = nearest(value, [str(word) for word in arguments])
-            raise self._error(f"there is no {steps[-1] if steps else 'choice'} {value!r}{known}", steps)
-        elif typing.get_origin(kind) in (tuple, list) and isinstance(value, list):
-            for index, inner in enumerate(value):
-                self._refuse_unknown(inner, arguments[0], (*steps, index))
-        elif typing.get_origin(kind) is dict and isinstance(value, dict):
-            for name, inner in value.items():
-                self._refuse_unknown(inner, arguments[1], (*steps, name))
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON; give a number")
 
-    def _refuse_unknown_fields(self, value: Mapping[str, Any], kind: Any, steps: Steps) -> None:
-        hints = _fields(kind)
-        if hints is None:
-            return
-        tag = kind.__struct_config__.tag_field if issubclass(kind, msgspec.Struct) else None
+    try:
+        content = json.loads(
+            text, object_pairs_hook=build, parse_float=_real, parse_int=_integer, parse_constant=refuse
+        )
+        if _extent(content)[0] > MOST_LEVELS:
+            raise RecursionError
+    except json.JSONDecodeError as error:
+        raise DocumentError(f"{path}:{error.lineno}: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise DocumentError(f"{path}: {_TOO_DEEP}") from None
+    except ValueError as error:
+        raise DocumentError(f"{path}: {error}") from None
+    return content, repeated
+
+
+def _extent(content: Any) -> tuple[int, int]:
+    """Return the levels of dicts and lists in some content (0 for a scalar), and its number of values."""
+    levels, values, level = 0, 1, [content]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        levels, values = levels + 1, values + len(level)
+    return levels, values
+
+
+def _integer(text: str) -> int:
+    """Parse a whole number; raise ValueError if it has more than 64 bits."""
+    if len(text) <= 2 * _INTEGER_BITS:
+        value = int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+        if abs(value) < 1 << _INTEGER_BITS:
+            return value
+    raise ValueError(f"a whole number may have at most {_INTEGER_BITS} bits; this one has {len(text)} characters")
+
+
+def _real(text: str) -> int | float:
+    """Parse a number. ``1e9`` becomes an int, so that rates can be written without all their zeros."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    whole = "e" in text.lower() and value.is_integer() and abs(value) < 1 << _INTEGER_BITS
+    return int(value) if whole else value
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+def _convert(value: Any, kind: Any, steps: Steps) -> Any:
+    """Return a value as a type, or raise PlaceError.
+
+    msgspec converts, but names no place within a dict, ignores unknown fields of dataclasses, and suggests nothing. So
+    each part is converted before the whole: the first one that fails is at fault.
+    """
+    form = _alternative(value, kind, steps)
+    arguments, fields = typing.get_args(form), _fields(form)
+    origin = typing.get_origin(form) or form
+    if origin is Literal and isinstance(value, str) and value not in arguments:
+        known = nearest(value, map(str, arguments))
+        raise PlaceError(f"there is no {steps[-1] if steps else 'choice'} {value!r}{known}", *steps)
+    if origin in (tuple, list) and isinstance(value, list) and (origin is list or arguments[-1] is ...):
+        for index, inner in enumerate(value):
+            _convert(inner, arguments[0], (*steps, index))
+    elif origin is dict and isinstance(value, dict):
         for name, inner in value.items():
-            if name == tag:
-                continue
-            if name not in hints:
-                raise self._error(f"there is no field {name!r}{nearest(name, hints)}", (*steps, name))
-            self._refuse_unknown(inner, hints[name], (*steps, name))
+            _convert(inner, arguments[1], (*steps, name))
+            _converted({name: None}, dict[arguments[0], Any], (*steps, name))  # type: ignore[valid-type]
+    elif fields is not None and isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in fields:
+                raise PlaceError(f"there is no field {name!r}{nearest(name, fields)}", *steps, name)
+            _convert(inner, fields[name], (*steps, name))
+    return _converted(value, kind, steps)
 
 
-if typing.TYPE_CHECKING:
-    _Fastest = yaml.SafeLoader
-else:
-    _Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
+def _converted(value: Any, kind: Any, steps: Steps) -> Any:
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        inner = error.__cause__.steps if isinstance(error.__cause__, PlaceError) else ()
+        raise PlaceError(str(error).partition(" - at `")[0], *steps, *inner) from None
 
 
-class _Loader(_Fastest):
-    """Resolves plain scalars as YAML 1.2 does, and accepts underscores in numbers."""
+def _alternative(value: Any, kind: Any, steps: Steps) -> Any:
+    """Return a type without annotations; of a union, the alternative that fits the value's form, if any."""
+    while typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind
+    kinds = [_alternative(value, each, steps) for each in typing.get_args(kind)]
+    if isinstance(value, dict):
+        tagged = {_tag(each): each for each in kinds if _tag(each)}
+        if tagged:
+            name = str(value.get("kind") or "")
+            if name not in tagged:
+                problem = f"there is no kind {name!r}" if name else "kind is missing"
+                raise PlaceError(problem + nearest(name, tagged), *steps, *(["kind"] if name else []))
+            return tagged[name]
+        return next((each for each in kinds if _fields(each) is not None), kind)
+    wanted = {list: (tuple, list), str: (Literal,)}.get(type(value), ())
+    return next((each for each in kinds if typing.get_origin(each) in wanted), kind)
 
 
-_Loader.yaml_implicit_resolvers = {}  # instead of the inherited ones of YAML 1.1
-for _kind, _pattern, _first in (
-    ("null", r"~|null|", ["~", "n", ""]),
-    ("bool", r"true|false", ["t", "f"]),
-    ("int", r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
-):
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
+def _tag(kind: Any) -> str:
+    """Return the value of ``kind`` that stands for a tagged struct; empty if it is none."""
+    return str(kind.__struct_config__.tag or "") if hasattr(kind, "__struct_config__") else ""
 
 
-def _enter(node: yaml.Node | None, step: Step) -> tuple[int, yaml.Node] | None:
-    """Return the line, from 0, and the node of a node's member ``step``; None if it has no such member."""
-    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-        item = node.value[step]
-        return item.start_mark.line, item
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == str(step):
-                return key.start_mark.line, value
-    return None
-
-
-def _inner(content: Any, step: Step) -> Any:
-    """Return a member of the content; None if it has no such member."""
-    if isinstance(content, dict):
-        return content.get(step)
-    return content[step] if isinstance(content, list) and isinstance(step, int) and step < len(content) else None
-
-
+@functools.cache
 def _fields(kind: Any) -> dict[str, Any] | None:
-    """Return the types of a record's fields by name; None if ``kind`` is not a record."""
+    """Return the types of a record's fields by name, its tag among them; None if ``kind`` is not a record."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
-    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    elif hasattr(kind, "__struct_fields__"):
         names = list(kind.__struct_fields__)
     else:
         return None
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: hints[name] for name in names}
-
-
-def _tagged(kinds: Sequence[Any]) -> dict[str, Any]:
-    """Return the tagged structs among some types, by tag."""
-    structs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
-    return {str(kind.__struct_config__.tag): kind for kind in structs if kind.__struct_config__.tag is not None}
-
-
-def _kind_of(value: Any, kind: Any) -> Any:
-    """Return a type without annotations; for a union, the alternative that the value's tag names, if any."""
-    while typing.get_origin(kind) is typing.Annotated:
-        kind = typing.get_args(kind)[0]
-    if typing.get_origin(kind) in (typing.Union, types.UnionType) and isinstance(value, dict):
-        return _tagged(typing.get_args(kind)).get(str(value.get("kind")), kind)
-    return kind
-
-
-def _inner_kind(kind: Any, step: Step) -> Any:
-    """Return the type of a member of a type; None if it cannot be determined."""
-    fields = _fields(kind)
-    if fields is not None:
-        return fields.get(str(step))
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        known = [_inner_kind(alternative, step) for alternative in arguments]
-        return next((found for found in known if found is not None), None)
-    return arguments[0] if arguments and isinstance(step, int) else None
+    return {name: hints[name] for name in names} | ({"kind": str} if _tag(kind) else {})

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of an error, for messages and for other ranks: never none, as an assertion has by itself."""
+"""Parts of error messages: the text of another error, and suggestions for a mistyped name."""
 
+import difflib
 import traceback
+from collections.abc import Iterable
 
 
 def describe(error: BaseException) -> str:
@@ -14,3 +16,21 @@ def describe(error: BaseException) -> str:
         return repr(error)
     last = frames[-1]
     return f"{error!r} in {last.name} ({last.filename}, line {last.lineno})"
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known name most similar to ``name``; empty if none is similar."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with up to three similar names, else the list of all known names."""
+    names = list(known)
+    short = {item.rpartition(".")[2]: item for item in names}
+    found = [item for item in names if item in difflib.get_close_matches(name, names, 3)]
+    found += [short[item] for item in difflib.get_close_matches(name.rpartition(".")[2], short, 3)]
+    found = list(dict.fromkeys(found))[:3]
+    if found:
+        return f"; did you mean {' or '.join(found)}?"
+    return f"; it has {', '.join(names)}" if names else "; it has none"

@@ -26,9 +26,9 @@ class NetworkInterface:
     Attributes
     ----------
     speed_mbps
-        What the driver says, in Mbit/s; 0 if it does not know.
+        Speed according to the driver, in Mbit/s; 0 if unknown.
     virtual
-        Whether it is none of the machine's devices: a bridge, a tunnel, one end of a pair.
+        Whether it is not a device of the machine, but a bridge, a tunnel, or one end of a pair.
     """
 
     name: str
@@ -41,24 +41,24 @@ class NetworkInterface:
 
     @property
     def speed(self) -> str:
-        """Its speed in words, ``""`` if it is not known."""
+        """Speed for people; ``""`` if unknown."""
         if not self.speed_mbps:
             return ""
         return f"{self.speed_mbps / 1000:g} Gbit/s" if self.speed_mbps >= 1000 else f"{self.speed_mbps} Mbit/s"
 
     def slower_than(self, other: "NetworkInterface") -> bool:
-        """Tell whether another one is surely the better choice: what is not known of either decides nothing."""
+        """Return whether another one is certainly faster; False if that is not known."""
         if self.speed_mbps and other.speed_mbps:
             return self.speed_mbps < other.speed_mbps
         return self.virtual and not other.virtual and other.speed_mbps > 0
 
 
 def interfaces() -> list[NetworkInterface]:
-    """Return the interfaces that are up and have an IPv4 address, once for each address."""
+    """Return the interfaces that are up, once for each of their IPv4 addresses."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for name, address in _addresses(sock):
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # removed since
                 flags = struct.unpack_from("H", _ask(sock, _SIOCGIFFLAGS, name), 16)[0]
                 mtu_bytes = struct.unpack_from("i", _ask(sock, _SIOCGIFMTU, name), 16)[0]
                 if flags & _IFF_UP:
@@ -71,7 +71,7 @@ def interfaces() -> list[NetworkInterface]:
 
 
 def interface_of(address: str) -> NetworkInterface | None:
-    """Return the interface that has an address; None if none has."""
+    """Return the interface with an address, or None."""
     return next((each for each in interfaces() if each.address == address), None)
 
 
@@ -110,7 +110,7 @@ def _addresses(sock: socket.socket) -> list[tuple[str, str]]:
 def _speed_mbps(name: str) -> int:
     try:
         return max(0, int((SYSFS / name / "speed").read_text(encoding="ascii")))  # -1: the driver does not know
-    except (OSError, ValueError):  # no device, or of a kind that has no speed
+    except (OSError, ValueError):  # not a device, or one without a speed
         return 0
 
 

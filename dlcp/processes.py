@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine: those of a job (``dlcp launch``), and functions that run in forks with PyTorch loaded.
+"""Processes of this machine, which import the same DLCP as this process and end with it.
 
-The processes of a job start together, and if one fails, all are ended. A :class:`Fork` calls a function, optionally in
-a network namespace, and communicates with its parent over a channel; the demo and the benchmarks use it.
+``python -m`` puts the working directory first on ``sys.path``. In a checkout, that directory has another ``dlcp``,
+without a compiled C engine, ``dlcp.sim`` and ``dlcp.controller``. So a child gets this process's ``sys.path``.
+
+A killed process cannot end its children. So each child watches its parent: through a pipe whose other end only the
+parent holds (:func:`start`), through multiprocessing's own pipe (:func:`end_with_parent`), or, for any other program,
+through the kernel (:func:`killed_with_parent`).
+
+The processes of a job (``dlcp launch``) start together, and if one fails, all are ended. A :class:`Fork` calls a
+function with PyTorch loaded, optionally in a network namespace; the demo and the benchmarks use it.
 """
 
 import contextlib
+import ctypes
+import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -15,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -24,10 +35,13 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from dlcp import children
 from dlcp.closing import Closing
 from dlcp.netlab import enter
 
+_FORK_DEADLINE_S: Final = 5.0
+_PATIENCE_S: Final = 10.0
+"""Time for an orphan to end after SIGTERM before it is killed: enough to remove its folders."""
+_PR_SET_PDEATHSIG: Final = 1
 _STOP_DEADLINE_S: Final = 10.0
 """Time for processes to exit after a signal, before they are killed. Not tuned."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,10 +50,105 @@ _context = multiprocessing.get_context("forkserver")
 # Ranks need these modules, which take seconds to import: a server that has imported them forks all processes.
 _PRELOADED: Final = ["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"]
 _context.set_forkserver_preload(_PRELOADED)
-
-
 _SAFE_PATH: Final = {"PYTHONSAFEPATH": "1"}
-"""Keeps Python 3.11 and later from looking for modules in the working directory first; see :mod:`dlcp.children`."""
+"""Keeps Python 3.11 and later from looking for modules in the working directory first."""
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module as ``python -m`` would, with this process's ``sys.path``."""
+    return [sys.executable, "-u", "-c", _code(module, None), *arguments]
+
+
+def start(
+    module: str, *arguments: str, popen: Callable[..., "subprocess.Popen[Any]"] = subprocess.Popen, **options: Any
+) -> "tuple[subprocess.Popen[Any], int]":
+    """Start a module that ends with this process, however this process ends.
+
+    Parameters
+    ----------
+    module, arguments
+        As for ``python -m``.
+    popen, options
+        The function that starts it, ``subprocess.Popen`` or one for another namespace, and its options.
+
+    Returns
+    -------
+    The process, and a file descriptor. Keep it open while the child should run: the child gets SIGTERM once it closes.
+    """
+    reading, writing = os.pipe()
+    try:
+        argv = [sys.executable, "-c", _code(module, reading), *arguments]
+        return popen(argv, pass_fds=(reading,), **options), writing
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+
+
+def end_with_parent() -> None:
+    """End this ``multiprocessing`` child as soon as its parent has exited."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        _watch(parent.join)
+
+
+def killed_with_parent() -> Callable[[], None]:
+    """Return a ``preexec_fn`` that makes the kernel kill the started program when the starting thread ends.
+
+    Use it only from threads that live as long as their process.
+    """
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: after it, vanished threads may hold locks
+    parent = os.getpid()
+
+    def ask_the_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(128 + signal.SIGKILL)
+
+    return ask_the_kernel
+
+
+def run_child(module: str, lifeline: int | None) -> None:
+    """Run a module as ``__main__`` in a child, and end the child when the pipe ``lifeline``, if any, closes."""
+    if lifeline is not None:
+        os.set_inheritable(lifeline, False)
+        _watch(lambda: os.read(lifeline, 1))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _code(module: str, lifeline: int | None) -> str:
+    # An empty entry means the working directory, which may be another one in the child.
+    path = [str(Path(place).absolute()) for place in sys.path]
+    return (
+        f"import sys; sys.path[:] = {path!r}; from dlcp.processes import run_child; run_child({module!r}, {lifeline})"
+    )
+
+
+def _watch(wait: Callable[[], object]) -> None:
+    """End this process once ``wait`` returns: with SIGTERM, so that it can clean up, then with SIGKILL."""
+
+    def end_self() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_PATIENCE_S)  # the deadline itself: nothing else would detect a hang
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_self, name="dlcp-parent", daemon=True).start()
+
+
+def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    """End a process and reap it: with SIGTERM, and with SIGKILL if it still runs after ``patience_s`` seconds."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+# Forks ----------------------------------------------------------------------------------------------------------------
 
 
 def _start_server() -> None:
@@ -137,12 +246,103 @@ def _call(
     """Call a function in this newly forked process, which has one thread."""
     if namespace is not None:
         enter(namespace)
-    children.end_with_parent()
+    end_with_parent()
     for name, value in _SAFE_PATH.items():
         if os.environ.get(name) == value and name not in environment:
             del os.environ[name]  # set for the server only: a user's script needs its own folder on sys.path
     os.environ.update(environment)
     function(channel, *arguments)
+
+
+Fact = dict[str, Any]
+"""A report to the parent, as JSON. The parent keeps the keys ``error`` and ``report``, and passes every fact on."""
+
+
+def send_fact(channel: Connection, fact: Fact) -> None:
+    """Report a fact to the parent process, as JSON.
+
+    A pickle could make the parent import PyTorch (whose version is a class of its own). On a busy machine that import
+    blocks the thread that reads the reports for seconds.
+    """
+    channel.send_bytes(json.dumps(fact).encode())
+
+
+class ReportingFork(Fork):
+    """A fork that reports facts to its parent. The first one sets ``ready``.
+
+    Parameters
+    ----------
+    name
+        Its name in messages.
+    function, arguments, namespace, environment
+        As for :class:`Fork`.
+    on_fact
+        Called with each fact that it reports, on a reader thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., None],
+        arguments: Sequence[Any],
+        *,
+        namespace: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_fact: Callable[[Fact], None] | None = None,
+    ) -> None:
+        super().__init__(name, _reporting, (function, *arguments), namespace=namespace, environment=environment)
+        self.ready = threading.Event()
+        self._report: Any = None
+        self._errors = ""
+        self._on_fact = on_fact
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                fact: Fact = json.loads(self.channel.recv_bytes())
+                self._errors += fact.get("error", "")
+                self._report = fact.get("report", self._report)
+                self.ready.set()
+                if self._on_fact:
+                    self._on_fact(fact)
+
+    def start_at(self, start_s: float) -> None:
+        """Send it the start time of its work, by the monotonic clock."""
+        self.channel.send(start_s)
+
+    def errors(self) -> str:
+        """Return the errors it reported; the last 2000 characters."""
+        return self._errors[-2000:].strip()
+
+    def finish(self, timeout_s: float) -> Any:
+        """Wait for the process to end; return its report, or None."""
+        self.join(timeout_s)
+        self._thread.join(_FORK_DEADLINE_S)
+        return self._report
+
+    def stop(self) -> Any:
+        """Terminate it, and return its report or None."""
+        self.terminate()
+        return self.finish(_FORK_DEADLINE_S)
+
+    def close(self) -> None:
+        """Terminate it; kill it if it does not end."""
+        self.stop()
+        super().close()
+
+
+def _reporting(channel: Connection, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function; report its exception as an error, and exit with status 1."""
+    try:
+        function(channel, *arguments)
+    except Exception:
+        send_fact(channel, {"error": traceback.format_exc()})
+        raise SystemExit(1) from None
+
+
+# Jobs -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +408,7 @@ class Processes:
                 variables = {**environment, **layout.environment(local_rank)}
                 # In a session of its own, so that its descendants can be ended with it.
                 child = subprocess.Popen(
-                    list(command), env=variables, start_new_session=True, preexec_fn=children.killed_with_parent()
+                    list(command), env=variables, start_new_session=True, preexec_fn=killed_with_parent()
                 )
                 self._children.append(child)
                 self._over.append(threading.Event())

@@ -2,7 +2,7 @@
 """Timeline of one rank: notes of events, written to a file while training runs.
 
 A note takes one or two microseconds where the event happens; a thread writes notes a few times a second. The file of a
-killed process therefore ends a moment before its death, and a page can follow the file as it grows.
+killed process therefore ends a moment before its death.
 :mod:`dlcp.train.trace` merges the files of all ranks into one trace.
 
 The first line of a file describes the rank, as JSON. Every other line is a note: nanoseconds, event, step, number, and
@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -50,6 +50,8 @@ it (``sent``), or it has ``arrived``. The note is taken when it ends; ``began_ns
 posted; ``window`` is in packets, 0 through memory. A collective of a process group, by its number, is ``issued`` and
 ``done``. ``left`` means that the session stopped using DLCP."""
 TEXTS: Final = frozenset({"session", "layers", "what", "reason"})
+_ABOUT: Final = {"rank": int, "process_rank": int, "host": str, "clock": str, "began_unix_ns": int, "began_ns": int}
+"""Fields of the first line that readers use, and their types."""
 _FORMATS: Final = {
     event: ",".join(["%d,%s,%d,%d", *("%s" if name in TEXTS else "%d" for name in names)]) + "\n"
     for event, names in EVENTS.items()
@@ -172,48 +174,63 @@ class Note:
     values: dict[str, Any]
 
 
-@dataclass(slots=True)
-class TimelineReader:
-    """Reads a rank's timeline, also while it grows.
+@dataclass(frozen=True, slots=True)
+class RankTimeline:
+    """The timeline in a file.
 
-    Attributes
+    Parameters
     ----------
     about
-        The first line, which describes the rank; empty until it has been read.
+        The first line, which describes the rank.
+    session
+        Name of the session, which its ranks have in common; ``""`` if the rank joined none.
     """
 
     path: Path
-    about: dict[str, Any] = field(default_factory=dict)
-    _offset: int = 0
+    about: dict[str, Any]
+    session: str
 
-    def read(self) -> Iterator[Note]:
-        """Yield the notes written since the last call; an incomplete line is left for the next call.
+    @classmethod
+    def of(cls, path: Path) -> "RankTimeline | None":
+        """Return the timeline in a file; None if its process ended before it could write a line.
 
         Raises
         ------
         ValueError
-            The file is not a valid timeline; the message says where.
+            The file is not a timeline.
+        """
+        with path.open("rb") as file:
+            line = file.readline()
+        if not line.endswith(b"\n"):
+            return None
+        try:
+            about = json.loads(line)
+            refused = [name for name, kind in _ABOUT.items() if type(about[name]) is not kind]
+            if refused or any(abs(value) >> 64 for value in about.values() if isinstance(value, int)):
+                raise ValueError(refused)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}, line 1 does not describe a rank: {error!r}; remove the file") from None
+        first = next(cls(path, about, "").notes(), None)
+        return cls(path, about, first.values["session"] if first and first.event == "joined" else "")
+
+    def notes(self) -> Iterator[Note]:
+        """Yield all notes; a last incomplete line, of a killed process, is left out.
+
+        Raises
+        ------
+        ValueError
+            A line is not a note; the message says where.
         """
         with self.path.open("rb") as file:
-            file.seek(self._offset)
+            offset = len(file.readline())
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    if not self._offset:
-                        self.about = _parsed_first(line)
-                    else:
-                        yield _parsed(line.decode().rstrip("\n"))
-                except (ValueError, KeyError, RecursionError) as error:
-                    raise ValueError(f"{self.path}, byte {self._offset}: {error!r} in {line[:80]!r}") from None
-                self._offset += len(line)
-
-
-def _parsed_first(line: bytes) -> dict[str, Any]:
-    about = json.loads(line)
-    if not isinstance(about, dict):
-        raise ValueError("the first line is not a JSON object")
-    return about
+                    yield _parsed(line.decode().rstrip("\n"))
+                except (ValueError, KeyError) as error:
+                    raise ValueError(f"{self.path}, byte {offset}: {error!r} in {line[:80]!r}") from None
+                offset += len(line)
 
 
 def _parsed(line: str) -> Note:

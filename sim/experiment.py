@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Meta
 
 from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
+from dlcp.error_text import nearest
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.topology import build_topology
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
-from dlcp.suggestion import nearest
 
 
 class RunSetting(NetworkSetting, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from dlcp.document import Document
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
 
 @dataclass(frozen=True, slots=True)

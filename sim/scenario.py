@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from dlcp.document import PlaceError
+from dlcp.error_text import nearest
 from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import Star, TopologySpec
 from dlcp.sim.traffic import TrafficSpec
 from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
-from dlcp.suggestion import nearest
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]

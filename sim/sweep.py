@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from dlcp.json_files import DocumentError, read_json
+from dlcp.document import DocumentError, read_json
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineName
 from dlcp.sim.running import digest, run, write

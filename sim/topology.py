@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dlcp.suggestion import closest
+from dlcp.error_text import closest
 
 HOSTS_MAX = 1 << 16
 _Count = Annotated[int, Meta(ge=1)]

@@ -5,8 +5,7 @@ from typing import Literal
 
 import pytest
 
-from dlcp.document import Document, DocumentError, PlaceError
-from dlcp.json_files import read_json
+from dlcp.document import Document, DocumentError, PlaceError, read_json
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def test_a_command_whose_package_is_missing_names_the_extra_even_when_asked_for_
     for name, package in (("sim", "msgspec"), ("switch", "yaml"), ("demo", "rich"), ("live", "prometheus_client")):
         for module in [each for each in sys.modules if each.startswith(("dlcp.commands", "dlcp.switch", "dlcp.live"))]:
             monkeypatch.delitem(sys.modules, module)
-        for module in ("dlcp.document", "dlcp.demo.series", "dlcp.sim.experiment"):
+        for module in ("dlcp.document", "dlcp.demo.run", "dlcp.sim.experiment"):
             monkeypatch.delitem(sys.modules, module, raising=False)
         with monkeypatch.context() as without:
             for module in [each for each in sys.modules if each.partition(".")[0] == package]:

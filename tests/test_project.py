@@ -85,7 +85,7 @@ def test_the_layers_hold(tmp_path):
 
 def test_only_what_draws_loads_matplotlib():
     commands = [f"dlcp.commands.{name}" for name in COMMANDS]
-    script = f"import sys, {', '.join(commands)}, dlcp.demo.series; print('matplotlib' in sys.modules)"
+    script = f"import sys, {', '.join(commands)}, dlcp.demo.run; print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
 

@@ -7,8 +7,16 @@ import signal
 import pytest
 
 from dlcp import timeline
-from dlcp.timeline import Timeline, TimelineReader
+from dlcp.timeline import RankTimeline, Timeline
 from tests import waiting
+
+ABOUT_FIELDS = b'{"rank":0,"process_rank":0,"host":"a","clock":"a","began_unix_ns":1,"began_ns":%s}'
+ABOUT = ABOUT_FIELDS % b"1" + b"\n"
+
+
+def notes_in(path):
+    timeline = RankTimeline.of(path)
+    return list(timeline.notes()) if timeline else []
 
 
 def test_notes_are_read_as_they_were_taken(tmp_path):
@@ -19,8 +27,9 @@ def test_notes_are_read_as_they_were_taken(tmp_path):
     notes.note("applied", 7, 2)
     notes.close()
     notes.note("ready", 8, 0, "too late")
-    reader = TimelineReader(notes.path)
-    joined, ready, sent, applied = reader.read()
+    reader = RankTimeline.of(notes.path)
+    joined, ready, sent, applied = reader.notes()
+    assert reader.session == "a session"
     assert (reader.about["rank"], reader.about["process_rank"], reader.about["process"]) == (1, 3, os.getpid())
     assert joined.values == {"session": "a session"}
     assert (ready.event, ready.step, ready.number) == ("ready", 7, 2)
@@ -31,24 +40,30 @@ def test_notes_are_read_as_they_were_taken(tmp_path):
     assert [sent.values[name] for name in ("window", "rate_bps", "rtt_us")] == [20, 10**9, 700]
 
 
-def test_a_file_is_followed_while_it_grows(tmp_path):
-    with (tmp_path / "some.timeline").open("wb", buffering=0) as file:
-        reader = TimelineReader(tmp_path / "some.timeline")
-        assert list(reader.read()) == []
-        file.write(b'{"rank":0}\n5,applied,1,')
-        assert list(reader.read()) == []
-        assert reader.about == {"rank": 0}
-        file.write(b"2\n6,done,9,0\n")
-        assert [(note.time_ns, note.step) for note in reader.read()] == [(5, 1), (6, 9)]
-        assert list(reader.read()) == []
+def test_an_incomplete_line_is_left_out(tmp_path):
+    path = tmp_path / "some.timeline"
+    path.write_bytes(b'{"rank":0')
+    assert RankTimeline.of(path) is None
+    path.write_bytes(ABOUT + b"5,applied,1,2\n6,done,9,0")
+    timeline = RankTimeline.of(path)
+    assert timeline.about["rank"] == 0
+    assert [(note.time_ns, note.step) for note in timeline.notes()] == [(5, 1)]
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{}", b'{"rank":"0"}', b"x", ABOUT_FIELDS % b"1e30", b"[" * 100_000])
+def test_what_describes_no_rank_is_refused(tmp_path, line):
+    path = tmp_path / "some.timeline"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match=r"some\.timeline, line 1 does not describe a rank: .*; remove the file"):
+        RankTimeline.of(path)
 
 
 @pytest.mark.parametrize("line", [b"5,applied,1", b"5,invented,1,2", b"5,contributed,1,2", b"x,applied,1,2", b"\xff"])
 def test_what_is_no_note_is_named_with_its_place(tmp_path, line):
     path = tmp_path / "some.timeline"
-    path.write_bytes(b"{}\n" + line + b"\n")
-    with pytest.raises(ValueError, match=r"some\.timeline, byte 3: "):
-        list(TimelineReader(path).read())
+    path.write_bytes(ABOUT + b"1,joined,0,0,a\n" + line + b"\n")
+    with pytest.raises(ValueError, match=rf"some\.timeline, byte {len(ABOUT) + 15}: "):
+        list(RankTimeline.of(path).notes())
 
 
 def test_a_killed_process_leaves_what_it_had_written(tmp_path):
@@ -62,7 +77,7 @@ def test_a_killed_process_leaves_what_it_had_written(tmp_path):
             os._exit(1)
 
     def written():
-        return [note for path in tmp_path.iterdir() for note in TimelineReader(path).read()]
+        return [note for path in tmp_path.iterdir() for note in notes_in(path)]
 
     try:
         waiting.until(written)
@@ -81,7 +96,7 @@ def test_a_full_timeline_ends_with_a_warning_and_harms_nothing(tmp_path, monkeyp
     waiting.until(lambda: notes.path.stat().st_size > 1000)
     notes.note("applied", 100, 0)
     notes.close()
-    assert [note.step for note in TimelineReader(notes.path).read()] == list(range(100))
+    assert [note.step for note in notes_in(notes.path)] == list(range(100))
     assert "ends here" in caplog.text
 
 

@@ -11,13 +11,13 @@ from typing import IO, Final
 
 import msgspec
 
-from dlcp.children import python_command
 from dlcp.controller.fabric import Fabric, load
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import KEEPER_READY, Layout, StateFile, TestbedState, lay_out
 from dlcp.controller.testbed.programming import Controller, with_addresses
 from dlcp.controller.testbed.requirements import SwitchKind, missing
 from dlcp.netlab import NamedNamespace
+from dlcp.processes import python_command
 
 UP_DEADLINE_S: Final = 120.0
 """Building takes about 0.2 s per node. Numba's first compilation in a switch takes the longest."""

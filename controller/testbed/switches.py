@@ -17,12 +17,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any, Final
 
-from dlcp.children import python_command
-from dlcp.closing import end
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import StateFile, SwitchPlan
 from dlcp.controller.testbed.proxy import LOOPBACK, ForwardedPort, connect
 from dlcp.controller.testbed.requirements import SwitchKind
+from dlcp.processes import end, python_command
 
 PORT_BURST_BYTES: Final = 3_028
 """Largest burst after a pause: two full frames. With less, the rate would fall whenever a timer is late."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce of several sizes by DLCP, as its hook averages gradients, beside the framework's own, in turns.
+"""Time all-reduces of several sizes by DLCP, as its hook averages gradients, and by the framework, in turns.
 
 Every rank of a job calls :func:`measure`. Times are those of the slowest rank. Bandwidths are those of nccl-tests: the
 algorithm bandwidth is the size over the time, and the bus bandwidth is ``2 (n - 1) / n`` times that, which is what each
@@ -27,28 +27,28 @@ _DLCP: Final = "dlcp"
 _VALUE_BYTES: Final = 4
 _PATTERN_VALUES: Final = 1 << 20
 _LARGEST_VALUE: Final = 1000
-"""Of the input's magnitudes: whole numbers so small that sums over ranks are exact in float32."""
+"""Largest magnitude of the input: small whole numbers, whose sums over ranks are exact in float32."""
 _BATCH_BYTES: Final = 1_000_000
 _BATCH_MAX: Final = 20
-"""A batch of small all-reduces is timed as one: up to this many bytes, and this many of them. Alone, each would be
-shorter than the time by which the ranks start apart."""
+"""Small all-reduces are timed in batches of up to this many bytes and this many operations. A single one would be
+shorter than the differences between the ranks' starts."""
 _COUNTED: Final = ("sent", "delivered", "lost", "retransmitted", "deferred")
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceSeries:
-    """What all ranks of a job measure; the same on all of them.
+    """The measurements of a job, the same on all ranks.
 
     Parameters
     ----------
     sizes
-        In bytes; multiples of 4, as values are float32.
+        Sizes in bytes: multiples of 4, because values are float32.
     iterations, warm_up
-        Timed batches of each size, and batches before them.
+        Numbers of timed batches of each size, and of batches before them.
     device
         ``cpu``, beside Gloo, or ``cuda``, beside NCCL.
     seed
-        Of the values, and of the order in which the two sides take their turns.
+        Seed of the values, and of the order in which the two sides take turns.
     """
 
     sizes: Sequence[int]
@@ -60,7 +60,7 @@ class AllReduceSeries:
 
 @dataclass(frozen=True, slots=True)
 class WholeBucket:
-    """A tensor that stands for a bucket of DDP's: the only one of its step, with the gradient of one parameter."""
+    """A tensor in the form of a DDP bucket: the only one of its step, with the gradient of one parameter."""
 
     tensor: torch.Tensor
 
@@ -136,7 +136,7 @@ class _JobRank:
         self._series, self._options = series, options
         self._draw = random.Random(series.seed)
         self._doing = "the start"
-        self._state = State(options.with_(fallback=False))  # it would show the framework's figures as DLCP's
+        self._state = State(options.with_(fallback=False))  # else the framework's figures could appear as DLCP's
         try:
             self._join()
         except (RuntimeError, ValueError, OSError) as error:
@@ -163,11 +163,11 @@ class _JobRank:
         self._state.attach_tensors({f"{size} bytes": tensor for size, tensor in self._tensors.items()}, None)
 
     def close(self, reason: str | None) -> None:
-        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        """Leave the session; a ``reason`` tells the other ranks that this one gives up."""
         self._state.close(reason)
 
     def measure(self, size: int) -> BenchResult:
-        """Measure a size on all ranks, and check what came out."""
+        """Measure a size on all ranks, and check the results."""
         try:
             mine = self._outcome(size)
             self._doing = f"{size_words(size)}: collecting the times"
@@ -193,12 +193,12 @@ class _JobRank:
         return _Outcome(seconds, packets, inexact, checksum)
 
     def _time(self, side: str, size: int) -> float:
-        """Return how many seconds one all-reduce takes on this rank, in a batch that all ranks begin together."""
+        """Return the duration of one all-reduce on this rank, in seconds, in a batch that all ranks begin together."""
         tensor, count = self._tensors[size], operations(size)
-        bucket: Any = WholeBucket(tensor)  # average_bucket asks for one of PyTorch's, which only DDP makes
+        bucket: Any = WholeBucket(tensor)  # annotated with PyTorch's type, which only DDP can create
         for part in self._parts(tensor):
             torch.mul(self._pattern[: len(part)], self.number + 1, out=part)
-        # What an earlier batch lost would be added to this one's input.
+        # Otherwise, losses of an earlier batch would be added to this one's input.
         self._state.feedback.reset()
         self._synchronize()
         dist.barrier(group=self._control)
@@ -220,7 +220,7 @@ class _JobRank:
             torch.cuda.synchronize(self._device)
 
     def _check(self, size: int) -> tuple[int, int]:
-        """Return how many values are not the exact average, and a checksum of all of them."""
+        """Return the number of values that are not the exact average, and a checksum of all values."""
         exact, inexact, checksum = (self.ranks + 1) / 2, 0, 0
         for part in self._parts(self._tensors[size]):
             inexact += int(torch.count_nonzero(part != self._pattern[: len(part)] * exact))
@@ -228,7 +228,7 @@ class _JobRank:
         return inexact, checksum
 
     def _packets(self) -> dict[str, int]:
-        """Return what has become of this rank's packets, once the other ranks have confirmed them."""
+        """Return this rank's packet counts, once the other ranks have confirmed all packets."""
         endpoint = self._state.endpoint
         if endpoint and not endpoint.flush(self._options.deadline_s):
             raise RuntimeError(f"packets are unconfirmed after {self._options.deadline_s:g} s")
@@ -240,7 +240,7 @@ class _JobRank:
         inexact = max(each.inexact for each in outcomes)
         if len({each.checksum for each in outcomes}) > 1:
             raise BenchError(f"{size_words(size)} by DLCP: the ranks have different results")
-        rounds = bool(self._options.given(Trait.WHOLE_STEP))  # compression, or a sum that is no plain average
+        rounds = bool(self._options.given(Trait.WHOLE_STEP))  # compression, or a reduction other than the average
         if inexact and not rounds and not packets["lost"] + packets["deferred"]:
             raise BenchError(f"{size_words(size)} by DLCP: {inexact} values are wrong, and no packet was lost")
         ours, theirs = (
@@ -273,15 +273,15 @@ class _JobRank:
         if isinstance(error, BenchError):
             return error
         first = str(error).strip().partition("\n")[0]
-        return BenchError(f"rank {self.number}: {self._doing} failed: {first}; check that every rank still runs")
+        return BenchError(f"rank {self.number}: {self._doing} failed: {first}; check that every rank is still running")
 
 
 def operations(size: int) -> int:
-    """Return how many all-reduces of a size are timed together."""
+    """Return the number of all-reduces of a size that are timed together."""
     return max(1, min(_BATCH_MAX, _BATCH_BYTES // size))
 
 
-# In words -------------------------------------------------------------------------------------------------------------
+# Text -----------------------------------------------------------------------------------------------------------------
 
 
 def size_words(size: int) -> str:

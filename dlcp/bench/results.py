@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks report: figures of two sides that took turns, with the machine, as one JSON document."""
+"""Results of benchmarks: figures of two sides that took turns, with the machine, as one JSON document."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
@@ -28,7 +27,7 @@ _LOAD_BEFORE: Final = round(os.getloadavg()[0], 2)
 
 
 class BenchError(RuntimeError):
-    """Something cannot be measured here; the message says why."""
+    """A measurement is not possible here; the message says why."""
 
 
 def median(values: Sequence[float]) -> float:
@@ -51,19 +50,19 @@ class BenchResult:
     Parameters
     ----------
     name
-        What was measured, ``area.what``.
+        Name of the measurement, ``area.what``.
     value, unit
-        Ours: the median over the runs, or the mean where rare runs count.
+        Our figure: the median over the runs, or the mean where rare runs matter.
     peer
-        The same of what it is compared with; None where there is no peer.
+        The figure of the other side; None if there is none.
     ratio
-        Ours over the peer's, turned so that more is better: the median of the ratios within each round.
+        Speed-up over the peer, more is better: the median of the ratios within each round.
     runs
-        How many runs of each side count.
+        Number of runs of each side that count.
     spread
         Interquartile range of our runs over their median.
     details
-        Whatever else a reader needs to judge the figure, in plain values.
+        Further facts needed to judge the figure, as plain values.
     """
 
     name: str
@@ -103,18 +102,16 @@ def result(
     Parameters
     ----------
     values, peer_values
-        One value a round, in ``unit``; both of the same length, round by round.
+        One value per round, in ``unit``; both of the same length.
 
     Raises
     ------
     ValueError
-        There are no values, or not as many of one side as of the other.
+        There are no values, or the sides have different numbers of values.
     """
     if not values or (peer_values is not None and len(peer_values) != len(values)):
-        raise ValueError(
-            f"{name}: {len(values)} values and {None if peer_values is None else len(peer_values)} of the peer; "
-            "both sides need one a round"
-        )
+        theirs = None if peer_values is None else len(peer_values)
+        raise ValueError(f"{name}: {len(values)} values and {theirs} of the peer; each side needs one per round")
     ratio = None
     if peer_values is not None:
         pairs = zip(peer_values, values, strict=True) if smaller_is_better else zip(values, peer_values, strict=True)
@@ -123,30 +120,20 @@ def result(
     return BenchResult(name, median(values), unit, peer, ratio, len(values), spread(values), details or {})
 
 
-def document(
-    results: Sequence[BenchResult], failed: Mapping[str, str] | None = None, seed: int | None = None
-) -> dict[str, Any]:
-    """Return a benchmark's whole document, with the machine as it is now, and the command that was run.
+def document(results: Sequence[BenchResult], seed: int | None = None) -> dict[str, Any]:
+    """Return a benchmark's whole document, with the machine as it is now, and the command line.
 
     Parameters
     ----------
-    failed
-        Why something has no result, by its name; the document has it only if there is one.
     seed
-        Of the orders in which the sides took their turns; None if there were none.
+        Seed of the order in which the sides took turns; None if they took none.
     """
-    found = {
+    return {
         "machine": describe_machine(),
         "command": shlex.join(sys.argv),
         "seed": seed,
         "results": [entry.as_json() for entry in results],
     }
-    return found | {"failed": dict(failed)} if failed else found
-
-
-def show(results: Sequence[BenchResult], failed: Mapping[str, str] | None = None, seed: int | None = None) -> None:
-    """Print the document to standard output."""
-    print(json.dumps(document(results, failed, seed), indent=2))
 
 
 def say(words: str) -> None:
@@ -196,7 +183,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernel_setting(path: str) -> int | str | None:
-    """Return what a file below /proc/sys holds; None where there is no such file."""
+    """Return the content of a file below /proc/sys; None if there is no such file."""
     try:
         text = Path("/proc/sys", path).read_text(encoding="ascii").strip()
     except OSError:

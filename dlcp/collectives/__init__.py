@@ -6,13 +6,13 @@
 
 from typing import TYPE_CHECKING
 
+from dlcp import on_demand
 from dlcp.collectives.bucket import Bucket, LayerBounds, RankContext, ReduceOptions, Reducer
 from dlcp.collectives.choice import Topology
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.pipeline import AutoAllReduce, Pipeline, make_reducer
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
-from dlcp.on_demand import on_demand
 
 if TYPE_CHECKING:
     from dlcp.collectives.ring import RingAllReduce

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person types: one module per command of ``dlcp``."""
+"""The command line: one module per command of ``dlcp``."""

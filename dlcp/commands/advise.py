@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dlcp.commands.common import add_json, add_option, add_steps, check_writable, refuse, write_late
+from dlcp.commands.common import add, add_json, add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import advice, headroom
 from dlcp.train.launcher import TrainPlan, launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp advise`` takes."""
+    """Declare the options of ``dlcp advise``."""
     parser.usage = (
         "dlcp advise [--steps N] [--json] [--save FILE] [torchrun's options] -- script.py [the script's arguments]\n"
         "       dlcp advise [--json] --measured FILE"
@@ -20,19 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The model is not trained properly while it is measured: discard what the script saves."
     add_steps(parser, headroom.MEASURED_STEPS, "training steps to measure")
     add_json(parser)
-    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the JSON document to a file")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="advise on the figures of such a document")
+    add(parser, "--save", "FILE", Path, "also write the JSON document to a file")
+    add(parser, "--measured", "FILE", Path, "advise on the figures of such a document, without measuring")
     add_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, or read what has been measured, and advise; return the exit status: 2 for wrong use."""
+    """Measure, or read a measurement, and advise; return the exit status, 2 for wrong use."""
     try:
         check_writable("--save", arguments.save)
         if not arguments.measured:
             return _measure(arguments)
         if arguments.script or arguments.torchrun:
-            raise ValueError("--measured takes no script: its figures are there already")
+            raise ValueError("--measured reads an earlier measurement: leave the script out")
         _print(advice.from_file(arguments.measured), arguments)
         return 0
     except ValueError as error:

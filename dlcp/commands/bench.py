@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.bench.results import BenchError, BenchResult, document, say
-from dlcp.children import python_command
-from dlcp.commands.common import add_option, check_writable, real, refuse, whole
+from dlcp.commands.common import add, add_option, check_writable, real, refuse, whole
 from dlcp.configuration import Range, short
-from dlcp.processes import JobLayout, Processes
+from dlcp.processes import JobLayout, Processes, python_command
 
 _ELSEWHERE: Final = (
     *("compression", "convergence", "cpu", "delay", "loss", "paths", "sim", "slow-path", "step", "switch", "tags"),
     "tail",
 )
-"""Measurements of DLCP itself, which nobody needs on a cluster."""
+"""Measurements of DLCP itself, which are of no use on a cluster."""
 _UNITS: Final = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 _MOST_BYTES: Final = 1 << 34
 _VALUE_BYTES: Final = 4
@@ -32,58 +31,34 @@ _SWEPT_RANKS: Final = (2, 4, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp bench`` takes."""
+    """Declare the options of ``dlcp bench``."""
     parser.epilog = (
-        "Without a launcher it starts ranks on this machine. Under torchrun, dlcp launch or dlcp train every rank runs "
-        "it as a member of the job, on as many machines as that has: torchrun ... -m dlcp.cli bench allreduce. Rank 0 "
-        "prints a table to a terminal, else one JSON document."
+        "Without a launcher, it starts ranks on this machine. Under torchrun, dlcp launch or dlcp train, each process "
+        "is one rank of that job: torchrun ... -m dlcp.cli bench allreduce. Rank 0 prints a table to a terminal, else "
+        "one JSON document."
     )
     parser.add_argument("name", type=_name, metavar="NAME", help="allreduce")
-    parser.add_argument(
-        "--begin", type=_size, default=8, metavar="SIZE", help="smallest size, in bytes or as 4KB (default: 8)"
-    )
-    parser.add_argument(
-        "--end", type=_size, default=_size("128MiB"), metavar="SIZE", help="largest size, such as 1GB (default: 128MiB)"
-    )
-    parser.add_argument(
-        "--factor", type=whole(2, 1 << 30), default=4, metavar="N", help="from one size to the next (default: 4)"
-    )
-    parser.add_argument("--sizes", type=_size, nargs="+", metavar="SIZE", help="these sizes instead")
-    parser.add_argument(
-        "--megabytes", type=real(Range(0.001, 17_000)), nargs="+", metavar="MB", help="these sizes instead, in MB"
-    )
-    parser.add_argument(
-        "--sweep", action="store_true", help="4 kB to 100 MB, and of ranks on this machine 2, 4 and 8, where not given"
-    )
-    parser.add_argument(
-        *("--iterations", "--rounds"),
-        type=whole(1, 100_000),
-        default=20,
-        metavar="N",
-        help="timed, of each size (default: 20)",
-    )
-    parser.add_argument(
-        "--warm-up", type=whole(0, 100_000), default=5, metavar="N", help="iterations before them (default: 5)"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=whole(2, 10_000),
-        nargs="+",
-        metavar="N",
-        help="on this machine, without a launcher (default: 2 4)",
-    )
+    add(parser, "--begin", "SIZE", _size, "smallest size, in bytes or as 4KB", default=8)
+    add(parser, "--end", "SIZE", _size, "largest size, such as 1GB (default: 128MiB)", default=_size("128MiB"))
+    add(parser, "--factor", "N", whole(2, 1 << 30), "ratio of a size to the one before", default=4)
+    add(parser, "--sizes", "SIZE", _size, "these sizes instead", nargs="+")
+    add(parser, "--megabytes", "MB", real(Range(0.001, 17_000)), "these sizes instead, in MB", nargs="+")
+    sweep = "sizes from 4 kB to 100 MB, and 2, 4 and 8 ranks on this machine, unless given"
+    parser.add_argument("--sweep", action="store_true", help=sweep)
+    timed = "timed iterations of each size (default: 20)"
+    parser.add_argument("--iterations", "--rounds", type=whole(1, 100_000), default=20, metavar="N", help=timed)
+    add(parser, "--warm-up", "N", whole(0, 100_000), "iterations before them", default=5)
+    add(parser, "--ranks", "N", whole(2, 10_000), "ranks on this machine, without a launcher (default: 2 4)", nargs="+")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are; cuda: beside NCCL (default: cpu)"
     )
-    parser.add_argument("--seed", type=whole(0), default=1, metavar="N", help="of values and turns (default: 1)")
+    add(parser, "--seed", "N", whole(0), "seed of the values and of the order of turns", default=1)
     add_option(parser)
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="print one JSON document, or write it to a file"
-    )
+    add(parser, "--json", "FILE", str, "print one JSON document, or write it to a file", nargs="?", const="-")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and return the exit status."""
+    """Measure, print the results, and return the exit status."""
     from dlcp.session.options import Options
     from dlcp.train.launcher import set_options
 
@@ -102,13 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     from dlcp.bench.allreduce import AllReduceSeries, measure, table_head, table_row
 
     series = AllReduceSeries(sizes, arguments.iterations, arguments.warm_up, arguments.device, arguments.seed)
-    told = say if target else print
+    show = say if target else print
 
     def report(found: BenchResult) -> None:
         if is_first:
             if found.details["bytes"] == sizes[0]:
-                told(f"{_about(found)}\n{table_head(found.details['peer'])}")
-            told(table_row(found))
+                show(f"{_about(found)}\n{table_head(found.details['peer'])}")
+            show(table_row(found))
             sys.stdout.flush()
 
     try:
@@ -116,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     except BenchError as error:
         status = refuse("bench", error, 1)
         sys.stdout.flush()
-        os._exit(status)  # threads of a process group whose peers are gone may not end
+        os._exit(status)  # a process group whose peers are gone may not end its threads
     if is_first:
         _write(document(results, seed=arguments.seed), target)
     return 0
@@ -178,7 +153,7 @@ def _size(text: str) -> int:
 
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
-    """Return the sizes that a command line asks for, in bytes."""
+    """Return the sizes of a command line, in bytes."""
     if arguments.sizes:
         return sorted(set(arguments.sizes))
     if arguments.megabytes:

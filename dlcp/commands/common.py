@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, in the same words everywhere, and how commands refuse."""
+"""Options that several commands have in common, and errors of commands."""
 
 import argparse
 import sys
@@ -14,17 +14,17 @@ from dlcp.configuration import Range, short
 _Parser = argparse._ActionsContainer
 """A parser or a group of its options."""
 MOST: Final = (1 << 31) - 1
-"""The most of what is counted on a command line."""
+"""Largest number on a command line."""
 MBPS: Final = Range(0.001, 1e6)
 """Rates of links, in Mbit/s: from 1 kbit/s to 1 Tbit/s."""
 DEPTH_MAX: Final = 1_000_000
-"""The deepest queue, in packets: at 1,500 bytes each, 1.5 GB."""
+"""Deepest queue, in packets: 1.5 GB of packets of 1,500 bytes."""
 DURATIONS: Final = Range(0.0, 1e6, above=True)
 """Durations on a command line."""
 
 
 def refuse(command: str, error: object, status: int = 2) -> int:
-    """Print why a command cannot go on; return the exit status: 2 for a wrong command line or file."""
+    """Print why a command stops; return the exit status, 2 for a wrong command line or file."""
     print(f"dlcp {command}: {error}", file=sys.stderr)
     return status
 
@@ -61,7 +61,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def option(name: str) -> Callable[[str], Any]:
-    """Return a type for argparse: what the option of training of that name may hold."""
+    """Return a type for argparse: the allowed values of the training option of that name."""
     from dlcp.session.options import Options  # few commands need it
 
     def convert(text: str) -> Any:
@@ -73,6 +73,22 @@ def option(name: str) -> Callable[[str], Any]:
     return convert
 
 
+def add(parser: _Parser, flag: str, metavar: str, kind: Callable[[str], Any], use: str, **more: Any) -> None:
+    """Declare an option with a value.
+
+    Parameters
+    ----------
+    kind
+        Turns the text into the value; raises ``argparse.ArgumentTypeError`` or ``ValueError``.
+    use
+        Its help; the default, if any, is added.
+    more
+        Further arguments of ``add_argument``.
+    """
+    default = "" if more.get("default") in (None, []) or "(default" in use else " (default: %(default)s)"
+    parser.add_argument(flag, metavar=metavar, type=kind, help=(use + default).lstrip(), **more)
+
+
 def add_json(parser: _Parser) -> None:
     """Declare ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -80,73 +96,38 @@ def add_json(parser: _Parser) -> None:
 
 def add_option(parser: _Parser) -> None:
     """Declare ``--option NAME=VALUE``."""
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set an option of DLCP, such as loss_bound=0.05; may be repeated (dlcp doctor --all-options lists them)",
-    )
+    use = "set an option of DLCP, such as loss_bound=0.05; may be repeated (dlcp doctor --all-options lists them)"
+    add(parser, "--option", "NAME=VALUE", str, use, action="append", default=[])
 
 
 def add_steps(parser: _Parser, default: int, use: str = "training steps") -> None:
     """Declare ``--steps N``."""
-    parser.add_argument("--steps", type=whole(1), default=default, metavar="N", help=f"{use} (default: %(default)s)")
+    add(parser, "--steps", "N", whole(1), use, default=default)
 
 
 def add_link(parser: _Parser, rate_mbps: float | None, depth_packets: int | None, defaults: Sequence[str] = ()) -> None:
     """Declare ``--rate-mbps RATE`` and ``--depth PACKETS``; ``defaults`` explain those that depend on others."""
     rate, depth = defaults or (f"{rate_mbps:g}", f"{depth_packets}")
-    parser.add_argument(
-        "--rate-mbps",
-        type=real(MBPS),
-        default=rate_mbps,
-        metavar="RATE",
-        help=f"rate of each link (default: {rate})",
-    )
-    parser.add_argument(
-        "--depth",
-        type=whole(1, DEPTH_MAX),
-        default=depth_packets,
-        metavar="PACKETS",
-        help=f"depth of each queue (default: {depth})",
-    )
+    add(parser, "--rate-mbps", "RATE", real(MBPS), f"rate of each link (default: {rate})", default=rate_mbps)
+    packets = whole(1, DEPTH_MAX)
+    add(parser, "--depth", "PACKETS", packets, f"depth of each queue (default: {depth})", default=depth_packets)
 
 
 def add_out(parser: _Parser, default: Path) -> None:
     """Declare ``--out FOLDER``."""
-    parser.add_argument(
-        "--out", type=Path, default=default, metavar="FOLDER", help="where to write results (default: %(default)s)"
-    )
+    add(parser, "--out", "FOLDER", Path, "where to write results", default=default)
 
 
 def add_training(parser: _Parser, steps: int, out: Path) -> None:
-    """Declare what ``dlcp demo`` and ``dlcp testbed run`` both take."""
+    """Declare the options that ``dlcp demo`` and ``dlcp testbed run`` have in common."""
     parser.add_argument("--collective", choices=["direct", "ps"], help="all-reduce (the default) or parameter server")
-    parser.add_argument(
-        "--seed", type=whole(0), default=1, metavar="N", help="seed of everything (default: %(default)s)"
-    )
+    add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
     add_steps(parser, steps)
-    parser.add_argument(
-        "--loss-bound",
-        type=option("loss_bound"),
-        default=0.1,
-        metavar="SHARE",
-        help="share of a message that may be lost (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--deferral-bound",
-        type=option("deferral_bound"),
-        default=0.75,
-        metavar="SHARE",
-        help="share of a message, and two thirds of it of a step, that may be deferred (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="RUN",
-        help="only these runs: gloo plain dlcp dlcp_priority; there is a page once the folder holds all of them",
-    )
+    add(parser, "--loss-bound", "SHARE", option("loss_bound"), "share of a message that may be lost", default=0.1)
+    deferred = "share of a message, and two thirds of it of a step, that may be deferred"
+    add(parser, "--deferral-bound", "SHARE", option("deferral_bound"), deferred, default=0.75)
+    only = "only these runs: gloo plain dlcp dlcp_priority; the page is written once the folder holds all of them"
+    add(parser, "--only", "RUN", str, only, nargs="+")
     add_out(parser, out)
 
 
@@ -168,7 +149,7 @@ def check_writable(flag: str, file: Path | None) -> None:
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Make a folder for results; raise ValueError if that cannot be, or if it cannot be written."""
+    """Create a folder for results; raise ValueError if it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -178,7 +159,7 @@ def check_folder(flag: str, folder: Path) -> None:
 
 
 def write_late(command: str, file: Path, text: str) -> None:
-    """Write what the work has come to; where that fails, say so in a line. The work is done all the same."""
+    """Write a result; on failure only print a warning, because the work is done."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

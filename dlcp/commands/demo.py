@@ -8,29 +8,22 @@ from pathlib import Path
 from rich.console import Console
 
 from dlcp import netlab
-from dlcp.commands.common import DURATIONS, add_link, add_training, check_folder, real, refuse
+from dlcp.commands.common import DURATIONS, add, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-from dlcp.demo.run import DemoError, execute
-from dlcp.demo.series import report, run_series, select
+from dlcp.demo.run import DemoError, execute, report, run_series, select
 from dlcp.demo.setup import OPTIMIZERS, DemoSetup, variants
 from dlcp.switch.switch import SwitchProcessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp demo`` takes."""
+    """Declare the options of ``dlcp demo``."""
     add_training(parser, 60, Path("out/demo"))
     add_link(parser, 64, 32)
-    parser.add_argument(
-        "--burst-seconds",
-        type=real(DURATIONS),
-        default=BURST_S,
-        metavar="S",
-        help="of the background (default: %(default)s)",
-    )
+    add(parser, "--burst-seconds", "S", real(DURATIONS), "mean length of background bursts", default=BURST_S)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
-    parser.add_argument("--fp16", action="store_true", help="all send 16-bit floats, Gloo with PyTorch's own hook")
-    parser.add_argument("--loopback", action="store_true", help="do without network namespaces, and so without Gloo")
+    parser.add_argument("--fp16", action="store_true", help="send 16-bit floats; Gloo with PyTorch's own hook")
+    parser.add_argument("--loopback", action="store_true", help="use no network namespaces, and so no Gloo")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,7 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def try_namespaces() -> tuple[bool, str]:
-    """Return whether network namespaces work, and why not. May restart this program as root of a user namespace."""
+    """Return whether network namespaces work, and the reason if not.
+
+    May restart this program as root of a user namespace.
+    """
     try:
         netlab.become_root()
     except netlab.NamespaceError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp doctor``: report what works here, which options are in force and who set them, and what DLCP can gain."""
+"""``dlcp doctor``: report what works here, the options in force with their origin, and what DLCP can gain."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ import time
 from typing import Final
 
 from dlcp import wire
-from dlcp.commands.common import DURATIONS, add_json, add_steps, real, refuse, whole
+from dlcp.commands.common import DURATIONS, add, add_json, add_steps, real, refuse, whole
 from dlcp.commands.train import measure
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
@@ -21,7 +21,7 @@ _LISTEN_TURN_S: Final = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp doctor`` takes."""
+    """Declare the options of ``dlcp doctor``."""
     parser.usage = (
         "dlcp doctor [--json] [--all-options] [--peer HOST[:PORT] ...]\n"
         "       dlcp doctor --listen [HOST[:PORT]] [--seconds DURATIONS]\n"
@@ -30,30 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument("--all-options", action="store_true", help="also list the options that are at their defaults")
     path = parser.add_argument_group("the path to another machine")
-    path.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="HOST[:PORT]",
-        help="try the path to a doctor that listens",
-    )
-    path.add_argument(
-        "--packets",
-        type=whole(1, 100_000),
-        default=PROBES,
-        metavar="N",
-        help="packets to measure loss with (default: %(default)s)",
-    )
-    path.add_argument("--listen", nargs="?", const="", metavar="HOST[:PORT]", help="answer doctors on other machines")
-    path.add_argument(
-        "--seconds", type=real(DURATIONS), metavar="SECONDS", help="how long to listen (default: until Ctrl-C)"
-    )
+    peer = "probe the path to another machine, on which dlcp doctor --listen runs"
+    add(path, "--peer", "HOST[:PORT]", str, peer, action="append", default=[])
+    add(path, "--packets", "N", whole(1, 100_000), "packets to measure loss with", default=PROBES)
+    add(path, "--listen", "HOST[:PORT]", str, "answer doctors on other machines", nargs="?", const="")
+    add(path, "--seconds", "SECONDS", real(DURATIONS), "how long to listen (default: until Ctrl-C)")
     gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] -- script.py ...")
     add_steps(gain, MEASURED_STEPS, "training steps to measure")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine, listen or measure; return the exit status: 1 if something needed is missing."""
+    """Examine, listen or measure; return the exit status, 1 if something required is missing."""
     if arguments.script:
         return measure(arguments.torchrun, arguments.script, arguments.steps, as_json=arguments.json)
     if arguments.torchrun:

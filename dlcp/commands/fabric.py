@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp fabric``: check a description, show what differs, write it, keep it so, and look at it."""
+"""``dlcp fabric``: check a description, show what differs, write it, keep it in force, and show its state."""
 
 import argparse
 import asyncio
@@ -14,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 from rich.console import Console
 
-from dlcp.commands.common import real, refuse, whole
-from dlcp.configuration import Range
+from dlcp.commands.common import DURATIONS, add, real, refuse, whole
 from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
 from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
@@ -34,18 +33,18 @@ from dlcp.controller.session import ControlError, Readings, Session, read_counte
 from dlcp.controller.watch import Watcher, serve
 
 _METRICS: Final = "127.0.0.1:9464"
-"""Where ``watch`` serves metrics by default; exporters customarily take this port."""
+"""Where ``watch`` serves metrics by default: the customary port of exporters."""
 WATCHING: Final = "watching"
-"""The start of the line that is printed once the switches are watched."""
+"""Start of the line that says that the switches are watched."""
 
 _FILE_COLUMNS: Final = 120
-"""Width of what is not printed to a terminal."""
+"""Width of output that does not go to a terminal."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:]*):[0-9]{1,5}")
 _T = TypeVar("_T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp fabric`` takes."""
+    """Declare the options of ``dlcp fabric``."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="fabric_command")
     for name, purpose in {
         "check": "report what is wrong with a description, or what it makes of each switch",
@@ -56,32 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         command.add_argument("file", type=Path, metavar="FILE", help="the fabric and its policy, as YAML or JSON")
-        command.add_argument("--program", type=Path, metavar="FOLDER", help="compiled program instead of DLCP's own")
+        add(command, "--program", "FOLDER", Path, "compiled program to use instead of DLCP's own")
         if name == "plan":
             command.add_argument("--all", action="store_true", help="show all changes, however many")
         if name in ("apply", "watch"):
-            command.add_argument(
-                "--election-id",
-                type=whole(0, (1 << 63) - 1),
-                default=10,
-                metavar="N",
-                help="of several controllers, the highest writes",
-            )
+            election = "of several controllers, the highest id writes"
+            add(command, "--election-id", "N", whole(1, (1 << 63) - 1), election, default=10)
         if name == "watch":
-            command.add_argument(
-                "--every", type=real(Range(0.0, 1e6)), default=5.0, metavar="SECONDS", help="how often to compare"
-            )
-            command.add_argument(
-                "--metrics", default=_METRICS, metavar="HOST:PORT", help="where to serve metrics (default: %(default)s)"
-            )
+            add(command, "--every", "SECONDS", real(DURATIONS), "interval of comparisons", default=5.0)
+            add(command, "--metrics", "HOST:PORT", str, "where to serve metrics", default=_METRICS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of the commands; return 0 if done, 1 if a switch took no part, 2 if the description is wrong."""
+    """Run one of the commands; return 0 if done, 1 if a switch failed, 2 if the description is wrong."""
     try:
-        if getattr(arguments, "election_id", 1) < 1:
-            raise ValueError(f"--election-id {arguments.election_id}: give 1 or more")
-
         fabric = load(arguments.file)
         pipeline = CompiledProgram() if arguments.program is None else CompiledProgram(arguments.program)
         status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
@@ -145,8 +132,6 @@ def _status(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledPro
 
 
 def _watch(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:
-    if arguments.every <= 0:
-        raise ValueError(f"--every {arguments.every}: give more than 0 seconds")
     if not _ADDRESS.fullmatch(arguments.metrics):
         raise ValueError(f"--metrics {arguments.metrics}: expected HOST:PORT, as in {_METRICS}")
     watcher = Watcher(fabric, pipeline, election_id=arguments.election_id, every_s=arguments.every)
@@ -164,7 +149,7 @@ def _watch(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProg
 
 
 async def _until_signal(work: Awaitable[None]) -> None:
-    """Do work until SIGTERM or SIGINT."""
+    """Await some work until SIGTERM or SIGINT."""
     task = asyncio.ensure_future(work)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -175,7 +160,7 @@ async def _until_signal(work: Awaitable[None]) -> None:
 async def _everywhere(
     fabric: Fabric, pipeline: CompiledProgram, ask: Callable[[Session], Awaitable[_T]], **options: Any
 ) -> dict[str, _T | str]:
-    """Talk to all switches at once; return each one's answer, or its error as text, by the name of the switch."""
+    """Query all switches concurrently; return each one's answer, or its error as text, by the name of the switch."""
 
     async def talk(switch: FabricSwitch) -> _T | str:
         try:
@@ -186,7 +171,7 @@ async def _everywhere(
 
     switches = [switch for switch in fabric.switches if switch.grpc]
     if not switches:
-        raise ValueError("no switch has a control address; give them one, as in grpc: 127.0.0.1:9559")
+        raise ValueError("no switch has a control address; add one to the file, as in grpc: 127.0.0.1:9559")
     answers = await asyncio.gather(*map(talk, switches))
     return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
 

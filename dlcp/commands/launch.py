@@ -5,13 +5,13 @@ import argparse
 import os
 import shutil
 
-from dlcp.commands.common import refuse, whole
+from dlcp.commands.common import add, refuse, whole
 from dlcp.configuration import short
 from dlcp.processes import JobLayout, Processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp launch`` takes."""
+    """Declare the options of ``dlcp launch``."""
     parser.usage = "dlcp launch -n PROCESSES [options] -- command [its arguments]"
     parser.epilog = (
         "Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--processes", type=whole(1, 100_000), required=True, help="processes on this machine")
     parser.add_argument("--nodes", type=whole(1, 1_000_000), default=1, help="machines (default: 1)")
     parser.add_argument("--node", type=whole(0), default=0, help="index of this machine (default: 0)")
-    parser.add_argument(
-        "--master", metavar="HOST:PORT", help="address of rank 0 (default for one machine: a free port)"
-    )
+    add(parser, "--master", "HOST:PORT", str, "address of rank 0 (default for one machine: a free port)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,8 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _layout(arguments: argparse.Namespace) -> JobLayout:
-    if arguments.processes < 1 or arguments.nodes < 1:
-        raise ValueError("at least one process and one machine are needed")
     if not 0 <= arguments.node < arguments.nodes:
         raise ValueError(f"--node must lie in 0..{arguments.nodes - 1}, got {arguments.node}")
     if arguments.master is None:

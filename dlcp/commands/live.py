@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp live``: a page, and metrics for Prometheus, of what the ranks of a job are at."""
+"""``dlcp live``: a page, and metrics for Prometheus, of what each rank of a job is doing."""
 
 import argparse
 import signal
@@ -8,27 +8,25 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from dlcp.commands.common import refuse
+from dlcp.commands.common import add, refuse
 from dlcp.live.server import AddressError, LiveServer
 
 _LISTEN: Final = "127.0.0.1:9465"
-"""Where to serve by default: beside the port of ``dlcp fabric watch``."""
+"""Default address, next to the port of ``dlcp fabric watch``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp live`` takes."""
+    """Declare the options of ``dlcp live``."""
     parser.epilog = (
-        "Ranks leave snapshots of themselves in the folder that the option live names (DLCP_LIVE), once a second. "
-        "`dlcp train --live PORT` does all of it for the ranks of one machine."
+        "Ranks write snapshots once a second to the folder that the option live names (DLCP_LIVE). For the ranks of "
+        "one machine, `dlcp train --live PORT` does all of this."
     )
-    parser.add_argument("folder", nargs="+", type=Path, help="where ranks leave snapshots; it may be made later")
-    parser.add_argument(
-        "--listen", default=_LISTEN, metavar="[HOST:]PORT", help="where to serve (default: %(default)s)"
-    )
+    parser.add_argument("folder", nargs="+", type=Path, help="where ranks write snapshots; it may be created later")
+    add(parser, "--listen", "[HOST:]PORT", str, "where to serve", default=_LISTEN)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal says stop; return the exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     stopped = threading.Event()
     try:
         server = LiveServer(arguments.folder, arguments.listen)
@@ -43,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def say_where(server: LiveServer) -> None:
-    """Say where the page is, and who sees it."""
-    who = "" if server.is_local else "; everybody who reaches this machine sees it"
+    """Print the page's address, and who can see it."""
+    who = "" if server.is_local else "; anyone who can reach this machine can see it"
     print(
         f"dlcp: {server.url} shows the training, {server.url}metrics is for Prometheus{who}",
         file=sys.stderr,

@@ -7,47 +7,36 @@ import signal
 import threading
 from pathlib import Path
 
-from dlcp.commands.common import check_writable, option, refuse, write_late
+from dlcp.commands.common import add, check_writable, option, refuse, write_late
 from dlcp.ledger import add_up
 from dlcp.session.options import Options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp server`` takes."""
+    """Declare the options of ``dlcp server``."""
     parser.epilog = (
         "Workers have DLCP_COLLECTIVE=server, DLCP_SERVER with this address, and the same secret. They tell the server "
         "all options of their job. It serves any number of jobs until a signal stops it."
     )
-    parser.add_argument(
-        "--bind",
-        type=option("server"),
-        metavar="HOST:PORT",
-        help="where workers find the server: their DLCP_SERVER (default: DLCP_BIND)",
-    )
-    parser.add_argument(
-        "--advertise",
-        type=option("advertise"),
-        metavar="HOST:PORT",
-        help="where workers send gradients, if not there (default: DLCP_ADVERTISE)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="holds the job's secret, as the workers have it (default: DLCP_SECRET_FILE, DLCP_SECRET, or your own key)",
-    )
-    parser.add_argument("--tls", metavar="FOLDER", help="certificates, if the workers have them (default: DLCP_TLS)")
+    bind = "where workers find the server: their DLCP_SERVER (default: DLCP_BIND)"
+    add(parser, "--bind", "HOST:PORT", option("server"), bind)
+    advertise = "where workers send gradients, if elsewhere (default: DLCP_ADVERTISE)"
+    add(parser, "--advertise", "HOST:PORT", option("advertise"), advertise)
+    secret = "file with the job's secret, the workers' own (default: DLCP_SECRET_FILE, DLCP_SECRET, or your own key)"
+    add(parser, "--secret-file", "FILE", str, secret)
+    add(parser, "--tls", "FOLDER", str, "certificates, if the workers have them (default: DLCP_TLS)")
     parser.add_argument("--workers", type=_removed, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="at the end, write there what was sent, as JSON")
+    add(parser, "--report", "FILE", Path, "at the end, write the totals of sent packets there, as JSON")
 
 
 def _removed(_: str) -> None:
     raise argparse.ArgumentTypeError(
-        "workers now come to the server and tell it their options: give --bind and the job's secret alone"
+        "workers now register with the server and send it their options: give only --bind and the job's secret"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal says stop; return the exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     from dlcp.session.serving import SessionServer  # which loads gRPC
 
     given = {name: getattr(arguments, name) for name in ("bind", "advertise", "secret_file", "tls")}

@@ -7,27 +7,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.commands.common import add_out, check_writable, real, refuse, whole
+from dlcp.commands.common import add, add_out, check_writable, real, refuse, whole
 from dlcp.configuration import Range, short
 from dlcp.document import DocumentError
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
 _OUT: Final = Path("out/sim")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp sim`` takes."""
+    """Declare the options of ``dlcp sim``."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
     single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
     _files(single, several=False)
-    single.add_argument("--point", action="append", default=[], metavar="AXIS=NAME", help="(default: each axis' first)")
-    single.add_argument("--output", type=Path, metavar="FILE", help="also write the results to a file")
+    point = "choose a point of an axis (default: each axis' first)"
+    add(single, "--point", "AXIS=NAME", str, point, action="append", default=[])
+    add(single, "--output", "FILE", Path, "also write the results to a file")
     single.set_defaults(action=_run)
     several = commands.add_parser("sweep", help="run all combinations that have no results yet")
     _files(several, several=True)
     _where(several)
     several.set_defaults(action=_sweep)
-    report = commands.add_parser("report", help="write report.html, summary.json and the plots of what was run")
+    report = commands.add_parser("report", help="write report.html, summary.json and the plots of all results")
     _files(report, several=True)
     report.set_defaults(action=_report)
     everything = commands.add_parser("all", help="sweep, then report")
@@ -37,26 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = commands.add_parser("compare", help="print how the numbers of two result files or folders differ")
     compare.add_argument("old", type=Path)
     compare.add_argument("new", type=Path)
-    compare.add_argument(
-        "--above",
-        type=real(Range(0.0, 1e6)),
-        default=0.5,
-        metavar="PERCENT",
-        help="show what differs by more (default: 0.5)",
-    )
+    add(compare, "--above", "PERCENT", real(Range(0.0, 1e6)), "show numbers that differ by more", default=0.5)
     compare.set_defaults(action=_compare)
     profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
     profile.add_argument("factory", metavar="MODULE:FUNCTION", help="function that returns the model")
-    profile.add_argument("--input", required=True, metavar="SHAPE", help="shape of one sample, such as 3,224,224")
-    profile.add_argument("--batch", type=whole(1), default=32, metavar="N", help="samples in a step (default: 32)")
+    add(profile, "--input", "SHAPE", str, "shape of one sample, such as 3,224,224", required=True)
+    add(profile, "--batch", "N", whole(1), "samples in a step", default=32)
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
-    profile.add_argument("--output", type=Path, required=True, metavar="FILE", help="YAML to write")
+    add(profile, "--output", "FILE", Path, "YAML file to write", required=True)
     profile.set_defaults(action=_profile)
     commands.add_parser("list", help="name the experiments that come with DLCP").set_defaults(action=_list)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it and return the exit status."""
+    """Run one of the actions and return the exit status."""
     from dlcp.sim.profiling import ProfileError
     from dlcp.sim.report.results import ReportError
     from dlcp.sim.sweep import SweepError
@@ -73,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def experiment_files(names: Sequence[str]) -> list[Path]:
-    """Return the files of experiments: given by path, or by name where they come with DLCP; by default all of those.
+    """Return the files of experiments, given by path or by the name of one of DLCP's own; by default all of DLCP's own.
 
     Raises
     ------
@@ -99,17 +94,13 @@ def _files(parser: argparse.ArgumentParser, *, several: bool) -> None:
     )
     parser.add_argument("experiments", metavar="FILE", nargs="*" if several else 1, help=words)
     parser.add_argument("--quick", action="store_true", help="run only the quick selection of each experiment")
-    parser.add_argument(
-        "--seed", type=whole(0), action="append", metavar="N", help="instead of the file's; may be repeated"
-    )
+    add(parser, "--seed", "N", whole(0), "seed, instead of the file's; may be repeated", action="append")
     add_out(parser, _OUT)
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--processes", type=whole(1, 10_000), metavar="N", help="runs at the same time (default: one per core)"
-    )
-    parser.add_argument("--dask", metavar="ADDRESS", help="address of a Dask scheduler whose workers run them instead")
+    add(parser, "--processes", "N", whole(1, 10_000), "runs at the same time (default: one per core)")
+    add(parser, "--dask", "ADDRESS", str, "address of a Dask scheduler whose workers run them instead")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -164,7 +155,7 @@ def _read_all(arguments: argparse.Namespace) -> list[Any]:
 def _sweep(arguments: argparse.Namespace) -> int:
     from dlcp.sim.sweep import default_processes, sweep
 
-    # All are read before anything runs, so that a mistake in the last one does not show after hours.
+    # Read all before the first run, so that errors in the last file do not appear after hours.
     described = _read_all(arguments)
     for item in described:
         if arguments.quick and item.experiment.quick.skip:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp switch``: run the built-in switch, or look at the counters of one that runs."""
+"""``dlcp switch``: run the built-in switch, or show the counters of a running one."""
 
 import argparse
 import gc
@@ -8,15 +8,22 @@ import multiprocessing
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from dlcp.children import end_with_parent
-from dlcp.commands.common import DEPTH_MAX, DURATIONS, real, whole
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dlcp.commands.common import DEPTH_MAX, DURATIONS, add, real, whole
 from dlcp.configuration import Range
+from dlcp.document import read_json
+from dlcp.processes import end_with_parent
 from dlcp.switch import (
     BACKENDS,
     PROGRAM_PATH,
@@ -47,86 +54,72 @@ if TYPE_CHECKING:
 _INSTALL_P4RUNTIME: Final = "pip install 'dlcp[p4runtime]'"
 
 _PortSetting: TypeAlias = tuple[int | None, float]
-"""What the command line says of a port, or of all ports (None)."""
+"""A port, or None for all ports, and its value from the command line."""
 _RATE_BPS: Final = Range(0.0, 1e12)
 _DEPTH_PACKETS: Final = Range(0, DEPTH_MAX)
 _LAST_PORT: Final = 65_535
+_SHOW_EVERY_S: Final = 0.5
+_TROUBLE: Final = (
+    "refused",
+    "malformed",
+    "oversize",
+    "undeliverable",
+    "unreachable",
+    "receive_errors",
+    "send_errors",
+    "overrun",
+    "lost",
+    "lost_arriving",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp switch`` takes."""
+    """Declare the options of ``dlcp switch``."""
     what = parser.add_argument_group("what to connect (one of these)").add_mutually_exclusive_group()
-    what.add_argument("--fabric", type=Path, metavar="FILE", help="a fabric and its policy, as YAML or JSON")
-    parser.add_argument("--name", metavar="SWITCH", help="which switch of the fabric to be, if it has several")
-    what.add_argument("--hosts", type=whole(0, 250), metavar="N", help="N processes of this machine, over 127.0.0.0/8")
-    what.add_argument(
-        "--port",
-        action="append",
-        metavar="N=loopback|N=packet:INTERFACE",
-        help="one port; give one --port for each, and --entries or --p4runtime",
-    )
+    add(what, "--fabric", "FILE", Path, "a fabric and its policy, as YAML or JSON")
+    add(parser, "--name", "SWITCH", str, "which switch of the fabric to run, if it has several")
+    add(what, "--hosts", "N", whole(0, 250), "N processes of this machine, over 127.0.0.0/8")
+    port = "one port; may be repeated; requires --entries or --p4runtime"
+    add(what, "--port", "N=loopback|N=packet:INTERFACE", str, port, action="append")
     how = parser.add_argument_group("how to switch")
-    how.add_argument("--entries", type=Path, metavar="FILE", help="table entries and queues, as JSON")
-    how.add_argument(
-        "--rate-bps",
-        action="append",
-        type=_setting(_RATE_BPS),
-        metavar="[PORT=]RATE",
-        help="rate of every port, or of one, in bit/s; again for each port that has another",
-    )
-    how.add_argument(
-        "--depth-packets",
-        action="append",
-        type=_setting(_DEPTH_PACKETS),
-        metavar="[PORT=]PACKETS",
-        help="depth of every queue, or of those of one port, in packets",
-    )
-    how.add_argument("--program", type=Path, default=PROGRAM_PATH, metavar="FILE", help="compiled program (BMv2 JSON)")
+    add(how, "--entries", "FILE", Path, "table entries and queues, as JSON")
+    rate = "rate of every port, or of one, in bit/s; may be repeated"
+    add(how, "--rate-bps", "[PORT=]RATE", _setting(_RATE_BPS), rate, action="append")
+    depth = "depth of every queue, or of those of one port, in packets; may be repeated"
+    add(how, "--depth-packets", "[PORT=]PACKETS", _setting(_DEPTH_PACKETS), depth, action="append")
+    add(how, "--program", "FILE", Path, "compiled program, as BMv2's JSON (default: DLCP's own)", default=PROGRAM_PATH)
     how.add_argument(
         "--backend",
         choices=("auto", *BACKENDS),
         default="auto",
-        help="plain Python, or compiled by Numba, of use from some 20,000 packets/s on (default: numba for network "
-        "interfaces, if Numba is there)",
+        help="plain Python, or compiled by Numba, which pays from some 20,000 packets/s (default: numba for network "
+        "interfaces, if installed)",
     )
     control = parser.add_argument_group("controlled over P4Runtime")
-    control.add_argument(
-        "--p4runtime",
-        metavar="[HOST:]PORT",
-        help="take program and entries from a controller; listens on 127.0.0.1 unless HOST is given. Without --entries "
-        "or --fabric the switch has no program, and drops everything, until the controller sends one",
+    served = (
+        "accept program and entries from a controller; listens on 127.0.0.1 unless HOST is given. Without --entries "
+        "or --fabric, the switch drops all packets until the controller sends a program"
     )
-    control.add_argument(
-        "--device-id",
-        type=whole(0, (1 << 63) - 1),
-        default=1,
-        metavar="N",
-        help="what it calls this switch (default: 1)",
+    add(control, "--p4runtime", "[HOST:]PORT", str, served)
+    device = "the controller's number for this switch"
+    add(control, "--device-id", "N", whole(1, (1 << 63) - 1), device, default=1)
+    add(control, "--tls-cert", "FILE", Path, "certificate of the switch, PEM")
+    add(control, "--tls-key", "FILE", Path, "its private key, PEM")
+    add(
+        control, "--tls-ca", "FILE", Path, "CA that must have signed controllers' certificates, PEM; others are refused"
     )
-    control.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate of the switch, PEM")
-    control.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
-    control.add_argument(
-        "--tls-ca",
-        type=Path,
-        metavar="FILE",
-        help="whose certificates controllers must have, PEM; all others are refused",
-    )
-    control.add_argument(
-        "--insecure", action="store_true", help="use plain text instead of TLS, with anybody who can reach the address"
-    )
-    look = parser.add_argument_group("looking at it")
-    look.add_argument("--counters", type=Path, metavar="FILE", help="write all counters there, as JSON")
-    look.add_argument(
-        "--counters-every", type=real(DURATIONS), default=1.0, metavar="SECONDS", help="how often (default: 1)"
-    )
-    look.add_argument(
-        "--watch", action="store_true", help="show the counters; with --counters alone, those of a switch that runs"
-    )
-    look.add_argument("--write-entries", type=Path, metavar="FILE", help="write the entries to a file and stop")
+    insecure = "use plain text instead of TLS; anyone who can reach the address can control the switch"
+    control.add_argument("--insecure", action="store_true", help=insecure)
+    look = parser.add_argument_group("counters")
+    add(look, "--counters", "FILE", Path, "write all counters to a file, as JSON")
+    add(look, "--counters-every", "SECONDS", real(DURATIONS), "interval of writes", default=1.0)
+    watch = "show the counters; with --counters alone, those of a running switch"
+    look.add_argument("--watch", action="store_true", help=watch)
+    add(look, "--write-entries", "FILE", Path, "write the entries to a file and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command line says and return the exit status."""
+    """Run the switch, show its counters or write its entries; return the exit status."""
     try:
         if arguments.write_entries is not None:
             return _write_entries(arguments)
@@ -140,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build(arguments: argparse.Namespace) -> "tuple[Switch, P4RuntimeDevice | None]":
-    """Return a switch that is ready to run, and how controllers see it if they may.
+    """Return a switch that is ready to run, and its device for P4Runtime, if asked for.
 
     Raises
     ------
@@ -150,8 +143,7 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, P4RuntimeDevice | Non
     _check_p4runtime(arguments)
     fabric, own = _fabric(arguments)
     backend = _backend(arguments, own)
-    # Loaded even by a switch that waits for a controller to send one: most likely it will be this one, and what has
-    # been compiled once is taken from disk then.
+    # Loaded even if a controller is to send the program: it will most likely be this one, and is then compiled already.
     program: Program | None = Program.load(arguments.program, backend=backend)
     if arguments.p4runtime is not None and arguments.entries is None and arguments.fabric is None:
         program = None
@@ -177,7 +169,7 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, P4RuntimeDevice | Non
 
 
 def describe(program: Program | None) -> dict[str, Any]:
-    """Return what a program has counted, with the events named, as a dict that JSON can hold; empty for no program."""
+    """Return a program's counters by the names of their events, as plain values; empty for no program."""
     if program is None:
         return {}
     found = {}
@@ -191,7 +183,7 @@ def describe(program: Program | None) -> dict[str, Any]:
 
 
 def _backend(arguments: argparse.Namespace, own: Any) -> Backend:
-    """Return how programs are to be run."""
+    """Return the backend that runs programs."""
     if arguments.backend != "auto":
         chosen: Backend = arguments.backend
         return chosen
@@ -201,7 +193,7 @@ def _backend(arguments: argparse.Namespace, own: Any) -> Backend:
 
 
 def _fabric(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the fabric that was asked for, and which of its switches this one is; None of both without one."""
+    """Return the fabric of the command line and this switch in it; None and None without a fabric."""
     if arguments.fabric is None and arguments.hosts is None:
         return None, None
     # The controller is not part of the switch; only the command line brings the two together.
@@ -209,7 +201,7 @@ def _fabric(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     fabric = load(arguments.fabric) if arguments.fabric is not None else star(arguments.hosts)
     if arguments.name is None and len(fabric.switches) > 1:
-        raise ValueError(f"say which switch to be: --name {'|'.join(switch.name for switch in fabric.switches)}")
+        raise ValueError(f"choose a switch with --name {'|'.join(switch.name for switch in fabric.switches)}")
     own = fabric.switch(arguments.name or fabric.switches[0].name)
     return replace(fabric, queueing=_override(fabric.queueing, arguments)), own
 
@@ -238,7 +230,7 @@ def _policy_entries(fabric: Any, own: Any) -> Entries:
 
 
 def _setting(allowed: Range) -> Callable[[str], _PortSetting]:
-    """Return a type for argparse: what ``VALUE`` or ``PORT=VALUE`` says."""
+    """Return a type for argparse: ``VALUE`` or ``PORT=VALUE``."""
     value_of, port_of = real(allowed), whole(0, _LAST_PORT)
 
     def convert(word: str) -> _PortSetting:
@@ -249,7 +241,7 @@ def _setting(allowed: Range) -> Callable[[str], _PortSetting]:
 
 
 def _override(queueing: PortQueueing, arguments: argparse.Namespace, port: int | None = None) -> PortQueueing:
-    """Return the queueing with what the command line says of all ports, or of this one, in its place."""
+    """Return the queueing with the command line's values for all ports, or for this port, in its place."""
     for name in ("rate_bps", "depth_packets"):
         given = dict(getattr(arguments, name) or ())
         value = given.get(port, given.get(None))
@@ -259,17 +251,17 @@ def _override(queueing: PortQueueing, arguments: argparse.Namespace, port: int |
 
 
 def _check_settings(arguments: argparse.Namespace, ports: Sequence[int]) -> None:
-    """Refuse what is said of a port that there is not, or that the fabric's file says."""
+    """Refuse values for unknown ports, and for ports of a fabric's file."""
     for option, given in (("--rate-bps", arguments.rate_bps), ("--depth-packets", arguments.depth_packets)):
         for port, value in given or ():
             if port is not None and arguments.fabric is not None:
-                raise ValueError(f"{option} {port}={value:g}: with --fabric, its file says so, at the port's link")
+                raise ValueError(f"{option} {port}={value:g}: with --fabric, set it in its file, at the port's link")
             if port is not None and port not in ports:
-                raise ValueError(f"{option} {port}={value:g}: there is no port {port}")
+                raise ValueError(f"{option} {port}={value:g}: unknown port {port}")
 
 
 def _ports(arguments: argparse.Namespace, fabric: Any, own: Any) -> Iterator[PortGroup]:
-    """Open the ports that the switch has in its fabric, or those that --port asks for."""
+    """Open the switch's ports in its fabric, or those of --port."""
     loopback: list[LoopbackHost] = []
     interfaces: dict[int, str] = {}
     if fabric is None:
@@ -295,34 +287,32 @@ def _ports(arguments: argparse.Namespace, fabric: Any, own: Any) -> Iterator[Por
 
 
 def _check_p4runtime(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for options that do not go together, before anything is opened."""
+    """Raise ValueError for contradictory options, before anything is opened."""
     files = [arguments.tls_cert, arguments.tls_key, arguments.tls_ca]
     if arguments.p4runtime is None:
         if arguments.insecure or any(files):
-            raise ValueError("--tls-cert, --tls-key, --tls-ca and --insecure are about --p4runtime, which is not given")
+            raise ValueError("--tls-cert, --tls-key, --tls-ca and --insecure require --p4runtime")
         return
     if arguments.insecure and any(files):
-        raise ValueError("--insecure and TLS files are given; which of the two is meant?")
+        raise ValueError("--insecure and TLS files exclude each other: leave out one")
     if not arguments.insecure and not all(files):
         raise ValueError("--p4runtime needs --tls-cert, --tls-key and --tls-ca, or --insecure for plain text")
-    if arguments.device_id < 1:
-        raise ValueError(f"--device-id {arguments.device_id}: give 1 or more")
 
 
 def _device(
     arguments: argparse.Namespace, switch: Switch, program: Program | None, backend: Backend
 ) -> "P4RuntimeDevice":
-    """Return the switch as controllers will see it.
+    """Return the switch as a device for P4Runtime.
 
     Parameters
     ----------
     program
-        What it runs already, from the file ``--program``; its p4info is read from beside that file.
+        The program that it runs, from the file ``--program``; the p4info is beside that file.
 
     Raises
     ------
     ValueError
-        The package for P4Runtime, or the p4info, is missing, or is of another program.
+        The package for P4Runtime is missing, or the p4info is missing or of another program.
     """
     try:
         from dlcp.switch.p4runtime import ForwardingPipeline, P4RuntimeDevice, Refused
@@ -337,7 +327,7 @@ def _device(
 
 
 def _server(arguments: argparse.Namespace, device: "P4RuntimeDevice") -> "P4RuntimeServer":
-    """Start the server; raises ValueError for an address that is none, OSError if it cannot listen there."""
+    """Start the server; raise ValueError for an invalid address, OSError if it cannot listen there."""
     from dlcp.switch.p4runtime import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address
 
     make_way_for_packets()
@@ -346,12 +336,12 @@ def _server(arguments: argparse.Namespace, device: "P4RuntimeDevice") -> "P4Runt
 
 
 def _serve(arguments: argparse.Namespace, counters: Path | None) -> None:
-    """Run the switch until a signal says stop."""
+    """Run the switch until SIGTERM or SIGINT."""
     switch, device = build(arguments)
     server = None if device is None else _server(arguments, device)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: switch.stop())
-    # What is alive now stays alive; the collector need not look at it again while packets wait.
+    # All present objects live on; the garbage collector need not visit them while packets wait.
     gc.collect()
     gc.freeze()
     place = "" if server is None else f"; P4Runtime on {server.address}"
@@ -375,19 +365,17 @@ def _write_entries(arguments: argparse.Namespace) -> int:
 
 
 def _run_child(arguments: argparse.Namespace) -> None:
-    """Be the switch beside the process that shows its counters."""
+    """Run the switch in a child of the process that shows its counters."""
     end_with_parent()
     sys.exit(run(arguments))
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Show counters; the switch runs in another process, for drawing takes longer than a packet may wait."""
-    from dlcp.commands.switch_watch import watch
-
+    """Show counters; the switch runs in another process, because drawing would delay packets."""
     if arguments.fabric is None and arguments.hosts is None and arguments.port is None:
         if arguments.counters is None:
             raise ValueError("--watch needs a switch to start, or --counters FILE of one that runs")
-        watch(arguments.counters, lambda: True)
+        show_counters(arguments.counters, lambda: True)
         return 0
     with tempfile.TemporaryDirectory(prefix="dlcp-switch-") as folder:
         counters = arguments.counters or Path(folder) / "counters.json"
@@ -395,8 +383,91 @@ def _watch(arguments: argparse.Namespace) -> int:
         process = multiprocessing.get_context("fork").Process(target=_run_child, args=(own,))
         process.start()
         try:
-            watch(counters, process.is_alive)
+            show_counters(counters, process.is_alive)
         finally:
             process.terminate()
             process.join()
         return process.exitcode or 0
+
+
+# Counters of a running switch -----------------------------------------------------------------------------------------
+
+
+def show_counters(path: Path, alive: Callable[[], bool]) -> None:
+    """Show the counters in a file while ``alive`` returns True, or until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before: dict[str, Any] | None = None
+    with Live(Text(f"waiting for {path}"), auto_refresh=False) as live:
+        try:
+            while alive():
+                snapshot = _read(path)
+                if snapshot is not None and (before is None or snapshot["uptime_s"] != before["uptime_s"]):
+                    live.update(render(snapshot, before), refresh=True)
+                    before = snapshot
+                time.sleep(_SHOW_EVERY_S)
+        except KeyboardInterrupt:
+            return
+
+
+def render(snapshot: dict[str, Any], before: dict[str, Any] | None = None) -> Group:
+    """Return a snapshot as tables; rates are means since ``before``, or since the start."""
+    if before is not None and before["uptime_s"] >= snapshot["uptime_s"]:
+        before = None  # another switch has taken over the file
+    elapsed_s = snapshot["uptime_s"] - (before["uptime_s"] if before else 0.0)
+    table = Table(title=f"switch, up {snapshot['uptime_s']:.0f} s, busy {snapshot['busy']:.0%}", title_justify="left")
+    for heading in ("port", "leads to", "queue"):
+        table.add_column(heading)
+    for heading in ("waiting", "longest", "sent", "Mbit/s", "tail drops"):
+        table.add_column(heading, justify="right")
+    earlier = {port["port"]: port for port in before["ports"]} if before else {}
+    for port in snapshot["ports"]:
+        name, leads_to = str(port["port"]), port["leads_to"]
+        for queue in reversed(port["queues"]):
+            if not queue["enqueued"] and not queue["tail_drops"]:
+                continue
+            sent_bytes = queue["transmitted_bytes"]
+            if port["port"] in earlier:
+                sent_bytes -= earlier[port["port"]]["queues"][queue["queue"]]["transmitted_bytes"]
+            table.add_row(
+                name,
+                leads_to,
+                str(queue["queue"]),
+                str(queue["depth"]),
+                str(queue["max_depth"]),
+                str(queue["transmitted"]),
+                f"{sent_bytes * 8e-6 / elapsed_s:.1f}" if elapsed_s else "",
+                str(queue["tail_drops"]),
+            )
+            name = leads_to = ""
+        if name:
+            table.add_row(name, leads_to, "", "", "", "0", "", "0")
+    return Group(table, Text(_events(snapshot)), Text(_troubles(snapshot), style="yellow"))
+
+
+def _events(snapshot: dict[str, Any]) -> str:
+    """Return the program's events in one line."""
+    totals: dict[str, int] = {}
+    for direction in ("ingress_events", "egress_events"):
+        totals.update(snapshot["program"].get(direction, {}).get("totals", {}))
+    return "program: " + (", ".join(f"{name} {count}" for name, count in totals.items()) or "no events yet")
+
+
+def _troubles(snapshot: dict[str, Any]) -> str:
+    """Return the problems of each port, a line per port; empty if there are none."""
+    lines = []
+    for port in snapshot["ports"]:
+        found = [f"{name.replace('_', ' ')} {port[name]}" for name in _TROUBLE if port[name]]
+        if found:
+            lines.append(f"port {port['port']}: {', '.join(found)}")
+    if snapshot["no_port"]:
+        lines.append(f"sent to ports that do not exist: {snapshot['no_port']}")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    snapshot = read_json(path)
+    if not isinstance(snapshot, dict) or not {"uptime_s", "busy", "ports", "program", "no_port"} <= snapshot.keys():
+        raise ValueError(f"{path}: not the counters of a switch; give the file of its --counters")
+    return snapshot

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp trace``: one trace of what the ranks of a job have noted, for Perfetto."""
+"""``dlcp trace``: merge the timelines of a job's ranks into one trace for Perfetto."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from dlcp.commands.common import refuse
+from dlcp.commands.common import add, refuse
 from dlcp.train import trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp trace`` takes."""
+    """Declare the options of ``dlcp trace``."""
     parser.epilog = (
-        "Ranks note what they do in the folder that the option trace names (DLCP_TRACE); bring together those of all "
-        "hosts. `dlcp train --trace FILE` does all of it for the ranks of one machine."
+        "Ranks write timelines to the folder that the option trace names (DLCP_TRACE); collect those of all hosts. For "
+        "the ranks of one machine, `dlcp train --trace FILE` does all of this."
     )
-    parser.add_argument("folder", nargs="+", type=Path, help="where ranks have left their timelines")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the trace, as JSON")
+    parser.add_argument("folder", nargs="+", type=Path, help="where ranks have written timelines")
+    add(parser, "--out", "FILE", Path, "the trace, as JSON", required=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(file: Path, folders: list[Path]) -> None:
-    """Write the trace of the timelines in some folders, and say so."""
+    """Write the trace of the timelines in some folders, and print its size."""
     timelines = trace.find(folders)
     events = trace.write(file, timelines)
     ranks = len({each.about["process_rank"] for each in timelines})

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dlcp.commands import trace
-from dlcp.commands.common import add_option, add_steps, check_writable, refuse, write_late
+from dlcp.commands.common import add, add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import headroom, summary
 from dlcp.train.launcher import TrainPlan, UsageError, launch, temporary_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp train`` takes."""
+    """Declare the options of ``dlcp train``."""
     parser.usage = "dlcp train [options] [torchrun's options] -- script.py [the script's arguments]"
     parser.epilog = (
         "All other options before -- go to torchrun: --nproc-per-node 4, --nnodes, --rdzv-endpoint, --max-restarts ... "
@@ -25,33 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         action="store_true",
-        help="let init_process_group use DLCP's backend, so that every collective goes over DLCP",
+        help="make init_process_group use DLCP's backend, so that every collective goes over DLCP",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure what DLCP can gain, and end; the model is not trained properly meanwhile",
+        help="measure what DLCP can gain, then exit; the model is not trained properly meanwhile",
     )
-    add_steps(parser, headroom.MEASURED_STEPS, "training steps that --measure takes")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens",
-    )
-    parser.add_argument(
-        "--live",
-        metavar="[HOST:]PORT",
-        help="serve a page, and metrics for Prometheus, of what the ranks of this machine are at (host: 127.0.0.1)",
-    )
-    parser.add_argument("--summary", type=Path, metavar="FILE", help="also write the summary to a file, as JSON")
+    add_steps(parser, headroom.MEASURED_STEPS, "training steps of --measure")
+    traced = "write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens"
+    add(parser, "--trace", "FILE", Path, traced)
+    live = "serve a page, and metrics for Prometheus, of what the ranks of this machine are doing (host: 127.0.0.1)"
+    add(parser, "--live", "[HOST:]PORT", str, live)
+    add(parser, "--summary", "FILE", Path, "also write the summary to a file, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; return the exit status of the first process that failed, or 0."""
     if arguments.measure:
         if arguments.live:
-            return refuse("train", "--live shows training; with --measure there is none")
+            return refuse("train", "--live shows training, and --measure does not train: leave out one of the two")
         return measure(arguments.torchrun, arguments.script, arguments.steps, options=arguments.option)
     try:
         check_writable("--trace", arguments.trace)
@@ -82,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(
     torchrun: Sequence[str], script: Sequence[str], steps: int, *, options: Sequence[str] = (), as_json: bool = False
 ) -> int:
-    """Measure what share of a script's steps is communication; return the exit status."""
+    """Measure the share of communication in a script's steps; return the exit status."""
     try:
         plan = TrainPlan(measure_steps=headroom.checked_steps(steps))
         status, reports = launch(torchrun, script, options, plan)
@@ -99,12 +92,12 @@ def measure(
 
 
 def _serve(address: str, stack: ExitStack) -> str:
-    """Serve the live page until the stack is closed; return the folder where ranks are to leave snapshots.
+    """Serve the live page until the stack is closed; return the folder for the ranks' snapshots.
 
     Raises
     ------
     UsageError
-        It cannot be served.
+        The page cannot be served.
     """
     try:
         from dlcp.commands.live import say_where
@@ -122,7 +115,7 @@ def _serve(address: str, stack: ExitStack) -> str:
 
 
 def _write_trace(file: Path, folder: Path) -> None:
-    """Write the trace, or say why there is none: it is no reason for another exit status than the script's."""
+    """Write the trace, or print why there is none; the exit status stays the script's."""
     try:
         trace.write(file, [folder])
     except (OSError, ValueError) as error:

@@ -3,8 +3,8 @@
 
 from typing import TYPE_CHECKING
 
+from dlcp import on_demand
 from dlcp.compress.compressor import Compressor, Encoded, Feedback, Occasion
-from dlcp.on_demand import on_demand
 
 if TYPE_CHECKING:
     from dlcp.compress.choice import COMPRESSORS, make_compressor

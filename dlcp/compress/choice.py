@@ -8,7 +8,7 @@ from dlcp.compress.compressor import Compressor
 from dlcp.compress.low_rank import Atomo, PowerSgd
 from dlcp.compress.quantized import BFloat16, Float16, Qsgd, ScaledSigns, SignSgd, TernGrad
 from dlcp.compress.sparse import RandomK, TopK
-from dlcp.suggestion import closest
+from dlcp.error_text import closest
 
 COMPRESSORS: Final[Mapping[str, type[Compressor]]] = {
     kind.name: kind

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
 _FILES: Final = ("published", "measured", "shortfall")
 MEASURED_OPTIMIZERS: Final = ("sgd", "adamw")

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from dlcp.demo.processes import send_fact
+from dlcp.processes import send_fact
 from dlcp.tags import PacketTags
 from dlcp.transport import (
     RELIABLE,

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of the demo: train over a congested switch beside background traffic, and record it."""
+"""Runs of the demo: train over a congested switch beside background traffic, record each run, and report on all."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import platform
@@ -15,12 +18,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from rich import progress
+from rich.console import Console
+
 import dlcp
 from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps, sink, source
 from dlcp.demo.network import DemoNetwork, Shares
-from dlcp.demo.processes import DemoProcess, Fact, command
 from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
 from dlcp.ledger import add_up
+from dlcp.processes import Fact, ReportingFork, send_fact
+from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 from dlcp.wire import DROP_CLASSES
 
 _JOB: Final = 1
@@ -133,7 +140,7 @@ def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
 
 def _background(
     setup: DemoSetup, network: DemoNetwork, bursts: Sequence[BackgroundBurst], stack: ExitStack
-) -> tuple[list[DemoProcess], list[DemoProcess]]:
+) -> tuple[list[ReportingFork], list[ReportingFork]]:
     """Start the background traffic; return its sinks, once they are ready, and its sources."""
     sinks = [
         _start(stack, network, "sink", host, sink, [network.background_end(host, setup.sources)])
@@ -155,15 +162,15 @@ def _start(
     function: Callable[..., None],
     arguments: Sequence[Any],
     **options: Any,
-) -> DemoProcess:
+) -> ReportingFork:
     """Start a process on a host."""
     namespace = network.namespace(host)
-    return stack.enter_context(DemoProcess(f"{name} {host}", function, arguments, namespace=namespace, **options))
+    return stack.enter_context(ReportingFork(f"{name} {host}", function, arguments, namespace=namespace, **options))
 
 
 def _ranks(
     setup: DemoSetup, variant: Variant, network: DemoNetwork, folder: Path, stack: ExitStack, progress: Progress
-) -> tuple[list[DemoProcess], list[DemoProcess]]:
+) -> tuple[list[ReportingFork], list[ReportingFork]]:
     """Start DLCP's parameter server, if any, and the ranks: the workers, then Gloo's server if any."""
     servers = []
     ranks = setup.workers
@@ -197,8 +204,7 @@ def _ranks(
         if setup.server is not None:
             # Each worker's flow into the server's port gets the weight of one TCP flow.
             environment["DLCP_FLOW_WEIGHT"] = "1"
-        common = setup.workers, setup.collective, setup.steps, setup.seed, setup.fp16, setup.optimizer
-        task = RankTask(rank, ranks, variant.mode, *common, str(folder / "store"))
+        task = RankTask(rank, ranks, variant.mode, setup, str(folder / "store"))
         on_fact = partial(_report_progress, progress) if rank == 0 else None
         process = _start(stack, network, "worker", rank, _work, [task], environment=environment, on_fact=on_fact)
         workers.append(process)
@@ -211,7 +217,7 @@ def _work(channel: Connection, task: RankTask) -> None:
     worker.main(channel, task)
 
 
-def _await_ready(processes: Sequence[DemoProcess]) -> None:
+def _await_ready(processes: Sequence[ReportingFork]) -> None:
     deadline_s = time.monotonic() + _READY_DEADLINE_S
     for process in processes:
         while not process.ready.wait(0.2):
@@ -221,7 +227,7 @@ def _await_ready(processes: Sequence[DemoProcess]) -> None:
     _check(processes)
 
 
-def _collect(workers: Sequence[DemoProcess], everybody: Sequence[DemoProcess]) -> list[Fact]:
+def _collect(workers: Sequence[ReportingFork], everybody: Sequence[ReportingFork]) -> list[Fact]:
     """Wait until the workers have ended, and return their reports."""
     deadline_s = time.monotonic() + RUN_DEADLINE_S
     while any(worker.status() is None for worker in workers):
@@ -236,7 +242,7 @@ def _collect(workers: Sequence[DemoProcess], everybody: Sequence[DemoProcess]) -
     return found
 
 
-def _check(processes: Sequence[DemoProcess]) -> None:
+def _check(processes: Sequence[ReportingFork]) -> None:
     failed = [process for process in processes if process.status() not in (None, 0)]
     if failed:
         time.sleep(0.5)  # until the others have noticed and reported their errors
@@ -301,3 +307,133 @@ def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:
         "busy": counters["busy"],
         "late_max_s": counters["late_max_s"],
     }
+
+
+def command(channel: Connection, argv: Sequence[str]) -> None:
+    """Run a ``dlcp`` command line; report its standard output as ``said`` facts and its standard error as errors."""
+    # Imported by name: the command line is a higher layer than the demo.
+    main = importlib.import_module("dlcp.cli").main
+    with contextlib.redirect_stdout(_Facts(channel, "said")), contextlib.redirect_stderr(_Facts(channel, "error")):
+        raise SystemExit(main(argv))
+
+
+class _Facts(io.TextIOBase):
+    """A stream that reports its text as facts of one name."""
+
+    def __init__(self, channel: Connection, name: str) -> None:
+        self._channel, self._name = channel, name
+
+    def write(self, text: str) -> int:
+        send_fact(self._channel, {self._name: text})
+        return len(text)
+
+
+# A series of runs -----------------------------------------------------------------------------------------------------
+
+
+def run_series(
+    console: Console, folder: Path, variants: Sequence[Variant], steps: int, run: Callable[..., dict[str, Any]]
+) -> None:
+    """Run each variant and write its record to ``folder/runs/NAME.json``.
+
+    Parameters
+    ----------
+    run
+        Called with a variant and ``progress``; returns the record. See :func:`execute`.
+
+    Raises
+    ------
+    DemoError
+        A run failed; the message names it.
+    """
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    columns = (
+        progress.TextColumn("{task.description:<58}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=console) as bars:
+        for number, variant in enumerate(variants, 1):
+            bar = bars.add_task(variant.title, total=steps)
+            if not console.is_terminal:  # rich then draws bars only at the end
+                console.print(f"run {number} of {len(variants)}, {steps} steps: {variant.title}")
+            try:
+                record = run(variant, progress=lambda done, bar=bar: bars.update(bar, completed=done))
+            except DemoError as error:
+                raise DemoError(f"{variant.title} failed\n{error}") from error
+            (folder / "runs" / f"{variant.name}.json").write_text(json.dumps(record))
+
+
+def select(variants: Sequence[Variant], only: Sequence[str] | None, folder: Path) -> list[Variant]:
+    """Return the variants named in ``only``. Without it, return all, and remove earlier runs from the folder.
+
+    Raises
+    ------
+    ValueError
+        No variant has that name.
+    """
+    if only:
+        unknown = set(only) - {variant.name for variant in variants}
+        if unknown:
+            raise ValueError(f"--only: unknown run {min(unknown)!r}; choose from {', '.join(v.name for v in variants)}")
+        return [variant for variant in variants if variant.name in only]
+    for old in (folder / "runs").glob("*.json"):
+        old.unlink()
+    return list(variants)
+
+
+def report(console: Console, folder: Path, *, complete: bool) -> dict[str, Run]:
+    """Write summary and report page of the runs in a folder, print a short result, and return the runs.
+
+    Parameters
+    ----------
+    complete
+        Whether all runs must be there. Otherwise a missing run means no page yet.
+
+    Raises
+    ------
+    RunFileError
+        A run is missing, or the runs cannot be compared.
+    """
+    from dlcp.report.page import write_report  # Matplotlib takes a second to load
+
+    try:
+        runs = load_runs(folder)
+    except RunFileError as error:
+        if complete:
+            raise
+        console.print(f"no page yet: {error}")
+        return {}
+    summary = summarize(runs)
+    write_summary(summary, folder)
+    page = write_report(runs, summary, folder)
+    _print_summary(console, summary)
+    console.print(f"  report: {page}")
+    return runs
+
+
+def _print_summary(console: Console, summary: dict[str, Any]) -> None:
+    accuracy = summary["target_accuracy"]
+    if accuracy is None:
+        console.print("  The runs have no accuracy in common that each one held: train longer (--steps).")
+        return
+    for name in RUN_NAMES:
+        if result := summary.get(name):
+            console.print(
+                f"  {name:<14} {result['seconds_to_target']:6.1f} s to {accuracy:.1%}, "
+                f"{result['step_seconds']['mean']:.2f} s per step, final accuracy {result['final_accuracy']:.1%}"
+            )
+    console.print()
+    peers = [(peer, summary[f"speedup_over_{peer}"]) for peer in ("gloo", "plain")]
+    ratios = [f"{ratio:.2f} times as fast as {peer}" for peer, ratio in peers if ratio is not None]
+    loss = summary["dlcp"]["loss"]
+    kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
+    console.print(f"  dlcp was {', '.join(ratios) or 'the only run'}, to {accuracy:.1%}")
+    console.print(f"  a message lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}")
+    deferral = summary["dlcp"]["deferral"]
+    console.print(
+        f"  {deferral['share']:.1%} of the packets were deferred to a later step, at most "
+        f"{deferral['max_message_ratio']:.1%} of a message; the bound is {deferral['bound']:.0%}"
+    )
+    console.print(f"  replicas are {'bit-identical' if summary['replicas_identical'] else 'NOT identical'}")

@@ -155,8 +155,8 @@ class RankTask:
         Its rank, and the number of ranks: the workers, and Gloo's parameter server if any.
     mode
         What averages the gradients: ``gloo`` or ``dlcp``.
-    workers, collective, steps, seed, fp16, optimizer
-        As in the setup.
+    setup
+        The settings of the run.
     store
         Path of the process group's rendezvous file.
     """
@@ -164,10 +164,5 @@ class RankTask:
     rank: int
     ranks: int
     mode: str
-    workers: int
-    collective: str
-    steps: int
-    seed: int
-    fp16: bool
-    optimizer: str
+    setup: DemoSetup
     store: str

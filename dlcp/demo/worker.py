@@ -25,9 +25,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.demo.processes import Fact, send_fact
 from dlcp.demo.setup import RankTask
 from dlcp.examples import digits as demo
+from dlcp.processes import Fact, send_fact
 from dlcp.tags import layers_in_order
 
 _MAKE_OPTIMIZER: Final[dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]] = {
@@ -43,24 +43,24 @@ _WARM_UP_STEPS: Final = 6
 
 def train(task: RankTask, channel: Connection) -> Fact:
     """Train, and return this rank's report."""
-    rank, workers = task.rank, task.workers
-    digits = demo.load(task.seed)
-    network = demo.network(task.seed)
-    group = dist.new_group(list(range(workers)))
+    rank, setup = task.rank, task.setup
+    digits = demo.load(setup.seed)
+    network = demo.network(setup.seed)
+    group = dist.new_group(list(range(setup.workers)))
     model = DistributedDataParallel(network, bucket_cap_mb=_BUCKET_MB, process_group=group)
     state = None
     if task.mode == "dlcp":
         state = dlcp.torch.enable(model)
-    elif task.collective == "server":
+    elif setup.collective == "server":
         model.register_comm_hook(GlooServerClient(), average_at_server)
-    elif task.fp16:
+    elif setup.fp16:
         model.register_comm_hook(group, fp16_compress_hook)
-    optimizer = _MAKE_OPTIMIZER[task.optimizer](model.parameters())
+    optimizer = _MAKE_OPTIMIZER[setup.optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1, (step + 1) / _LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / task.steps)),
+        lambda step: min(1, (step + 1) / _LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / setup.steps)),
     )
-    batches = demo.batches(digits, task.steps, rank, workers, task.seed)
+    batches = demo.batches(digits, setup.steps, rank, setup.workers, setup.seed)
     compute_s = _warm_up(network, digits)
     send_fact(channel, {"ready": True})
     start_s: float = channel.recv()
@@ -97,7 +97,7 @@ def train(task: RankTask, channel: Connection) -> Fact:
         state.close()
         # Only after close(): until then the last results are in flight, and not in the ledger.
         report["ledger"] = state.ledger.summary()
-    elif task.collective == "server":
+    elif setup.collective == "server":
         dist.send(torch.zeros(1, dtype=torch.int64), _server())  # length 0: this worker has finished
     return report
 
@@ -247,10 +247,10 @@ def main(channel: Connection, task: RankTask) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.ranks)
     try:
-        if task.rank >= task.workers:
-            dist.new_group(list(range(task.workers)))
+        if task.rank >= task.setup.workers:
+            dist.new_group(list(range(task.setup.workers)))
             send_fact(channel, {"ready": True})
-            GlooServer(task.workers).run()
+            GlooServer(task.setup.workers).run()
             return
         report = train(task, channel)
     except Exception as error:

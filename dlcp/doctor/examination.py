@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 from dlcp import configuration
 from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
 from dlcp.doctor import machine
-from dlcp.doctor.findings import Diagnosis, Section, Status, anything_missing
+from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
+from dlcp.error_text import closest
 from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
-from dlcp.suggestion import closest
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
 
@@ -66,11 +66,9 @@ def examine_path(text: str, packets: int, settings: Sequence[Setting]) -> Sectio
         peer = parse_peer(text)
         report = try_path(peer, packets)
     except PeerError as error:
-        return Section(f"Path to {text}", [Diagnosis("answer", Status.MISSING, str(error), error.fix)])
+        return Section(f"Path to {text}", [missing("answer", str(error), error.fix)])
     except (OSError, ValueError) as error:
-        return Section(
-            f"Path to {text}", [Diagnosis("answer", Status.MISSING, f"cannot be reached: {reason_of(error)}")]
-        )
+        return Section(f"Path to {text}", [missing("answer", f"cannot be reached: {reason_of(error)}")])
     section = describe(report)
     section.findings.insert(0, examine_route(peer[0]))
     section.findings.extend(examine_payload(settings, report.mtu_bytes, "this path"))
@@ -99,7 +97,7 @@ def safely(look: Callable[[], Diagnosis]) -> Diagnosis:
         return look()
     except (OSError, AttributeError) as error:
         subject = look.__name__.removeprefix("examine_").replace("_", " ")
-        return Diagnosis(subject, Status.NOTE, f"could not be examined: {error!r}")
+        return note(subject, f"could not be examined: {error!r}")
 
 
 def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Section, list[Setting]]:
@@ -113,12 +111,12 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
         found = configuration.settings(Options, environment)
         options = configuration.build(Options, environment)
     except ValueError as error:
-        section.findings.append(Diagnosis("options", Status.MISSING, str(error), "correct or remove it"))
+        section.findings.append(missing("options", str(error), "correct or remove it"))
         return section, []
     chosen = [setting for setting in found if not setting.is_default]
     where = f"file {path}" if path else f"no file (neither ./dlcp.toml nor {FILE_VARIABLE})"
     text = f"{len(chosen)} set, {len(found) - len(chosen)} at their defaults; {where}"
-    section.findings.append(Diagnosis("origin", Status.OK, text, data={"file": str(path) if path else None}))
+    section.findings.append(ok("origin", text, file=str(path) if path else None))
     section.findings.extend([examine_own_address(options, environment), examine_secret(options)])
     section.findings.extend(_unknown_variables(environment, [setting.name for setting in found]))
     return section, found
@@ -133,14 +131,14 @@ def examine_own_address(options: "Options", environment: Mapping[str, str]) -> D
         place = own_place(options, master or "127.0.0.1")
     except OSError as error:
         text = f"there is no route to MASTER_ADDR={master}: {reason_of(error)}"
-        return Diagnosis(subject, Status.MISSING, text, "set MASTER_ADDR to an address of rank 0's machine")
+        return missing(subject, text, "set MASTER_ADDR to an address of rank 0's machine")
     if place.settled:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
                 tried.bind((place.address, 0))
         except (OSError, UnicodeError) as error:
             text = f"bind {options.bind!r} is not an address of this machine: {reason_of(error)}"
-            return Diagnosis(subject, Status.MISSING, text, "set DLCP_BIND to one that `ip address` shows, or unset it")
+            return missing(subject, text, "set DLCP_BIND to one that `ip address` shows, or unset it")
         why = "as bind says"
     elif master and place.at_meeting:
         why = f"as MASTER_ADDR={master} is this machine; on two networks the routes to the other ranks decide"
@@ -162,12 +160,12 @@ def _examine_choice(subject: str, address: str, why: str, host: str | None) -> D
     """Report the interface of an address, and whether another would be better for reaching ``host``."""
     used = interface_of(address)
     if used is None:
-        return Diagnosis(subject, Status.OK, f"{address}, {why}", data={"own_address": address, "interface": None})
+        return ok(subject, f"{address}, {why}", own_address=address, interface=None)
     data = {"own_address": address, "interface": used.name, "speed_mbps": used.speed_mbps or None}
     text = f"{address}, interface {used.name} ({machine.described(used)}), {why}"
     better = _better(used) if host or not used.loopback else None
     if better is None:
-        return Diagnosis(subject, Status.OK, text, data=data)
+        return ok(subject, text, **data)
     data |= {"faster_interface": better.name, "faster_speed_mbps": better.speed_mbps}
     text = f"{text}; {better.name} ({better.address}, {machine.described(better)}) is faster"
     if host and better.name in with_route_to(socket.gethostbyname(host)):
@@ -176,7 +174,7 @@ def _examine_choice(subject: str, address: str, why: str, host: str | None) -> D
     else:
         bind = f"DLCP_BIND={better.address}:0"
         fix = f"if the other machines are on that network, meet at an address there (--rdzv-endpoint), or set {bind}"
-    return Diagnosis(subject, Status.NOTE, text, fix, data)
+    return note(subject, text, fix, **data)
 
 
 def _better(used: NetworkInterface) -> NetworkInterface | None:
@@ -192,11 +190,11 @@ def examine_secret(options: "Options") -> Diagnosis:
     try:
         given = configured_secret(options) is not None
     except (OSError, ValueError) as error:
-        return Diagnosis("job's secret", Status.MISSING, reason_of(error), "see docs/security.md")
+        return missing("job's secret", reason_of(error), "see docs/security.md")
     text = f"{options.secret_file or 'DLCP_SECRET'}: ranks prove that they have it when they meet"
     if not given:
         text = "none: with PyTorch anyone who reaches MASTER_PORT can join; without PyTorch anyone with this user's key"
-    return Diagnosis("job's secret", Status.OK, text, data={"secret": given})
+    return ok("job's secret", text, secret=given)
 
 
 def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> list[Diagnosis]:
@@ -206,27 +204,23 @@ def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> lis
         return []
     chosen, fits = setting.value, payload_for_mtu(min(mtu_bytes, _JUMBO_MTU_BYTES))
     data = {"payload_bytes": chosen, "payload_bytes_that_fit": fits}
+    subject, variable = "packet size", f"{PREFIX}PAYLOAD_BYTES"
     if not chosen:
-        return [Diagnosis("packet size", Status.OK, f"determined at the start: {fits} bytes of values here", data=data)]
-    variable = f"{PREFIX}PAYLOAD_BYTES"
+        return [ok(subject, f"determined at the start: {fits} bytes of values here", **data)]
     if chosen > fits:
         text = f"{chosen} bytes of values ({setting.origin}) make packets too large for {where}"
-        return [
-            Diagnosis(
-                "packet size", Status.NOTE, text, f"unset {variable}, or set {variable}={fits} on every rank", data
-            )
-        ]
+        return [note(subject, text, f"unset {variable}, or set {variable}={fits} on every rank", **data)]
     if fits >= 2 * chosen:
         text = f"{chosen} bytes of values ({setting.origin}); {where} carries {fits}"
-        return [Diagnosis("packet size", Status.NOTE, text, f"unset {variable}: fewer packets, less work", data)]
-    return [Diagnosis("packet size", Status.OK, f"{chosen} bytes of values fit {where}", data=data)]
+        return [note(subject, text, f"unset {variable}: fewer packets, less work", **data)]
+    return [ok(subject, f"{chosen} bytes of values fit {where}", **data)]
 
 
 def _unknown_variables(environment: Mapping[str, str], known: list[str]) -> list[Diagnosis]:
     """Report variables that look like options but are not, such as misspelt ones."""
     names = [PREFIX + name.upper() for name in known]
     return [
-        Diagnosis(variable, Status.NOTE, "is set, but there is no such option", f"unset it{hint}")
+        note(variable, "is set, but there is no such option", f"unset it{hint}")
         for variable in sorted(environment)
         if variable.startswith(PREFIX)
         and variable not in (*names, *_OTHER_VARIABLES)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__, native, wire
-from dlcp.doctor.findings import Diagnosis, Status
+from dlcp.doctor.findings import Diagnosis, missing, note, ok
 from dlcp.interfaces import NetworkInterface
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
@@ -37,11 +37,11 @@ def examine_kernel() -> Diagnosis:
     data = {"system": platform.system(), "release": release, "machine": platform.machine()}
     if sys.platform != "linux":
         fix = "run the ranks on Linux, in a container or a virtual machine"
-        return Diagnosis("system", Status.MISSING, f"{platform.system()} {release}: DLCP needs Linux", fix, data)
+        return missing("system", f"{platform.system()} {release}: DLCP requires Linux", fix, **data)
     text = f"Linux {release}, {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs for this process"
     if version_of(release) < OLDEST_KERNEL:
-        return Diagnosis("system", Status.NOTE, text, "use kernel 5.0 or newer, which moves bursts of packets", data)
-    return Diagnosis("system", Status.OK, text, data=data)
+        return note("system", text, "use kernel 5.0 or newer, which moves bursts of packets", **data)
+    return ok("system", text, **data)
 
 
 def examine_python() -> Diagnosis:
@@ -50,32 +50,31 @@ def examine_python() -> Diagnosis:
     text = f"DLCP {__version__} on Python {found}, {sys.executable}"
     data = {"dlcp": __version__, "library": str(native.LIBRARY), "python": found}
     if sys.version_info < OLDEST_PYTHON:
-        return Diagnosis("Python", Status.MISSING, text, "use Python 3.10 or newer", data)
-    return Diagnosis("Python", Status.OK, text, data=data)
+        return missing("Python", text, "use Python 3.10 or newer", **data)
+    return ok("Python", text, **data)
 
 
 def examine_torch() -> Diagnosis:
     """Examine whether PyTorch is installed and has torch.distributed."""
-    found = _version("torch")
-    data: dict[str, Any] = {"torch": found}
+    subject, found = "PyTorch", _version("torch")
     install = "pip install 'dlcp[torch]' (not needed for a switch or a parameter server)"
     if found is None:
-        return Diagnosis("PyTorch", Status.MISSING, "not installed", install, data)
+        return missing(subject, "not installed", install, torch=found)
     try:
         import torch
         import torch.distributed as dist
     except Exception as error:
-        return Diagnosis("PyTorch", Status.MISSING, f"{found} does not load: {error}", install, data)
+        return missing(subject, f"{found} does not load: {error}", install, torch=found)
     if version_of(found) < OLDEST_TORCH:
-        return Diagnosis("PyTorch", Status.MISSING, f"{found} is too old", "install PyTorch 2.4 or newer", data)
+        return missing(subject, f"{found} is too old", "install PyTorch 2.4 or newer", torch=found)
     if not dist.is_available():
         fix = "install a build of PyTorch with USE_DISTRIBUTED=1"
-        return Diagnosis("PyTorch", Status.MISSING, f"{found} was built without torch.distributed", fix, data)
-    data["cuda_devices"] = devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return missing(subject, f"{found} was built without torch.distributed", fix, torch=found)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
-    data["backends"] = backends
     where = f"{devices} CUDA device{'s' * (devices != 1)}" if devices else "CPU"
-    return Diagnosis("PyTorch", Status.OK, f"{found}, {where}, {', '.join(backends) or 'no backend'}", data=data)
+    text = f"{found}, {where}, {', '.join(backends) or 'no backend'}"
+    return ok(subject, text, torch=found, cuda_devices=devices, backends=backends)
 
 
 def examine_extras() -> Diagnosis:
@@ -83,8 +82,7 @@ def examine_extras() -> Diagnosis:
     found = {name: _version(name) for name in ("numpy", "numba", "rich", "msgspec", "scikit-learn")}
     there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     absent = ", ".join(name for name, version in found.items() if not version)
-    text = there + (f"; without {absent}" if absent else "")
-    return Diagnosis("packages", Status.OK, text, data={"packages": found})
+    return ok("packages", there + (f"; without {absent}" if absent else ""), packages=found)
 
 
 def examine_shared_memory() -> Diagnosis:
@@ -92,20 +90,16 @@ def examine_shared_memory() -> Diagnosis:
     subject, fix = "shared memory", ""
     try:
         if not shared_memory.supported():
-            why, fix = (
-                "this Python has no memfd_create, eventfd or seals",
-                "use a Python that was built on a recent Linux",
-            )
+            why = "this Python has no memfd_create, eventfd or seals"
+            fix = "use a Python that was built on a recent Linux"
         elif _two_meet():
             text = "ranks in one network namespace exchange packets through memory"
-            return Diagnosis(subject, Status.OK, text, data={"shared_memory": True})
+            return ok(subject, text, shared_memory=True)
         else:
             why = "two ranks could not connect"
     except OSError as error:
-        why = str(error)
-        fix = "in a container, use a seccomp profile that permits memfd_create and Unix sockets"
-    text = f"{why}: ranks of this machine exchange packets through sockets"
-    return Diagnosis(subject, Status.NOTE, text, fix, {"shared_memory": False})
+        why, fix = str(error), "in a container, use a seccomp profile that permits memfd_create and Unix sockets"
+    return note(subject, f"{why}: ranks of this machine exchange packets through sockets", fix, shared_memory=False)
 
 
 def _two_meet() -> bool:
@@ -128,16 +122,15 @@ def examine_namespaces() -> Diagnosis:
 
     works, reason = netlab.available()
     root = os.geteuid() == 0
-    data = {"root": root, "namespaces": works}
     who = "root" if root else "not root"
     if works:
-        return Diagnosis("namespaces", Status.OK, f"{who}; network namespaces and veth links work", data=data)
-    userns = Path("/proc/sys/user/max_user_namespaces")
-    allowed = not root and userns.is_file() and int(userns.read_text()) > 0
-    text = f"{who}; no network namespaces ({reason})"
-    if allowed:
-        text += "; the demo tries a user namespace of its own"
-    return Diagnosis("namespaces", Status.OK, f"{text}; only the demo uses them, and can run without", data=data)
+        text = f"{who}; network namespaces and veth links work"
+    else:
+        userns = Path("/proc/sys/user/max_user_namespaces")
+        allowed = not root and userns.is_file() and int(userns.read_text()) > 0
+        own = "; the demo tries a user namespace of its own" if allowed else ""
+        text = f"{who}; no network namespaces ({reason}){own}; only the demo uses them, and can run without"
+    return ok("namespaces", text, root=root, namespaces=works)
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -177,20 +170,12 @@ def examine_segmentation() -> Diagnosis:
             sender.sendto(bytes(_SEGMENT_BYTES * _SEGMENTS), receiver.getsockname())
             sizes = [len(receiver.recv(65536)) for _ in range(_SEGMENTS)]
         except OSError as error:
-            return Diagnosis(
-                subject,
-                Status.NOTE,
-                f"UDP_SEGMENT does not work here ({error}): one system call per packet, three to ten times slower",
-                "use a Linux kernel of 4.18 or newer; in a container, a seccomp profile that permits setsockopt",
-                {"udp_segment": False},
-            )
-    whole = sizes == [_SEGMENT_BYTES] * _SEGMENTS
-    return Diagnosis(
-        subject,
-        Status.OK if whole else Status.NOTE,
-        "UDP_SEGMENT works" if whole else f"UDP_SEGMENT cuts bursts wrongly: {sizes}",
-        data={"udp_segment": whole},
-    )
+            text = f"UDP_SEGMENT does not work here ({error}): one system call per packet, three to ten times slower"
+            fix = "use a Linux kernel of 4.18 or newer; in a container, a seccomp profile that permits setsockopt"
+            return note(subject, text, fix, udp_segment=False)
+    if sizes != [_SEGMENT_BYTES] * _SEGMENTS:
+        return note(subject, f"UDP_SEGMENT cuts bursts wrongly: {sizes}", udp_segment=False)
+    return ok(subject, "UDP_SEGMENT works", udp_segment=True)
 
 
 def examine_coalescing() -> Diagnosis:
@@ -204,17 +189,13 @@ def examine_coalescing() -> Diagnosis:
             sender.sendto(bytes(_SEGMENT_BYTES * _SEGMENTS), receiver.getsockname())
             size, ancillary, _, _ = receiver.recvmsg_into([bytearray(65536)], 64)
         except OSError as error:
-            return Diagnosis(
-                subject,
-                Status.NOTE,
-                f"UDP_GRO does not work here ({error}): one system call per packet",
-                "use a Linux kernel of 5.0 or newer",
-                {"udp_gro": False},
-            )
+            text = f"UDP_GRO does not work here ({error}): one system call per packet"
+            return note(subject, text, "use a Linux kernel of 5.0 or newer", udp_gro=False)
     segment = next((struct.unpack_from("i", value)[0] for level, kind, value in ancillary if kind == UDP_GRO), 0)
-    whole = size == _SEGMENT_BYTES * _SEGMENTS and segment == _SEGMENT_BYTES
-    text = "UDP_GRO works" if whole else f"UDP_GRO is accepted, but {size} of {_SEGMENT_BYTES * _SEGMENTS} bytes came"
-    return Diagnosis(subject, Status.OK if whole else Status.NOTE, text, data={"udp_gro": whole})
+    if size != _SEGMENT_BYTES * _SEGMENTS or segment != _SEGMENT_BYTES:
+        text = f"UDP_GRO is accepted, but {size} of {_SEGMENT_BYTES * _SEGMENTS} bytes came"
+        return note(subject, text, udp_gro=False)
+    return ok(subject, "UDP_GRO works", udp_gro=True)
 
 
 def described(interface: NetworkInterface) -> str:
@@ -238,28 +219,21 @@ def examine_interface(interface: NetworkInterface) -> Diagnosis:
         "speed_mbps": interface.speed_mbps or None,
         "virtual": interface.virtual,
     }
-    if interface.loopback or not interface.multicast:
-        return Diagnosis(subject, Status.OK, text, data=data)
-    taken = _takes_bursts(interface)
+    taken = None if interface.loopback or not interface.multicast else _takes_bursts(interface)
     if taken is None:
-        return Diagnosis(subject, Status.OK, text, data=data)
-    data["bursts"] = taken
+        return ok(subject, text, **data)
     if taken:
-        return Diagnosis(subject, Status.OK, f"{text}, takes bursts", data=data)
-    return Diagnosis(
-        subject,
-        Status.NOTE,
-        f"{text}, refuses bursts (UDP_SEGMENT gives EIO): its checksum offload is off",
-        f"ethtool -K {interface.name} tx-checksum-ip-generic on; until then DLCP sends packet by packet there",
-        data,
-    )
+        return ok(subject, f"{text}, takes bursts", **data, bursts=True)
+    text = f"{text}, refuses bursts (UDP_SEGMENT gives EIO): its checksum offload is off"
+    fix = f"ethtool -K {interface.name} tx-checksum-ip-generic on; until then DLCP sends packet by packet there"
+    return note(subject, text, fix, **data, bursts=False)
 
 
 def examine_buffers() -> list[Diagnosis]:
     """Request socket buffers as DLCP does, and report the sizes that the kernel grants."""
     return [
-        _examine_buffer("receive buffer", socket.SO_RCVBUF, SO_RCVBUFFORCE, "net.core.rmem_max", ENOUGH_BUFFER_BYTES),
-        _examine_buffer("send buffer", socket.SO_SNDBUF, SO_SNDBUFFORCE, "net.core.wmem_max", ENOUGH_BUFFER_BYTES),
+        _examine_buffer("receive buffer", socket.SO_RCVBUF, SO_RCVBUFFORCE, "net.core.rmem_max"),
+        _examine_buffer("send buffer", socket.SO_SNDBUF, SO_SNDBUFFORCE, "net.core.wmem_max"),
     ]
 
 
@@ -267,19 +241,17 @@ def examine_ports() -> Diagnosis:
     """Examine which of DLCP's UDP ports are free; every rank on this machine needs one."""
     ports = range(wire.UDP_PORT_BASE, wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT)
     taken = [port for port in ports if not _is_free(port)]
-    subject, data = "UDP ports", {"ports": [ports[0], ports[-1]], "ports_taken": taken}
-    text = f"{ports[0]}-{ports[-1]}"
+    subject, text = "UDP ports", f"{ports[0]}-{ports[-1]}"
+    data = {"ports": [ports[0], ports[-1]], "ports_taken": taken}
     if not taken:
-        return Diagnosis(subject, Status.OK, f"{text} are free", data=data)
+        return ok(subject, f"{text} are free", **data)
     if len(taken) < len(ports):
-        return Diagnosis(
-            subject, Status.OK, f"{text}, {len(ports) - len(taken)} of them free on every address", data=data
-        )
+        return ok(subject, f"{text}, {len(ports) - len(taken)} of them free on every address", **data)
     fix = "end the job that holds them (ss -ulpn), or give each rank another address with DLCP_BIND=HOST:PORT"
-    return Diagnosis(subject, Status.NOTE, f"all of {text} are in use", fix, data)
+    return note(subject, f"all of {text} are in use", fix, **data)
 
 
-def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: int) -> Diagnosis:
+def _examine_buffer(subject: str, option: int, force: int, sysctl: str) -> Diagnosis:
     forced = True
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
@@ -292,12 +264,11 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str, enough: 
     data = {f"{name}_granted_bytes": granted, f"{name}_asked_bytes": WANTED_BUFFER_BYTES}
     text = f"{_mebibytes(granted)} of {_mebibytes(WANTED_BUFFER_BYTES)} requested"
     if granted >= WANTED_BUFFER_BYTES:
-        return Diagnosis(subject, Status.OK, text + (f", beyond {sysctl}, as root" if forced else ""), data=data)
-    small = 2 * granted < enough
-    text += ": windows will be small" if small else ", enough for most links"
-    return Diagnosis(
-        subject, Status.NOTE if small else Status.OK, text, f"sysctl -w {sysctl}={WANTED_BUFFER_BYTES}", data
-    )
+        return ok(subject, text + (f", beyond {sysctl}, as root" if forced else ""), **data)
+    fix = f"sysctl -w {sysctl}={WANTED_BUFFER_BYTES}"
+    if 2 * granted < ENOUGH_BUFFER_BYTES:
+        return note(subject, f"{text}: windows will be small", fix, **data)
+    return ok(subject, f"{text}, enough for most links", fix, **data)
 
 
 def _takes_bursts(interface: NetworkInterface) -> bool | None:

@@ -8,7 +8,6 @@ never larger than its question, so a listening doctor cannot be used to flood a 
 
 import contextlib
 import errno
-import math
 import secrets
 import socket
 import statistics
@@ -21,7 +20,7 @@ from multiprocessing.connection import wait  # select.select fails on descriptor
 from typing import Final
 
 from dlcp import wire
-from dlcp.doctor.findings import Diagnosis, Section, Status
+from dlcp.doctor.findings import Diagnosis, Section, missing, note, ok
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import IPV4_UDP_BYTES
 from dlcp.transport.sockets import IP_RECVTOS
@@ -47,7 +46,8 @@ _LOWEST_MTU: Final = 576
 _PROBES_OF_TAGS: Final = tuple(
     wire.dscp(queue, droppable) << 2 for queue in (0, 2, 6, 7) for droppable in (False, True)
 )
-ECN_NAMES: Final = {1: "ECT(1)", 2: "ECT(0)", 3: "CE"}
+_CONGESTED: Final = 3
+ECN_NAMES: Final = {1: "ECT(1)", 2: "ECT(0)", _CONGESTED: "CE"}
 BAD_LOSS: float = 0.2
 """Share of lost packets from which the path counts as broken rather than busy. Not tuned."""
 
@@ -197,7 +197,15 @@ def tos_of(ancillary: list[tuple[int, int, bytes]]) -> int:
 
 @dataclass
 class PathReport:
-    """Results of probing a path. Sizes are of whole IP packets; ``there`` means to the peer, ``back`` from it."""
+    """Results of probing a path. Sizes are of whole IP packets; ``there`` means to the peer, ``back`` from it.
+
+    Attributes
+    ----------
+    sent, arrived_there, arrived_back
+        Numbers of questions sent and received, and of answers received.
+    dscp_there, dscp_back, ecn_there, ecn_back
+        Values that arrived, by the values sent.
+    """
 
     peer: Address
     interface_mtu_bytes: int
@@ -211,21 +219,6 @@ class PathReport:
     dscp_back: dict[int, int] = field(default_factory=dict)
     ecn_there: dict[int, int] = field(default_factory=dict)
     ecn_back: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def loss_there(self) -> float:
-        """Share of the packets that did not reach the peer."""
-        return 1 - self.arrived_there / self.sent
-
-    @property
-    def loss_back(self) -> float:
-        """Share of the answers that did not come back."""
-        return 1 - self.arrived_back / max(1, self.arrived_there)
-
-    @property
-    def rtt_median_s(self) -> float:
-        """Median round-trip time, in seconds; NaN if no probe was answered."""
-        return statistics.median(self.rtts_s) if self.rtts_s else math.nan
 
 
 def try_path(peer: Address, count: int = PROBES) -> PathReport:
@@ -334,37 +327,33 @@ class Conversation:
 def _try_loss(conversation: Conversation, report: PathReport, count: int) -> None:
     """Send packets at a constant rate, and count them at both ends."""
     before = conversation.ask(_SHORT_BYTES, _SHORT_BYTES)
-    first_arrived = before[0].arrived if before else 0
-    sent_at: dict[int, float] = {}
-    answered: set[int] = set()
-    arrived = 0
-    size = min(report.interface_mtu_bytes, 1200)
+    sent_s: dict[int, float] = {}
+    rtts_s: dict[int, float] = {}
+    arrived = first_arrived = before[0].arrived if before else 0
+
+    def collect(until_s: float) -> None:
+        nonlocal arrived
+        while len(rtts_s) < count and (left_s := until_s - time.monotonic()) > 0:
+            for answer, _ in conversation.answers(left_s):
+                if answer.sequence in sent_s:
+                    rtts_s.setdefault(answer.sequence, time.monotonic() - sent_s[answer.sequence])
+                    arrived = max(arrived, answer.arrived)
+
     began_s = time.monotonic()
-    while len(sent_at) < count or time.monotonic() < max(sent_at.values()) + conversation.wait_s:
-        due_s = began_s + len(sent_at) * INTERVAL_S
-        if len(sent_at) < count and time.monotonic() >= due_s:
-            number = conversation.send(size, _SHORT_BYTES)
-            sent_at[number or -1] = time.monotonic()
-        if len(answered) == count:
-            break
-        wait_s = max(0.0, due_s - time.monotonic()) if len(sent_at) < count else 0.02
-        for answer, _ in conversation.answers(wait_s):
-            if answer.sequence in sent_at and answer.sequence not in answered:
-                report.rtts_s.append(time.monotonic() - sent_at[answer.sequence])
-                answered.add(answer.sequence)
-                arrived = max(arrived, answer.arrived - first_arrived)
-    # The last answers may be lost, so ask again for the number of arrivals.
-    for _ in range(_TRIES):
-        after = conversation.ask(_SHORT_BYTES, _SHORT_BYTES)
-        if after:
-            arrived = after[0].arrived - first_arrived - 1
-            break
-    report.sent, report.arrived_back = count, len(answered)
-    report.arrived_there = max(min(arrived, count), len(answered))
+    for index in range(1, count + 1):
+        number = conversation.send(min(report.interface_mtu_bytes, 1200), _SHORT_BYTES)
+        sent_s[number or -1] = time.monotonic()
+        collect(began_s + index * INTERVAL_S)
+    collect(time.monotonic() + conversation.wait_s)
+    # The last answers may be lost, so ask again for the number of arrivals; the question itself does not count.
+    after = _ask_often(conversation, 0)
+    arrived = after[0].arrived - 1 if after else arrived
+    report.sent, report.arrived_back, report.rtts_s = count, len(rtts_s), list(rtts_s.values())
+    report.arrived_there = max(min(arrived - first_arrived, count), len(rtts_s))
 
 
 def _try_sizes(conversation: Conversation, report: PathReport) -> None:
-    """Find the largest packet that passes both ways, and the largest to the peer alone."""
+    """Find the largest packet that passes both ways, and the largest one to the peer."""
 
     def passes(size: int, answer_size: int) -> bool:
         return any(conversation.ask(size, answer_size) for _ in range(_TRIES))
@@ -391,14 +380,14 @@ def _largest(passes: Callable[[int], bool], top: int) -> int:
 
 def _try_tags(conversation: Conversation, report: PathReport) -> None:
     """Send packets with each tag in both directions, and record the tags that arrive."""
-    for tos in _PROBES_OF_TAGS:
+    for tos in (*_PROBES_OF_TAGS, *ECN_NAMES):
         answer = _ask_often(conversation, tos)
         if answer:
-            report.dscp_there[tos >> 2], report.dscp_back[tos >> 2] = answer[0].seen_tos >> 2, answer[1] >> 2
-    for ecn in ECN_NAMES:
-        answer = _ask_often(conversation, ecn)
-        if answer:
-            report.ecn_there[ecn], report.ecn_back[ecn] = answer[0].seen_tos & 3, answer[1] & 3
+            there, back = answer[0].seen_tos, answer[1]
+            if tos in ECN_NAMES:
+                report.ecn_there[tos], report.ecn_back[tos] = there & 3, back & 3
+            else:
+                report.dscp_there[tos >> 2], report.dscp_back[tos >> 2] = there >> 2, back >> 2
 
 
 def _ask_often(conversation: Conversation, tos: int) -> tuple[Probe, int] | None:
@@ -414,103 +403,88 @@ def _interface_mtu(sock: socket.socket) -> int:
 def describe(report: PathReport) -> Section:
     """Return the findings about the path to a peer."""
     host, port = report.peer
-    findings = [
-        _round_trip_finding(report),
-        _loss_finding(report),
-        _largest_finding(report),
-        _dscp_finding(report),
-        _ecn_finding(report),
-    ]
-    return Section(f"Path to {host}:{port}", findings)
+    look = (_round_trip_finding, _loss_finding, _largest_finding, _dscp_finding, _ecn_finding)
+    return Section(f"Path to {host}:{port}", [each(report) for each in look])
 
 
 def _round_trip_finding(report: PathReport) -> Diagnosis:
     if not report.rtts_s:
-        return Diagnosis("round trip", Status.MISSING, "no probe was answered", "see the loss below")
-    low, middle, high = (1e3 * value for value in (min(report.rtts_s), report.rtt_median_s, max(report.rtts_s)))
-    data = {"rtt_ms": {"least": low, "median": middle, "most": high}}
-    return Diagnosis("round trip", Status.OK, f"{middle:.2f} ms, from {low:.2f} to {high:.2f}", data=data)
+        return missing("round trip", "no probe was answered", "see the loss below")
+    low, middle, high = (1e3 * of(report.rtts_s) for of in (min, statistics.median, max))
+    text = f"{middle:.2f} ms, from {low:.2f} to {high:.2f}"
+    return ok("round trip", text, rtt_ms={"least": low, "median": middle, "most": high})
 
 
 def _loss_finding(report: PathReport) -> Diagnosis:
     there, back = report.sent - report.arrived_there, report.arrived_there - report.arrived_back
-    data = {
-        "packets": report.sent,
-        "lost_there": there,
-        "lost_back": back,
-        "loss_there": report.loss_there,
-        "loss_back": report.loss_back,
-    }
+    shares = {"loss_there": there / report.sent, "loss_back": back / max(1, report.arrived_there)}
+    data = {"packets": report.sent, "lost_there": there, "lost_back": back, **shares}
     if not there and not back:
-        return Diagnosis("loss", Status.OK, f"none of {report.sent} packets", data=data)
+        return ok("loss", f"none of {report.sent} packets", **data)
     text = f"{there} of {report.sent} packets lost there, {back} of {report.arrived_there} answers lost back"
-    if max(report.loss_there, report.loss_back) >= BAD_LOSS:
+    if max(shares.values()) >= BAD_LOSS:
         fix = "look for a broken cable, a duplex mismatch, or a rate limit on UDP on the way"
-        return Diagnosis("loss", Status.MISSING, text, fix, data)
-    return Diagnosis("loss", Status.NOTE, f"{text}; DLCP tolerates that, TCP would slow down", data=data)
+        return missing("loss", text, fix, **data)
+    return note("loss", f"{text}; DLCP tolerates that, TCP would slow down", **data)
 
 
 def _largest_finding(report: PathReport) -> Diagnosis:
-    mtu, there = report.mtu_bytes, report.mtu_there_bytes
-    data = {"mtu_bytes": mtu, "mtu_there_bytes": there, "interface_mtu_bytes": report.interface_mtu_bytes}
-    subject = "largest packet"
+    subject, mtu, there, own = "largest packet", report.mtu_bytes, report.mtu_there_bytes, report.interface_mtu_bytes
+    data = {"mtu_bytes": mtu, "mtu_there_bytes": there, "interface_mtu_bytes": own}
     if not mtu:
         fix = "look for a firewall that passes small packets only"
-        return Diagnosis(subject, Status.MISSING, "not even 576 bytes pass both ways", fix, data)
+        return missing(subject, f"not even {_LOWEST_MTU} bytes pass both ways", fix, **data)
     text = f"{mtu} bytes both ways, don't-fragment set"
-    if mtu == report.interface_mtu_bytes:
-        return Diagnosis(subject, Status.OK, text, data=data)
+    if mtu == own:
+        return ok(subject, text, **data)
     only = "" if there == mtu else f"; {there} to the peer, so the way back is the narrower one"
-    return Diagnosis(
-        subject,
-        Status.NOTE,
-        f"{text}{only}; the interface allows {report.interface_mtu_bytes}",
-        "look for a hop with a smaller MTU, unless a tunnel explains it",
-        data,
-    )
+    fix = "look for a hop with a smaller MTU, unless a tunnel explains it"
+    return note(subject, f"{text}{only}; the interface allows {own}", fix, **data)
 
 
 def _dscp_finding(report: PathReport) -> Diagnosis:
-    there, back = _changed(report.dscp_there), _changed(report.dscp_back)
-    data = {"dscp_there": _as_json(report.dscp_there), "dscp_back": _as_json(report.dscp_back)}
-    subject = "DSCP"
-    if not report.dscp_there:
+    there, back = report.dscp_there, report.dscp_back
+    data = _as_json("dscp", there, back)
+    if not there:
         fix = "look for a firewall that drops unknown DSCP values, or set DLCP_TAGGED=0"
-        return Diagnosis(subject, Status.MISSING, "packets with DLCP's tags do not arrive", fix, data)
-    if not there and not back:
-        return Diagnosis(subject, Status.OK, "tags survive both ways", data=data)
-    ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
-    text = f"tags are changed on the way {ways} ({_example(there or back)})"
+        return missing("DSCP", "packets with DLCP's tags do not arrive", fix, **data)
+    changed = _changed(there) or _changed(back)
+    if not changed:
+        return ok("DSCP", "tags survive both ways", **data)
+    sent, arrived = next(iter(changed.items()))
+    others = f", and {len(changed) - 1} others" if len(changed) > 1 else ""
+    text = f"tags are changed on the way {_ways(there, back)} ({sent} arrives as {arrived}{others})"
     fix = "if switches without P4 are to use the tags, trust DSCP at the ranks' ports; DLCP also works without"
-    return Diagnosis(subject, Status.NOTE, text, fix, data)
+    return note("DSCP", text, fix, **data)
 
 
 def _ecn_finding(report: PathReport) -> Diagnosis:
-    there, back = _changed(report.ecn_there), _changed(report.ecn_back)
-    data = {"ecn_there": _as_json(report.ecn_there), "ecn_back": _as_json(report.ecn_back)}
-    subject = "ECN"
-    absent = [name for code, name in ECN_NAMES.items() if code not in report.ecn_there]
+    there, back = report.ecn_there, report.ecn_back
+    data = _as_json("ecn", there, back)
+    absent = [name for code, name in ECN_NAMES.items() if code not in there]
     if absent:
         text = f"packets marked {', '.join(absent)} do not arrive"
-        return Diagnosis(subject, Status.NOTE, text, "look for a firewall that drops ECN", data)
-    if not there and not back:
-        return Diagnosis(subject, Status.OK, "marks survive both ways", data=data)
-    congested = all(after == 3 for changes in (there, back) for after in changes.values())
-    if congested:
-        return Diagnosis(subject, Status.OK, "works: the path marked these packets as congested", data=data)
-    ways = " and ".join(way for way, lost in (("there", there), ("back", back)) if lost)
+        return note("ECN", text, "look for a firewall that drops ECN", **data)
+    arrived = {*_changed(there).values(), *_changed(back).values()}
+    if not arrived:
+        return ok("ECN", "marks survive both ways", **data)
+    if arrived == {_CONGESTED}:
+        return ok("ECN", "works: the path marked these packets as congested", **data)
     fix = "configure the routers to keep ECN bits; until then DLCP reacts to loss and delay only"
-    return Diagnosis(subject, Status.NOTE, f"marks are cleared on the way {ways}", fix, data)
+    return note("ECN", f"marks are cleared on the way {_ways(there, back)}", fix, **data)
 
 
 def _changed(seen: dict[int, int]) -> dict[int, int]:
     return {sent: arrived for sent, arrived in seen.items() if sent != arrived}
 
 
-def _example(changed: dict[int, int]) -> str:
-    sent, arrived = next(iter(changed.items()))
-    return f"{sent} arrives as {arrived}" + (f", and {len(changed) - 1} others" if len(changed) > 1 else "")
+def _ways(there: dict[int, int], back: dict[int, int]) -> str:
+    """Return the directions in which values change."""
+    return " and ".join(way for way, seen in (("there", there), ("back", back)) if _changed(seen))
 
 
-def _as_json(seen: dict[int, int]) -> dict[str, int]:
-    return {str(sent): arrived for sent, arrived in seen.items()}
+def _as_json(name: str, there: dict[int, int], back: dict[int, int]) -> dict[str, dict[str, int]]:
+    return {
+        f"{name}_{way}": {str(sent): arrived for sent, arrived in seen.items()}
+        for way, seen in (("there", there), ("back", back))
+    }

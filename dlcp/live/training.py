@@ -9,14 +9,16 @@ import logging
 import operator
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from dlcp.ledger import COUNTS
-from dlcp.session.snapshots import SNAPSHOT_SUFFIX, RankSnapshot, parse_snapshot
+from dlcp.session.snapshots import SNAPSHOT_SUFFIX, STEP_EDGES_S, RankSnapshot
 
 PRESENT_SNAPSHOTS: Final = 12
 """Number of latest snapshots with new steps that form the present: about ten seconds, or a few steps where a step takes
@@ -27,25 +29,10 @@ HISTORY_POINTS: Final = 240
 """Longest history of a session; beyond that, pairs of points are merged. The plot has no room to show more."""
 SNAPSHOT_BYTES_MAX: Final = 1 << 24
 """Largest snapshot that is read. With a thousand layers and ranks a snapshot has some 500 kB."""
-_SHOWN: Final = frozenset(
-    [
-        "rank",
-        "process_rank",
-        "process",
-        "host",
-        "phase",
-        "reason",
-        "fallback",
-        "ended",
-        "gave_up",
-        "step",
-        "bound_exceeded",
-        "loss_bound",
-        "deferral_bound",
-        "worst_loss",
-    ]
-)
-"""Fields of a snapshot that a page shows unchanged."""
+_NUMBER_MAX: Final = 1e18
+"""Numbers of a snapshot are smaller, so that all results of computing with them are finite."""
+_OF_PEER: Final = frozenset(["rate_bps", "window_packets", "rtt_s", "paths", "paths_left", "worst_path_loss"])
+"""Fields about a peer that is reached over the network."""
 log = logging.getLogger("dlcp")
 
 
@@ -122,6 +109,42 @@ class RankProgress:
         return max(0.0, self.step_s - sum(self.waiting_s.values()))
 
 
+def parse_snapshot(data: bytes) -> RankSnapshot:
+    """Return the snapshot in a file, with all fields, each of its type, and finite numbers.
+
+    Raises
+    ------
+    ValueError
+        It is none; the message says which field is wrong.
+    """
+    try:
+        found = msgspec.json.decode(data, type=RankSnapshot)
+        peers = msgspec.convert(found["peers"], dict[int, dict[str, bool | float]], str_keys=True)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if len(found["steps"]) != len(STEP_EDGES_S):
+        raise ValueError(f"steps has {len(found['steps'])} classes, not {len(STEP_EDGES_S)}")
+    needed = [(f"packets of {peer}", set(COUNTS) - counts.keys()) for peer, counts in found["packets"].items()]
+    for peer, about in peers.items():
+        if about.get("local") is not True:
+            needed.append((f"peers {peer}", {"local", *_OF_PEER} - about.keys()))
+    for place, absent in needed:
+        if absent:
+            raise ValueError(f"{place} lacks {', '.join(sorted(absent))}")
+    if not all(abs(number) < _NUMBER_MAX for number in _numbers(found)):
+        raise ValueError(f"it has a number of {_NUMBER_MAX:g} or more")
+    return found
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers in plain values."""
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
 def packets_of(snapshot: RankSnapshot) -> dict[str, int]:
     """Return a rank's packet counts, summed over all peers."""
     return {name: sum(int(counts[name]) for counts in snapshot["packets"].values()) for name in COUNTS}
@@ -167,7 +190,7 @@ class WatchedRank:
         silent_s = now_s - self.changed_s
         silent = silent_s > SILENT_SNAPSHOTS * latest["every_s"] or over
         return {
-            **{name: value for name, value in latest.items() if name in _SHOWN},
+            **{name: value for name, value in latest.items() if name != "layers"},  # shown for all ranks together
             "silent_s": silent_s if silent and not latest["ended"] else None,
             "packets": packets_of(latest),
             "present": {

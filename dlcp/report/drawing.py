@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look for all plots: Matplotlib draws them, and they come out as SVG that follows the reader's light or dark mode.
+"""Common style of all plots: SVG by Matplotlib that follows the reader's light or dark mode.
 
-Matplotlib is loaded with this module, which takes a second: import it where something is drawn.
+Importing this module loads Matplotlib, which takes a second: import it only where plots are drawn.
 """
 
 import io
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dlcp.report.look import COLOURS, STYLE
+from dlcp.report.style import COLOURS, STYLE
 
 PAPER, INK, SOFT, GRID = (COLOURS[name][0] for name in ("paper", "ink", "soft", "grid"))
 WIDE_PX: Final = 920
@@ -39,7 +39,7 @@ _SETTINGS: Final[Any] = {
     "figure.constrained_layout.use": True,
     "figure.facecolor": PAPER,
     "axes.facecolor": "none",
-    # The widest of the faces that a reader may see, so that texts have room; Matplotlib brings it.
+    # Comes with Matplotlib, and is the widest font that a reader may see, so that texts have room.
     "font.family": "DejaVu Sans",
     "font.size": 13,
     "text.color": INK,
@@ -75,13 +75,13 @@ _SETTINGS: Final[Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A plot with its title and the sentence that says what to see."""
+    """A plot with its title and caption."""
 
     name: str
     title: str
     caption: str
     inline: str
-    """SVG for a page that has ``STYLE``."""
+    """SVG for a page with the style sheet ``STYLE``."""
 
     @property
     def standalone(self) -> str:
@@ -92,13 +92,13 @@ class Plot:
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Let figures that are made meanwhile have the common look."""
+    """Give figures that are created inside the common style."""
     with matplotlib.rc_context(_SETTINGS):
         yield
 
 
 def blank(width: float, height: float, rows: int = 1, **options: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure of a size in px, with axes one below the other."""
+    """Return a figure of a size in px, and its axes, from top to bottom."""
     figure = Figure(figsize=(width / 72, height / 72))
     FigureCanvasSVG(figure)
     return figure, figure.subplots(rows, 1, squeeze=False, **options)[:, 0].tolist()
@@ -107,12 +107,12 @@ def blank(width: float, height: float, rows: int = 1, **options: Any) -> tuple[F
 def finish(figure: Figure, name: str, title: str, caption: str) -> Plot:
     """Return a figure as a plot. The same figure gives the same text on every machine."""
     text = io.BytesIO()
-    # The salt keeps the names of marks apart that several plots of one page define.
+    # The salt keeps the names of marks unique among the plots of a page.
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     root = ElementTree.fromstring(text.getvalue())
     for child in [*root.iterfind(f"{_SVG}metadata"), *root.iterfind(f"{_SVG}defs")]:
-        root.remove(child)  # about Matplotlib, and a style that would be the whole page's
+        root.remove(child)  # about Matplotlib, and a style that would apply to the whole page
     width, height = root.get("viewBox", "").split()[2:]
     for key in ("width", "height", "version"):
         root.attrib.pop(key)
@@ -130,7 +130,7 @@ def finish(figure: Figure, name: str, title: str, caption: str) -> Plot:
 
 
 def tip(artist: Artist, text: str) -> None:
-    """Show a text where the pointer rests on something drawn."""
+    """Show a text when the pointer rests on an artist."""
     artist.set_gid(_TIP + text)
 
 
@@ -140,7 +140,7 @@ def legend(figure: Figure, entries: Mapping[str, Mapping[str, Any]], columns: in
     Parameters
     ----------
     entries
-        By text: what a line (``color``, ``linestyle``) or, without ``linestyle``, a filled square looks like.
+        Style by text: of a line (``color``, ``linestyle``), or without ``linestyle`` of a filled square.
     """
     handles = [
         Line2D([], [], label=text, **style) if "linestyle" in style else Patch(label=text, **style)
@@ -151,7 +151,7 @@ def legend(figure: Figure, entries: Mapping[str, Mapping[str, Any]], columns: in
 
 
 def _clean(element: ElementTree.Element) -> None:
-    """Put variables in place of colours and tips in place of names, and leave out what pages say once."""
+    """Replace colours by variables and names by tips, and remove what the style sheet defines."""
     style = element.get("style", "")
     if style:
         style = re.sub(r"#[0-9a-f]{6}", lambda found: _VARIABLES.get(found.group(), found.group()), style)
@@ -163,7 +163,7 @@ def _clean(element: ElementTree.Element) -> None:
         title = ElementTree.Element(f"{_SVG}title")
         title.text = name.removeprefix(_TIP)
         element.insert(0, title)
-    element.attrib.pop("clip-path", None)  # nothing is drawn beyond the axes
+    element.attrib.pop("clip-path", None)  # no data lie outside the axes
     for key, value in list(element.attrib.items()):
         if key in ("d", "x", "y"):
             element.set(key, _LONG.sub(lambda found: f"{float(found.group()):.2f}", value))

@@ -1,28 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports: each is one page that needs nothing but itself, with its plots beside it as files.
+"""Reports: each is one self-contained page, with its plots beside it as files.
 
-``python -m dlcp.report.page out/demo`` makes the demo's page again, and its summary, from ``out/demo/runs/*.json``.
+``python -m dlcp.report.page out/demo`` creates the demo's page and summary again, from ``out/demo/runs/*.json``.
 """
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from dlcp.report import wording
 from dlcp.report.drawing import Plot
-from dlcp.report.look import TEMPLATES, render
 from dlcp.report.plots import HUES, draw_all
-from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
-
-_EXPLANATIONS: Final = {
-    "gloo": "What people use today: PyTorch's Gloo over the kernel's TCP, which slows down when a queue overflows.",
-    "plain": "DLCP's own transport alone: every packet reliable, first in first out, without tags.",
-    "dlcp": "DLCP: tagged by layer and magnitude, with bounded loss; behind a slow port what matters least may go in a "
-    "later step. Held to its fair share of a port: what it sends beyond that waits behind everybody else's traffic.",
-    "dlcp_priority": "The same, but always ahead of the background, as an operator may choose for an urgent job.",
-}
+from dlcp.report.runs import RUN_NAMES, Run, RunFileError, fair_share_ratio, load_runs, summarize, write_summary
+from dlcp.report.style import FILTERS, SHORT_NAMES, TEMPLATES, render, sentence
 
 
 def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Path) -> Path:
@@ -31,9 +22,9 @@ def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Pa
     Parameters
     ----------
     runs, summary
-        Run files by name, and what :func:`dlcp.report.runs.summarize` makes of them.
+        Runs by name, and their summary by :func:`dlcp.report.runs.summarize`.
     folder
-        Where to; made if it does not exist.
+        Folder of the page; created if missing.
 
     Returns
     -------
@@ -50,30 +41,18 @@ def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Pa
 
 
 def _runs_page(runs: Mapping[str, Run], summary: Mapping[str, Any], plots: Mapping[str, Plot]) -> str:
+    agreements = {name: run["agreement"] for name, run in runs.items() if "agreement" in run}
     return render(
         TEMPLATES / "runs.html",
-        {
-            "percent": wording.percent,
-            "duration": wording.duration,
-            "bit_rate": wording.bit_rate,
-            "in_words": wording.in_words,
-            "count": lambda number: "-" if number is None else f"{number:,}",
-        },
+        FILTERS,
         runs=runs,
         summary=summary,
         plots=plots,
-        headline=wording.headline(summary),
-        second=wording.second_sentence(summary),
-        names=wording.SHORT_NAMES,
+        names=SHORT_NAMES,
         hues=HUES,
-        explanations=_EXPLANATIONS,
-        fair_share=wording.fair_share_ratio,
-        machine=runs["dlcp"]["versions"],
-        command=runs["dlcp"]["command"],
-        fabric=runs["dlcp"]["fabric"],
-        testbed=wording.testbed_words(runs["dlcp"]),
-        agreements={name: run["agreement"] for name, run in runs.items() if "agreement" in run},
-        agreement_sentence=wording.agreement_sentence(runs),
+        sentence=sentence,
+        fair_share=fair_share_ratio,
+        agreements=agreements,
         late_s=_worst(runs, "late_max_s"),
         busy=_worst(runs, "busy"),
     )
@@ -86,8 +65,8 @@ def _worst(runs: Mapping[str, Run], counter: str) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make summary and report again from the runs in a folder."""
-    parser = argparse.ArgumentParser(description="Make the demo's summary and report again from its runs.")
+    """Create summary and report again from the runs in a folder."""
+    parser = argparse.ArgumentParser(description="Create the demo's summary and report again from its runs.")
     parser.add_argument("folder", type=Path, help="the demo's folder, such as out/demo")
     folder = parser.parse_args(arguments).folder
     try:

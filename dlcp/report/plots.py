@@ -10,17 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dlcp.report import wording
 from dlcp.report.drawing import HALF_PX, INK, PAPER, SOFT, WIDE_PX, Plot, blank, finish, legend, look, tip
-from dlcp.report.look import COLOURS
-from dlcp.report.runs import Run
-from dlcp.report.wording import SHORT_NAMES, bit_rate, duration, percent
-from dlcp.wire import DROP_CLASSES
+from dlcp.report.runs import Run, fair_share_ratio
+from dlcp.report.style import COLOURS, SHORT_NAMES, bit_rate, duration, percent, sentence
+from dlcp.wire import DROP_CLASSES, Queue
 
 MOST_POINTS: Final = 300
-"""Points in a line. Chosen by us: more than a laptop's screen shows, few enough for a small page."""
+"""Points in a line: more than a laptop's screen shows, and few enough for a small page."""
 HUES: Final = {"gloo": "orange", "plain": "ochre", "dlcp": "blue", "dlcp_priority": "green"}
-"""Names of the runs' colours."""
+"""Colours of the runs."""
 _DASHES: Final[dict[str, Any]] = {
     "gloo": (0, (2, 3)),
     "plain": (0, (9, 4)),
@@ -40,7 +38,7 @@ def draw_all(runs: Runs, summary: Mapping[str, Any]) -> dict[str, Plot]:
     Returns
     -------
     Plots by name: accuracy, steps, waiting, background, drops, loss_by_class, loss_by_layer, bound, and layers if the
-    runs say when layers were complete.
+    runs hold the completion times of layers.
     """
     with look():
         plots = [
@@ -88,7 +86,7 @@ def _accuracy(runs: Runs, summary: Mapping[str, Any]) -> Plot:
     target = summary["target_accuracy"]
     if target is not None:
         _mark_target(axes, runs, summary, target, end)
-    return finish(figure, "accuracy", "Accuracy over training time", wording.accuracy_sentence(summary))
+    return finish(figure, "accuracy", "Accuracy over training time", sentence("accuracy", summary))
 
 
 def _mark_target(axes: Axes, runs: Runs, summary: Mapping[str, Any], target: float, end: float) -> None:
@@ -105,7 +103,7 @@ def _mark_target(axes: Axes, runs: Runs, summary: Mapping[str, Any], target: flo
     for index, (seconds, name) in enumerate(reached):
         axes.vlines(seconds, 0, target, color=_colour(name), linewidth=1)
         axes.plot(seconds, target, "o", color=_colour(name), markersize=10)
-        # Labels stand one below the other, so that runs of about the same time stay readable.
+        # Labels are stacked, so that those of runs with similar times do not overlap.
         height, right = 14 + 20 * (len(reached) - 1 - index), seconds > 0.75 * end
         axes.annotate(
             f"{SHORT_NAMES[name]}: {duration(seconds)}",
@@ -138,21 +136,23 @@ def _steps(runs: Runs, summary: Mapping[str, Any]) -> Plot:
         shares = np.linspace(0, 1, min(MOST_POINTS, len(steps[name])))
         line = axes.plot(np.quantile(steps[name], shares), shares, color=_colour(name), linestyle=_DASHES[name])
         tip(line[0], SHORT_NAMES[name])
-    return finish(figure, "steps", "How long steps take", wording.step_sentence(summary))
+    return finish(figure, "steps", "How long steps take", sentence("steps", summary))
 
 
 def _waiting(runs: Runs, summary: Mapping[str, Any]) -> Plot:
     figure, (axes,) = blank(HALF_PX, 60 + 52 * len(runs))
     _rows(axes, [SHORT_NAMES[name] for name in runs])
     legend(figure, {"computing": {"color": _GREY}, "waiting for gradients": {"color": _colour("dlcp")}}, 2)
+    shares: dict[str, float | None] = {}
     for row, (name, run) in enumerate(runs.items()):
         mean = summary[name]["step_seconds"]["mean"]
         compute = min(mean, float(np.mean(run["compute_seconds"]))) if run["compute_seconds"] else 0.0
+        shares[name] = 1 - compute / mean if run["compute_seconds"] else None
         _bar(axes, row, 0, compute, _GREY, f"computing {duration(compute)}")
         _bar(axes, row, compute, mean - compute, _colour(name), f"waiting {duration(mean - compute)}")
         _label(axes, row, mean, duration(mean))
     axes.set_xlim(0, 1.22 * max(summary[name]["step_seconds"]["mean"] for name in runs))
-    return finish(figure, "waiting", "Where a step's time goes (mean of all steps)", wording.waiting_sentence(runs))
+    return finish(figure, "waiting", "Where a step's time goes (mean of all steps)", sentence("waiting", shares))
 
 
 def _background(runs: Runs) -> Plot:
@@ -165,14 +165,15 @@ def _background(runs: Runs) -> Plot:
         points = binned(background["samples"], end)
         axes.plot([when for when, _ in points], [bps / 1e6 for _, bps in points], color=_colour(name))
         axes.axhline(background["fair_share_bps"] / 1e6, **_LIMIT)
-        ratio = percent(wording.fair_share_ratio(run), 0)
+        ratio = percent(fair_share_ratio(run), 0)
         title = f"beside {SHORT_NAMES[name]}: {bit_rate(background['bps'])}, {ratio} of its fair share"
         axes.set_title(title, color=_colour(name))
         axes.yaxis.set_major_locator(MaxNLocator(2))
     panels[-1].set(xlim=(0, end * 1.01), ylim=(0, None), xlabel="seconds since the start")
     figure.supylabel("Mbit/s", fontsize=13, color=SOFT)
     legend(figure, {"fair share": _LIMIT, "while a burst is on": {"color": SOFT, "alpha": 0.16, "linewidth": 0}}, 2)
-    return finish(figure, "background", "What the other traffic got", wording.background_sentence(runs))
+    shares = {name: fair_share_ratio(run) for name, run in runs.items()}
+    return finish(figure, "background", "What the other traffic got", sentence("background", shares))
 
 
 def binned(samples: Sequence[tuple[float, float]], end_s: float) -> list[tuple[float, float]]:
@@ -181,7 +182,7 @@ def binned(samples: Sequence[tuple[float, float]], end_s: float) -> list[tuple[f
     Parameters
     ----------
     samples
-        Pairs of seconds and bit/s at even intervals; a sample that is missing counts as 0.
+        Pairs of seconds and bit/s at even intervals; a missing sample counts as 0.
     """
     if len(samples) < 2:
         return []
@@ -211,19 +212,26 @@ def _drops(runs: Runs) -> Plot:
         count = runs[name]["switch"]["policy_drops"] + runs[name]["switch"]["tail_drops"]
         _label(axes, row, start, f"{percent(start, 2)} of packets, {count:,} dropped")
     axes.set_xlim(0, 1.5 * max(1e-6, *(sum(parts) for parts in shares.values())))
-    return finish(figure, "drops", "What the switch dropped, and why", wording.drops_sentence(runs))
+    switch, blind = runs["dlcp"]["switch"], runs["plain"]["switch"]["tail_drops"]
+    gradients = switch["policy_drops"] + switch["tail_drops"] - _ordinary_tail_drops(runs["dlcp"])
+    caption = sentence("drops", switch["policy_drops"], gradients, blind)
+    return finish(figure, "drops", "What the switch dropped, and why", caption)
 
 
 def drop_shares(run: Run) -> tuple[float, float, float]:
     """Return the shares of packets dropped by policy, by a full queue of gradients, and by the full ordinary queue.
 
-    They are shares of all packets that reached the switch.
-    A run that does not tag its packets has its gradients in the ordinary queue.
+    They are shares of all packets that reached the switch. The gradients of a run without tags are in the ordinary
+    queue.
     """
     switch = run["switch"]
-    ordinary = wording.ordinary_tail_drops(run)
+    ordinary = _ordinary_tail_drops(run)
     arrived = max(1, switch["forwarded"] + switch["tail_drops"] + switch["policy_drops"])
     return switch["policy_drops"] / arrived, (switch["tail_drops"] - ordinary) / arrived, ordinary / arrived
+
+
+def _ordinary_tail_drops(run: Run) -> int:
+    return int(run["switch"]["by_queue"].get(str(int(Queue.ORDINARY)), {}).get("tail_drops", 0))
 
 
 def _loss_by_class(runs: Runs) -> Plot:
@@ -240,7 +248,8 @@ def _loss_by_class(runs: Runs) -> Plot:
     axes.set(xlim=(-0.6, DROP_CLASSES - 0.4), ylim=(0, 1.08 * highest), xticks=range(DROP_CLASSES))
     axes.set_xlabel("drop class, from 0, never dropped, to 7, the least valuable")
     _percent_axis(axes)
-    return finish(figure, "loss_by_class", "Loss by drop class", wording.class_sentence(runs))
+    rates = [lost / max(1, packets) for packets, lost, _ in runs["dlcp"]["ledger"]["by_class"]]
+    return finish(figure, "loss_by_class", "Loss by drop class", sentence("loss_by_class", rates))
 
 
 def _loss_by_layer(runs: Runs) -> Plot:
@@ -264,7 +273,11 @@ def _loss_by_layer(runs: Runs) -> Plot:
                 _label(axes, height, rate, percent(rate), color=SOFT, size=11)
             highest = max(highest, rate)
     axes.set_xlim(0, 1.2 * highest)
-    return finish(figure, "loss_by_layer", "Loss by layer", wording.layer_sentence(runs))
+    rates = {
+        _layer_name(runs["dlcp"], int(position)): lost / max(1, packets)
+        for position, (packets, lost, _) in tables["dlcp"].items()
+    }
+    return finish(figure, "loss_by_layer", "Loss by layer", sentence("loss_by_layer", rates))
 
 
 def _bound(runs: Runs, summary: Mapping[str, Any]) -> Plot:
@@ -284,7 +297,7 @@ def _bound(runs: Runs, summary: Mapping[str, Any]) -> Plot:
     axes.axvline(bound, zorder=0.5, **_LIMIT)
     axes.set_xlim(0, 1.3 * max(bound, 0.01, *(share for _, share in rows)))
     axes.set_title(f"bound {percent(bound)}", x=bound / axes.get_xlim()[1], ha="center")
-    return finish(figure, "bound", "The bound", wording.bound_sentence(summary))
+    return finish(figure, "bound", "The bound", sentence("bound", summary))
 
 
 def _layers(runs: Runs) -> Plot:
@@ -311,7 +324,7 @@ def _layers(runs: Runs) -> Plot:
     axes.xaxis.set_visible(True)
     axes.grid(visible=True, axis="x")
     medians = {name: list(layers.values()) for name, layers in layer_medians(runs).items()}
-    return finish(figure, "layers", "When each layer is complete", wording.order_sentence(medians))
+    return finish(figure, "layers", "When each layer is complete", sentence("layers", medians))
 
 
 def _colour(name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the demo and of a testbed: how soon each reached the same accuracy, and what that cost other traffic."""
+"""Runs of the demo and of a testbed: the time of each to the same accuracy, and its effect on other traffic."""
 
 import json
 import sys
@@ -12,27 +12,27 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from dlcp.json_files import DocumentError, read_json
+from dlcp.document import DocumentError, read_json
 from dlcp.wire import DROP_CLASSES
 
 Run = dict[str, Any]
-"""One run's file, as the demo writes it."""
+"""The content of one run's file."""
 
 RUN_NAMES: Final = ("gloo", "plain", "dlcp", "dlcp_priority")
 OPTIONAL_RUNS: Final = frozenset({"gloo"})
 TARGET_STEP: Final = 0.005
-"""Targets are multiples of this accuracy. Chosen by us: about two of the 360 test images, finer tells nothing."""
+"""Targets are multiples of this accuracy: about two of the 360 test images. Finer steps would show noise."""
 HELD_SHARE: Final = 0.25
-"""The last part of training, in steps, through which every run must have held the target. Chosen by us."""
+"""Share of the steps, at the end of training, through which every run must have held the target. Not tuned."""
 HOLD_TOLERANCE: Final = 0.005
-"""How far a run may fall below an accuracy and still hold it. Chosen by us: half a point, an evaluation's noise."""
+"""How far a run may fall below an accuracy and still hold it: half a point, an evaluation's noise."""
 TARGET_MARGIN: Final = 0.01
-"""How far below the accuracy that all runs held the target lies. Chosen by us: beyond it, curves are flat."""
+"""Distance of the target below the accuracy that all runs held, because curves are flat at the end."""
 OTHER_TARGETS: Final = (-0.01, 0.01, 0.02, 0.05, 0.10, 0.20)
-"""How far below (or above) the target the comparison is made again, to show whether the choice of target matters."""
+"""Distances below (or above) the target at which the comparison is repeated, to show whether the target matters."""
 
 _Count = Annotated[int, Meta(ge=0)]
-_Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # finite: JSON as Python reads it knows NaN and Infinity
+_Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]  # finite: Python reads NaN and Infinity in JSON
 _Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 
 
@@ -84,7 +84,7 @@ class _Evaluation(TypedDict):
 
 
 class _RunForm(TypedDict):
-    """What the page and the summary read of a run; it may hold more."""
+    """The fields of a run that the page and the summary read; it may have more."""
 
     title: str
     collective: str
@@ -114,7 +114,7 @@ _SAME_IN_ALL: Final = (
 
 
 class RunFileError(ValueError):
-    """A run's file is not what the demo writes, or the runs cannot be compared."""
+    """A run's file is invalid, or the runs cannot be compared."""
 
 
 def load_runs(directory: Path) -> dict[str, Run]:
@@ -152,16 +152,15 @@ def write_summary(summary: Mapping[str, Any], directory: Path) -> Path:
 def summarize(runs: Mapping[str, Run]) -> dict[str, Any]:
     """Compare the demo's runs.
 
-    The target accuracy is read from the results by a rule without choice: one point (``TARGET_MARGIN``) below the
-    highest accuracy, in steps of ``TARGET_STEP``, that every run held through at least the last quarter of its steps
-    (see :func:`held_from`). The slowest learner sets it, so no run is compared at an accuracy that another did not
-    reach. It lies below because curves are flat at the end: when a run meets its final accuracy is a matter of one
-    test image, and may favour any run. The same comparison at that accuracy and at lower ones is in
-    ``other_targets``; a result that hangs on the target shows there.
+    A rule derives the target accuracy from the results: one point (``TARGET_MARGIN``) below the highest accuracy, in
+    steps of ``TARGET_STEP``, that every run held through at least the last quarter of its steps (see
+    :func:`held_from`). The slowest learner determines it, so every run reaches it. It lies below because curves are
+    flat at the end: a single test image decides when a run reaches its final accuracy. ``other_targets`` repeats the
+    comparison at other accuracies, and so shows whether the result depends on the target.
 
     Time to the target is training time, without evaluation, interpolated linearly between the last evaluation below
     the target and the first from which it was held. All runs are evaluated at the same steps, so interpolation favours
-    none; without it, times would be multiples of the time between evaluations.
+    none; without it, times would be multiples of the evaluation interval.
 
     Parameters
     ----------
@@ -215,10 +214,10 @@ def held_from(curve: Sequence[Mapping[str, float]], accuracy: float) -> int | No
 
 
 def target_accuracy(runs: Mapping[str, Run]) -> float | None:
-    """Return the target: ``TARGET_MARGIN`` below what every run held through the last quarter of its steps.
+    """Return the target: ``TARGET_MARGIN`` below the accuracy that every run held through its last quarter of steps.
 
-    What they held is taken in multiples of ``TARGET_STEP``. None if it is no more than the best run began with: then
-    nothing was learned that could be compared.
+    That accuracy is a multiple of ``TARGET_STEP``. None if the target does not exceed the best run's first accuracy:
+    then the runs have learned nothing that could be compared.
     """
     began = max(run["curve"][0]["accuracy"] for run in runs.values())
     for count in range(round(1 / TARGET_STEP), 0, -1):
@@ -251,7 +250,7 @@ def progress_to(run: Run, accuracy: float | None, unit: str) -> float | None:
 
 
 def speedup(runs: Mapping[str, Run], other: str, ours: str, accuracy: float | None) -> float | None:
-    """Return how many times as fast as ``other`` the run ``ours`` reached an accuracy; None if either never did."""
+    """Return the speed-up of run ``ours`` over ``other`` to an accuracy; None if either never reached it."""
     if other not in runs or ours not in runs:
         return None
     theirs = progress_to(runs[other], accuracy, "seconds")
@@ -260,7 +259,7 @@ def speedup(runs: Mapping[str, Run], other: str, ours: str, accuracy: float | No
 
 
 def other_targets(runs: Mapping[str, Run], target: float | None) -> list[dict[str, float | None]]:
-    """Return the speed-ups at other targets than the chosen one, highest first."""
+    """Return the speed-ups at other targets, the highest target first."""
     if target is None:
         return []
     began = max(run["curve"][0]["accuracy"] for run in runs.values())
@@ -280,7 +279,7 @@ def run_figures(run: Run, target: float | None) -> dict[str, Any]:
     """Return one run's part of the summary.
 
     ``packets.sent`` and ``retransmitted`` are the training job's own, from its ledger or, for Gloo, from the kernel
-    (``tcp``) if the run has them. What the switch dropped counts all traffic, the background's too.
+    (``tcp``) if the run has them. The switch's drops count all traffic, including the background.
     """
     switch, ledger = run["switch"], run["ledger"]
     counts = ledger or run.get("tcp") or {}
@@ -310,6 +309,11 @@ def run_figures(run: Run, target: float | None) -> dict[str, Any]:
     }
 
 
+def fair_share_ratio(run: Run) -> float:
+    """Return the background's mean throughput over its fair share."""
+    return float(run["background"]["bps"] / max(1, run["background"]["fair_share_bps"]))
+
+
 def check_runs(runs: Mapping[str, Run]) -> None:
     """Check that runs are complete, well formed and comparable.
 
@@ -323,7 +327,7 @@ def check_runs(runs: Mapping[str, Run]) -> None:
         raise RunFileError(f"unknown run {min(unknown)!r}: runs are {', '.join(RUN_NAMES)}")
     missing = set(RUN_NAMES) - OPTIONAL_RUNS - set(runs)
     if missing:
-        raise RunFileError(f"run {min(missing)!r} is missing; only gloo may be absent. Run the demo again")
+        raise RunFileError(f"run {min(missing)!r} is missing; only gloo may be absent; run the demo again")
     for name, run in runs.items():
         _check_run(name, run)
     reference = runs["dlcp"]

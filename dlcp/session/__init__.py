@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from dlcp.on_demand import on_demand
+from dlcp import on_demand
 from dlcp.session.joining import NotJoinedError
 from dlcp.session.options import Options
 

@@ -25,6 +25,7 @@ from dlcp.collectives.choice import SERVER
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
+from dlcp.error_text import closest
 from dlcp.ledger import Ledger
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
@@ -40,7 +41,6 @@ from dlcp.session.session import (
     reason_of_exit,
 )
 from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
-from dlcp.suggestion import closest
 from dlcp.tags import Tagger, layers_in_order, plain_tags
 from dlcp.transport import (
     RELIABLE,

@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import time
-import typing
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from dlcp.closing import ExitCallback
-from dlcp.ledger import COUNTS
 from dlcp.tags import Segment
 from dlcp.transport import Connection, TransportError
 
@@ -44,11 +42,6 @@ NAMING_STEPS: Final = 2
 """In so many steps all layers have been seen, and their names are known."""
 UNKNOWN: Final = ""
 """For whom a rank waited where that is not known: whatever averages when DLCP does not tells nothing."""
-_NUMBER_MAX: Final = 1e18
-"""Numbers of a snapshot are below it, so that what is computed of them is finite. Chosen by us."""
-_OF_PEER: Final = frozenset(["local", "rate_bps", "window_packets", "rtt_s", "paths", "paths_left", "worst_path_loss"])
-_DIGITS_MAX: Final = 10
-_SHOWN: Final = 60
 log = logging.getLogger("dlcp")
 _serial = count()
 
@@ -99,68 +92,6 @@ class RankSnapshot(TypedDict):
     """Position, modules, packets, lost ones and deferred ones of each layer, from the model's input on."""
     peers: dict[str, dict[str, Any]]
     """What is known of the way to each peer, see :func:`describe_peer`."""
-
-
-def parse_snapshot(data: bytes) -> RankSnapshot:
-    """Return the snapshot that a file holds, once it has all fields, each of its type and all numbers finite.
-
-    Raises
-    ------
-    ValueError
-        It is none; the message says which field is wrong.
-    """
-    try:
-        found = json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError("it is no object")
-    if missing := RankSnapshot.__required_keys__ - found.keys():
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    for name, kind in typing.get_type_hints(RankSnapshot).items():
-        _check_field(name, found[name], kind)
-    if len(found["steps"]) != len(STEP_EDGES_S):
-        raise ValueError(f"steps has {len(found['steps'])} classes, not {len(STEP_EDGES_S)}")
-    for peer, counts in found["packets"].items():
-        if missing := set(COUNTS) - counts.keys():
-            raise ValueError(f"packets of {peer} lacks {', '.join(sorted(missing))}")
-    for peer, about in found["peers"].items():
-        if not (peer.isascii() and peer.isdecimal() and len(peer) < _DIGITS_MAX):
-            raise ValueError(f"peers has {peer[:_DIGITS_MAX]!r}, which is no rank")
-        for name, value in about.items():
-            _check_field(f"peers {peer} {name}", value, bool if name == "local" else float)
-        if missing := (set() if about.get("local") else _OF_PEER - about.keys()):
-            raise ValueError(f"peers {peer} lacks {', '.join(sorted(missing))}")
-    return cast(RankSnapshot, found)
-
-
-def _check_field(name: str, value: Any, kind: Any) -> None:
-    """Raise ValueError with the name if a value is not of a kind."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return
-    if origin is dict:
-        fits = isinstance(value, dict)
-        members = list(value.items()) if fits else []
-        inner = [(f"{name} {key[:_DIGITS_MAX]}", member, arguments[1]) for key, member in members]
-    elif origin is list:
-        fits = isinstance(value, list)
-        inner = [(name, member, arguments[0]) for member in value] if fits else []
-    elif origin is tuple:
-        fits = isinstance(value, list) and len(value) == len(arguments)
-        inner = [(name, *pair) for pair in zip(value, arguments, strict=True)] if fits else []
-    elif arguments:  # text or None
-        fits, inner = value is None or isinstance(value, str), []
-    elif kind in (int, float):
-        numbers = int if kind is int else (int, float)
-        # The comparison is false for NaN, too.
-        fits, inner = isinstance(value, numbers) and not isinstance(value, bool) and abs(value) < _NUMBER_MAX, []
-    else:
-        fits, inner = isinstance(value, kind), []
-    if not fits:
-        raise ValueError(f"{name} is {repr(value)[:_SHOWN]}")
-    for each in inner:
-        _check_field(*each)
 
 
 class StepMeter:

@@ -20,9 +20,10 @@ from multiprocessing.connection import wait  # select.select takes only descript
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dlcp import children
-from dlcp.closing import Closing, end
+from dlcp import processes
+from dlcp.closing import Closing
 from dlcp.netlab import NetworkNamespace
+from dlcp.processes import end
 from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
 from dlcp.switch.forwarding import BatchForwarding, Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
@@ -327,7 +328,7 @@ class SwitchProcess(Closing):
         argv += ["--counters", str(self._counters), "--counters-every", str(counters_every_s)]
         popen = subprocess.Popen if namespace is None else namespace.popen
         self._process: subprocess.Popen[bytes]
-        self._process, self._lifeline = children.start(
+        self._process, self._lifeline = processes.start(
             "dlcp.cli", *argv, popen=popen, stdout=subprocess.PIPE, stderr=self._errors
         )
         try:

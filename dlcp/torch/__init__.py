@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from dlcp.on_demand import on_demand
+from dlcp import on_demand
 from dlcp.session.options import Options
 from dlcp.torch.hook import enable, hook, noop_hook, parameter_digest, replicas_identical
 from dlcp.torch.state import State

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The advice of ``dlcp advise``: settings, the figures they are based on, and the result of a trial."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from dlcp import configuration
-from dlcp.json_files import DocumentError, read_json
 from dlcp.train import headroom
 from dlcp.train.launcher import Report
 from dlcp.tuning.rules import Advice, Figures, Settings, decide
@@ -53,11 +53,9 @@ def from_file(file: Path) -> dict[str, Any]:
     from dlcp.session.options import Options
 
     try:
-        document = read_json(file)
+        document = json.loads(file.read_text(encoding="utf-8"))
         figures = Figures.of_json(document.get("figures", document) if isinstance(document, dict) else document)
-    except DocumentError:
-        raise
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
     return judge(decide(figures, Settings.of(configuration.build(Options))))
 

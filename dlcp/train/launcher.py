@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
-from dlcp.children import python_command
+from dlcp.error_text import closest
 from dlcp.interfaces import interface_of, only_way_out
-from dlcp.suggestion import closest
+from dlcp.processes import python_command
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -13,13 +13,12 @@ difference of the shortest such times in the two directions, over all their mess
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.configuration import short
-from dlcp.timeline import SUFFIX, Note, TimelineReader
+from dlcp.timeline import SUFFIX, Note, RankTimeline
 
 PHASES: Final = {
     "tagged": "tag",
@@ -33,87 +32,21 @@ PHASES: Final = {
 THREADS: Final = 100_000
 """Thread numbers per session, for its buckets. The numbers below it belong to the processes."""
 Event = dict[str, Any]
-_ABOUT: Final = {"rank": int, "process_rank": int, "host": str, "clock": str, "began_unix_ns": int, "began_ns": int}
-"""Fields of a timeline's first line that are used here, and their types."""
 
 
 class TraceError(ValueError):
-    """No timeline was found, or a timeline is invalid; the message says where."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimeline:
-    """The notes of one endpoint of a rank.
-
-    Parameters
-    ----------
-    path
-        The file.
-    about
-        Its first line.
-    session
-        Name of the session, which its ranks have in common; ``""`` if the rank joined none.
-    """
-
-    path: Path
-    about: Mapping[str, Any]
-    session: str
-
-    @classmethod
-    def of(cls, path: Path) -> "RankTimeline | None":
-        """Return the timeline in a file; None if its process ended before it could write a line."""
-        reader = TimelineReader(path)
-        first = next(reader.read(), None)
-        if not reader.about:
-            return None
-        for name, kind in _ABOUT.items():
-            value = reader.about.get(name)
-            if type(value) is not kind or (isinstance(value, int) and abs(value) >> 64):
-                raise TraceError(f"{path}, line 1: {name} must be {kind.__name__}, got {short(value)}; remove the file")
-        return cls(path, reader.about, first.values["session"] if first and first.event == "joined" else "")
-
-    def notes(self) -> Iterator[Note]:
-        """Yield all notes."""
-        return TimelineReader(self.path).read()
+    """No timeline was found."""
 
 
 @dataclass(slots=True)
 class Step:
     """A training step on a rank, derived from its buckets. Times are in nanoseconds of the rank's clock."""
 
-    number: int
     first_ready_ns: int
-    last_ready_ns: int
+    last_ready_ns: int = 0
     last_applied_ns: int = 0
     open: int = 0
-
-    @property
-    def waited_ns(self) -> int:
-        """Time that the step waited for averages after its last gradient was ready."""
-        return max(0, self.last_applied_ns - self.last_ready_ns)
-
-
-@dataclass(slots=True)
-class Steps:
-    """Derives steps from the notes of one timeline."""
-
-    _open: dict[int, Step] = field(default_factory=dict)
-
-    def take(self, note: Note) -> list[Step]:
-        """Add a note; return the steps that it ends: all their buckets are applied, and a later step begins."""
-        if note.event == "ready":
-            over = [number for number, step in self._open.items() if number < note.step and not step.open]
-            found = [self._open.pop(number) for number in over]
-            step = self._open.setdefault(note.step, Step(note.step, note.time_ns, note.time_ns))
-            step.last_ready_ns, step.open = note.time_ns, step.open + 1
-            return found
-        if note.event == "applied" and (applied := self._open.get(note.step)):
-            applied.last_applied_ns, applied.open = note.time_ns, applied.open - 1
-        return []
-
-    def rest(self) -> list[Step]:
-        """Return the finished steps that no later one has ended."""
-        return [step for step in self._open.values() if not step.open]
+    """Number of buckets that are ready but not applied."""
 
 
 def find(folders: Sequence[Path]) -> list[RankTimeline]:
@@ -183,14 +116,20 @@ class _RankEvents:
         yield self._metadata("process_sort_index", self._pid, sort_index=about["process_rank"])
         for counted in self._totals:
             yield self._counter(f"{counted} packets", about["began_ns"], 0)
-        steps, last_ns = Steps(), about["began_ns"]
+        steps: dict[int, Step] = {}
+        last_ns = about["began_ns"]
         for note in self._timeline.notes():
             last_ns = max(last_ns, note.time_ns)
-            for over in steps.take(note):
-                yield from self._step(over)
+            if note.event == "ready":
+                step = steps.setdefault(note.step, Step(note.time_ns))
+                step.last_ready_ns, step.open = note.time_ns, step.open + 1
+            elif note.event == "applied" and note.step in steps:
+                step = steps[note.step]
+                step.last_applied_ns, step.open = note.time_ns, step.open - 1
             yield from self._take(note)
-        for over in steps.rest():
-            yield from self._step(over)
+        for number, step in steps.items():
+            if not step.open:
+                yield from self._step(number, step)
         for notes in self._buckets.values():
             yield from self._bucket(notes, last_ns, unfinished=True)
         for issued in self._issued.values():
@@ -240,11 +179,11 @@ class _RankEvents:
             name = "exchange" if (before.event, after.event) == ("tagged", "averaged") else PHASES[after.event]
             yield self._slice(name, thread, before.time_ns, after.time_ns, arguments)
 
-    def _step(self, step: Step) -> Iterator[Event]:
-        arguments = {"step": step.number}
-        yield from self._aside("step", "step", step.first_ready_ns, step.last_applied_ns, arguments)
-        if step.waited_ns:
-            yield from self._aside("step", "wait", step.last_ready_ns, step.last_applied_ns, arguments)
+    def _step(self, number: int, step: Step) -> Iterator[Event]:
+        """Yield a finished step, and the time that it waited for averages after its last gradient was ready."""
+        yield from self._aside("step", "step", step.first_ready_ns, step.last_applied_ns, {"step": number})
+        if step.last_applied_ns > step.last_ready_ns:
+            yield from self._aside("step", "wait", step.last_ready_ns, step.last_applied_ns, {"step": number})
 
     def _collective(self, issued: Note, end_ns: int, *, unfinished: bool = False) -> Iterator[Event]:
         arguments = {"number": issued.step, **_state(unfinished)}

@@ -100,7 +100,7 @@ class ScriptSession:
         """The reasons why models are not measured."""
         self._hooking = False
         self._restarts = 0
-        self._watch = Watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
+        self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
 
     def __enter__(self) -> "ScriptSession":
         if self.plan.backend:
@@ -113,7 +113,7 @@ class ScriptSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch.__exit__()
+        self._watch.__exit__(None, None, None)
         if os.getpid() != self._process:  # a fork of the script has ended, not the rank, which reports later
             return
         failure = _failure(error)
@@ -241,12 +241,14 @@ def _failure(error: BaseException | None) -> str | None:
 
 WhenReady = Callable[[DistributedDataParallel], None]
 WhenHooked = Callable[[torch.nn.Module, object], None]
+_Method = Callable[..., Any]
 
 
-class Watch:
-    """Intercepts an unchanged script's use of DistributedDataParallel and ``init_process_group``; a context manager.
+@contextlib.contextmanager
+def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> Iterator[None]:
+    """Intercept an unchanged script's use of DistributedDataParallel and ``init_process_group``.
 
-    It detects FSDP2 models when the script itself calls :func:`dlcp.torch.enable`.
+    FSDP2 models are detected when the script itself calls :func:`dlcp.torch.enable`.
 
     DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass: until then the script
     may register its own hook. All ranks take part in that pass, so all switch DLCP on.
@@ -261,69 +263,55 @@ class Watch:
     backend
         If given, the backend for ``init_process_group``, which overrides the script's.
     """
+    with contextlib.ExitStack() as stack:
+        replacing = functools.partial(_replacing, stack)
 
-    def __init__(self, ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> None:
-        self._ready = ready
-        self._hooked = hooked
-        self._backend = backend
-        self._replaced: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> "Watch":
-        model = DistributedDataParallel
-        self._replace(model, "__init__", self._wrap_init)
-        self._replace(model, "register_comm_hook", self._wrap_register)
-        self._replace(model, "_register_builtin_comm_hook", self._wrap_register_builtin)
-        self._replace(dlcp.torch.State, "attach", self._wrap_attach)
-        if self._backend:
-            self._replace(dist, "init_process_group", self._wrap_process_group)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._replaced:
-            owner, name, original = self._replaced.pop()
-            setattr(owner, name, original)
-
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        self._replaced.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(wrap(original)))
-
-    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+        @replacing(DistributedDataParallel, "__init__")
+        def _(original: _Method, model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
             original(model, *arguments, **named)
-            before = functools.partial(_before_forward, self._ready)
+            before = functools.partial(_before_forward, ready)
             # Not to be compiled, because it does collective work, once. The compiler's API has no annotations.
             model.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
 
-        return init
-
-    def _wrap_register(self, original: Callable[..., None]) -> Callable[..., None]:
-        def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-            self._hooked(model, state)
+        @replacing(DistributedDataParallel, "register_comm_hook")
+        def _(original: _Method, model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+            hooked(model, state)
             original(model, state, hook)
 
-        return register
-
-    def _wrap_register_builtin(self, original: Callable[..., None]) -> Callable[..., None]:
-        def register(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
-            self._hooked(model, None)
+        @replacing(DistributedDataParallel, "_register_builtin_comm_hook")
+        def _(original: _Method, model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+            hooked(model, None)
             original(model, *arguments, **named)
 
-        return register
-
-    def _wrap_attach(self, original: Callable[..., None]) -> Callable[..., None]:
-        def attach(state: dlcp.torch.State, model: torch.nn.Module) -> None:
+        @replacing(dlcp.torch.State, "attach")
+        def _(original: _Method, state: dlcp.torch.State, model: torch.nn.Module) -> None:
             original(state, model)
             if not isinstance(model, DistributedDataParallel):
-                self._hooked(model, state)
+                hooked(model, state)
 
-        return attach
+        if backend:
 
-    def _wrap_process_group(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> None:
-            original(self._backend, *arguments, **named)
+            @replacing(dist, "init_process_group")
+            def _(original: _Method, _: str | None = None, *arguments: Any, **named: Any) -> None:
+                original(backend, *arguments, **named)
 
-        return init_process_group
+        yield
+
+
+def _replacing(stack: contextlib.ExitStack, owner: Any, name: str) -> Callable[[_Method], None]:
+    """Return a decorator: until the stack is closed, a function replaces another one, which it gets first."""
+
+    def replace(function: _Method) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*arguments: Any, **named: Any) -> Any:
+            return function(original, *arguments, **named)
+
+        stack.callback(setattr, owner, name, original)
+        setattr(owner, name, replacement)
+
+    return replace
 
 
 def _before_forward(ready: WhenReady, model: DistributedDataParallel, arguments: object) -> None:

@@ -2,8 +2,8 @@
 """Choose settings from the ranks' measurements, and say why. The rules depend on their arguments only.
 
 The criterion is the time to an accuracy, not the time of a step. A setting that makes steps shorter but needs more of
-them is charged with the additional steps that were measured for loss and deferral (:mod:`dlcp.convergence`).
-Compression to 16 bits was not measured; its rounding errors are sent with the next step, so it is charged with none.
+them is penalised by the additional steps that were measured for loss and deferral (:mod:`dlcp.convergence`).
+Compression to 16 bits was not measured; its rounding errors are sent with the next step, so it is not penalised.
 
 Ranks with the same figures make the same choice.
 """
@@ -441,7 +441,7 @@ class DeferralEstimate:
         """Return the time to the same accuracy, relative to that without deferral."""
         return self.seconds(bound) * self.steps_factor(bound) / self.step_s
 
-    def told(self, bound: float) -> str:
+    def describe(self, bound: float) -> str:
         """Describe the effect of a bound, for people."""
         return (
             f"{self.seen}: deferring {self.share(bound):.0%} of a step's packets shortens it from "
@@ -477,12 +477,12 @@ def _deferral(estimate: DeferralEstimate, given: Settings, now: Settings, most: 
     others = () if given.collective == SERVER and given.deferral_bound else DEFERRAL_BOUNDS
     bounds = sorted({most, *(bound for bound in others if bound < most)})
     best = min(bounds, key=estimate.accuracy_factor)
-    factor, told = estimate.accuracy_factor(best), estimate.told(best)
+    factor, effect = estimate.accuracy_factor(best), estimate.describe(best)
     if factor == math.inf:
         return 0.0, f"{estimate.seen}, but the cost of deferral in steps was not measured that far"
     if factor > (1.0 if now.deferral_bound else 1 - WAITING_MATTERS):
-        return 0.0, f"{told}: that takes {factor:.2f} times as long, so deferral gains nothing"
-    return best, f"{told}: {1 / factor:.2f} times as fast overall"
+        return 0.0, f"{effect}: that takes {factor:.2f} times as long, so deferral gains nothing"
+    return best, f"{effect}: {1 / factor:.2f} times as fast overall"
 
 
 def _size(count: float) -> str:
@@ -572,9 +572,9 @@ def figures_of_steps(
     known = [one.rate_bps for one in every if one.rate_bps]
     # Each rank receives from all others at once; the metadata does not show which rank is slow.
     rates = dict.fromkeys(steps[0], (len(steps[0]) - 1) * median(known)) if known else {}
-    told = [by_rank for by_rank in inbound_rates_bps if by_rank and min(by_rank.values()) > 0]
-    if told:
-        rates = {rank: median(by_rank[rank] for by_rank in told) for rank in told[0]}
+    received = [by_rank for by_rank in inbound_rates_bps if by_rank and min(by_rank.values()) > 0]
+    if received:
+        rates = {rank: median(by_rank[rank] for by_rank in received) for rank in received[0]}
     # Time spent waiting for the network: that of the rank behind a slow port, which waits until its packets are
     # through; without a slow port that of the rank that waits least, since the others also wait for that rank.
     slow = [rank for rank, rate in level(rates).items() if rate < max(rates.values())]

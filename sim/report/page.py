@@ -11,7 +11,7 @@ from typing import Any, Final
 from dlcp import __version__
 from dlcp.convergence import curves
 from dlcp.report.drawing import Plot
-from dlcp.report.look import render
+from dlcp.report.style import render
 from dlcp.sim.experiment import Figure, PlannedExperiment
 from dlcp.sim.report.plots import draw, number
 from dlcp.sim.report.results import ClaimFinding, Results, Spread, load, series_of, write_summary

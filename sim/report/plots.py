@@ -11,7 +11,7 @@ from matplotlib.container import BarContainer
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from dlcp.report.drawing import HALF_PX, INK, SOFT, Plot, blank, finish, legend, look, tip
-from dlcp.report.look import COLOURS
+from dlcp.report.style import COLOURS
 from dlcp.sim.experiment import Figure
 from dlcp.sim.report.results import Spread
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlcp import __version__
-from dlcp.json_files import DocumentError, read_json
+from dlcp.document import DocumentError, read_json
 from dlcp.sim.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
 from dlcp.sim.running import sources_digest
 from dlcp.sim.sweep import existing

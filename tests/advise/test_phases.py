@@ -6,9 +6,9 @@ import pytest
 
 from dlcp.collectives.bucket import LayerBounds
 from dlcp.tags import Layer, PacketTags, Segment
+from dlcp.torch.balance import BalancedBatches, divide_batch
 from dlcp.transport import LossBound
 from dlcp.tuning.autotuner import PHASE_STEPS, Phases
-from dlcp.tuning.batches import BalancedBatches, divide_batch
 
 
 def regimes(norms, window=4):

@@ -235,7 +235,7 @@ def test_advice_from_a_saved_measurement(tmp_path, capsys, monkeypatch):
     ("words", "said"),
     [
         (["--measured", "nowhere.json"], "nowhere.json"),
-        (["--measured", "x.json", "--", "script.py"], "takes no script"),
+        (["--measured", "x.json", "--", "script.py"], "leave the script out"),
         (["--steps", "3", "--", "script.py"], "--steps must be at least"),
         ([], "no script"),
     ],

@@ -23,8 +23,8 @@ import dlcp.torch
 from dlcp.bench.results import BenchResult, result, say
 from dlcp.demo.background import schedule, sink, source
 from dlcp.demo.network import NamespaceNetwork
-from dlcp.demo.processes import DemoProcess
 from dlcp.demo.setup import DemoSetup
+from dlcp.processes import ReportingFork
 from dlcp.train.measurement import with_settings
 from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
 from tests.bench.harness import Benchmark, Turns, int_option, scratch
@@ -132,9 +132,9 @@ def congested(ranks: int) -> Iterator[Where]:
         place = stack.enter_context(NamespaceNetwork(setup, None, 1))
         bursts = schedule(setup.seed, ranks, 600.0, off_s=0.1)
 
-        def start(function: Callable[..., None], host: int, peers: Sequence[int], *more: Any) -> DemoProcess:
+        def start(function: Callable[..., None], host: int, peers: Sequence[int], *more: Any) -> ReportingFork:
             name, arguments = f"{function.__name__} {host}", [place.background_end(host, peers), *more]
-            return stack.enter_context(DemoProcess(name, function, arguments, namespace=place.namespace(host)))
+            return stack.enter_context(ReportingFork(name, function, arguments, namespace=place.namespace(host)))
 
         targets = list(range(ranks))
         _await([start(sink, host, setup.sources) for host in targets])
@@ -147,7 +147,7 @@ def congested(ranks: int) -> Iterator[Where]:
         yield Where(words, hosts, place.interface, [place.namespace(rank) for rank in targets])
 
 
-def _await(processes: Sequence[DemoProcess]) -> None:
+def _await(processes: Sequence[ReportingFork]) -> None:
     for process in processes:
         if not process.ready.wait(READY_S):
             raise RuntimeError(f"{process.name} is not ready: {process.errors()}")

@@ -24,7 +24,7 @@ from typing import Any, Final
 from dlcp import convergence
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.configuration import Range
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
     OPTIMIZER_MAKERS,

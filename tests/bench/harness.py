@@ -6,6 +6,7 @@ Contenders take turns, so that whatever else the machine does affects all of the
 """
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.results import BenchError, BenchResult, median, result, say, show, significant, spread
+from dlcp.bench.results import BenchError, BenchResult, document, median, result, say, significant, spread
 from dlcp.commands.common import MBPS, real, refuse, whole
 from dlcp.configuration import Range
 from dlcp.netlab import NamespaceError, become_root
@@ -247,7 +248,8 @@ class Benchmark:
             status = refuse(f"bench {name}", error, 1)
         except (BenchError, NamespaceError) as error:
             status = refuse(f"bench {name}", error, 1)
-        show(results, failed, getattr(arguments, "seed", SEED))
+        found = document(results, getattr(arguments, "seed", SEED))
+        print(json.dumps(found | {"failed": dict(failed)} if failed else found, indent=2))
         return status
 
 

@@ -79,13 +79,12 @@ def test_the_peer_counts_at_its_best():
                              "ratio_of_means": 2.533, "more": 1}  # fmt: skip
 
 
-def test_a_document_has_the_promised_form(capsys):
+def test_a_document_has_the_promised_form():
     entries = [
         results.result("a.b", "ms", [1.23456, 1.23456], [2, 2]),
         results.BenchResult("c", 7.0, "ms", None, None, 1, 0),
     ]
-    results.show(entries, seed=3)
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(json.dumps(results.document(entries, seed=3)))
     assert set(document) == {"machine", "command", "seed", "results"}
     assert document["seed"] == 3
     fields = ["name", "value", "unit", "peer", "ratio", "runs", "spread"]

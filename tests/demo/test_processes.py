@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from dlcp.demo.processes import DemoProcess, command, send_fact
+from dlcp.demo.run import command
+from dlcp.processes import ReportingFork, send_fact
 
 WAIT_S = 60
 
@@ -38,7 +39,7 @@ def test_facts_are_plain_values_that_take_nothing_to_read():
 
 def test_a_process_is_ready_starts_and_reports():
     facts = []
-    with DemoProcess("worker", work, [3], environment={"DLCP_JOB": "7"}, on_fact=facts.append) as process:
+    with ReportingFork("worker", work, [3], environment={"DLCP_JOB": "7"}, on_fact=facts.append) as process:
         assert process.ready.wait(WAIT_S), process.errors()
         process.start_at(2.0)
         assert process.finish(WAIT_S) == [6.0, "7"]
@@ -51,7 +52,7 @@ def test_a_process_is_ready_starts_and_reports():
     [(fail, (), 1, "ValueError: out of paper"), (command, (["server"],), 2, "give --bind HOST:PORT")],
 )
 def test_what_goes_wrong_is_told(function, arguments, status, words):
-    with DemoProcess("worker", function, arguments) as process:
+    with ReportingFork("worker", function, arguments) as process:
         process.finish(WAIT_S)
         assert process.status() == status
         assert words in process.errors()

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from dlcp.report import page as report
-from dlcp.report import wording
-from dlcp.report.look import COLOURS
+from dlcp.report import style
 from dlcp.report.plots import HUES, MOST_POINTS, binned, draw_all, drop_shares
-from dlcp.report.runs import summarize
+from dlcp.report.runs import fair_share_ratio, summarize
+from dlcp.report.style import COLOURS
 from tests.demo.synthetic_runs import make_runs
 
 FIGURES = {
@@ -65,10 +65,10 @@ def test_the_page_holds_every_figure_and_how_to_make_it_again(runs, tmp_path):
     for figure in draw_all(runs, summary).values():
         assert figure.caption.replace("\u00a0", " ") in page.text
         assert figure.caption.endswith(".")
-    assert wording.headline(summary).replace("\u00a0", " ") in page.text
+    assert style.sentence("headline", summary).replace("\u00a0", " ") in page.text
     for fact in (runs["dlcp"]["program_digest"], "dlcp demo --seed 1", "2.13.0", "6.1.0", "identical", "never broken"):
         assert fact in page.text
-    for name in wording.SHORT_NAMES.values():
+    for name in style.SHORT_NAMES.values():
         assert name in page.text
     assert {path.stem for path in tmp_path.glob("*.svg")} == FIGURES
 
@@ -152,9 +152,9 @@ def test_a_slower_dlcp_is_called_slower(runs, tmp_path):
         point["seconds"] *= 10
     summary = summarize(runs)
     assert summary["speedup_over_gloo"] < 1
-    assert "longer than Gloo took" in wording.headline(summary)
-    assert "longer than its plain transport took" in wording.headline(summary)
-    assert "times as fast" not in wording.headline(summary)
+    assert "longer than Gloo took" in style.sentence("headline", summary)
+    assert "longer than its plain transport took" in style.sentence("headline", summary)
+    assert "times as fast" not in style.sentence("headline", summary)
     page_of(runs, tmp_path)
 
 
@@ -168,14 +168,18 @@ def test_broken_bounds_and_different_replicas_cannot_be_overlooked(runs, tmp_pat
     assert "DIFFERENT" in text
 
 
+def background(runs):
+    return style.sentence("background", {name: fair_share_ratio(run) for name, run in runs.items()})
+
+
 def test_a_starved_background_is_admitted(runs):
-    assert "did not starve it" in wording.background_sentence(runs)
+    assert "did not starve it" in background(runs)
     runs["dlcp"]["background"]["bps"] = 1e7
-    sentence = wording.background_sentence(runs)
+    sentence = background(runs)
     assert "did not starve" not in sentence
     assert "part of the difference in time came from there" in sentence
     runs["gloo"]["background"]["bps"] = 1e7
-    assert "no less than beside Gloo" in wording.background_sentence(runs)
+    assert "no less than beside Gloo" in background(runs)
 
 
 def test_a_run_without_drops_loss_or_layer_times_still_has_a_page(runs, tmp_path):
@@ -241,7 +245,7 @@ def test_binned_rates_keep_what_was_sent_and_show_gaps():
 
 
 def test_numbers_as_people_read_them():
-    assert [wording.duration(s).replace("\u00a0", " ") for s in (0.0042, 0.5361, 1.2345, 29.54, 112.6, None)] == [
+    assert [style.duration(s).replace("\u00a0", " ") for s in (0.0042, 0.5361, 1.2345, 29.54, 112.6, None)] == [
         "4.2 ms",
         "536 ms",
         "1.23 s",
@@ -249,18 +253,18 @@ def test_numbers_as_people_read_them():
         "113 s",
         "never",
     ]
-    assert [wording.percent(p).replace("\u00a0", " ") for p in (0.965, 0.1, 1.0, 0.0)] == [
+    assert [style.percent(p).replace("\u00a0", " ") for p in (0.965, 0.1, 1.0, 0.0)] == [
         "96.5 %",
         "10 %",
         "100 %",
         "0 %",
     ]
-    assert wording.versus(2.66, "X") == "2.7 times as fast as X"
-    assert wording.versus(1.325, "X") in {"1.32 times as fast as X", "1.33 times as fast as X"}
-    assert wording.versus(1.01, "X") == "as fast as X"
-    assert wording.versus(0.8, "X").replace("\u00a0", " ") == "25 % longer than X took"
-    assert wording.in_words(4) == "four"
-    assert wording.in_words(12) == "12"
+    assert style.sentence("versus", 2.66, "X") == "2.7 times as fast as X"
+    assert style.sentence("versus", 1.325, "X") in {"1.32 times as fast as X", "1.33 times as fast as X"}
+    assert style.sentence("versus", 1.01, "X") == "as fast as X"
+    assert style.sentence("versus", 0.8, "X").replace("\u00a0", " ") == "25 % longer than X took"
+    assert style.in_words(4) == "four"
+    assert style.in_words(12) == "12"
 
 
 @pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])

@@ -21,7 +21,7 @@ def test_a_clean_path_is_told_clean():
     with Pathway() as path:
         report = try_path(path.address, 100)
     assert (report.sent, report.arrived_there, report.arrived_back, len(report.rtts_s)) == (100, 100, 100, 100)
-    assert 0 < report.rtt_median_s < 1
+    assert 0 < max(report.rtts_s) < 1
     assert report.mtu_bytes == report.mtu_there_bytes == report.interface_mtu_bytes
     assert report.dscp_there == report.dscp_back == {code: code for code in report.dscp_there}
     assert set(report.dscp_there) == {wire.dscp(queue, drop) for queue in (0, 2, 6, 7) for drop in (False, True)}

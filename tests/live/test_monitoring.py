@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp.live.metrics import SESSION_PHASES, RankCollector
+from dlcp.live.server import SESSION_PHASES, RankCollector
 from tests.live.snapshots import snapshot
 
 HERE = Path(__file__).parent

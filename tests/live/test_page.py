@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client", reason="the live page takes the package
 
 from dlcp.live import server as module
 from dlcp.live.server import LiveServer
-from dlcp.report.look import COLOURS
+from dlcp.report.style import COLOURS
 from tests.live.browser import CHROMIUM, Browser
 from tests.live.snapshots import snapshot, write
 from tests.waiting import until

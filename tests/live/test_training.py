@@ -173,7 +173,7 @@ def test_a_snapshot_that_lacks_something_changes_nothing(tmp_path, caplog):
     write(tmp_path, incomplete)
     watched.refresh()
     assert only_session(watched)["members"][0]["step"] == 10
-    assert "it lacks host, ranks" in caplog.text
+    assert "missing required field `ranks`" in caplog.text
 
 
 def test_a_folder_may_come_later(tmp_path):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc
 
-from dlcp.closing import end
 from dlcp.netlab import Namespace, available
+from dlcp.processes import end
 from dlcp.switch import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
 from tests.conformance.packet_socket import PacketSocket

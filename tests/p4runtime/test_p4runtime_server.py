@@ -156,9 +156,8 @@ def parsed(*arguments):
     [
         (["--p4runtime", "1"], "or --insecure for plain text"),
         (["--p4runtime", "1", "--tls-cert", "a", "--tls-key", "b"], "or --insecure for plain text"),
-        (["--p4runtime", "1", "--insecure", "--tls-ca", "a"], "which of the two"),
-        (["--insecure"], "which is not given"),
-        (["--p4runtime", "1", "--insecure", "--device-id", "0"], "give 1 or more"),
+        (["--p4runtime", "1", "--insecure", "--tls-ca", "a"], "exclude each other"),
+        (["--insecure"], "require --p4runtime"),
     ],
 )
 def test_options_that_do_not_go_together(arguments, message):

@@ -15,7 +15,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import switch as command
-from dlcp.commands.switch_watch import render
+from dlcp.commands.switch import render
 from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
 from dlcp.wire import Flag, Header, PacketType, dscp
 from tests import waiting
@@ -224,13 +224,13 @@ def test_a_rate_and_a_depth_for_each_port():
     assert (first.rate_bps, first.depth_packets) == (4_000_000, 7)
     assert (second.rate_bps, second.depth_packets) == (1_000_000, 5)
     command._check_settings(arguments, [181, 182])
-    with pytest.raises(ValueError, match="there is no port 182"):
+    with pytest.raises(ValueError, match="unknown port 182"):
         command._check_settings(arguments, [181])
 
 
 def test_with_a_fabric_its_file_says_what_single_ports_have(tmp_path, capsys):
     assert main(["switch", "--fabric", fabric(tmp_path), "--rate-bps", "1=2e6"]) == 2
-    assert "its file says so, at the port's link" in capsys.readouterr().err
+    assert "set it in its file, at the port's link" in capsys.readouterr().err
 
 
 def _parse(*words):

@@ -230,10 +230,10 @@ def test_a_script_without_a_model_is_none_of_our_business(ranks):
 def test_distributed_data_parallel_is_itself_again_afterwards(ranks):
     from torch.nn.parallel import DistributedDataParallel
 
-    from dlcp.train.worker import Watch
+    from dlcp.train.worker import watch
 
     before = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-    with Watch(print, print, "dlcp"):
+    with watch(print, print, "dlcp"):
         assert DistributedDataParallel.__init__ is not before[0]
     assert (DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook) == before
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 from dlcp.switch.entries import TableEntry, Value
 from dlcp.switch.events import EgressEvent, IngressEvent, event_index
 from dlcp.switch.executor.cells import MeterConfig

@@ -17,8 +17,8 @@ from tests.waiting import until
 REPOSITORY = Path(__file__).parent.parent
 _PARENT = """
 import subprocess, sys
-from dlcp import children
-process, lifeline = children.start("tests.test_children", "wait", stdout=subprocess.PIPE)
+from dlcp import processes
+process, lifeline = processes.start("tests.test_processes", "wait", stdout=subprocess.PIPE)
 print(process.stdout.readline().decode().strip(), flush=True)
 sys.stdin.read()
 """

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The style of every page: colours, light and dark, numbers as people read them, and rendering from templates."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+
+TEMPLATES: Final = Path(__file__).parent
+"""Folder of the frame of all pages."""
+COLOURS: Final[Mapping[str, tuple[str, str]]] = {
+    "paper": ("#ffffff", "#14181d"),
+    "raised": ("#f6f7f9", "#1d2229"),
+    "ink": ("#1c2128", "#e8ebee"),
+    "soft": ("#59636e", "#a3adb8"),
+    "grid": ("#dde1e6", "#343b44"),
+    "grey": ("#8b949e", "#7d8894"),
+    "orange": ("#c04a00", "#ff8f4d"),
+    "ochre": ("#8a6d00", "#e3c04b"),
+    "blue": ("#0067b0", "#5cb6f2"),
+    "green": ("#00805b", "#3fcf9f"),
+    "purple": ("#8250a8", "#c79af0"),
+    "pink": ("#a3345f", "#f285ab"),
+}
+"""Colours in light and in dark mode. Readers with colour blindness can distinguish these hues, after Okabe and Ito."""
+STYLE: Final = (
+    ":root { color-scheme: light dark; "
+    + " ".join(f"--{name}: {light};" for name, (light, _) in COLOURS.items())
+    + " }\n@media (prefers-color-scheme: dark) { :root { "
+    + " ".join(f"--{name}: {dark};" for name, (_, dark) in COLOURS.items())
+    + " } }\n"
+    'svg text { font-family: system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }\n'
+    "svg path, svg use { stroke-linejoin: round; stroke-linecap: butt; }\n"
+)
+"""Style sheet for the plots of a page, and of a file with a single plot."""
+NO_BREAK: Final = "\u00a0"
+SHORT_NAMES: Final = {"gloo": "Gloo", "plain": "plain transport", "dlcp": "DLCP", "dlcp_priority": "DLCP with priority"}
+AS_FAST_WITHIN: Final = 0.02
+"""Ratios this close to 1 are called equal: runs on a shared machine differ by more."""
+
+
+def environment(folder: Path, filters: Mapping[str, Callable[..., Any]]) -> jinja2.Environment:
+    """Return the environment for the templates in a folder, which may use those of :data:`TEMPLATES`."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= filters
+    return made
+
+
+def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+    """Return a page made from a template that extends ``frame.html``."""
+    return environment(template.parent, filters).get_template(template.name).render(style=STYLE, **values)
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time with about three digits, in s, or in ms below one second."""
+    if seconds is None:
+        return "never"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f}{NO_BREAK}ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f}{NO_BREAK}ms"
+    digits = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
+    return f"{seconds:.{digits}f}{NO_BREAK}s"
+
+
+def in_words(number: int) -> str:
+    """Return a small number as a word, a larger one in figures."""
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    return words[number] if 0 <= number < len(words) else f"{number:,}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return a share as per cent, without trailing zeros."""
+    text = f"{100 * share:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text}{NO_BREAK}%"
+
+
+def bit_rate(bps: float) -> str:
+    """Return a rate in Mbit/s or Gbit/s."""
+    return f"{bps / 1e6:.3g}{NO_BREAK}Mbit/s" if bps < 1e9 else f"{bps / 1e9:.3g}{NO_BREAK}Gbit/s"
+
+
+def count(number: int | None) -> str:
+    """Return a count with commas between thousands, a dash if it is not known."""
+    return "-" if number is None else f"{number:,}"
+
+
+FILTERS: Final[Mapping[str, Callable[..., str]]] = {
+    each.__name__: each for each in (duration, in_words, percent, bit_rate, count)
+}
+
+
+def sentence(name: str, *arguments: Any, **named: Any) -> str:
+    """Return the text of a macro of ``sentences.jinja``, in one line."""
+    text: str = getattr(_sentences(), name)(*arguments, **named)
+    return re.sub(r"[ \n]+", " ", text).strip(" ")
+
+
+@cache
+def _sentences() -> Any:
+    plain = environment(TEMPLATES, FILTERS).overlay(autoescape=False)  # pages escape the sentences that they hold
+    return plain.get_template(
+        "sentences.jinja", globals={"NAMES": SHORT_NAMES, "AS_FAST_WITHIN": AS_FAST_WITHIN}
+    ).module
