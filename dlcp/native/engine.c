@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "engine.h"
+#include "internal.h"
 
 #ifndef UDP_SEGMENT
 #define UDP_SEGMENT 103
@@ -52,21 +52,21 @@ static void keep_freed_memory(void) {
 }
 
 /* Make an engine; add its peers next (dlcp_peer). NULL: no memory. */
-API engine *dlcp_engine_new(const config *rules) {
+engine *dlcp_engine_new(const config *rules) {
     keep_freed_memory();
     engine *self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
     self->config = *rules;
-    self->socket = self->sockets[0] = (int)rules->socket;
+    self->socket = self->sockets[0] = rules->socket;
     self->socket_count = 1;
-    self->wake = (int)rules->wake;
+    self->wake = rules->wake;
     self->bell = -1;
-    self->offload = 1;
-    self->room = -1;
+    self->view.offload = true;
+    self->view.room = -1;
     self->reminded_s = self->inbound_last_s = -INFINITY;
     self->event_capacity = 64;
-    self->events = malloc((size_t)self->event_capacity * sizeof *self->events);
+    self->view.events = self->events = malloc((size_t)self->event_capacity * sizeof *self->events);
     self->flows = calloc((size_t)rules->peers + 1, sizeof *self->flows);
     self->flow_of_rank = malloc((size_t)(rules->ranks + 1) * sizeof *self->flow_of_rank);
     self->buffers = malloc((size_t)BATCH * SLOT_BYTES);
@@ -90,10 +90,10 @@ API engine *dlcp_engine_new(const config *rules) {
 
 /* Add a peer: `address` is in host byte order, `service` has the type of service by queue and by whether a packet may
  * be dropped. Return its flow, whose public head the caller sets; NULL: no memory. */
-API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
-                    double now_s) {
+flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
+                     double now_s) {
     flow *one = &self->flows[peer];
-    if (path_make(self, one, 1))
+    if (path_make(one, 1))
         return NULL;
     one->peer = peer;
     one->rank = rank;
@@ -101,31 +101,31 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     one->address.sin_addr.s_addr = htonl(address);
     one->address.sin_port = htons((uint16_t)port);
     memcpy(one->service, service, sizeof one->service);
-    one->heard_s = now_s;
-    one->disorder = self->config.disorder_first;
+    one->view.heard_s = now_s;
+    one->disorder = DISORDER_FIRST;
     one->backoff = 1;
-    one->burst = SEGMENTS_MAX;
-    one->slow_start = 1;
-    one->pace = INFINITY;
+    one->view.burst = SEGMENTS_MAX;
+    one->view.slow_start = true;
+    one->view.pace = INFINITY;
     one->clocks_us = -1;
     one->ack_due_s = one->report_due_s = one->overtaken_due_s = one->look_s = INFINITY;
     one->stamped_s = -INFINITY;
     for (int queue = 0; queue < QUEUES; queue++)
         one->newest_delivered_s[queue] = -1;
     self->flow_of_rank[rank] = peer;
-    return one;
+    return &one->view;
 }
 
 /* Add a socket to send from; return 0, or NO_MEMORY if there are too many. */
-API int64_t dlcp_add_socket(engine *self, int64_t socket) {
+int64_t dlcp_add_socket(engine *self, int socket) {
     if (self->socket_count == PATHS_MAX)
         return NO_MEMORY;
-    self->sockets[self->socket_count++] = (int)socket;
+    self->sockets[self->socket_count++] = socket;
     return 0;
 }
 
 /* Also accept packets of a peer from these other ports of its address. */
-API void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count) {
+void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count) {
     flow *from = &self->flows[peer];
     from->port_count = smaller(count, PATHS_MAX - 1);
     from->port_last = 0;
@@ -139,8 +139,12 @@ static void free_garbage(engine *self) {
     self->garbage_count = 0;
 }
 
+engine_view *dlcp_engine_view(engine *self) {
+    return &self->view;
+}
+
 /* Drop all messages and accept no more; the caller may free its memory. */
-API void dlcp_engine_stop(engine *self) {
+void dlcp_engine_stop(engine *self) {
     self->closed = true;
     for (int64_t i = 0; i < self->config.peers; i++)
         while (self->flows[i].message_count)
@@ -148,7 +152,7 @@ API void dlcp_engine_stop(engine *self) {
     incoming_drop_all(self);
 }
 
-API void dlcp_engine_free(engine *self) {
+void dlcp_engine_free(engine *self) {
     dlcp_engine_stop(self);
     for (int64_t i = 0; i < self->config.peers; i++) {
         for (int64_t way = 0; way < self->flows[i].path_count; way++)
@@ -176,16 +180,16 @@ API void dlcp_engine_free(engine *self) {
 
 /* Return a new event to fill in; NULL if out of memory, which sets `failed`. */
 event *engine_event(engine *self, event_kind kind, int64_t peer, double now_s) {
-    if (self->event_count == self->event_capacity) {
+    if (self->view.event_count == self->event_capacity) {
         event *events = realloc(self->events, (size_t)self->event_capacity * 2 * sizeof *events);
         if (!events) {
-            self->failed = 1;
+            self->view.failed = true;
             return NULL;
         }
-        self->events = events;
+        self->view.events = self->events = events;
         self->event_capacity *= 2;
     }
-    event *one = &self->events[self->event_count++];
+    event *one = &self->events[self->view.event_count++];
     *one = (event){.kind = kind, .peer = peer, .now_s = now_s};
     return one;
 }
@@ -205,7 +209,7 @@ void engine_discard(engine *self, void *memory) {
 
 /* Begin a batch. Once Python has taken all events, the memory they pointed at is freed. */
 static void begin_batch(engine *self) {
-    if (!self->event_count)
+    if (!self->view.event_count)
         free_garbage(self);
 }
 
@@ -216,7 +220,7 @@ static event *report_packet(engine *self, event_kind kind, const flow *peer, con
         return NULL; /* counts as lost */
     memcpy(copy, datagram, (size_t)bytes);
     engine_discard(self, copy);
-    event *news = engine_event(self, kind, peer->peer, peer->heard_s);
+    event *news = engine_event(self, kind, peer->peer, peer->view.heard_s);
     if (!news)
         return NULL; /* NOLINT(clang-analyzer-unix.Malloc): engine_discard has it */
     news->data = copy;
@@ -250,7 +254,7 @@ static int after_error(engine *self) {
     if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)
         return SOCKET_FULL;
     /* No route, or an unreachable peer; the deadline's error names the peer. */
-    self->send_errors++;
+    self->view.counters.send_errors++;
     self->last_errno = errno;
     return 0;
 }
@@ -290,10 +294,10 @@ static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, i
 /* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss. */
 int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
     if (self->socket < 0) {
-        if (!self->room)
+        if (!self->view.room)
             return SOCKET_FULL;
-        if (self->room > 0)
-            self->room--;
+        if (self->view.room > 0)
+            self->view.room--;
         event *news = report_packet(self, EVENT_DATAGRAM, to, datagram, bytes);
         if (news) {
             news->tos = tos;
@@ -330,7 +334,7 @@ static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint
 /* Send packets of a message in one burst, on one path; return as engine_send_datagram. */
 int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
                       uint8_t (*headers)[HEADER_BYTES], int64_t way) {
-    if (self->socket < 0 || (!to->out.bytes && count > 1 && !self->offload))
+    if (self->socket < 0 || (!to->out.bytes && count > 1 && !self->view.offload))
         return send_one_by_one(self, to, message, packets, count, headers, way);
     if (to->out.bytes && ring_is_exported(self, message, packets, count))
         return ring_send_exported(self, to, message, count, headers);
@@ -343,11 +347,11 @@ int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t 
     if (to->out.bytes)
         return ring_send_burst(self, to, pieces, parts);
     uint16_t segment = count > 1 ? (uint16_t)(HEADER_BYTES + self->config.payload_bytes) : 0;
-    self->sent_bursts++;
+    self->view.counters.sent_bursts++;
     if (send_pieces(self, to, pieces, parts, message->tags[packets[0]][3], segment, way) >= 0)
         return 0;
     if (segment && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
-        self->offload = 0; /* no transmit checksum offload, or an old kernel */
+        self->view.offload = false; /* no transmit checksum offload, or an old kernel */
         return send_one_by_one(self, to, message, packets, count, headers, way);
     }
     return after_error(self);
@@ -363,12 +367,12 @@ void engine_send_control(engine *self, flow *to, enum packet_type type, const kn
         memcpy(datagram + HEADER_BYTES, payload, (size_t)bytes);
     /* A greeting tells the peer our other ports, so it comes from the known one. */
     int64_t way = type == HELLO || type == HELLO_ACK || type == ABORT ? 0 : path_for_control(to);
-    if (engine_send_datagram(self, to, datagram, HEADER_BYTES + bytes, (int)self->config.control_tos, way) < 0)
-        self->control_unsent++;
+    if (engine_send_datagram(self, to, datagram, HEADER_BYTES + bytes, self->config.control_tos, way) < 0)
+        self->view.counters.control_unsent++;
 }
 
 /* Send a control packet about a peer: a greeting or an abort. */
-API void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes) {
+void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes) {
     static const known none = {0, 0, 0, NULL};
     engine_send_control(self, &self->flows[peer], (enum packet_type)type, &none, 0, 0, payload, bytes);
 }
@@ -379,13 +383,13 @@ API void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8
 bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes) {
     int64_t *reason = NULL;
     if (bytes < HEADER_BYTES || datagram[0] >> 4 != VERSION || !header_type(datagram) || header_type(datagram) > ABORT)
-        reason = &self->refused_malformed;
+        reason = &self->view.counters.refused_malformed;
     else if (header_token(datagram) != self->config.token)
-        reason = &self->refused_token;
+        reason = &self->view.counters.refused_token;
     else if (header_job(datagram) != self->config.job)
-        reason = &self->refused_job;
+        reason = &self->view.counters.refused_job;
     else if (from && header_sender(datagram) != from->rank)
-        reason = &self->refused_sender;
+        reason = &self->view.counters.refused_sender;
     if (reason)
         ++*reason;
     return reason != NULL;
@@ -393,7 +397,7 @@ bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int
 
 /* Process a datagram from a peer. */
 void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
-    from->heard_s = now_s;
+    from->view.heard_s = now_s;
     switch ((enum packet_type)header_type(datagram)) {
     case DATA:
         incoming_take_data(self, from, datagram, datagram + HEADER_BYTES, bytes - HEADER_BYTES, tos, now_s);
@@ -436,7 +440,7 @@ static int64_t path_of(flow *from, const struct sockaddr_in *source) {
 
 /* Record an arrival of data from the network. The port in front of this rank limits a fast stretch. */
 static void note_inbound(engine *self, double now_s) {
-    if (now_s - self->inbound_last_s > self->config.inbound_pause_s) {
+    if (now_s - self->inbound_last_s > INBOUND_PAUSE_S) {
         self->inbound_since_s = now_s;
         self->inbound_count = 0;
     } else {
@@ -444,9 +448,9 @@ static void note_inbound(engine *self, double now_s) {
     }
     self->inbound_last_s = now_s;
     double seconds = now_s - self->inbound_since_s;
-    if (seconds < self->config.inbound_s || self->inbound_count < self->config.inbound_packets)
+    if (seconds < INBOUND_S || self->inbound_count < INBOUND_PACKETS)
         return;
-    self->inbound_peak = fmax(self->inbound_peak, (double)self->inbound_count / seconds);
+    self->view.inbound_peak = fmax(self->view.inbound_peak, (double)self->inbound_count / seconds);
     self->inbound_since_s = now_s;
     self->inbound_count = 0;
 }
@@ -459,7 +463,7 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
     flow *from = peer < 0 ? NULL : &self->flows[peer];
     int64_t way = from ? path_of(from, source) : -1;
     if (way < 0) {
-        self->refused_sender++;
+        self->view.counters.refused_sender++;
         return;
     }
     if (header_type(datagram) == DATA) {
@@ -473,8 +477,8 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
 }
 
 /* Process one datagram, for use without a socket. */
-API void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
-                      double now_s) {
+void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
+                  double now_s) {
     begin_batch(self);
     self->arrived_s = now_s;
     struct sockaddr_in source = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
@@ -517,7 +521,7 @@ static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, i
 static void split(engine *self, struct msghdr *header, int64_t bytes, const uint8_t *buffer, int64_t segment, int tos,
                   double now_s) {
     if (header->msg_flags & MSG_TRUNC)
-        self->truncated++;
+        self->view.counters.truncated++;
     for (int64_t start = 0; start < bytes || !start; start += segment) {
         take_in(self, buffer + start, smaller(bytes - start, segment), header->msg_name, tos, now_s);
         if (!segment)
@@ -554,7 +558,7 @@ static bool receive_burst(engine *self) {
     int tos = 0;
     double now_s = clock_s();
     read_ancillary(self, &header, bytes, &segment, &tos, now_s);
-    self->received_bursts++;
+    self->view.counters.received_bursts++;
     bool single = segment == bytes && bytes >= HEADER_BYTES + self->config.payload_bytes;
     self->singles = single ? self->singles + 1 : 0;
     split(self, &header, bytes, self->buffers, segment, tos, now_s);
@@ -582,7 +586,7 @@ static int receive_singles(engine *self) {
             self->singles = 0;
         split(self, &messages[i].msg_hdr, bytes, self->buffers + (size_t)i * SLOT_BYTES, segment, tos, now_s);
     }
-    self->received_bursts += count;
+    self->view.counters.received_bursts += count;
     return count;
 }
 
@@ -614,7 +618,7 @@ static int64_t receive(engine *self) {
 static double tick(engine *self, double now_s) {
     double due_s = flow_acknowledge_due(self, now_s);
     for (int64_t i = 0; i < self->config.peers; i++) {
-        due_s = sooner(due_s, flow_find_overtaken(self, &self->flows[i], now_s));
+        due_s = sooner(due_s, flow_find_overtaken(&self->flows[i], now_s));
         due_s = sooner(due_s, outgoing_ask(self, &self->flows[i], now_s));
     }
     if (self->stopping)
@@ -636,12 +640,12 @@ static int64_t pump(engine *self, double now_s) {
     return sent;
 }
 
-API double dlcp_tick(engine *self, double now_s) {
+double dlcp_tick(engine *self, double now_s) {
     begin_batch(self);
     return tick(self, now_s);
 }
 
-API int64_t dlcp_pump(engine *self, double now_s) {
+int64_t dlcp_pump(engine *self, double now_s) {
     begin_batch(self);
     return pump(self, now_s);
 }
@@ -676,37 +680,24 @@ static void wait_for_news(engine *self, double until_s, bool full) {
         char woken[4096];
         while (read(self->wake, woken, sizeof woken) == (ssize_t)sizeof woken) {
         }
-        __atomic_store_n(&self->woken, 1, __ATOMIC_RELEASE);
+        __atomic_store_n(&self->view.woken, true, __ATOMIC_RELEASE);
     }
 }
 
 /* Move packets until `until_s`, an event, or another thread's `woken`; return the number of events. */
-API int64_t dlcp_turn(engine *self, double until_s) {
+int64_t dlcp_turn(engine *self, double until_s) {
     begin_batch(self);
-    while (!self->event_count) {
+    while (!self->view.event_count) {
         int64_t received = receive(self);
         double now_s = clock_s(), due_s = tick(self, now_s);
         int64_t sent = pump(self, now_s);
-        if (now_s >= until_s || self->failed || __atomic_load_n(&self->woken, __ATOMIC_ACQUIRE))
+        if (now_s >= until_s || self->view.failed || __atomic_load_n(&self->view.woken, __ATOMIC_ACQUIRE))
             break;
-        if (received || sent > 0 || self->event_count)
+        if (received || sent > 0 || self->view.event_count)
             continue;
         wait_for_news(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
     }
     /* No wake-up is lost: the waking thread queued a command before, and commands run before the next turn. */
-    __atomic_store_n(&self->woken, 0, __ATOMIC_RELEASE);
-    return self->event_count;
-}
-
-/* Sizes of the records that Python mirrors, for it to check. */
-API int64_t dlcp_sizes(int64_t which) {
-    static const int64_t sizes[] = {
-        (int64_t)offsetof(engine, config),
-        (int64_t)offsetof(flow, peer),
-        sizeof(config),
-        sizeof(event),
-        sizeof(send_request),
-        sizeof(receive_request),
-    };
-    return which < 0 || which >= (int64_t)(sizeof sizes / sizeof *sizes) ? -1 : sizes[which];
+    __atomic_store_n(&self->view.woken, false, __ATOMIC_RELEASE);
+    return self->view.event_count;
 }

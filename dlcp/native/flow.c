@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
+#include "internal.h"
 
 enum { RUNS_FIRST = 16 };
 /* Spacing of the send times of a burst's packets: much less than the time to send one, and still resolved by a double
@@ -42,15 +42,14 @@ static void smooth(double *average_s, double *deviation_s, double sample_s) {
 
 static void smooth_rtt(flow *self, double rtt_s) {
     self->rtt_min_s = self->rtt_min_s == 0 ? rtt_s : fmin(self->rtt_min_s, rtt_s);
-    smooth(&self->smoothed_rtt_s, &self->rtt_variation_s, rtt_s);
+    smooth(&self->view.smoothed_rtt_s, &self->view.rtt_variation_s, rtt_s);
 }
 
 /* How long an acknowledgement waits for more packets. */
-static double flow_ack_delay_s(const engine *owner, const flow *self) {
-    const config *rules = &owner->config;
-    if (self->smoothed_rtt_s == 0)
-        return rules->ack_delay_max_s;
-    return fmin(fmax(rules->ack_delay_s, self->smoothed_rtt_s / 4), rules->ack_delay_max_s);
+static double flow_ack_delay_s(const flow *self) {
+    if (self->view.smoothed_rtt_s == 0)
+        return ACK_DELAY_MAX_S;
+    return fmin(fmax(ACK_DELAY_S, self->view.smoothed_rtt_s / 4), ACK_DELAY_MAX_S);
 }
 
 static int64_t microseconds(double seconds) {
@@ -84,32 +83,31 @@ static void report_times(flow *self, event *news) {
 
 /* How much later a packet may arrive than one sent after it. If retransmissions get lost, a queue stays full: earlier
  * retransmissions would only be dropped, too. */
-double flow_reordering_s(const engine *owner, const flow *self) {
-    double rtt_s = self->smoothed_rtt_s > 0 ? self->smoothed_rtt_s : owner->config.initial_rtt_s;
-    return fmin(rtt_s * self->disorder * self->backoff, owner->config.probe_timeout_max_s);
+double flow_reordering_s(const flow *self) {
+    double rtt_s = self->view.smoothed_rtt_s > 0 ? self->view.smoothed_rtt_s : INITIAL_RTT_S;
+    return fmin(rtt_s * self->disorder * self->backoff, PROBE_TIMEOUT_MAX_S);
 }
 
 /* How much later a packet may arrive than one sent after it, on the last one's path. */
-double flow_lateness_s(const engine *owner, const flow *self) {
+double flow_lateness_s(const flow *self) {
     double longest_s = 0;
     for (int64_t i = 0; i < self->path_count; i++)
         if (self->paths[i].flying)
             longest_s = fmax(longest_s, self->paths[i].delay_s);
-    return flow_reordering_s(owner, self) + fmax(longest_s - self->paths[self->path_last].delay_s, 0);
+    return flow_reordering_s(self) + fmax(longest_s - self->paths[self->path_last].delay_s, 0);
 }
 
 /* How long an acknowledgement may take (RFC 9002, 6.2.1), including both hosts' processing time. */
-double flow_probe_timeout_s(const engine *owner, const flow *self) {
-    const config *rules = &owner->config;
+double flow_probe_timeout_s(const flow *self) {
     if (self->out.bytes)
-        return rules->probe_timeout_max_s; /* memory loses nothing: the peer is only slow */
-    if (self->smoothed_rtt_s == 0)
-        return fmax(rules->initial_rtt_s, self->answered_s);
-    double timeout_s = self->response_s + fmax(4 * self->response_variation_s, flow_reordering_s(owner, self));
+        return PROBE_TIMEOUT_MAX_S; /* memory loses nothing: the peer is only slow */
+    if (self->view.smoothed_rtt_s == 0)
+        return fmax(INITIAL_RTT_S, self->answered_s);
+    double timeout_s = self->response_s + fmax(4 * self->response_variation_s, flow_reordering_s(self));
     for (int64_t i = 0; self->path_count > 1 && i < self->path_count; i++)
         if (self->paths[i].flying)
             timeout_s = fmax(timeout_s, 2 * self->paths[i].delay_s); /* a probe must not overtake its packets */
-    return fmin(timeout_s, fmax(rules->probe_timeout_max_s, 2 * self->smoothed_rtt_s));
+    return fmin(timeout_s, fmax(PROBE_TIMEOUT_MAX_S, 2 * self->view.smoothed_rtt_s));
 }
 
 /* What to declare lost in one queue of a path: packets sent before `until_s`, out of those sent before `newest_s`. */
@@ -120,12 +118,12 @@ typedef struct {
 } search;
 
 /* How long a path may be silent while others are not, before nothing is expected to arrive there. */
-double flow_stalled_s(const engine *owner, const flow *self) {
-    return flow_reordering_s(owner, self) + 3 * flow_probe_timeout_s(owner, self);
+double flow_stalled_s(const flow *self) {
+    return flow_reordering_s(self) + 3 * flow_probe_timeout_s(self);
 }
 
 /* Find losses in a run; return whether all its packets are settled. */
-static bool lose_run(const engine *owner, flow *self, const run *sent, search *within) {
+static bool lose_run(flow *self, const run *sent, search *within) {
     outgoing *message = sent->message;
     uint32_t count = sent->packets ? sent->packets : 1;
     for (uint32_t k = 0; k < count; k++) {
@@ -140,17 +138,17 @@ static bool lose_run(const engine *owner, flow *self, const run *sent, search *w
             within->oldest_s = sent_s;
             return false;
         }
-        outgoing_lost(owner, self, message, index);
+        outgoing_lost(self, message, index);
         within->lost++;
     }
     return true;
 }
 
-static search lose_until(const engine *owner, flow *self, run_queue *sent, double until_s, double newest_s) {
+static search lose_until(flow *self, run_queue *sent, double until_s, double newest_s) {
     search within = {.until_s = until_s, .newest_s = newest_s, .oldest_s = INFINITY};
     while (sent->count) {
         const run *first = &sent->runs[sent->first];
-        if (first->message && (first->sent_s >= newest_s || !lose_run(owner, self, first, &within)))
+        if (first->message && (first->sent_s >= newest_s || !lose_run(self, first, &within)))
             break;
         sent->first = (sent->first + 1) % sent->capacity;
         sent->count--;
@@ -159,24 +157,24 @@ static search lose_until(const engine *owner, flow *self, run_queue *sent, doubl
 }
 
 /* Find a path's losses by much later arrivals on other paths; abandon it if nothing arrives there at all. */
-static int64_t lose_stalled(const engine *owner, flow *self, path *way, int queue, double stalled_s, double now_s) {
+static int64_t lose_stalled(flow *self, path *way, int queue, double stalled_s, double now_s) {
     double until_s = self->newest_delivered_s[queue] - fmax(stalled_s, 2 * way->delay_s);
-    int64_t lost = lose_until(owner, self, &way->runs[queue], until_s, until_s).lost;
-    if (lost < owner->config.path_burst || way->newest[queue].sent_s >= until_s)
+    int64_t lost = lose_until(self, &way->runs[queue], until_s, until_s).lost;
+    if (lost < PATH_BURST || way->newest[queue].sent_s >= until_s)
         return lost;
     if (way->weight > 0 && !way->on_trial)
         self->excused_lost += lost;
-    path_leave(owner, self, way, now_s);
+    path_leave(self, way, now_s);
     return lost;
 }
 
 /* Find a path's losses: packets overtaken by more than the reordering window, or longer ago (RFC 8985, 7.2). */
-static int64_t lose_overtaken(const engine *owner, flow *self, path *way, double now_s) {
-    double disorder_s = flow_reordering_s(owner, self);
+static int64_t lose_overtaken(flow *self, path *way, double now_s) {
+    double disorder_s = flow_reordering_s(self);
     int64_t lost = 0;
     for (int queue = 0; queue < QUEUES; queue++) {
         double newest_s = way->newest[queue].sent_s, over_s = way->newest[queue].known_s + disorder_s;
-        search found = lose_until(owner, self, &way->runs[queue], newest_s - fmax(over_s - now_s, 0), newest_s);
+        search found = lose_until(self, &way->runs[queue], newest_s - fmax(over_s - now_s, 0), newest_s);
         lost += found.lost;
         if (found.oldest_s == INFINITY)
             continue;
@@ -186,55 +184,55 @@ static int64_t lose_overtaken(const engine *owner, flow *self, path *way, double
     return lost;
 }
 
-static int64_t find_lost(const engine *owner, flow *self, double now_s) {
-    double stalled_s = flow_stalled_s(owner, self);
+static int64_t find_lost(flow *self, double now_s) {
+    double stalled_s = flow_stalled_s(self);
     int64_t lost = 0;
     uint64_t paths = self->fresh_paths | self->overtaken_paths;
     self->overtaken_paths = 0;
     self->overtaken_due_s = INFINITY;
     for (; paths; paths &= paths - 1)
-        lost += lose_overtaken(owner, self, &self->paths[__builtin_ctzll(paths)], now_s);
+        lost += lose_overtaken(self, &self->paths[__builtin_ctzll(paths)], now_s);
     if (self->path_count > 1 && now_s >= self->stalled_due_s) {
         self->stalled_due_s = now_s + stalled_s / 16;
         for (int64_t i = 0; i < self->path_count; i++)
             for (int queue = 0; queue < QUEUES && self->paths[i].flying; queue++)
-                lost += lose_stalled(owner, self, &self->paths[i], queue, stalled_s, now_s);
+                lost += lose_stalled(self, &self->paths[i], queue, stalled_s, now_s);
     }
     if (lost)
-        self->disorder = fmax(self->disorder * owner->config.disorder_decay, owner->config.disorder_min);
+        self->disorder = fmax(self->disorder * DISORDER_DECAY, DISORDER_MIN);
     return lost;
 }
 
 /* Find packets that were overtaken too long ago, if due; return when to look again. */
-double flow_find_overtaken(engine *owner, flow *self, double now_s) {
+double flow_find_overtaken(flow *self, double now_s) {
     if (now_s >= self->overtaken_due_s) {
-        int64_t lost = find_lost(owner, self, now_s);
-        flow_feed_back(owner, self, 0, 0, lost, now_s);
+        int64_t lost = find_lost(self, now_s);
+        flow_feed_back(self, 0, 0, lost, now_s);
     }
     return self->overtaken_due_s;
 }
 
 /* Schedule the next report. There is no hurry unless the window should shrink or grow; memory has nothing to report. */
-static void schedule_report(const engine *owner, flow *self) {
+static void schedule_report(flow *self) {
     if (self->out.bytes || (!self->delivered && !self->lost))
         return;
-    bool hurry = self->lost || self->marked || (self->limited && self->slow_start);
-    double calm_s = hurry ? owner->config.report_min_s : owner->config.report_calm_s;
-    self->report_due_s = self->reported_s + fmax(self->smoothed_rtt_s, calm_s);
+    bool hurry = self->lost || self->marked || (self->limited && self->view.slow_start);
+    double calm_s = hurry ? REPORT_MIN_S : REPORT_CALM_S;
+    self->report_due_s = self->reported_s + fmax(self->view.smoothed_rtt_s, calm_s);
 }
 
 /* Record feedback for the next report. */
-void flow_feed_back(engine *owner, flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s) {
+void flow_feed_back(flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s) {
     if (delivered)
-        lost += find_lost(owner, self, now_s);
-    path_judge_all(owner, self, now_s);
+        lost += find_lost(self, now_s);
+    path_judge_all(self, now_s);
     if (!delivered && !lost)
         return;
     self->delivered += delivered;
     self->lost += lost - smaller(lost, self->excused_lost);
     self->marked += smaller(marked - smaller(marked, self->excused_marked), delivered);
     self->excused_lost = self->excused_marked = 0;
-    schedule_report(owner, self);
+    schedule_report(self);
 }
 
 static bool is_waiting(const flow *self) {
@@ -268,7 +266,7 @@ double flow_report(engine *owner, double now_s) {
         news->limited = self->limited;
         news->waiting = is_waiting(self);
         report_times(self, news);
-        news->smoothed_rtt_s = self->smoothed_rtt_s;
+        news->smoothed_rtt_s = self->view.smoothed_rtt_s;
         self->delivered = self->marked = self->lost = self->limited = 0;
         self->reported_s = now_s;
         self->report_due_s = INFINITY;
@@ -280,31 +278,31 @@ double flow_report(engine *owner, double now_s) {
 
 /* Return when a window below one packet admits the next one. */
 static double paused_until_s(const flow *self) {
-    return self->sent_last_s + self->smoothed_rtt_s / fmin(self->window, 1);
+    return self->sent_last_s + self->view.smoothed_rtt_s / fmin(self->view.window, 1);
 }
 
 /* Return when the next packet may leave if only time is needed; infinity if none waits or something else is missing. */
 double flow_resumes_s(const flow *self, double now_s) {
     double until_s = INFINITY;
-    if (self->window < 1)
-        until_s = self->flying ? INFINITY : paused_until_s(self);
+    if (self->view.window < 1)
+        until_s = self->view.flying ? INFINITY : paused_until_s(self);
     else if (self->held)
         until_s = self->paced_s;
     return self->message_count && until_s > now_s ? until_s : INFINITY;
 }
 
 static int64_t room(const flow *self, double now_s) {
-    if (self->window < 1)
-        return self->flying == 0 && now_s >= paused_until_s(self);
-    return (int64_t)fmin(self->window, (double)self->largest_window) - self->flying;
+    if (self->view.window < 1)
+        return self->view.flying == 0 && now_s >= paused_until_s(self);
+    return (int64_t)fmin(self->view.window, (double)self->view.largest_window) - self->view.flying;
 }
 
 /* Return how many packets the pace admits at once. A timer for each would cost too much: packets due within
  * `pace_turn_s` leave together. */
-static double pace_room(const engine *owner, flow *self, double now_s) {
-    double turn_s = owner->config.pace_turn_s;
+static double pace_room(flow *self, double now_s) {
+    double turn_s = PACE_TURN_S;
     self->held = now_s < self->paced_s - (self->held ? 0 : turn_s);
-    return self->held ? 0 : fmax(self->pace * turn_s, (double)owner->config.path_burst);
+    return self->held ? 0 : fmax(self->view.pace * turn_s, (double)PATH_BURST);
 }
 
 /* The most urgent queue first, then the layer nearest the input, then the oldest message. */
@@ -355,8 +353,8 @@ static void note_run(run_queue *sent, run one) {
     sent->count++;
 }
 
-static void note_sent(const engine *owner, flow *self, outgoing *message, const uint32_t *packets, int64_t count,
-                      int64_t way, double now_s) {
+static void note_sent(flow *self, outgoing *message, const uint32_t *packets, int64_t count, int64_t way,
+                      double now_s) {
     run_queue *sent = &self->paths[way].runs[message->tags[packets[0]][1] >> 5];
     bool again = message->state[packets[0]] == RETRANSMIT;
     /* Every packet has a unique send time, which also gives their order. */
@@ -382,45 +380,45 @@ static void note_sent(const engine *owner, flow *self, outgoing *message, const 
     message->unsent -= count;
     message->flying += count;
     message->sent += count;
-    self->flying += count;
+    self->view.flying += count;
     self->paths[way].flying += count;
     self->paths[way].sent += count;
     self->path_last = way;
     message->active_s = message->last_sent_s = self->sent_last_s = now_s;
     message->last_queue = message->tags[packets[0]][1] >> 5; /* all packets of a burst are in one queue */
     self->lossy_packets = self->lossy_packets > count ? self->lossy_packets - count : 0;
-    outgoing_expect(owner, self, message);
-    self->paced_s = fmax(self->paced_s, now_s - owner->config.pace_turn_s) + (double)count / self->pace;
+    outgoing_expect(self, message);
+    self->paced_s = fmax(self->paced_s, now_s - PACE_TURN_S) + (double)count / self->view.pace;
 }
 
 /* Send one burst within the window, most urgent packets first; return how many, or why none. */
 int64_t flow_pump(engine *owner, flow *self, double now_s) {
-    if (!self->message_count || self->mute)
+    if (!self->message_count || self->view.mute)
         return 0;
     outgoing *message = most_urgent(self);
     if (!message)
         return 0;
     int64_t limit = room(self, now_s), packet_bytes = HEADER_BYTES + owner->config.payload_bytes;
     if (limit <= 0) {
-        if (!self->limited && self->window < (double)self->largest_window) {
+        if (!self->limited && self->view.window < (double)self->view.largest_window) {
             self->limited = 1;
-            schedule_report(owner, self);
+            schedule_report(self);
         }
         return 0;
     }
-    double paced = pace_room(owner, self, now_s);
+    double paced = pace_room(self, now_s);
     if (self->held)
         return 0;
-    limit = smaller(smaller(limit, self->burst), smaller(SEGMENTS_MAX, 65000 / packet_bytes));
+    limit = smaller(smaller(limit, self->view.burst), smaller(SEGMENTS_MAX, 65000 / packet_bytes));
     limit = (int64_t)fmax(fmin((double)limit, paced), 1);
-    int64_t way = path_choose(owner, self, &limit, now_s);
+    int64_t way = path_choose(self, &limit, now_s);
     uint32_t packets[SEGMENTS_MAX];
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
     int64_t count = outgoing_gather(owner, message, limit, packets);
     bool again = message->state[packets[0]] == RETRANSMIT;
     /* Before anything leaves: a packet that is in no run could never be declared lost. */
     if (reserve_runs(&self->paths[way].runs[message->tags[packets[0]][1] >> 5], again ? count : 1)) {
-        owner->failed = 1;
+        owner->view.failed = true;
         return 0;
     }
     for (int64_t k = 0; k < count; k++) {
@@ -434,7 +432,7 @@ int64_t flow_pump(engine *owner, flow *self, double now_s) {
     int kept = engine_send_burst(owner, self, message, packets, count, headers, way);
     if (kept < 0)
         return kept;
-    note_sent(owner, self, message, packets, count, way, now_s);
+    note_sent(self, message, packets, count, way, now_s);
     return count;
 }
 
@@ -461,7 +459,7 @@ static void note_block(flow *self, incoming *message, int64_t block) {
 void flow_note_arrival(const engine *owner, flow *self, incoming *message, int64_t index, int tos, double now_s) {
     self->marked_received += (tos & 3) == 3; /* ECN: congestion experienced */
     if (!self->fresh_packets++)
-        self->ack_due_s = now_s + flow_ack_delay_s(owner, self);
+        self->ack_due_s = now_s + flow_ack_delay_s(self);
     self->data_last_s = owner->arrived_s;
     note_block(self, message, index / ACK_BLOCK_PACKETS);
 }
@@ -527,8 +525,8 @@ void flow_acknowledge(engine *owner, flow *self, double now_s) {
             put_marks(self, datagram + HEADER_BYTES + entries * ACK_ENTRY_BYTES);
         if (entries) {
             engine_send_datagram(owner, self, datagram, HEADER_BYTES + entries * ACK_ENTRY_BYTES,
-                                 (int)owner->config.control_tos, path_for_control(self));
-            owner->acknowledgements++;
+                                 owner->config.control_tos, path_for_control(self));
+            owner->view.counters.acknowledgements++;
         }
     } while (done < self->fresh_count);
     self->fresh_count = self->fresh_packets = 0;
@@ -546,17 +544,16 @@ void flow_acknowledge_whole(engine *owner, flow *self, incoming *message, double
 
 /* Send due acknowledgements; return when the next one is due. */
 double flow_acknowledge_due(engine *owner, double now_s) {
-    const config *rules = &owner->config;
     double due_s = INFINITY;
-    for (int64_t i = 0; i < rules->peers; i++) {
+    for (int64_t i = 0; i < owner->config.peers; i++) {
         flow *self = &owner->flows[i];
         if (!self->fresh_packets)
             continue;
         double at_s = self->ack_due_s;
-        double spacing_s = fmax(rules->ack_spacing_s, self->smoothed_rtt_s * rules->ack_round_trips);
-        if (self->fresh_packets >= rules->ack_every)
+        double spacing_s = fmax(ACK_SPACING_S, self->view.smoothed_rtt_s * ACK_ROUND_TRIPS);
+        if (self->fresh_packets >= ACK_EVERY)
             at_s = sooner(at_s, self->acknowledged_s + spacing_s);
-        if (self->fresh_packets >= rules->ack_at_once || now_s >= at_s)
+        if (self->fresh_packets >= ACK_AT_ONCE || now_s >= at_s)
             flow_acknowledge(owner, self, now_s);
         else
             due_s = sooner(due_s, at_s);
@@ -576,15 +573,15 @@ static int64_t marked_since(uint32_t *seen, uint32_t total) {
 }
 
 /* Process the count of late packets. All of a round trip count as one event (RFC 8985, 6.2). */
-static void take_late(const engine *owner, flow *self, uint16_t total, double now_s) {
+static void take_late(flow *self, uint16_t total, double now_s) {
     int16_t more = (int16_t)(total - self->late_seen);
     if (more <= 0)
         return;
     self->late_seen = total;
-    if (now_s < self->widened_s + self->smoothed_rtt_s)
+    if (now_s < self->widened_s + self->view.smoothed_rtt_s)
         return;
     self->widened_s = now_s;
-    self->disorder = fmin(self->disorder * 2, owner->config.disorder_max);
+    self->disorder = fmin(self->disorder * 2, DISORDER_MAX);
 }
 
 /* Process a path's count of marked packets. */
@@ -607,7 +604,7 @@ static void sample_paths(const engine *owner, flow *self, uint64_t sampled, cons
         path *way = &self->paths[__builtin_ctzll(sampled)];
         /* The network's part, without the packet's wait for its host. */
         double rtt_s = fmax(owner->arrived_s - way->sampled_s - ago_s, 1e-6);
-        path_sample_delay(owner, way, rtt_s);
+        path_sample_delay(way, rtt_s);
         newest_s = fmax(newest_s, way->sampled_s);
         if (way->weight == 0 || way->on_trial)
             continue;
@@ -627,11 +624,11 @@ static void sample_paths(const engine *owner, flow *self, uint64_t sampled, cons
 void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {
     int64_t size = bytes - HEADER_BYTES, delivered = 0;
     if (size <= 0 || size % ACK_ENTRY_BYTES) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         return;
     }
     int64_t marked = marked_since(&self->marked_seen, (uint32_t)header_count(datagram));
-    take_late(owner, self, (uint16_t)header_message(datagram), now_s);
+    take_late(self, (uint16_t)header_message(datagram), now_s);
     uint64_t sampled = 0;
     outgoing *whole = NULL;
     for (const uint8_t *at = datagram + HEADER_BYTES; at < datagram + bytes; at += ACK_ENTRY_BYTES) {
@@ -650,7 +647,7 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
             uint32_t index = (uint32_t)(first + __builtin_ctzll(fresh));
             if (message->state[index] == UNSENT)
                 continue; /* it was not sent, so nobody can have it: forged or confused */
-            double sent_s = outgoing_delivered(owner, self, message, index, now_s);
+            double sent_s = outgoing_delivered(self, message, index, now_s);
             delivered++;
             /* Karn: a retransmitted packet gives no round-trip sample. */
             path *way = &self->paths[message->path[index]];
@@ -661,7 +658,7 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
             }
         }
         if (get32(at + 6) & ACK_WHOLE && message->next == message->packets) {
-            delivered += outgoing_all_delivered(owner, self, message, now_s);
+            delivered += outgoing_all_delivered(self, message, now_s);
             if (!message->whole) {
                 message->whole = true;
                 message->next_whole = whole;
@@ -670,7 +667,7 @@ void flow_take_acknowledgement(engine *owner, flow *self, const uint8_t *datagra
         }
     }
     sample_paths(owner, self, sampled, datagram, now_s);
-    flow_feed_back(owner, self, delivered, marked, 0, now_s);
+    flow_feed_back(self, delivered, marked, 0, now_s);
     while (whole) {
         outgoing *next = whole->next_whole; /* the message is freed */
         outgoing_complete(owner, self, whole, NULL, now_s);

@@ -9,7 +9,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "engine.h"
+#include "internal.h"
 
 /* Names of messages ------------------------------------------------------------------------------------------------ */
 
@@ -93,13 +93,13 @@ static uint8_t *early_take(engine *owner, int64_t bytes) {
     if (!memory)
         memory = malloc((size_t)capacity);
     if (memory)
-        owner->early_bytes += bytes;
+        owner->view.early_bytes += bytes;
     return memory;
 }
 
 /* Keep memory for other messages, up to the limit of memory in use. */
 static void early_give(engine *owner, uint8_t *memory, int64_t bytes) {
-    owner->early_bytes -= bytes;
+    owner->view.early_bytes -= bytes;
     int64_t capacity = early_capacity(bytes), kept = capacity;
     early_buffer *place = &owner->early[0]; /* an empty one, or the smallest */
     for (int i = 0; i < EARLY_CACHED; i++) {
@@ -197,11 +197,11 @@ static void incoming_drop(engine *owner, incoming *self) {
 static incoming *incoming_unexpected(engine *owner, flow *from, const uint8_t *header, double now_s) {
     int64_t packets = header_count(header), bytes = packets * owner->config.payload_bytes;
     if (packets < 1 || packets > MESSAGE_PACKETS_MAX) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         return NULL;
     }
-    if (owner->early_bytes + bytes > owner->config.early_bytes_max) {
-        owner->early_full++; /* nothing is lost: unacknowledged packets are retransmitted */
+    if (owner->view.early_bytes + bytes > owner->config.early_bytes_max) {
+        owner->view.counters.early_full++; /* nothing is lost: unacknowledged packets are retransmitted */
         return NULL;
     }
     uint8_t *buffer = early_take(owner, bytes);
@@ -256,7 +256,7 @@ static void finished_settle(engine *owner, finished *self) {
         while (*link != self)
             link = &(*link)->next_stopping;
         *link = self->next_stopping;
-        owner->stopping_count--;
+        owner->view.stopping_count--;
         free(self->bitmap);
         free(self->unconfirmed);
         self->bitmap = self->unconfirmed = NULL;
@@ -284,7 +284,7 @@ static void finished_stop(engine *owner, finished *self, double now_s) {
                             self->bitmap ? self->bitmap + start : NULL, size);
     }
     self->due_s = now_s + self->repeat_s;
-    self->repeat_s = fmin(owner->config.stop_repeat_max_s, self->repeat_s * 2);
+    self->repeat_s = fmin(STOP_REPEAT_MAX_S, self->repeat_s * 2);
 }
 
 /* Notify a sender until it acknowledges; `bits` are the arrived packets, NULL if all. */
@@ -304,14 +304,14 @@ static int finished_begin_stop(engine *owner, finished *self, const uint64_t *bi
     self->unconfirmed = unconfirmed;
     self->parts = self->unconfirmed_count = parts;
     self->give_up_s = give_up_s;
-    self->repeat_s = flow_probe_timeout_s(owner, &owner->flows[self->name.peer]);
+    self->repeat_s = flow_probe_timeout_s(&owner->flows[self->name.peer]);
     self->state = FINISHED_STOPPING;
     self->next_stopping = NULL;
     finished **link = &owner->stopping; /* the list is short */
     while (*link)
         link = &(*link)->next_stopping;
     *link = self;
-    owner->stopping_count++;
+    owner->view.stopping_count++;
     finished_stop(owner, self, now_s);
     return 0;
 }
@@ -327,7 +327,7 @@ static finished *finished_add(engine *owner, const known *name, int64_t packets,
     self = calloc(1, sizeof *self);
     if (!self || table_reserve(&owner->finished)) {
         free(self);
-        owner->failed = 1; /* or late packets would start it again */
+        owner->view.failed = true; /* or late packets would start it again */
         return NULL;
     }
     self->name = (known){name->peer, name->step, name->message, NULL};
@@ -363,25 +363,25 @@ double finished_repeat(engine *owner, double now_s) {
 }
 
 /* Remind senders of complete messages, briefly or until they acknowledge: this rank will soon be gone. */
-API void dlcp_remind(engine *owner, double now_s) {
+void dlcp_remind(engine *owner, double now_s) {
     for (finished *self = owner->oldest_finished; self; self = self->newer) {
         if (self->state != FINISHED_WHOLE)
             continue;
         self->state = FINISHED_KNOWN;
-        if (self->completed_s > now_s - owner->config.known_after_s)
-            finished_begin_stop(owner, self, NULL, now_s, now_s + owner->config.remind_s);
+        if (self->completed_s > now_s - KNOWN_AFTER_S)
+            finished_begin_stop(owner, self, NULL, now_s, now_s + REMIND_S);
     }
 }
 
 /* Forget a complete message, for which no more packets will come. */
-API void dlcp_forget(engine *owner, int64_t peer, int64_t step, int64_t message) {
+void dlcp_forget(engine *owner, int64_t peer, int64_t step, int64_t message) {
     finished *self = finished_find(owner, peer, step, message);
     if (self && self->state != FINISHED_STOPPING)
         finished_free(owner, self);
 }
 
 /* Refuse packets of steps before `step` from now on, and forget their messages. */
-API void dlcp_begin_step(engine *owner, int64_t step, double now_s) {
+void dlcp_begin_step(engine *owner, int64_t step, double now_s) {
     if (step > owner->oldest_step)
         owner->oldest_step = step;
     for (int64_t i = 0; i < owner->incoming.capacity; i++) {
@@ -454,7 +454,7 @@ static bool complete(engine *owner, incoming *self, double now_s) {
     if (done && whole)
         done->state = FINISHED_WHOLE;
     else if (done && finished_begin_stop(owner, done, self->bits, now_s, now_s + owner->config.deadline_s))
-        owner->failed = 1;
+        owner->view.failed = true;
     if (!self->reduction) { /* otherwise the reduction frees it; what the event points at stays */
         engine_discard(owner, self->bits);
         engine_discard(owner, self->layer);
@@ -472,7 +472,7 @@ static bool agrees(const engine *owner, const incoming *self, const receive_requ
 
 /* Post a receive. The caller keeps its memory until EVENT_ARRIVED, or until the reduction, if any, is freed. Return 0;
  * NO_MEMORY; or, if the arriving message has another size, its number of packets. */
-API int64_t dlcp_receive(engine *owner, const receive_request *request, double now_s) {
+int64_t dlcp_receive(engine *owner, const receive_request *request, double now_s) {
     incoming *self = incoming_find(owner, request->peer, request->step, request->message);
     if (self && !agrees(owner, self, request)) {
         int64_t packets = self->packets;
@@ -508,7 +508,7 @@ API int64_t dlcp_receive(engine *owner, const receive_request *request, double n
     self->required = request->required;
     self->deferrable = request->deferrable;
     if (self->deferred > self->deferrable) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         self->deferred = 0;
     }
     self->immediate = request->immediate;
@@ -519,10 +519,9 @@ API int64_t dlcp_receive(engine *owner, const receive_request *request, double n
 }
 
 /* Return how many packets of a message have arrived, and how many it has; 0 if unknown. */
-API void dlcp_receiving(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t *progress) {
+receive_progress dlcp_receiving(engine *owner, int64_t peer, int64_t step, int64_t message) {
     const incoming *self = incoming_find(owner, peer, step, message);
-    progress[0] = self ? self->arrived : 0;
-    progress[1] = self ? self->packets : 0;
+    return self ? (receive_progress){self->arrived, self->packets} : (receive_progress){0};
 }
 
 /* Packets ---------------------------------------------------------------------------------------------------------- */
@@ -535,20 +534,20 @@ static bool is_current(const engine *owner, int64_t step) {
 static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t size, double now_s) {
     int64_t step = header_step(header), index = header_index(header), count = header_count(header);
     if (!is_current(owner, step)) {
-        owner->refused_stale++;
+        owner->view.counters.refused_stale++;
         return NULL;
     }
     if (owner->closed)
         return NULL;
     finished *done = finished_find(owner, from->peer, step, header_message(header));
     if (done) {
-        owner->late++;
+        owner->view.counters.late++;
         from->late_received += done->asked && !(header[1] & RETRANSMISSION);
         if (done->state == FINISHED_STOPPING) {
             if (now_s > done->due_s - done->repeat_s / 2)
                 finished_stop(owner, done, now_s);
         } else if (done->state == FINISHED_WHOLE &&
-                   now_s > fmax(owner->reminded_s, done->completed_s) + flow_probe_timeout_s(owner, from) / 2) {
+                   now_s > fmax(owner->reminded_s, done->completed_s) + flow_probe_timeout_s(from) / 2) {
             owner->reminded_s = now_s;
             finished_tell_whole(owner, done);
         }
@@ -556,7 +555,7 @@ static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t
     }
     int64_t payload_bytes = owner->config.payload_bytes;
     if (index >= count || size < 1 || size > payload_bytes || (index < count - 1 && size < payload_bytes)) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         return NULL;
     }
     return incoming_unexpected(owner, from, header, now_s);
@@ -564,7 +563,7 @@ static incoming *begin(engine *owner, flow *from, const uint8_t *header, int64_t
 
 /* Refuse data that does not fit its message. A mismatch with a posted receive is reported. */
 static void refuse_misfit(engine *owner, incoming *self, const uint8_t *header, int64_t size, double now_s) {
-    owner->refused_malformed++;
+    owner->view.counters.refused_malformed++;
     if (self->required < 0)
         return;
     int64_t payload_bytes = owner->config.payload_bytes, count = header_count(header);
@@ -603,7 +602,7 @@ void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const 
     }
     flow_note_arrival(owner, from, self, index, tos, now_s);
     if (has_bit(self->bits, index)) {
-        owner->duplicate++;
+        owner->view.counters.duplicate++;
         from->late_received += (header[1] & RETRANSMISSION) != 0;
         return;
     }
@@ -620,7 +619,7 @@ void incoming_take_data(engine *owner, flow *from, const uint8_t *header, const 
     self->layer[index] = header[3];
     self->arrived++;
     self->arrived_protected += (header[1] & PROTECTED) != 0;
-    owner->data++;
+    owner->view.counters.data++;
     complete(owner, self, now_s);
 }
 
@@ -636,9 +635,9 @@ static void send_bitmap(engine *owner, flow *to, const incoming *self, uint16_t 
                 bitmap[i >> 3] |= (uint8_t)(0x80 >> (i & 7));
         engine_write_header(owner, datagram, BITMAP, self->name.step, self->name.message, first, self->packets);
         put16(datagram + 6, number);
-        if (engine_send_datagram(owner, to, datagram, HEADER_BYTES + bytes, (int)owner->config.control_tos,
+        if (engine_send_datagram(owner, to, datagram, HEADER_BYTES + bytes, owner->config.control_tos,
                                  path_for_control(to)) < 0)
-            owner->control_unsent++;
+            owner->view.counters.control_unsent++;
     }
 }
 
@@ -657,7 +656,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
         return;
     }
     if (done || !is_current(owner, step)) {
-        owner->refused_stale++;
+        owner->view.counters.refused_stale++;
         return;
     }
     if (!self && !owner->closed)
@@ -665,7 +664,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
     if (!self)
         return;
     if (header_count(datagram) != self->packets || header_index(datagram) > self->packets) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         return;
     }
     uint8_t question[QUESTION_BYTES] = {0};
@@ -673,7 +672,7 @@ void incoming_take_probe(engine *owner, flow *from, const uint8_t *datagram, int
         memcpy(question, datagram + HEADER_BYTES, (size_t)smaller(bytes - HEADER_BYTES, QUESTION_BYTES));
     int64_t deferred = get32(question + 1);
     if (deferred > (self->required < 0 ? self->packets - 1 : self->deferrable)) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         return;
     }
     if (deferred)

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
+#include "internal.h"
 
 enum { NONE = 0xFFFFFFFF };
 /* Margin on the largest recent lateness of packets. */
@@ -44,7 +44,7 @@ void outgoing_free(flow *to, outgoing *self) {
         memmove(to->messages + k, to->messages + k + 1, (size_t)(to->message_count - k) * sizeof *to->messages);
         break;
     }
-    to->flying -= self->flying;
+    to->view.flying -= self->flying;
     /* Ends because `flying` is exactly the number of packets in that state. */
     for (int64_t i = 0; self->flying; i++) {
         assert(i < self->packets);
@@ -86,11 +86,11 @@ static int tag_packets(const engine *owner, const flow *to, outgoing *self, cons
     if (droppable && queue) {
         if (ordinary)
             memset(ordinary, ORDINARY_QUEUE, packets);
-        uint32_t bounded = owner->config.tagged && request->bounded;
+        bool bounded = owner->config.tagged && request->bounded;
         dlcp_encode_tags(queue, request->drop_class, request->layer, request->is_protected, (uint32_t)packets, bounded,
-                         PROTECTED, to->service, self->tags, droppable);
-        dlcp_send_order(queue, droppable, (uint32_t)packets, (uint32_t)request->seed, (uint32_t)request->chunk,
-                        (uint32_t)request->chunks, self->order);
+                         &to->service[0][0], &self->tags[0][0], droppable);
+        dlcp_send_order(queue, droppable, (uint32_t)packets, request->seed, request->chunk, request->chunks,
+                        self->order);
         if (request->deferred)
             defer(self, request->deferred);
     }
@@ -110,7 +110,7 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
         engine_event(owner, EVENT_TIMEOUT, to->peer, now_s);
     self->probes_without_news++;
     self->probes_unanswered++;
-    owner->probe++;
+    owner->view.counters.probe++;
     /* In the same queue behind the packets, or the probe could overtake them, for example in a growing queue. If it
      * goes unanswered it may have been lost there, and the next one only asks about older packets. */
     int behind = self->flying && self->probes_unanswered == 1;
@@ -123,7 +123,7 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
     question[0] = self->unsent && !self->immediate;
     put32(question + 1, (uint32_t)(self->packets - self->to_send));
     int64_t bytes = HEADER_BYTES + (self->to_send < self->packets ? QUESTION_BYTES : question[0]);
-    int tos = (int)owner->config.control_tos;
+    int tos = owner->config.control_tos;
     int64_t way = path_for_control(to);
     if (behind) {
         datagram[2] = (uint8_t)(self->last_queue << 5);
@@ -131,11 +131,11 @@ static void ask(engine *owner, flow *to, outgoing *self, double now_s) {
         way = to->path_last;
     }
     if (engine_send_datagram(owner, to, datagram, bytes, tos, way) < 0)
-        owner->control_unsent++;
+        owner->view.counters.control_unsent++;
 }
 
 /* Send a message. The caller keeps its bytes until EVENT_SENT. Return 0, or NO_MEMORY. */
-API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) {
+int64_t dlcp_send(engine *owner, const send_request *request, double now_s) {
     flow *to = &owner->flows[request->peer];
     if (to->message_count == to->message_capacity) {
         int64_t capacity = to->message_capacity ? to->message_capacity * 2 : 16;
@@ -186,23 +186,22 @@ API int64_t dlcp_send(engine *owner, const send_request *request, double now_s) 
 }
 
 /* Continue sending a message from a copy of its payload; return whether any of it may still be sent. */
-API int64_t dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
+bool dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
     outgoing *self = outgoing_find(&owner->flows[peer], step, message);
     if (!self || self->delivered == self->to_send)
-        return 0;
+        return false;
     if (payload)
         self->payload = payload;
-    return 1;
+    return true;
 }
 
 /* Return how many packets of a message are delivered, in flight, unsent, and in total, for error messages. All are 0 if
  * the message is gone. */
-API void dlcp_sending(engine *owner, int64_t peer, int64_t step, int64_t message, int64_t *progress) {
+send_progress dlcp_sending(engine *owner, int64_t peer, int64_t step, int64_t message) {
     const outgoing *self = outgoing_find(&owner->flows[peer], step, message);
-    progress[0] = self ? self->delivered : 0;
-    progress[1] = self ? self->flying : 0;
-    progress[2] = self ? self->unsent : 0;
-    progress[3] = self ? self->packets : 0;
+    if (!self)
+        return (send_progress){0};
+    return (send_progress){self->delivered, self->flying, self->unsent, self->packets};
 }
 
 /* Packets ---------------------------------------------------------------------------------------------------------- */
@@ -268,13 +267,13 @@ static void note_idle(flow *to, const outgoing *self) {
 
 /* Record the arrival of a packet sent at `sent_s`, and its lateness if later ones had arrived before: others may be as
  * late without being lost. */
-static void note_order(const engine *owner, flow *to, path *way, int queue, double sent_s, double now_s) {
+static void note_order(flow *to, path *way, int queue, double sent_s, double now_s) {
     newest *last = &way->newest[queue], *before = &way->newest_before[queue];
     if (last->known_s < now_s)
         *before = *last; /* packets reported together may have arrived in any order */
-    if (sent_s < before->sent_s && to->smoothed_rtt_s > 0) {
+    if (sent_s < before->sent_s && to->view.smoothed_rtt_s > 0) {
         double late_s = now_s - before->known_s + before->sent_s - sent_s;
-        to->disorder = fmin(fmax(to->disorder, LATER * late_s / to->smoothed_rtt_s), owner->config.disorder_max);
+        to->disorder = fmin(fmax(to->disorder, LATER * late_s / to->view.smoothed_rtt_s), DISORDER_MAX);
     }
     if (sent_s <= last->sent_s)
         return;
@@ -283,17 +282,17 @@ static void note_order(const engine *owner, flow *to, path *way, int queue, doub
 }
 
 /* Record that a packet arrived; return when it was sent. */
-double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_t index, double now_s) {
+double outgoing_delivered(flow *to, outgoing *self, uint32_t index, double now_s) {
     uint8_t state = self->state[index];
     path *way = &to->paths[self->path[index]];
     int queue = self->tags[index][1] >> 5, again = self->tags[index][0] & RETRANSMISSION;
     double sent_s = self->sent_s[index];
     /* It was late, not lost, for example an over-share packet that waited in a lower queue. */
     if (state == ABANDONED || state == RETRANSMIT)
-        to->disorder = fmin(to->disorder * 2, owner->config.disorder_max);
+        to->disorder = fmin(to->disorder * 2, DISORDER_MAX);
     if (state == FLYING) {
         self->flying--;
-        to->flying--;
+        to->view.flying--;
         way->flying--;
         way->judged++;
     } else {
@@ -312,19 +311,19 @@ double outgoing_delivered(const engine *owner, flow *to, outgoing *self, uint32_
         to->backoff = fmax(to->backoff * BACKOFF_DECAY, 1);
     /* Unless the original arrived rather than the retransmission, for which there was hardly time. */
     if (state != FLYING || !again || now_s - sent_s >= to->rtt_min_s)
-        note_order(owner, to, way, queue, sent_s, now_s);
+        note_order(to, way, queue, sent_s, now_s);
     note_idle(to, self);
     return sent_s;
 }
 
 /* Record that every packet arrived; return how many were not known to have arrived. */
-int64_t outgoing_all_delivered(const engine *owner, flow *to, outgoing *self, double now_s) {
+int64_t outgoing_all_delivered(flow *to, outgoing *self, double now_s) {
     int64_t before = self->delivered;
     /* A message with deferred packets is never complete with every packet, so nobody reports it as such. */
     assert(self->to_send == self->packets);
     for (uint32_t i = 0; self->delivered < self->packets; i++)
         if (self->state[i] != DELIVERED)
-            outgoing_delivered(owner, to, self, i, now_s);
+            outgoing_delivered(to, self, i, now_s);
     return self->delivered - before;
 }
 
@@ -337,13 +336,13 @@ static void send_again(outgoing *self, uint32_t index) {
 
 /* Record a lost packet, and choose what to retransmit: protected packets always; of the others, the least valuable are
  * abandoned up to the bound. */
-void outgoing_lost(const engine *owner, flow *to, outgoing *self, uint32_t index) {
+void outgoing_lost(flow *to, outgoing *self, uint32_t index) {
     path *way = &to->paths[self->path[index]];
-    to->lossy_packets = owner->config.lossy_packets;
-    if (self->tags[index][0] & RETRANSMISSION && to->window <= BACKOFF_WINDOW)
+    to->lossy_packets = LOSSY_PACKETS;
+    if (self->tags[index][0] & RETRANSMISSION && to->view.window <= BACKOFF_WINDOW)
         to->backoff = fmin(to->backoff * 2, BACKOFF_MAX);
     self->flying--;
-    to->flying--;
+    to->view.flying--;
     way->flying--;
     way->judged++;
     way->lost++;
@@ -390,7 +389,7 @@ void outgoing_complete(engine *owner, flow *to, outgoing *self, const uint64_t *
 /* Return when to probe for missing packets; infinity while packets leave freely. With losses, a probe follows the last
  * packet after its possible lateness, so the receiver's answer comes soon. Otherwise it would nearly always be
  * needless, and is sent when an acknowledgement is late. */
-static double ask_due_s(const engine *owner, const flow *to, outgoing *self, double timeout_s) {
+static double ask_due_s(const flow *to, outgoing *self, double timeout_s) {
     if (self->delivered != self->delivered_seen) {
         self->delivered_seen = self->delivered;
         self->probes_unanswered = self->probes_without_news = 0;
@@ -401,21 +400,21 @@ static double ask_due_s(const engine *owner, const flow *to, outgoing *self, dou
     if (idle && self->delivered < self->to_send && !self->probes_without_news)
         return 0; /* missing packets may stay lost, if the receiver agrees */
     if (question_follows(to, self))
-        return self->last_sent_s + fmin(timeout_s, flow_lateness_s(owner, to));
+        return self->last_sent_s + fmin(timeout_s, flow_lateness_s(to));
     /* Probes and answers get lost, too: only answers without progress justify backing off. */
-    int64_t without_news = self->probes_without_news - self->probes_unanswered +
-                           self->probes_unanswered / owner->config.unanswered_patience;
-    int most = (int)owner->config.backoff_max, doublings = (int)smaller(most, without_news);
+    int64_t without_news =
+        self->probes_without_news - self->probes_unanswered + self->probes_unanswered / UNANSWERED_PATIENCE;
+    int most = BACKOFF_DOUBLINGS_MAX, doublings = (int)smaller(most, without_news);
     /* On a slow path, or one that a forged answer makes look slow, doubling must not lead to minutes. */
-    double wait_s = fmin(ldexp(timeout_s, doublings), ldexp(owner->config.probe_timeout_max_s, most));
+    double wait_s = fmin(ldexp(timeout_s, doublings), ldexp(PROBE_TIMEOUT_MAX_S, most));
     return fmax(self->active_s, self->probed_s) + fmax(timeout_s, wait_s);
 }
 
 /* Expect feedback on the packets of a message that were sent. */
-void outgoing_expect(const engine *owner, flow *to, const outgoing *self) {
-    double timeout_s = flow_probe_timeout_s(owner, to);
+void outgoing_expect(flow *to, const outgoing *self) {
+    double timeout_s = flow_probe_timeout_s(to);
     if (question_follows(to, self))
-        timeout_s = fmin(timeout_s, flow_lateness_s(owner, to));
+        timeout_s = fmin(timeout_s, flow_lateness_s(to));
     to->look_s = sooner(to->look_s, self->last_sent_s + timeout_s);
 }
 
@@ -426,13 +425,13 @@ double outgoing_ask(engine *owner, flow *to, double now_s) {
         return INFINITY;
     if (now_s < to->look_s)
         return to->look_s;
-    double due_s = INFINITY, timeout_s = flow_probe_timeout_s(owner, to);
+    double due_s = INFINITY, timeout_s = flow_probe_timeout_s(to);
     for (int64_t k = 0; k < to->message_count; k++) {
         outgoing *self = to->messages[k];
-        double ask_s = ask_due_s(owner, to, self, timeout_s);
+        double ask_s = ask_due_s(to, self, timeout_s);
         if (now_s >= ask_s) {
             ask(owner, to, self, now_s);
-            ask_s = ask_due_s(owner, to, self, timeout_s);
+            ask_s = ask_due_s(to, self, timeout_s);
         }
         due_s = sooner(due_s, ask_s);
     }
@@ -441,8 +440,8 @@ double outgoing_ask(engine *owner, flow *to, double now_s) {
 }
 
 /* Packets sent before `until_s` and absent from the bitmap are lost. Return whether any are new. */
-static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap,
-                        double until_s, double now_s) {
+static int take_missing(flow *to, outgoing *self, int64_t first, int64_t count, const uint8_t *bitmap, double until_s,
+                        double now_s) {
     int64_t news = 0, lost = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t index = (uint32_t)(first + i);
@@ -450,14 +449,14 @@ static int take_missing(engine *owner, flow *to, outgoing *self, int64_t first, 
         if (bitmap[i >> 3] >> (7 - (i & 7)) & 1) {
             if (state == DELIVERED || state == UNSENT) /* nobody can have a packet that was not sent */
                 continue;
-            outgoing_delivered(owner, to, self, index, now_s);
+            outgoing_delivered(to, self, index, now_s);
             news++;
         } else if (state == FLYING && self->sent_s[index] < until_s) {
-            outgoing_lost(owner, to, self, index);
+            outgoing_lost(to, self, index);
             lost++;
         }
     }
-    flow_feed_back(owner, to, news, 0, lost, now_s);
+    flow_feed_back(to, news, 0, lost, now_s);
     return news + lost > 0;
 }
 
@@ -498,14 +497,14 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
         if (is_stop) /* our last answer was lost; the bitmap was processed */
             engine_send_control(owner, to, STOP_ACK, &name, first, 0, NULL, 0);
         else
-            owner->late++;
+            owner->view.counters.late++;
         return;
     }
     int whole = is_stop && !size;
     int64_t count = whole ? self->packets : smaller(span, self->packets - first);
     int fits = whole ? !first && self->to_send == self->packets : first % span == 0 && size == (count + 7) / 8;
     if (header_count(datagram) != self->packets || count < 1 || !fits) {
-        owner->refused_malformed++;
+        owner->view.counters.refused_malformed++;
         return;
     }
     if (is_stop) {
@@ -518,7 +517,7 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
     }
     uint16_t ago = (uint16_t)(self->questions - get16(datagram + 6));
     if (ago >= smaller(self->questions, QUESTIONS)) {
-        owner->late++;
+        owner->view.counters.late++;
         return;
     }
     const asked *question = &self->asked[(self->questions - ago) % QUESTIONS];
@@ -528,6 +527,6 @@ void outgoing_take_bitmap(engine *owner, flow *to, const uint8_t *datagram, int6
     self->probes_unanswered = 0;
     to->answered_s = fmax(to->answered_s, now_s - question->asked_s);
     to->look_s = now_s;
-    if (take_missing(owner, to, self, first, count, datagram + HEADER_BYTES, question->until_s, now_s))
+    if (take_missing(to, self, first, count, datagram + HEADER_BYTES, question->until_s, now_s))
         self->probes_without_news = 0;
 }

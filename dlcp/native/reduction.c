@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
+#include "internal.h"
 
 typedef float unaligned_float __attribute__((aligned(1), may_alias));
 
@@ -97,8 +97,8 @@ void reduction_add(reduction *self, int64_t position, int64_t index, const uint8
 
 /* Begin a reduction of `count` values, to be divided by `divisor`. `first_block` is the block of packets at which chunk
  * 0 begins; negative: no chunks. NULL: no memory. */
-API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
-                                  int64_t first_block) {
+reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
+                              int64_t first_block) {
     reduction *self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
@@ -121,12 +121,12 @@ API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_pack
 }
 
 /* Also write each average to `copy` as soon as it is complete; call it before anything is added. */
-API void dlcp_reduction_copy(reduction *self, float *copy) {
+void dlcp_reduction_copy(reduction *self, float *copy) {
     self->copy = copy;
 }
 
 /* Free a reduction, and the messages that were added to it. None of them may be active. */
-API void dlcp_reduction_free(reduction *self) {
+void dlcp_reduction_free(reduction *self) {
     for (int64_t i = 0; i < self->members; i++)
         if (self->from[i] && !self->from[i]->active)
             incoming_free(self->from[i]);
@@ -137,7 +137,7 @@ API void dlcp_reduction_free(reduction *self) {
 
 /* Fill `bits` (one per packet) with the packets of the member at `position` that are in the sum. Call it before the
  * reduction is finished: until then the sum has exactly the members up to this one. */
-API void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
+void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
     for (int64_t i = 0; i < self->packets; i++)
         if (self->added[i] > turn_of(self, position, i))
             set_bit(bits, i);
@@ -145,7 +145,7 @@ API void dlcp_reduction_included(const reduction *self, int64_t position, uint64
 
 /* Average packets that lack contributions once nothing more will arrive, and free the reduction. Divide by the number
  * of contributing ranks with `rescale`, otherwise by the divisor. Return how many packets were incomplete. */
-API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale) {
+int64_t dlcp_reduction_finish(reduction *self, bool rescale) {
     int64_t incomplete = 0;
     for (int64_t i = 0; i < self->packets; i++) {
         if (self->added[i] == self->members)

@@ -14,7 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "engine.h"
+#include "internal.h"
 
 enum { RECORD_ALIGN = 64, RECORDS = 2 };
 enum { CONTROL_ROOM = 16384 }; /* room that data leaves for control packets */
@@ -34,8 +34,8 @@ static uint64_t aligned(uint64_t bytes) {
  *
  * Receive packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`,
  * which all rings of an engine share, begin as zeros; `bell` is an eventfd that the engine waits on. */
-API void dlcp_ring_in(engine *owner, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity,
-                      uint32_t *asleep, int bell) {
+void dlcp_ring_in(engine *owner, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+                  int bell) {
     flow *from = &owner->flows[peer];
     if (!from->in.bytes)
         owner->shared++;
@@ -46,8 +46,8 @@ API void dlcp_ring_in(engine *owner, int64_t peer, ring_marks *marks, uint8_t *b
 
 /* Send packets to a peer through its ring from now on, not the socket; arguments as above, with the peer's `asleep` and
  * `bell`. */
-API void dlcp_ring_out(engine *owner, int64_t peer, ring_marks *marks, uint8_t *bytes, int64_t capacity,
-                       uint32_t *asleep, int bell) {
+void dlcp_ring_out(engine *owner, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+                   int bell) {
     flow *to = &owner->flows[peer];
     to->out = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
     to->peer_asleep = asleep;
@@ -55,13 +55,13 @@ API void dlcp_ring_out(engine *owner, int64_t peer, ring_marks *marks, uint8_t *
 }
 
 /* Let peers on this host read messages from the `bytes` bytes at `memory`, which they map, in place. */
-API void dlcp_export(engine *owner, const uint8_t *memory, int64_t bytes) {
+void dlcp_export(engine *owner, const uint8_t *memory, int64_t bytes) {
     owner->exported = memory;
     owner->exported_bytes = bytes;
 }
 
 /* Register a peer's exported memory. */
-API void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t bytes) {
+void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t bytes) {
     flow *from = &owner->flows[peer];
     from->imported = memory;
     from->imported_bytes = bytes;
@@ -140,7 +140,7 @@ int ring_send_burst(engine *owner, flow *to, const struct iovec *pieces, int64_t
         into += pieces[i].iov_len;
     }
     publish(to, at, (record_head){.bytes = (uint32_t)bytes, .segment = (uint32_t)segment});
-    owner->sent_bursts++;
+    owner->view.counters.sent_bursts++;
     return 0;
 }
 
@@ -165,7 +165,7 @@ int ring_send_exported(engine *owner, flow *to, const outgoing *message, int64_t
     publish(to, at,
             (record_head){(uint32_t)count * HEADER_BYTES, HEADER_BYTES, message->payload - owner->exported,
                           message->bytes});
-    owner->sent_bursts++;
+    owner->view.counters.sent_bursts++;
     return 0;
 }
 
@@ -215,10 +215,10 @@ static bool take_exported(engine *owner, flow *from, record_head head, const uin
         if (engine_refuses(owner, from, header, HEADER_BYTES))
             continue;
         if (header_type(header) != DATA) {
-            owner->refused_malformed++;
+            owner->view.counters.refused_malformed++;
             continue;
         }
-        from->heard_s = now_s;
+        from->view.heard_s = now_s;
         int64_t size = smaller(left, owner->config.payload_bytes);
         incoming_take_data(owner, from, header, from->imported + place + offset, size, 0, now_s);
     }
@@ -256,7 +256,7 @@ static uint64_t take_record(engine *owner, flow *from, uint64_t left) {
         take_datagrams(owner, from, head, at + RECORD_ALIGN, now_s);
     else if (!take_exported(owner, from, head, at + RECORD_ALIGN, now_s))
         return 0;
-    owner->received_bursts++;
+    owner->view.counters.received_bursts++;
     return size;
 }
 
@@ -286,7 +286,7 @@ int64_t ring_receive(engine *owner, flow *from, bool patient) {
             break;
         uint64_t size = take_record(owner, from, self->theirs - self->mine);
         if (!size) { /* not written by an engine: the rest is unreadable */
-            owner->refused_malformed++;
+            owner->view.counters.refused_malformed++;
             self->bytes = NULL;
             break;
         }

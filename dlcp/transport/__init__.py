@@ -4,6 +4,7 @@
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
+from dlcp.transport.engine import StreamingReduction
 from dlcp.transport.errors import (
     BoundExceededError,
     DeadlineError,
@@ -27,7 +28,6 @@ from dlcp.transport.messages import (
     ReceiveRequest,
     SendRequest,
 )
-from dlcp.transport.native_engine import StreamingReduction
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Outcome, Then
 from dlcp.transport.sockets import bind_socket, parse_address

@@ -27,10 +27,12 @@ from dlcp.transport.engine import (
     Arrived,
     ControlPacket,
     Datagram,
+    Engine,
     Mismatch,
     PathState,
     Reported,
     Sent,
+    StreamingReduction,
     Unanswered,
     Unexpected,
     first_block,
@@ -56,7 +58,6 @@ from dlcp.transport.messages import (
     ReceiveRequest,
     SendRequest,
 )
-from dlcp.transport.native_engine import Engine, StreamingReduction
 from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
 from dlcp.transport.peer import Outcome, Peer, Receiving, Sending, Then
 from dlcp.transport.shared_memory import SharedMemory
@@ -285,7 +286,7 @@ class Connection:
         per_packet = self.options.payload_bytes // values.itemsize
         first = -1 if key is None else first_block(key, len(values), per_packet)
         divisor = members + 1 if divisor is None else divisor
-        return self.engine.reduction(values, per_packet, members, divisor, first)
+        return StreamingReduction(values, per_packet, members, divisor, first)
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; receives still posted for them fail."""

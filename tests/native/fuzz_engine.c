@@ -20,7 +20,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-#include "engine.h"
+#include "internal.h"
 
 enum { RANKS_MAX = 3, MESSAGES = 24, SUMS = 4, IN_FLIGHT = 512, EXPORTED = 1 << 17, FILL = 0xEE };
 enum { RING_SIZES = 3, TOKEN = 0x12345678, JOB = 7, PORT = 5000, FIRST_STEP = 3, SPIN_MAX = 10000 };
@@ -28,33 +28,6 @@ enum { RING_SIZES = 3, TOKEN = 0x12345678, JOB = 7, PORT = 5000, FIRST_STEP = 3,
 
 /* New edges are those of the engine. */
 #pragma clang attribute push(__attribute__((no_sanitize("coverage"))), apply_to = function)
-
-/* The API, which Python finds by name. */
-engine *dlcp_engine_new(const config *rules);
-flow *dlcp_peer(engine *, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service, double);
-int64_t dlcp_add_socket(engine *, int64_t socket);
-void dlcp_accept(engine *, int64_t peer, const uint16_t *ports, int64_t count);
-int64_t dlcp_spread(engine *, int64_t peer, int64_t count);
-void dlcp_ring_in(engine *, int64_t peer, ring_marks *, uint8_t *bytes, int64_t capacity, uint32_t *asleep, int bell);
-void dlcp_ring_out(engine *, int64_t peer, ring_marks *, uint8_t *bytes, int64_t capacity, uint32_t *asleep, int bell);
-void dlcp_export(engine *, const uint8_t *memory, int64_t bytes);
-void dlcp_import(engine *, int64_t peer, const uint8_t *memory, int64_t bytes);
-int64_t dlcp_send(engine *, const send_request *, double now_s);
-int64_t dlcp_detach(engine *, int64_t peer, int64_t step, int64_t message, const uint8_t *payload);
-int64_t dlcp_receive(engine *, const receive_request *, double now_s);
-void dlcp_receiving(engine *, int64_t peer, int64_t step, int64_t message, int64_t *progress);
-void dlcp_begin_step(engine *, int64_t step, double now_s);
-void dlcp_forget(engine *, int64_t peer, int64_t step, int64_t message);
-void dlcp_remind(engine *, double now_s);
-void dlcp_send_control(engine *, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes);
-int64_t dlcp_turn(engine *, double until_s);
-void dlcp_engine_stop(engine *);
-void dlcp_engine_free(engine *);
-reduction *dlcp_reduction_new(float *, int64_t count, int64_t per_packet, int64_t members, float divisor,
-                              int64_t first);
-void dlcp_reduction_copy(reduction *, float *copy);
-void dlcp_reduction_included(const reduction *, int64_t position, uint64_t *bits);
-int64_t dlcp_reduction_finish(reduction *, int64_t rescale);
 
 typedef struct {
     int from, way, tos;
@@ -252,8 +225,7 @@ static void start_rank(int rank, int tagged) {
                           .control_tos = 0,
                           .early_bytes_max = 1 << 20,
                           .silence_s = 10,
-                          .deadline_s = 120,
-                          RULES};
+                          .deadline_s = 120};
     static const uint8_t service[QUEUES][2];
     uint16_t ports[PATHS_MAX];
     engine *self = world.engines[rank] = dlcp_engine_new(&rules);
@@ -265,7 +237,7 @@ static void start_rank(int rank, int tagged) {
     for (int peer = 0; peer < world.ranks; peer++) {
         if (peer == rank)
             continue;
-        flow *to = dlcp_peer(self, peer_of(rank, peer), peer, (uint32_t)peer, PORT, &service[0][0], world.now_s);
+        flow_view *to = dlcp_peer(self, peer_of(rank, peer), peer, (uint32_t)peer, PORT, &service[0][0], world.now_s);
         REQUIRE(to);
         to->window = 1000, to->largest_window = 1 << 20;
         dlcp_accept(self, peer_of(rank, peer), ports, world.paths - 1);
@@ -312,13 +284,13 @@ static void check_outgoing(const flow *to) {
         REQUIRE(states[ABANDONED] <= one->allowed);
         all += one->flying;
     }
-    REQUIRE(to->flying == all);
+    REQUIRE(to->view.flying == all);
     for (int64_t way = 0; way < to->path_count; way++)
         REQUIRE(to->paths[way].flying == flying[way]);
 }
 
 static void check(const engine *self) {
-    REQUIRE(!self->failed);
+    REQUIRE(!self->view.failed);
     for (int64_t i = 0; i < self->config.peers; i++)
         check_outgoing(&self->flows[i]);
     int64_t early = 0, known_count = 0, finished_count = 0, stopping = 0;
@@ -329,9 +301,9 @@ static void check(const engine *self) {
         finished_count++;
     for (const finished *one = self->stopping; one; one = one->next_stopping)
         stopping++;
-    REQUIRE(early == self->early_bytes && early <= self->config.early_bytes_max);
+    REQUIRE(early == self->view.early_bytes && early <= self->config.early_bytes_max);
     REQUIRE(known_count == self->incoming.count && finished_count == self->finished.count);
-    REQUIRE(stopping == self->stopping_count);
+    REQUIRE(stopping == self->view.stopping_count);
 }
 
 /* Messages --------------------------------------------------------------------------------------------------------- */
@@ -431,12 +403,12 @@ static void post_receive(message *self, int oddly) {
     if (self->posted || world.stopped[self->to])
         return;
     engine *owner = world.engines[self->to];
-    int64_t peer = peer_of(self->to, self->from), number = self->number, known[2];
+    int64_t peer = peer_of(self->to, self->from), number = self->number;
     int64_t packets = self->packets, bytes = self->bytes, size = world.payload_bytes;
-    dlcp_receiving(owner, peer, self->step, number, known);
-    int unknown = oddly & 1 && known[1] && !self->sum;
+    int64_t early = dlcp_receiving(owner, peer, self->step, number).packets;
+    int unknown = oddly & 1 && early && !self->sum;
     if (unknown)
-        packets = known[1], bytes = packets * size;
+        packets = early, bytes = packets * size;
     else if (!world.fair && oddly & 2 && !self->sum)
         bytes += oddly, packets = (bytes + size - 1) / size, self->excused = 1;
     int64_t tail = self->sum || unknown ? 0 : self->tail;
@@ -539,7 +511,7 @@ static void take_arrival(message *self, const event *news) {
 
 static void take_events(int rank) {
     engine *self = world.engines[rank];
-    for (int64_t i = 0; i < self->event_count; i++) {
+    for (int64_t i = 0; i < self->view.event_count; i++) {
         const event *news = &self->events[i];
         int peer = rank_of(rank, news->peer);
         REQUIRE(news->peer >= 0 && peer < world.ranks);
@@ -563,7 +535,7 @@ static void take_events(int rank) {
                 world.quiet += news->data[k];
         }
     }
-    self->event_count = 0;
+    self->view.event_count = 0;
 }
 
 static void turn(int rank, double wait_s) {
@@ -758,9 +730,9 @@ static void step(void) {
         wire[at]->tos |= 3;
     } else if (operation == 10) {
         int kind = byte();
-        flow_of(rank, other)->window = windows[kind % 5];
-        flow_of(rank, other)->mute = kind / 5 % 4 == 3;
-        flow_of(rank, other)->burst = 1 + kind / 20;
+        flow_of(rank, other)->view.window = windows[kind % 5];
+        flow_of(rank, other)->view.mute = kind / 5 % 4 == 3;
+        flow_of(rank, other)->view.burst = 1 + kind / 20;
     } else if (operation == 11) {
         world.error = errors[who / 4 % 5];
     } else if (operation == 12 && one) {
@@ -807,7 +779,7 @@ static void settle(void) {
     for (int rank = 0; rank < world.ranks; rank++)
         for (int peer = 0; peer < world.ranks; peer++)
             if (peer != rank)
-                flow_of(rank, peer)->window = 100, flow_of(rank, peer)->mute = 0;
+                flow_of(rank, peer)->view.window = 100, flow_of(rank, peer)->view.mute = 0;
     for (message *one = world.messages; one < world.messages + world.message_count; one++) {
         post_receive(one, 0);
         if (!one->excused)

@@ -22,9 +22,9 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
-from dlcp.transport.engine import RULES
-from dlcp.transport.native_engine import Engine
+from dlcp.transport.engine import Engine
 from dlcp.wire import ACK_ENTRY, Header, PacketType
+from tests.native.rules import RULES
 from tests.transport.network import plain_tags
 from tests.waiting import until
 
