@@ -20,8 +20,6 @@ LAYER_PACKETS: Final[np.dtype[np.void]] = np.dtype(
 )
 """A layer's packets, from ``first`` to before ``stop``; its row of borders; the quantiles that separate classes."""
 
-_FORMATS: Final = {value_type: number for number, value_type in enumerate(ValueType)}
-
 
 def packet_magnitudes(
     values: NDArray[np.generic], value_type: ValueType, values_per_packet: int
@@ -49,8 +47,8 @@ def packet_magnitudes(
         values = np.require(values, requirements=("C", "A"))
     count = len(values)
     magnitudes = np.empty(-(-count // values_per_packet), np.float32)
-    results = ffi.from_buffer("float[]", magnitudes)
-    lib.dlcp_packet_magnitudes(ffi.from_buffer(values), _FORMATS[value_type], count, values_per_packet, results)
+    into_magnitudes = getattr(lib, f"dlcp_magnitudes_{value_type.value}")
+    into_magnitudes(ffi.from_buffer(values), count, values_per_packet, ffi.from_buffer("float[]", magnitudes))
     return magnitudes
 
 
@@ -86,14 +84,14 @@ def classify(
     scratch = np.empty(2 * count, np.uint32)
     lib.dlcp_classify(
         ffi.from_buffer("float[]", magnitudes),
-        ffi.from_buffer("uint8_t[]", kept),
+        ffi.from_buffer(kept),
         ffi.from_buffer("layer_packets[]", layers),
         len(layers),
         memory,
         ffi.from_buffer("double[]", borders),
         ffi.from_buffer("uint32_t[]", scratch),
         count,
-        ffi.from_buffer("uint8_t[]", classes),
-        ffi.from_buffer("uint8_t[]", protected),
+        ffi.from_buffer(classes),
+        ffi.from_buffer(protected),
     )
     return classes, protected

@@ -6,8 +6,7 @@
  * done. It learns everything from events, which it takes after each batch of packets; nothing here calls Python. What
  * an event points at stays valid until the next call that moves packets. Times are in seconds on CLOCK_MONOTONIC. One
  * thread drives an engine; other threads may only set `woken`. */
-#ifndef DLCP_ENGINE_H
-#define DLCP_ENGINE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -120,14 +119,10 @@ typedef struct {
     int64_t position;
 } receive_request;
 
-/* Packets of a message; all are 0 if it is unknown. */
+/* Packets of a message; all are 0 if it is unknown. Of a received one, none are flying or unsent. */
 typedef struct {
     int64_t delivered, flying, unsent, packets;
-} send_progress;
-
-typedef struct {
-    int64_t arrived, packets;
-} receive_progress;
+} message_progress;
 
 engine *dlcp_engine_new(const config *rules);
 engine_view *dlcp_engine_view(engine *self);
@@ -137,22 +132,22 @@ flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address,
                      double now_s);
 int64_t dlcp_add_socket(engine *self, int socket);
 void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count);
-int64_t dlcp_spread(engine *owner, int64_t peer, int64_t count);
-path_view dlcp_path(engine *owner, int64_t peer, int64_t number);
-void dlcp_ring_in(engine *owner, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+int64_t dlcp_spread(engine *self, int64_t peer, int64_t paths);
+path_view dlcp_path(engine *self, int64_t peer, int64_t number);
+void dlcp_ring_in(engine *self, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
                   int bell);
-void dlcp_ring_out(engine *owner, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+void dlcp_ring_out(engine *self, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
                    int bell);
-void dlcp_export(engine *owner, const uint8_t *memory, int64_t bytes);
-void dlcp_import(engine *owner, int64_t peer, const uint8_t *memory, int64_t bytes);
-int64_t dlcp_send(engine *owner, const send_request *request, double now_s);
-bool dlcp_detach(engine *owner, int64_t peer, int64_t step, int64_t message, const uint8_t *payload);
-send_progress dlcp_sending(engine *owner, int64_t peer, int64_t step, int64_t message);
-int64_t dlcp_receive(engine *owner, const receive_request *request, double now_s);
-receive_progress dlcp_receiving(engine *owner, int64_t peer, int64_t step, int64_t message);
-void dlcp_begin_step(engine *owner, int64_t step, double now_s);
-void dlcp_forget(engine *owner, int64_t peer, int64_t step, int64_t message);
-void dlcp_remind(engine *owner, double now_s);
+void dlcp_export(engine *self, const uint8_t *memory, int64_t bytes);
+void dlcp_import(engine *self, int64_t peer, const uint8_t *memory, int64_t bytes);
+int64_t dlcp_send(engine *self, const send_request *request, double now_s);
+bool dlcp_detach(engine *self, int64_t peer, int64_t step, int64_t message, const uint8_t *payload);
+message_progress dlcp_sending(engine *self, int64_t peer, int64_t step, int64_t message);
+int64_t dlcp_receive(engine *self, const receive_request *request, double now_s);
+message_progress dlcp_receiving(engine *self, int64_t peer, int64_t step, int64_t message);
+void dlcp_begin_step(engine *self, int64_t step, double now_s);
+void dlcp_forget(engine *self, int64_t peer, int64_t step, int64_t message);
+void dlcp_remind(engine *self, double now_s);
 void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes);
 void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
                   double now_s);
@@ -179,7 +174,10 @@ typedef struct {
     double quantiles[7];
 } layer_packets;
 
-int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result);
+void dlcp_magnitudes_float32(const void *values, int64_t count, int64_t per_packet, float *result);
+void dlcp_magnitudes_float64(const void *values, int64_t count, int64_t per_packet, float *result);
+void dlcp_magnitudes_float16(const void *values, int64_t count, int64_t per_packet, float *result);
+void dlcp_magnitudes_bfloat16(const void *values, int64_t count, int64_t per_packet, float *result);
 void dlcp_classify(const float *magnitudes, const uint8_t *kept, const layer_packets *layers, int64_t count,
                    double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
                    uint8_t *is_protected);
@@ -204,5 +202,3 @@ int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, c
                           int64_t *lengths, int64_t *stamps_ns, int64_t *others);
 int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes, const int64_t *slots,
                           const int64_t *lengths, int64_t count, int64_t *bytes, int64_t *failures);
-
-#endif

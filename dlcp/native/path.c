@@ -13,7 +13,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "internal.h"
+#include "flow.h"
 
 /* Allocate this many paths; return 0, or NO_MEMORY. */
 int path_make(flow *self, int64_t count) {
@@ -30,21 +30,6 @@ int path_make(flow *self, int64_t count) {
             one->newest[queue] = one->newest_before[queue] = (newest){-1, -1};
     }
     return 0;
-}
-
-/* Send packets to a peer on this many paths, all of whose ports it knows; return 0, or NO_MEMORY. */
-int64_t dlcp_spread(engine *owner, int64_t peer, int64_t count) {
-    flow *self = &owner->flows[peer];
-    int64_t most = owner->socket < 0 ? PATHS_MAX : owner->socket_count;
-    /* Memory has no paths. */
-    return self->out.bytes ? 0 : path_make(self, smaller(count, most));
-}
-
-path_view dlcp_path(engine *owner, int64_t peer, int64_t number) {
-    const flow *self = &owner->flows[peer];
-    static const path none;
-    const path *one = number < self->path_count ? &self->paths[number] : &none;
-    return (path_view){one->weight, one->delay_s, one->loss, one->marks, one->sent};
 }
 
 /* How many paths the window suffices for. */

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "internal.h"
+#include "packet.h"
 
 /* A second version of a function for AVX2, chosen at load time; requires the GNU C library. */
 #if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
@@ -61,12 +61,13 @@ INLINED float widen_float16(uint16_t bits) {
         sums[lane] += value * value;                                                                                   \
     }
 
-/* Root mean square of each packet. A packet with NaN counts as infinite. */
+/* Writes ceil(count / per_packet) magnitudes, the root mean square of each packet. A packet with NaN counts as
+ * infinite. */
 #define MAGNITUDES(FORMAT, STORED, WIDE, ROOT)                                                                         \
-    FASTEST static void magnitudes_##FORMAT(const STORED *values, int64_t count, int64_t per_packet, float *result) {  \
+    FASTEST void dlcp_magnitudes_##FORMAT(const void *values, int64_t count, int64_t per_packet, float *result) {      \
         for (int64_t start = 0; start < count; start += per_packet) {                                                  \
             int64_t size = count - start < per_packet ? count - start : per_packet, i = 0;                             \
-            const STORED *packet = values + start;                                                                     \
+            const STORED *packet = (const STORED *)values + start;                                                     \
             WIDE sums[LANES] = {0};                                                                                    \
             for (; i + LANES <= size; i += LANES)                                                                      \
                 ADD_SQUARES(FORMAT, WIDE, LANES)                                                                       \
@@ -85,26 +86,6 @@ MAGNITUDES(float32, float, float, sqrtf)
 MAGNITUDES(float64, double, double, sqrt)
 MAGNITUDES(float16, uint16_t, float, sqrtf)
 MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
-
-/* Writes ceil(count / per_packet) magnitudes. `format` is a dlcp.dtypes.ValueType; unknown ones return -1. */
-int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result) {
-    switch (format) {
-    case 0:
-        magnitudes_float32(values, count, per_packet, result);
-        return 0;
-    case 1:
-        magnitudes_float64(values, count, per_packet, result);
-        return 0;
-    case 2:
-        magnitudes_float16(values, count, per_packet, result);
-        return 0;
-    case 3:
-        magnitudes_bfloat16(values, count, per_packet, result);
-        return 0;
-    default:
-        return -1;
-    }
-}
 
 /* ---- drop classes ---- */
 

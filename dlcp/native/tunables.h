@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The transport's constants, with their reasons. */
-#ifndef DLCP_TUNABLES_H
-#define DLCP_TUNABLES_H
+#pragma once
 
 /* Loss. A packet is declared lost once a packet sent this many round trips later has arrived: the reordering window of
  * RACK (RFC 8985). It begins at one round trip, since fabrics that spray packets reorder them; grows to the reordering
@@ -69,5 +68,3 @@ static const double PACE_TURN_S = 0.001;
  * value. A shorter stretch would measure the last switch's queue, a longer one the senders' pauses. */
 static const double INBOUND_S = 0.03, INBOUND_PAUSE_S = 0.02;
 enum { INBOUND_PACKETS = 8 };
-
-#endif

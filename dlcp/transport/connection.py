@@ -292,7 +292,8 @@ class Connection:
         """Refuse packets of steps before ``step`` from now on; receives still posted for them fail."""
         if step > self.first_step:
             self.first_step = step
-            self._inbound_before, self.engine.inbound_peak = self.engine.inbound_peak, 0.0
+            view = self.engine.view
+            self._inbound_before, view.inbound_peak = view.inbound_peak, 0.0
         self.engine.begin_step(step, self._clock())
         for peer in self._peers.values():
             for key in [key for key in peer.receiving if key.step < step]:
@@ -402,7 +403,7 @@ class Connection:
     @property
     def settled(self) -> bool:
         """Whether nothing is in flight and every peer knows it."""
-        return self.all_confirmed and not self.engine.stopping
+        return self.all_confirmed and not self.engine.view.stopping_count
 
     @property
     def refused(self) -> Counter[str]:
@@ -429,7 +430,7 @@ class Connection:
 
         At most the rate of the port in front of this rank, and of what was sent.
         """
-        return max(self._inbound_before, self.engine.inbound_peak) * self.options.payload_bytes * 8
+        return max(self._inbound_before, float(self.engine.view.inbound_peak)) * self.options.payload_bytes * 8
 
     def is_clear(self, rank: int) -> bool:
         """Return whether no packet to a rank has been lost or marked lately, or ever; callable from any thread.

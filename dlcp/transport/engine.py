@@ -37,7 +37,6 @@ from dlcp.wire import PacketType, Queue
 MESSAGE_PACKETS_MAX: Final[int] = lib.MESSAGE_PACKETS_MAX
 _ECN_CAPABLE: Final = 2
 _COUNTERS: Final = tuple(name for name, _ in ffi.typeof("packet_counters").fields)
-_BYTES, _FLOATS, _WORDS = map(ffi.typeof, ("uint8_t[]", "float[]", "uint64_t[]"))
 
 
 class Sent(NamedTuple):
@@ -207,7 +206,7 @@ class StreamingReduction:
         self.kept: list[Bytes | None] = []
         """Buffers of its messages."""
         self.pointer: Any = lib.dlcp_reduction_new(
-            ffi.from_buffer(_FLOATS, values), len(values), per_packet, members, divisor, first_block
+            ffi.from_buffer("float[]", values), len(values), per_packet, members, divisor, first_block
         )
         if not self.pointer:
             raise MemoryError
@@ -223,12 +222,12 @@ class StreamingReduction:
         Averages that :meth:`finish` computes are not written there.
         """
         self._copy = copy
-        lib.dlcp_reduction_copy(self.pointer, ffi.from_buffer(_FLOATS, copy))
+        lib.dlcp_reduction_copy(self.pointer, ffi.from_buffer("float[]", copy))
 
     def included(self, position: int) -> NDArray[np.bool_]:
         """Return which packets of a contribution are in the sum, shape (packets,); call it before :meth:`finish`."""
         bits = np.zeros(-(-self._packets // 64), np.uint64)
-        lib.dlcp_reduction_included(self.pointer, position, ffi.from_buffer(_WORDS, bits))
+        lib.dlcp_reduction_included(self.pointer, position, ffi.from_buffer("uint64_t[]", bits))
         return _unpacked(bits, self._packets)
 
     def finish(self, rescale: bool) -> int:
@@ -253,8 +252,8 @@ class Engine:
 
     Attributes
     ----------
-    flows
-        What is in flight to each peer, by rank: a ``flow_view`` of ``engine.h``.
+    view, flows
+        Its state, an ``engine_view`` of ``engine.h``, and by rank what is in flight to each peer, a ``flow_view``.
 
     Parameters
     ----------
@@ -311,13 +310,13 @@ class Engine:
             raise MemoryError
         # Freed with this object, not sooner: other threads may read counters and flows meanwhile.
         self._engine = ffi.gc(engine, lib.dlcp_engine_free)
-        self._view = lib.dlcp_engine_view(engine)
+        self.view: Any = lib.dlcp_engine_view(engine)
         for each in further:
             if lib.dlcp_add_socket(engine, each.fileno()) == lib.NO_MEMORY:
                 raise ValueError(f"{len(further) + 1} paths are more than {PATHS_MAX}")
         self.flows: dict[int, Any] = {}
         for peer, number in self._numbers.items():
-            service = ffi.from_buffer(_BYTES, service_of(options.tagged, ecn_capable[peer]))
+            service = ffi.from_buffer(service_of(options.tagged, ecn_capable[peer]))
             host, port = ipv4_number(peers[peer][0]), peers[peer][1]
             self.flows[peer] = lib.dlcp_peer(engine, number, peer, host, port, service, now_s)
             if not self.flows[peer]:
@@ -328,50 +327,17 @@ class Engine:
         self._shared = shared  # keeps the memory
         for rings, share in ((shared.inward, lib.dlcp_ring_in), (shared.outward, lib.dlcp_ring_out)):
             for peer, ring in rings.items():
-                data, asleep = ffi.from_buffer(_BYTES, ring.data), ffi.from_buffer("uint32_t[]", ring.asleep)
-                marks = ffi.from_buffer(_BYTES, ring.marks)
+                data, asleep = ffi.from_buffer(ring.data), ffi.from_buffer("uint32_t[]", ring.asleep)
+                marks = ffi.from_buffer(ring.marks)
                 share(self._engine, self._numbers[peer], marks, data, len(data), asleep, ring.bell)
         if len(shared.exported):
-            lib.dlcp_export(self._engine, ffi.from_buffer(_BYTES, shared.exported), len(shared.exported))
+            lib.dlcp_export(self._engine, ffi.from_buffer(shared.exported), len(shared.exported))
         for peer, memory in shared.imported.items():
-            lib.dlcp_import(self._engine, self._numbers[peer], ffi.from_buffer(_BYTES, memory), len(memory))
-
-    @property
-    def room(self) -> int:
-        """How many datagrams may leave without a socket; negative for no limit."""
-        return int(self._view.room)
-
-    @room.setter
-    def room(self, datagrams: int) -> None:
-        self._view.room = datagrams
-
-    @property
-    def offload(self) -> bool:
-        """Whether the kernel accepts whole bursts (UDP_SEGMENT)."""
-        return bool(self._view.offload)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the sender of an incomplete message does not know its outcome; of complete ones it will ask."""
-        return bool(self._view.stopping_count)
-
-    @property
-    def early_bytes(self) -> int:
-        """Memory in use for messages that arrived before their receive was posted."""
-        return int(self._view.early_bytes)
-
-    @property
-    def inbound_peak(self) -> float:
-        """The fastest that data arrived through the network since this was set to 0, in packets/s."""
-        return float(self._view.inbound_peak)
-
-    @inbound_peak.setter
-    def inbound_peak(self, packets_per_s: float) -> None:
-        self._view.inbound_peak = packets_per_s
+            lib.dlcp_import(self._engine, self._numbers[peer], ffi.from_buffer(memory), len(memory))
 
     def counters(self) -> dict[str, int]:
         """Return the counters; names that begin with ``refused_`` are of refused packets."""
-        counters = self._view.counters
+        counters = self.view.counters
         return {name: value for name in _COUNTERS if (value := getattr(counters, name))}
 
     # Events -----------------------------------------------------------------------------------------------------------
@@ -384,9 +350,11 @@ class Engine:
         MemoryError
             Memory ran out where nothing could be refused; the engine must not be used any more.
         """
-        view, ranks = self._view, self._ranks
+        view, ranks = self.view, self._ranks
         if view.failed:
             raise MemoryError("the engine ran out of memory for its state; use smaller or fewer messages")
+        if not view.event_count:
+            return []
         events = view.events
         found = [_event_of(event := events[n], ranks[event.peer]) for n in range(view.event_count)]
         view.event_count = 0
@@ -400,34 +368,33 @@ class Engine:
         queue, drop_class, layer, protected = map(np.ascontiguousarray, request.tags)
         packets = len(queue)
         allowed = bound.allowed(packets) if bound.ratio else 0
-        record = {
-            "peer": self._numbers[request.peer],
-            "step": key.step,
-            "message": key.message,
-            "packets": packets,
-            "payload": ffi.from_buffer(_BYTES, payload),
-            "bytes": len(payload),
-            "tail": ffi.from_buffer(_BYTES, tail),
-            "tail_bytes": len(tail),
-            "queue": ffi.from_buffer(_BYTES, queue),
-            "drop_class": ffi.from_buffer(_BYTES, drop_class),
-            "layer": ffi.from_buffer(_BYTES, layer),
-            "is_protected": ffi.from_buffer(_BYTES, protected),
-            "deferred": ffi.NULL if request.deferred is None else ffi.from_buffer(_BYTES, request.deferred),
-            "allowed": allowed,
-            "budget": min(0xFFFF, allowed // self._options.switch_hops),
-            "bounded": bound.ratio > 0,
-            "immediate": bound.immediate,
-            "seed": chunk_seed(key) & 0xFFFFFFFF,
-            "chunk": request.order.chunk,
-            "chunks": request.order.chunks,
-        }
-        if lib.dlcp_send(self._engine, ffi.new("send_request *", record), now_s) == lib.NO_MEMORY:
+        record = ffi.new("send_request *")
+        record.peer = self._numbers[request.peer]
+        record.step = key.step
+        record.message = key.message
+        record.packets = packets
+        record.payload = ffi.from_buffer(payload)
+        record.bytes = len(payload)
+        record.tail = ffi.from_buffer(tail)
+        record.tail_bytes = len(tail)
+        record.queue = ffi.from_buffer(queue)
+        record.drop_class = ffi.from_buffer(drop_class)
+        record.layer = ffi.from_buffer(layer)
+        record.is_protected = ffi.from_buffer(protected)
+        record.deferred = ffi.NULL if request.deferred is None else ffi.from_buffer(request.deferred)
+        record.allowed = allowed
+        record.budget = min(0xFFFF, allowed // self._options.switch_hops)
+        record.bounded = bound.ratio > 0
+        record.immediate = bound.immediate
+        record.seed = chunk_seed(key) & 0xFFFFFFFF
+        record.chunk = request.order.chunk
+        record.chunks = request.order.chunks
+        if lib.dlcp_send(self._engine, record, now_s) == lib.NO_MEMORY:
             raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
 
     def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
         """Continue sending from a copy of a message's payload; return whether any of it may still be sent."""
-        copy = ffi.NULL if payload is None else ffi.from_buffer(_BYTES, payload)
+        copy = ffi.NULL if payload is None else ffi.from_buffer(payload)
         return bool(lib.dlcp_detach(self._engine, self._numbers[peer], *key, copy))
 
     def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
@@ -451,23 +418,22 @@ class Engine:
         if reduction is not None:
             reduction.kept.append(buffer)
         buffer = EMPTY if buffer is None else buffer
-        record = {
-            "peer": self._numbers[request.peer],
-            "step": key.step,
-            "message": key.message,
-            "packets": packets,
-            "required": bound.required(packets),
-            "immediate": bound.immediate,
-            "deferrable": bound.deferrable(packets) if bound.deferral else 0,
-            "last_bytes": 0 if size is None else size - (packets - 1) * self._options.payload_bytes,
-            "buffer": ffi.from_buffer(_BYTES, buffer) if len(buffer) else ffi.NULL,
-            "bytes": len(buffer),
-            "tail": ffi.from_buffer(_BYTES, tail),
-            "tail_bytes": len(tail),
-            "reduction": ffi.NULL if reduction is None else reduction.pointer,
-            "position": request.position,
-        }
-        done: int = lib.dlcp_receive(self._engine, ffi.new("receive_request *", record), now_s)
+        record = ffi.new("receive_request *")
+        record.peer = self._numbers[request.peer]
+        record.step = key.step
+        record.message = key.message
+        record.packets = packets
+        record.required = bound.required(packets)
+        record.immediate = bound.immediate
+        record.deferrable = bound.deferrable(packets) if bound.deferral else 0
+        record.last_bytes = 0 if size is None else size - (packets - 1) * self._options.payload_bytes
+        record.buffer = ffi.from_buffer(buffer) if len(buffer) else ffi.NULL
+        record.bytes = len(buffer)
+        record.tail = ffi.from_buffer(tail)
+        record.tail_bytes = len(tail)
+        record.reduction = ffi.NULL if reduction is None else reduction.pointer
+        record.position = request.position
+        done: int = lib.dlcp_receive(self._engine, record, now_s)
         if done == lib.NO_MEMORY:
             raise MemoryError(f"no memory for a message of {packets} packets from rank {request.peer}")
         return done
@@ -475,7 +441,7 @@ class Engine:
     def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
         """Return how many packets of a message have arrived, and how many it has; 0 if unknown."""
         progress = lib.dlcp_receiving(self._engine, self._numbers[peer], *key)
-        return progress.arrived, progress.packets
+        return progress.delivered, progress.packets
 
     def begin_step(self, step: int, now_s: float) -> None:
         """Refuse packets of steps before ``step``, and drop receives for them."""
@@ -515,7 +481,7 @@ class Engine:
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         """Process one datagram, for use without a socket."""
         host, port = ipv4_number(source[0]), source[1]
-        lib.dlcp_take_in(self._engine, ffi.from_buffer(_BYTES, datagram), len(datagram), host, port, tos, now_s)
+        lib.dlcp_take_in(self._engine, ffi.from_buffer(datagram), len(datagram), host, port, tos, now_s)
 
     def tick(self, now_s: float) -> float:
         """Do what is due: acknowledge, probe, repeat, report; return when something is due next."""
@@ -531,7 +497,7 @@ class Engine:
 
     def wake(self) -> None:
         """Make :meth:`turn` return; callable from any thread."""
-        self._view.woken = True
+        self.view.woken = True
         with contextlib.suppress(OSError):  # full, which also wakes it; or closed
             os.write(self._wake_write, b"\0")
 

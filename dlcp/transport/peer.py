@@ -112,7 +112,7 @@ class Peer:
     rank
         Which.
     flow
-        The flow to it.
+        What is in flight to it, a ``flow_view`` of ``engine.h``.
     control
         Its congestion control.
     payload_bytes

@@ -30,7 +30,7 @@ QUANTILES = st.lists(st.floats(0, 1), min_size=BORDERS, max_size=BORDERS).map(so
 
 
 def memory(array):
-    return ffi.from_buffer("uint8_t[]", array)
+    return ffi.from_buffer(array)
 
 
 def send_order(queue, droppable, seed, order=AS_SEEDED):

@@ -123,7 +123,7 @@ def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
         np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
         sent = delivery.result(LIMIT_S).sent
         engine = ends[0].connection.engine
-        assert engine.offload == (not refused)
+        assert engine.view.offload == (not refused)
         assert not ends[0].connection.counters()["send_errors"]
         if not refused:
             assert engine.counters()["sent_bursts"] < sent / 2

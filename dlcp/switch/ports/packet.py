@@ -32,7 +32,7 @@ _HEADROOM_BYTES: Final = 112
 """The kernel's header of a frame in the ring, 66 to 82 bytes, plus alignment."""
 _BLOCK_BYTES: Final = 1 << 16
 _ALIGNMENT: Final = 16
-_BYTES, _NUMBERS = ffi.typeof("uint8_t[]"), ffi.typeof("int64_t[]")
+_NUMBERS: Final = ffi.typeof("int64_t[]")
 
 
 class PacketRing:
@@ -65,7 +65,7 @@ class PacketRing:
         sock.setsockopt(_SOL_PACKET, _PACKET_RX_RING, request)
         self._memory = mmap.mmap(self._fileno, blocks * block)
         ring = {
-            "memory": ffi.from_buffer("uint8_t[]", self._memory),
+            "memory": ffi.from_buffer(self._memory),
             "block_bytes": block,
             "frame_bytes": frame,
             "frames_per_block": per_block,
@@ -93,7 +93,7 @@ class PacketRing:
         """
         taken: int = lib.dlcp_packets_take(
             self._ring,
-            ffi.from_buffer(_BYTES, rows),
+            ffi.from_buffer(rows),
             rows.shape[1],
             ffi.from_buffer(_NUMBERS, slots),
             len(slots),
@@ -116,7 +116,7 @@ class PacketRing:
         """Send rows in the order of ``slots``; those that cannot be sent are counted and dropped."""
         sent: int = lib.dlcp_packets_send(
             self._fileno,
-            ffi.from_buffer(_BYTES, rows),
+            ffi.from_buffer(rows),
             rows.shape[1],
             ffi.from_buffer(_NUMBERS, slots),
             ffi.from_buffer(_NUMBERS, lengths),
