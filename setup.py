@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packages of DLCP and its compiled part, ``dlcp/native/*.c``; all else about it stands in pyproject.toml.
 
-Without a C compiler the installation fails and says what to do; a wheel needs none.
+cffi writes the part of that which Python calls, from what ``engine.h`` declares. Without a C compiler or Python's
+headers the installation fails and says what to do; a wheel needs neither.
 """
 
 import hashlib
 import sys
 from pathlib import Path
 
+from cffi import FFI
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, PlatformError
@@ -16,10 +18,6 @@ PLACES = {"dlcp.controller": "controller", "dlcp.sim": "sim", "dlcp.switch.p4": 
 """Packages that stand elsewhere in a checkout: no one else's ``sim`` or ``controller`` is overwritten."""
 FOLDER = Path(__file__).parent / "dlcp" / "native"
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".c", ".h"))
-
-# Only what engine.h marks as API can be seen from outside: calls within the library stay within it, even if another
-# library of the process has a function of that name.
-HIDDEN = "-fvisibility=hidden"
 
 
 def packages() -> list[str]:
@@ -38,9 +36,20 @@ def relative(suffix: str) -> list[str]:
     return [f"dlcp/native/{path.name}" for path in SOURCES if path.suffix == suffix]
 
 
+def interface() -> FFI:
+    """Return what Python may call: everything that ``engine.h`` declares, and the digest of the sources."""
+    lines = (FOLDER / "engine.h").read_text().splitlines()
+    ffi = FFI()
+    ffi.cdef("\n".join(line for line in lines if not line.startswith("#")))
+    ffi.cdef("static const char *const SOURCES;")
+    ffi.set_source("dlcp.native._native", f'#include "engine.h"\nstatic const char *const SOURCES = "{digest()}";')
+    return ffi
+
+
 REMEDY = (
-    "DLCP's engine is written in C, and compiling it failed as shown above: install a C compiler (Debian and Ubuntu: "
-    "apt-get install build-essential) and run pip again, or install a wheel that `make dist` has built"
+    "DLCP's engine is written in C, and compiling it failed as shown above: install a C compiler and Python's headers "
+    "(Debian and Ubuntu: apt-get install build-essential python3-dev) and run pip again, or install a wheel that `make "
+    "dist` has built"
 )
 
 
@@ -48,7 +57,11 @@ class ExplainedBuild(build_ext):
     """Ends a failed build with what to do about it, in the last line of what pip shows."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile."""
+        """Compile, together with what cffi writes."""
+        written = Path(self.build_temp) / "interface.c"
+        written.parent.mkdir(parents=True, exist_ok=True)
+        interface().emit_c_code(str(written))
+        ext.sources.append(str(written))
         try:
             super().build_extension(ext)
         except (CCompilerError, OSError, PlatformError) as error:
@@ -56,26 +69,35 @@ class ExplainedBuild(build_ext):
             raise CompileError(REMEDY) from error
 
 
-setup(
-    cmdclass={"build_ext": ExplainedBuild},
-    packages=packages(),
-    package_dir=PLACES,
-    ext_modules=[
-        Extension(
-            "dlcp.native._native",
-            sources=relative(".c"),
-            depends=relative(".h"),
-            define_macros=[("DLCP_SOURCES", f'"{digest()}"')],
-            # Sums are rounded as NumPy rounds them: no multiply-and-add in one.
-            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", HIDDEN, "-Wall", "-Wextra"],
-            libraries=["m"],
-            py_limited_api=True,
-        )
-    ],
-    options={
-        # A source that is gone or a flag that is new must count as a change too.
-        "build_ext": {"force": True},
-        # It uses nothing of Python's own interface, so one wheel serves every version.
-        "bdist_wheel": {"py_limited_api": "cp310"},
-    },
-)
+if __name__ == "__main__":
+    setup(
+        cmdclass={"build_ext": ExplainedBuild},
+        packages=packages(),
+        package_dir=PLACES,
+        ext_modules=[
+            Extension(
+                "dlcp.native._native",
+                sources=relative(".c"),
+                depends=relative(".h"),
+                include_dirs=["dlcp/native"],
+                # Sums are rounded as NumPy rounds them: no multiply-and-add in one. Calls within the library stay
+                # within it, even if another library of the process has a function of that name.
+                extra_compile_args=[
+                    "-std=gnu11",
+                    "-O3",
+                    "-ffp-contract=off",
+                    "-fvisibility=hidden",
+                    "-Wall",
+                    "-Wextra",
+                ],
+                libraries=["m"],
+                py_limited_api=True,
+            )
+        ],
+        options={
+            # A source that is gone or a flag that is new must count as a change too.
+            "build_ext": {"force": True},
+            # It uses only what every Python from 3.10 on keeps as it is, so one wheel serves them all.
+            "bdist_wheel": {"py_limited_api": "cp310"},
+        },
+    )

@@ -4,27 +4,21 @@
 Both are computed in C, by ``dlcp/native/tags.c``.
 """
 
-import ctypes
-from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import native
 from dlcp.dtypes import ValueType
-from dlcp.native import address
-from dlcp.wire import DROP_CLASSES
+from dlcp.native import ffi, lib
 
-BORDERS: Final = DROP_CLASSES - 1
+BORDERS: Final[int] = lib.BORDERS
 """Number of magnitudes that separate the classes 7|6|...|1|0."""
-
-LAYER_PACKETS: Final = np.dtype(
-    [("first", np.int64), ("stop", np.int64), ("row", np.int64), ("quantiles", np.float64, BORDERS)]
+_NUMPY_TYPES: Final[dict[str, Any]] = {"int64_t": np.int64, f"double[{BORDERS}]": (np.float64, BORDERS)}
+LAYER_PACKETS: Final[np.dtype[np.void]] = np.dtype(
+    [(name, _NUMPY_TYPES[field.type.cname]) for name, field in ffi.typeof("layer_packets").fields]
 )
 """A layer's packets, from ``first`` to before ``stop``; its row of borders; the quantiles that separate classes."""
-
-_FORMATS: Final = {value_type: number for number, value_type in enumerate(ValueType)}
 
 
 def packet_magnitudes(
@@ -53,9 +47,8 @@ def packet_magnitudes(
         values = np.require(values, requirements=("C", "A"))
     count = len(values)
     magnitudes = np.empty(-(-count // values_per_packet), np.float32)
-    _library().dlcp_packet_magnitudes(
-        address(values), _FORMATS[value_type], count, values_per_packet, address(magnitudes)
-    )
+    into_magnitudes = getattr(lib, f"dlcp_magnitudes_{value_type.value}")
+    into_magnitudes(ffi.from_buffer(values), count, values_per_packet, ffi.from_buffer("float[]", magnitudes))
     return magnitudes
 
 
@@ -89,29 +82,16 @@ def classify(
     count = len(magnitudes)
     classes, protected = np.empty(count, np.uint8), np.empty(count, np.bool_)
     scratch = np.empty(2 * count, np.uint32)
-    _library().dlcp_classify(
-        address(magnitudes),
-        address(kept),
-        address(layers),
+    lib.dlcp_classify(
+        ffi.from_buffer("float[]", magnitudes),
+        ffi.from_buffer(kept),
+        ffi.from_buffer("layer_packets[]", layers),
         len(layers),
         memory,
-        address(borders),
-        address(scratch),
+        ffi.from_buffer("double[]", borders),
+        ffi.from_buffer("uint32_t[]", scratch),
         count,
-        address(classes),
-        address(protected),
+        ffi.from_buffer(classes),
+        ffi.from_buffer(protected),
     )
     return classes, protected
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """Return the compiled library with these functions declared."""
-    library = native.library()
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.dlcp_packet_magnitudes.argtypes = [pointer, ctypes.c_int, number, number, pointer]
-    library.dlcp_classify.argtypes = [
-        *(pointer, pointer, pointer, number, ctypes.c_double, pointer, pointer, number, pointer, pointer)
-    ]
-    library.dlcp_classify.restype = None
-    return library

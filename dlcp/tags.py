@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
+from dlcp.native import lib
 from dlcp.wire import DROP_CLASSES, Queue
 
 FRONT_SHARES = (0.30, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10)
@@ -23,7 +24,7 @@ FRONT_SHARES = (0.30, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10, 0.10)
 BACK_SHARES = (0.60, 0.06, 0.06, 0.06, 0.06, 0.06, 0.05, 0.05)
 """The same in the layer nearest the output, which tolerates less loss (0.4 % against 1.1 %, MLT). Not tuned."""
 
-BLOCK_PACKETS: Final = 256
+BLOCK_PACKETS: Final[int] = lib.SEND_BLOCK_PACKETS
 """How many packets of a queue are sent together. A burst (UDP_SEGMENT) has at most 64 of one kind, and a block two
 kinds. In smaller blocks most bursts are short, so there are a fifth more of them."""
 LAYOUTS: Final = 4096

@@ -160,7 +160,7 @@ def test_no_packet_of_a_peer_breaks_the_reader(payload_bytes):
                 assert isinstance(future.exception(), TransportError)
         for protocol in network.ranks:
             protocol.begin_step(1 << 20)
-            assert protocol.engine.early_bytes == 0
+            assert protocol.engine.view.early_bytes == 0
             protocol.fail(TransportError("the session is over"))
         assert all(future.done() for future in futures)
 

@@ -146,7 +146,7 @@ def test_without_a_compiler_the_installation_fails_and_says_what_to_do(source, t
     )
     assert done.returncode == 1
     (said,) = (line.strip() for line in done.stderr.splitlines() if "error: DLCP" in line)
-    assert "install a C compiler (Debian and Ubuntu: apt-get install build-essential) and run pip again" in said
+    assert "(Debian and Ubuntu: apt-get install build-essential python3-dev) and run pip again" in said
     assert "or install a wheel that `make dist` has built" in said
     assert not (tmp_path / "target").exists()
 

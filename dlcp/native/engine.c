@@ -1,6 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One engine per rank: its API for Python, its events, the socket, and the main loop, which moves whole bursts:
- * UDP_SEGMENT out, UDP_GRO in. */
+/* One engine per rank: what Python calls of it, and the loop, which moves packets between sockets or rings and
+ * messages, whole bursts at a time (UDP_GRO). The other files call only those
+ * below them in this list:
+ *
+ *   rx.c         a received message
+ *   reduction.c  an average that is computed as packets arrive
+ *   time_wait.c  what is kept of a message once it is complete
+ *   ack.c        acknowledgements, out and in
+ *   probe.c      probes for missing packets, and their answers
+ *   flight.c     everything in flight to one peer: what may leave, what is lost
+ *   tx.c         a sent message, until its receiver has acknowledged it
+ *   io.c         packets and events that leave
+ *   path.c       the paths to a peer, and how good they are
+ *   flow.c       round trips to a peer, and timeouts
+ *   ring.c       packets through shared memory, between ranks of one host
+ *   tags.c       the encoding of tags in packets, and the sending order
+ *   table.c, memory.c  messages by their names; buffers that are used again */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -17,83 +32,82 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "engine.h"
+#include "loop.h"
 
-#ifndef UDP_SEGMENT
-#define UDP_SEGMENT 103
-#endif
 #ifndef UDP_GRO
 #define UDP_GRO 104
 #endif
 
-enum { BURSTS = 8, BATCH = 32, SINGLES = 4, CONTROL_MAX = 128 };
+/* Of a step's messages some hundreds are under way. Complete ones are kept for seconds: thousands. */
+enum { SENT_CHAINS = 256, RECEIVED_CHAINS = 4096 };
+enum { BURSTS = 8, BATCH = 32, SINGLES = 4, RECORDS = 2, CONTROL_MAX = 128 };
 /* Not a power of two, or small datagrams would all fall on the same cache lines. */
 enum { SLOT_BYTES = DATAGRAM_MAX + 1600 };
 static const double BUSY_RETRY_S = 0.0005;
 /* The longest time for which a datagram is assumed to have waited in its socket. */
 static const double STAMP_AGO_MAX_S = 1;
 
-double clock_s(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 /* Creation and shutdown -------------------------------------------------------------------------------------------- */
 
-/* glibc's largest adaptive threshold, less its overhead. */
-enum { FREED_BYTES = (32 << 20) - (64 << 10) };
+engine_view *dlcp_engine_view(engine *self) {
+    return &self->io.view;
+}
 
-/* Make glibc keep freed memory. It gets blocks larger than any freed so far from the kernel each time, as fresh pages,
- * which cost as much as processing their contents, such as a step's gradients. */
-static void keep_freed_memory(void) {
-    void *volatile once = malloc(FREED_BYTES);
-    free(once);
+/* Drop all messages and accept no more; the caller may free its memory. */
+void dlcp_engine_stop(engine *self) {
+    self->rx.closed = true;
+    for (int64_t i = 0; i < self->peers; i++)
+        while (self->flows[i].oldest)
+            tx_free(&self->io, &self->flows[i], self->flows[i].oldest);
+    rx_drop_all(&self->rx);
+}
+
+void dlcp_engine_free(engine *self) {
+    dlcp_engine_stop(self);
+    for (int64_t i = 0; i < self->peers; i++) {
+        flight_free(&self->flows[i]);
+        free(self->flows[i].messages.chains);
+        free(self->flows[i].fresh);
+    }
+    free(self->rx.messages.chains);
+    free(self->rx.time_wait.chains);
+    free(self->flows);
+    free(self->flow_of_rank);
+    free(self->buffers);
+    io_free(&self->io);
+    free(self);
 }
 
 /* Make an engine; add its peers next (dlcp_peer). NULL: no memory. */
-API engine *dlcp_engine_new(const config *rules) {
-    keep_freed_memory();
+engine *dlcp_engine_new(const config *rules) {
     engine *self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
-    self->config = *rules;
-    self->socket = self->sockets[0] = (int)rules->socket;
-    self->socket_count = 1;
-    self->wake = (int)rules->wake;
+    bool made = io_make(&self->io, rules);
+    self->wake = rules->wake;
     self->bell = -1;
-    self->offload = 1;
-    self->room = -1;
-    self->reminded_s = self->inbound_last_s = -INFINITY;
-    self->event_capacity = 64;
-    self->events = malloc((size_t)self->event_capacity * sizeof *self->events);
+    self->inbound_last_s = -INFINITY;
     self->flows = calloc((size_t)rules->peers + 1, sizeof *self->flows);
     self->flow_of_rank = malloc((size_t)(rules->ranks + 1) * sizeof *self->flow_of_rank);
     self->buffers = malloc((size_t)BATCH * SLOT_BYTES);
-    self->datagram = malloc(HEADER_BYTES + DATAGRAM_MAX);
-    bool short_of = table_make(&self->incoming) | table_make(&self->finished);
-    if (short_of || !self->events || !self->flows || !self->flow_of_rank || !self->buffers || !self->datagram) {
-        free(self->incoming.chains);
-        free(self->finished.chains);
-        free(self->events);
-        free(self->flows);
-        free(self->flow_of_rank);
-        free(self->buffers);
-        free(self->datagram);
-        free(self);
+    self->rx = (receiver){.io = &self->io, .flows = self->flows, .reminded_s = -INFINITY};
+    made &= !table_make(&self->rx.messages, RECEIVED_CHAINS) && !table_make(&self->rx.time_wait, RECEIVED_CHAINS);
+    if (!made || !self->flows || !self->flow_of_rank || !self->buffers) {
+        dlcp_engine_free(self);
         return NULL;
     }
+    self->peers = rules->peers;
     for (int64_t rank = 0; rank <= rules->ranks; rank++)
         self->flow_of_rank[rank] = -1;
     return self;
 }
 
 /* Add a peer: `address` is in host byte order, `service` has the type of service by queue and by whether a packet may
- * be dropped. Return its flow, whose public head the caller sets; NULL: no memory. */
-API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
-                    double now_s) {
+ * be dropped. Return its view, which the caller sets; NULL: no memory. */
+flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
+                     double now_s) {
     flow *one = &self->flows[peer];
-    if (path_make(self, one, 1))
+    if (path_make(one, 1) || table_make(&one->messages, SENT_CHAINS))
         return NULL;
     one->peer = peer;
     one->rank = rank;
@@ -101,31 +115,31 @@ API flow *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, 
     one->address.sin_addr.s_addr = htonl(address);
     one->address.sin_port = htons((uint16_t)port);
     memcpy(one->service, service, sizeof one->service);
-    one->heard_s = now_s;
-    one->disorder = self->config.disorder_first;
+    one->view.heard_s = now_s;
+    one->disorder = DISORDER_FIRST;
     one->backoff = 1;
-    one->burst = SEGMENTS_MAX;
-    one->slow_start = 1;
-    one->pace = INFINITY;
+    one->view.burst = SEGMENTS_MAX;
+    one->view.slow_start = true;
+    one->view.pace = INFINITY;
     one->clocks_us = -1;
     one->ack_due_s = one->report_due_s = one->overtaken_due_s = one->look_s = INFINITY;
     one->stamped_s = -INFINITY;
     for (int queue = 0; queue < QUEUES; queue++)
         one->newest_delivered_s[queue] = -1;
     self->flow_of_rank[rank] = peer;
-    return one;
+    return &one->view;
 }
 
 /* Add a socket to send from; return 0, or NO_MEMORY if there are too many. */
-API int64_t dlcp_add_socket(engine *self, int64_t socket) {
-    if (self->socket_count == PATHS_MAX)
+int64_t dlcp_add_socket(engine *self, int socket) {
+    if (self->io.socket_count == PATHS_MAX)
         return NO_MEMORY;
-    self->sockets[self->socket_count++] = (int)socket;
+    self->io.sockets[self->io.socket_count++] = socket;
     return 0;
 }
 
 /* Also accept packets of a peer from these other ports of its address. */
-API void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count) {
+void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count) {
     flow *from = &self->flows[peer];
     from->port_count = smaller(count, PATHS_MAX - 1);
     from->port_last = 0;
@@ -133,288 +147,161 @@ API void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t 
         from->ports[i] = htons(ports[i]);
 }
 
-static void free_garbage(engine *self) {
-    for (int64_t i = 0; i < self->garbage_count; i++)
-        free(self->garbage[i]);
-    self->garbage_count = 0;
+/* A peer has both rings, or none.
+ *
+ * Receive packets from a peer out of `capacity` bytes at `bytes`, a multiple of 64, from now on. `marks` and `asleep`,
+ * which all rings of an engine share, begin as zeros; `bell` is an eventfd that the engine waits on. */
+void dlcp_ring_in(engine *self, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+                  int bell) {
+    neighbour *from = &self->flows[peer].local;
+    self->shared += !from->in.bytes;
+    from->in = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
+    self->asleep = asleep;
+    self->bell = bell;
 }
 
-/* Drop all messages and accept no more; the caller may free its memory. */
-API void dlcp_engine_stop(engine *self) {
-    self->closed = true;
-    for (int64_t i = 0; i < self->config.peers; i++)
-        while (self->flows[i].message_count)
-            outgoing_free(&self->flows[i], self->flows[i].messages[0]);
-    incoming_drop_all(self);
+/* Send packets to a peer through its ring from now on, not the socket; arguments as above, with the peer's `asleep` and
+ * `bell`. */
+void dlcp_ring_out(engine *self, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
+                   int bell) {
+    neighbour *to = &self->flows[peer].local;
+    to->out = (ring){.marks = marks, .bytes = bytes, .capacity = (uint64_t)capacity};
+    to->asleep = asleep;
+    to->bell = bell;
 }
 
-API void dlcp_engine_free(engine *self) {
-    dlcp_engine_stop(self);
-    for (int64_t i = 0; i < self->config.peers; i++) {
-        for (int64_t way = 0; way < self->flows[i].path_count; way++)
-            for (int queue = 0; queue < QUEUES; queue++)
-                free(self->flows[i].paths[way].runs[queue].runs);
-        free(self->flows[i].paths);
-        free(self->flows[i].messages);
-        free(self->flows[i].fresh);
-    }
-    for (int i = 0; i < EARLY_CACHED; i++)
-        free(self->early[i].memory);
-    free_garbage(self);
-    free(self->garbage);
-    free(self->incoming.chains);
-    free(self->finished.chains);
-    free(self->events);
-    free(self->flows);
-    free(self->flow_of_rank);
-    free(self->buffers);
-    free(self->datagram);
-    free(self);
+/* Let peers on this host read messages from the `bytes` bytes at `memory`, which they map, in place. */
+void dlcp_export(engine *self, const uint8_t *memory, int64_t bytes) {
+    self->io.exported = memory;
+    self->io.exported_bytes = bytes;
 }
 
-/* Events ----------------------------------------------------------------------------------------------------------- */
-
-/* Return a new event to fill in; NULL if out of memory, which sets `failed`. */
-event *engine_event(engine *self, event_kind kind, int64_t peer, double now_s) {
-    if (self->event_count == self->event_capacity) {
-        event *events = realloc(self->events, (size_t)self->event_capacity * 2 * sizeof *events);
-        if (!events) {
-            self->failed = 1;
-            return NULL;
-        }
-        self->events = events;
-        self->event_capacity *= 2;
-    }
-    event *one = &self->events[self->event_count++];
-    *one = (event){.kind = kind, .peer = peer, .now_s = now_s};
-    return one;
+/* Register a peer's exported memory. */
+void dlcp_import(engine *self, int64_t peer, const uint8_t *memory, int64_t bytes) {
+    self->flows[peer].local.exported = memory;
+    self->flows[peer].local.exported_bytes = bytes;
 }
 
-/* Free memory that an event points at, once Python has processed it. */
-void engine_discard(engine *self, void *memory) {
-    if (self->garbage_count == self->garbage_capacity) {
-        int64_t capacity = self->garbage_capacity ? self->garbage_capacity * 2 : 64;
-        void **garbage = realloc(self->garbage, (size_t)capacity * sizeof *garbage);
-        if (!garbage)
-            return; /* it leaks: an event may point at it, and memory is short anyway */
-        self->garbage = garbage;
-        self->garbage_capacity = capacity;
-    }
-    self->garbage[self->garbage_count++] = memory;
+/* Send packets to a peer on this many paths, all of whose ports it knows; return 0, or NO_MEMORY. */
+int64_t dlcp_spread(engine *self, int64_t peer, int64_t paths) {
+    flow *to = &self->flows[peer];
+    int64_t most = self->io.sockets[0] < 0 ? PATHS_MAX : self->io.socket_count;
+    /* Memory has no paths. */
+    return to->local.out.bytes ? 0 : path_make(to, smaller(paths, most));
 }
 
-/* Begin a batch. Once Python has taken all events, the memory they pointed at is freed. */
-static void begin_batch(engine *self) {
-    if (!self->event_count)
-        free_garbage(self);
+path_view dlcp_path(engine *self, int64_t peer, int64_t number) {
+    const flow *to = &self->flows[peer];
+    if (number >= to->path_count)
+        return (path_view){0};
+    const path *one = &to->paths[number];
+    return (path_view){one->weight, one->delay_s, one->loss, one->marks, one->sent};
 }
 
-/* Report a packet as an event. */
-static event *report_packet(engine *self, event_kind kind, const flow *peer, const uint8_t *datagram, int64_t bytes) {
-    uint8_t *copy = malloc((size_t)bytes);
-    if (!copy)
-        return NULL; /* counts as lost */
-    memcpy(copy, datagram, (size_t)bytes);
-    engine_discard(self, copy);
-    event *news = engine_event(self, kind, peer->peer, peer->heard_s);
-    if (!news)
-        return NULL; /* NOLINT(clang-analyzer-unix.Malloc): engine_discard has it */
-    news->data = copy;
-    news->bytes = bytes;
-    return news;
-}
+/* Messages --------------------------------------------------------------------------------------------------------- */
 
-/* Packets out ------------------------------------------------------------------------------------------------------ */
-
-/* How many packets one BITMAP or STOP covers. */
-int64_t engine_bitmap_packets(const engine *self) {
-    return self->config.payload_bytes * 8;
-}
-
-void engine_write_header(const engine *self, uint8_t *header, enum packet_type type, int64_t step, int64_t message,
-                         int64_t index, int64_t count) {
-    memset(header, 0, HEADER_BYTES);
-    header[0] = (uint8_t)(VERSION << 4 | type);
-    header[2] = (uint8_t)(self->config.control_queue << 5);
-    put16(header + 4, (uint16_t)self->config.job);
-    put32(header + 8, (uint32_t)step);
-    put16(header + 12, (uint16_t)message);
-    put16(header + 14, (uint16_t)self->config.rank);
-    put32(header + 16, (uint32_t)index);
-    put32(header + 20, (uint32_t)count);
-    put64(header + 24, self->config.token);
-}
-
-/* Map the errno of a failed send to SOCKET_FULL or to loss (0). */
-static int after_error(engine *self) {
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)
-        return SOCKET_FULL;
-    /* No route, or an unreachable peer; the deadline's error names the peer. */
-    self->send_errors++;
-    self->last_errno = errno;
+/* Send a message. The caller keeps its bytes until EVENT_SENT. Return 0, or NO_MEMORY. */
+int64_t dlcp_send(engine *self, const send_request *request, double now_s) {
+    flow *to = &self->flows[request->peer];
+    tx_message *message = tx_make(&self->io, to, request, now_s);
+    if (!message)
+        return NO_MEMORY;
+    if (message->immediate || message->to_send < message->packets)
+        probe_send(&self->io, to, message, now_s); /* announces how many packets are protected and deferred */
     return 0;
 }
 
-/* Append a control message for a burst; return the bytes in use. */
-static size_t put_ancillary(char *at, size_t used, int level, int type, const void *value, size_t bytes) {
-    struct cmsghdr *entry = (struct cmsghdr *)(at + used);
-    entry->cmsg_level = level;
-    entry->cmsg_type = type;
-    entry->cmsg_len = CMSG_LEN(bytes);
-    memcpy(CMSG_DATA(entry), value, bytes);
-    return used + CMSG_SPACE(bytes);
+/* Continue sending a message from a copy of its payload; return whether any of it may still be sent. */
+bool dlcp_detach(engine *self, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
+    tx_message *found = tx_find(&self->flows[peer], step, message);
+    if (!found || found->delivered == found->to_send)
+        return false;
+    if (payload)
+        found->payload = payload;
+    return true;
 }
 
-/* Send pieces to a peer's address: datagrams of `segment` bytes, or a single one if that is 0. Return as sendmsg. */
-static ssize_t send_pieces(const engine *self, flow *to, struct iovec *pieces, int64_t parts, int tos, uint16_t segment,
-                           int64_t way) {
-    union {
-        char bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(uint16_t))];
-        struct cmsghdr align;
-    } control;
-    memset(&control, 0, sizeof control);
-    size_t used = 0;
-    if (tos)
-        used = put_ancillary(control.bytes, used, IPPROTO_IP, IP_TOS, &tos, sizeof tos);
-    if (segment)
-        used = put_ancillary(control.bytes, used, IPPROTO_UDP, UDP_SEGMENT, &segment, sizeof segment);
-    struct msghdr message = {.msg_name = &to->address,
-                             .msg_namelen = sizeof to->address,
-                             .msg_iov = pieces,
-                             .msg_iovlen = (size_t)parts,
-                             .msg_control = used ? control.bytes : NULL,
-                             .msg_controllen = used};
-    return sendmsg(self->sockets[way], &message, MSG_DONTWAIT);
+message_progress dlcp_sending(engine *self, int64_t peer, int64_t step, int64_t message) {
+    const tx_message *found = tx_find(&self->flows[peer], step, message);
+    if (!found)
+        return (message_progress){0};
+    return (message_progress){found->delivered, found->flying, found->unsent, found->packets};
 }
 
-/* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss. */
-int engine_send_datagram(engine *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
-    if (self->socket < 0) {
-        if (!self->room)
-            return SOCKET_FULL;
-        if (self->room > 0)
-            self->room--;
-        event *news = report_packet(self, EVENT_DATAGRAM, to, datagram, bytes);
-        if (news) {
-            news->tos = tos;
-            news->path = way;
-        }
-        return 0;
-    }
-    if (to->out.bytes)
-        return ring_send_datagram(to, datagram, bytes);
-    struct iovec piece = {(void *)datagram, (size_t)bytes};
-    return send_pieces(self, to, &piece, 1, tos, 0, way) >= 0 ? 0 : after_error(self);
+/* Post a receive. The caller keeps its memory until EVENT_ARRIVED, or until the reduction, if any, is freed. Return 0;
+ * NO_MEMORY; or, if the arriving message has another size, its number of packets. */
+int64_t dlcp_receive(engine *self, const receive_request *request, double now_s) {
+    return rx_post(&self->rx, request, now_s);
 }
 
-static int send_one_by_one(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
-                           uint8_t (*headers)[HEADER_BYTES], int64_t way) {
-    uint8_t *datagram = self->datagram;
-    for (int64_t k = 0; k < count; k++) {
-        struct iovec pieces[2];
-        int parts = outgoing_pieces(self, message, packets[k], pieces);
-        int64_t bytes = HEADER_BYTES;
-        memcpy(datagram, headers[k], HEADER_BYTES);
-        for (int part = 0; part < parts; part++) {
-            memcpy(datagram + bytes, pieces[part].iov_base, pieces[part].iov_len);
-            bytes += (int64_t)pieces[part].iov_len;
-        }
-        assert(bytes <= HEADER_BYTES + DATAGRAM_MAX);
-        /* Once part of a burst has left, a packet that the socket cannot accept counts as lost. */
-        if (engine_send_datagram(self, to, datagram, bytes, message->tags[packets[k]][3], way) < 0 && !k)
-            return SOCKET_FULL;
-    }
-    return 0;
+message_progress dlcp_receiving(engine *self, int64_t peer, int64_t step, int64_t message) {
+    const rx_message *found = rx_find(&self->rx, &self->flows[peer], step, message);
+    return found ? (message_progress){.delivered = found->arrived, .packets = found->packets} : (message_progress){0};
 }
 
-/* Send packets of a message in one burst, on one path; return as engine_send_datagram. */
-int engine_send_burst(engine *self, flow *to, outgoing *message, const uint32_t *packets, int64_t count,
-                      uint8_t (*headers)[HEADER_BYTES], int64_t way) {
-    if (self->socket < 0 || (!to->out.bytes && count > 1 && !self->offload))
-        return send_one_by_one(self, to, message, packets, count, headers, way);
-    if (to->out.bytes && ring_is_exported(self, message, packets, count))
-        return ring_send_exported(self, to, message, count, headers);
-    struct iovec pieces[3 * SEGMENTS_MAX];
-    int64_t parts = 0;
-    for (int64_t k = 0; k < count; k++) {
-        pieces[parts++] = (struct iovec){headers[k], HEADER_BYTES};
-        parts += outgoing_pieces(self, message, packets[k], pieces + parts);
-    }
-    if (to->out.bytes)
-        return ring_send_burst(self, to, pieces, parts);
-    uint16_t segment = count > 1 ? (uint16_t)(HEADER_BYTES + self->config.payload_bytes) : 0;
-    self->sent_bursts++;
-    if (send_pieces(self, to, pieces, parts, message->tags[packets[0]][3], segment, way) >= 0)
-        return 0;
-    if (segment && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
-        self->offload = 0; /* no transmit checksum offload, or an old kernel */
-        return send_one_by_one(self, to, message, packets, count, headers, way);
-    }
-    return after_error(self);
+/* Refuse packets of steps before `step` from now on, and forget their messages. */
+void dlcp_begin_step(engine *self, int64_t step, double now_s) {
+    rx_begin_step(&self->rx, step, now_s);
 }
 
-/* Send a control packet about a message. If it cannot leave now it counts as lost, and is repeated. */
-void engine_send_control(engine *self, flow *to, enum packet_type type, const known *name, int64_t index, int64_t count,
-                         const uint8_t *payload, int64_t bytes) {
-    uint8_t *datagram = self->datagram;
-    assert(bytes <= DATAGRAM_MAX);
-    engine_write_header(self, datagram, type, name->step, name->message, index, count);
-    if (bytes)
-        memcpy(datagram + HEADER_BYTES, payload, (size_t)bytes);
-    /* A greeting tells the peer our other ports, so it comes from the known one. */
-    int64_t way = type == HELLO || type == HELLO_ACK || type == ABORT ? 0 : path_for_control(to);
-    if (engine_send_datagram(self, to, datagram, HEADER_BYTES + bytes, (int)self->config.control_tos, way) < 0)
-        self->control_unsent++;
+/* Forget a complete message, for which no more packets will come. */
+void dlcp_forget(engine *self, int64_t peer, int64_t step, int64_t message) {
+    time_wait_forget(&self->rx, &self->flows[peer], step, message);
+}
+
+/* Remind senders of complete messages, briefly or until they acknowledge: this rank will soon be gone. */
+void dlcp_remind(engine *self, double now_s) {
+    time_wait_remind(&self->rx, now_s);
 }
 
 /* Send a control packet about a peer: a greeting or an abort. */
-API void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes) {
-    static const known none = {0, 0, 0, NULL};
-    engine_send_control(self, &self->flows[peer], (enum packet_type)type, &none, 0, 0, payload, bytes);
+void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes) {
+    static const msg_id none = {0, 0, 0, NULL};
+    io_send_control(&self->io, &self->flows[peer], (enum packet_type)type, &none, 0, 0, payload, bytes);
 }
 
 /* Packets in ------------------------------------------------------------------------------------------------------- */
 
 /* Return whether a datagram is not of this session, or not from peer `from` if given; count it as refused. */
-bool engine_refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes) {
+static bool refuses(engine *self, const flow *from, const uint8_t *datagram, int64_t bytes) {
     int64_t *reason = NULL;
     if (bytes < HEADER_BYTES || datagram[0] >> 4 != VERSION || !header_type(datagram) || header_type(datagram) > ABORT)
-        reason = &self->refused_malformed;
-    else if (header_token(datagram) != self->config.token)
-        reason = &self->refused_token;
-    else if (header_job(datagram) != self->config.job)
-        reason = &self->refused_job;
+        reason = &self->io.view.counters.refused_malformed;
+    else if (header_token(datagram) != self->io.config.token)
+        reason = &self->io.view.counters.refused_token;
+    else if (header_job(datagram) != self->io.config.job)
+        reason = &self->io.view.counters.refused_job;
     else if (from && header_sender(datagram) != from->rank)
-        reason = &self->refused_sender;
+        reason = &self->io.view.counters.refused_sender;
     if (reason)
         ++*reason;
     return reason != NULL;
 }
 
 /* Process a datagram from a peer. */
-void engine_take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
-    from->heard_s = now_s;
+static void take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
+    from->view.heard_s = now_s;
     switch ((enum packet_type)header_type(datagram)) {
     case DATA:
-        incoming_take_data(self, from, datagram, datagram + HEADER_BYTES, bytes - HEADER_BYTES, tos, now_s);
+        rx_take_data(&self->rx, from, datagram, datagram + HEADER_BYTES, bytes - HEADER_BYTES, tos, now_s);
         break;
     case ACK:
-        flow_take_acknowledgement(self, from, datagram, bytes, now_s);
+        ack_take(&self->io, from, datagram, bytes, now_s);
         break;
     case PROBE:
-        incoming_take_probe(self, from, datagram, bytes, now_s);
+        rx_take_probe(&self->rx, from, datagram, bytes, now_s);
         break;
     case BITMAP:
     case STOP:
-        outgoing_take_bitmap(self, from, datagram, bytes, now_s);
+        probe_take_answer(&self->io, from, datagram, bytes, now_s);
         break;
     case STOP_ACK:
-        incoming_take_stop_ack(self, from, datagram);
+        time_wait_take_ack(&self->rx, from, datagram);
         break;
     case HELLO:
     case HELLO_ACK:
     case ABORT:
-        report_packet(self, EVENT_CONTROL, from, datagram, bytes);
+        io_report_packet(&self->io, EVENT_CONTROL, from, datagram, bytes);
         break;
     }
 }
@@ -436,7 +323,7 @@ static int64_t path_of(flow *from, const struct sockaddr_in *source) {
 
 /* Record an arrival of data from the network. The port in front of this rank limits a fast stretch. */
 static void note_inbound(engine *self, double now_s) {
-    if (now_s - self->inbound_last_s > self->config.inbound_pause_s) {
+    if (now_s - self->inbound_last_s > INBOUND_PAUSE_S) {
         self->inbound_since_s = now_s;
         self->inbound_count = 0;
     } else {
@@ -444,22 +331,22 @@ static void note_inbound(engine *self, double now_s) {
     }
     self->inbound_last_s = now_s;
     double seconds = now_s - self->inbound_since_s;
-    if (seconds < self->config.inbound_s || self->inbound_count < self->config.inbound_packets)
+    if (seconds < INBOUND_S || self->inbound_count < INBOUND_PACKETS)
         return;
-    self->inbound_peak = fmax(self->inbound_peak, (double)self->inbound_count / seconds);
+    self->io.view.inbound_peak = fmax(self->io.view.inbound_peak, (double)self->inbound_count / seconds);
     self->inbound_since_s = now_s;
     self->inbound_count = 0;
 }
 
 static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos,
                     double now_s) {
-    if (engine_refuses(self, NULL, datagram, bytes))
+    if (refuses(self, NULL, datagram, bytes))
         return;
-    int64_t rank = header_sender(datagram), peer = rank < self->config.ranks ? self->flow_of_rank[rank] : -1;
+    int64_t rank = header_sender(datagram), peer = rank < self->io.config.ranks ? self->flow_of_rank[rank] : -1;
     flow *from = peer < 0 ? NULL : &self->flows[peer];
     int64_t way = from ? path_of(from, source) : -1;
     if (way < 0) {
-        self->refused_sender++;
+        self->io.view.counters.refused_sender++;
         return;
     }
     if (header_type(datagram) == DATA) {
@@ -469,18 +356,18 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
             from->marked_paths |= 1ull << way;
         }
     }
-    engine_take(self, from, datagram, bytes, tos, now_s);
+    take(self, from, datagram, bytes, tos, now_s);
 }
 
 /* Process one datagram, for use without a socket. */
-API void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
-                      double now_s) {
-    begin_batch(self);
-    self->arrived_s = now_s;
+void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
+                  double now_s) {
+    io_begin_batch(&self->io);
+    self->io.arrived_s = now_s;
     struct sockaddr_in source = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     source.sin_addr.s_addr = htonl(address);
     take_in(self, datagram, bytes, &source, (int)tos, now_s);
-    flow_report(self, now_s); /* as after each batch from a socket */
+    flight_report(&self->io, self->flows, now_s); /* as after each batch from a socket */
 }
 
 /* Record when the kernel received a burst, on our clock. */
@@ -488,7 +375,7 @@ static void note_arrival(engine *self, const struct timespec *stamp, double now_
     struct timespec real;
     clock_gettime(CLOCK_REALTIME, &real);
     double ago_s = (double)(real.tv_sec - stamp->tv_sec) + (double)(real.tv_nsec - stamp->tv_nsec) * 1e-9;
-    self->arrived_s = now_s - fmin(fmax(ago_s, 0), STAMP_AGO_MAX_S); /* the clock may have been set meanwhile */
+    self->io.arrived_s = now_s - fmin(fmax(ago_s, 0), STAMP_AGO_MAX_S); /* the clock may have been set meanwhile */
 }
 
 /* Read a burst's control messages: its segment size (the whole burst if absent), type of service, and arrival time. */
@@ -496,7 +383,7 @@ static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, i
                            double now_s) {
     *segment = bytes;
     *tos = 0;
-    self->arrived_s = now_s;
+    self->io.arrived_s = now_s;
     for (struct cmsghdr *entry = CMSG_FIRSTHDR(header); entry; entry = CMSG_NXTHDR(header, entry)) {
         if (entry->cmsg_level == IPPROTO_UDP && entry->cmsg_type == UDP_GRO) {
             int size = 0;
@@ -517,7 +404,7 @@ static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, i
 static void split(engine *self, struct msghdr *header, int64_t bytes, const uint8_t *buffer, int64_t segment, int tos,
                   double now_s) {
     if (header->msg_flags & MSG_TRUNC)
-        self->truncated++;
+        self->io.view.counters.truncated++;
     for (int64_t start = 0; start < bytes || !start; start += segment) {
         take_in(self, buffer + start, smaller(bytes - start, segment), header->msg_name, tos, now_s);
         if (!segment)
@@ -547,15 +434,15 @@ static bool receive_burst(engine *self) {
     envelope from;
     struct iovec piece = {self->buffers, DATAGRAM_MAX};
     struct msghdr header = addressed(&from, &piece);
-    ssize_t bytes = recvmsg(self->socket, &header, MSG_DONTWAIT);
+    ssize_t bytes = recvmsg(self->io.sockets[0], &header, MSG_DONTWAIT);
     if (bytes < 0)
         return false;
     int64_t segment = 0;
     int tos = 0;
     double now_s = clock_s();
     read_ancillary(self, &header, bytes, &segment, &tos, now_s);
-    self->received_bursts++;
-    bool single = segment == bytes && bytes >= HEADER_BYTES + self->config.payload_bytes;
+    self->io.view.counters.received_bursts++;
+    bool single = segment == bytes && bytes >= HEADER_BYTES + self->io.config.payload_bytes;
     self->singles = single ? self->singles + 1 : 0;
     split(self, &header, bytes, self->buffers, segment, tos, now_s);
     return true;
@@ -570,7 +457,7 @@ static int receive_singles(engine *self) {
         pieces[i] = (struct iovec){self->buffers + (size_t)i * SLOT_BYTES, DATAGRAM_MAX};
         messages[i].msg_hdr = addressed(&from[i], &pieces[i]);
     }
-    int count = recvmmsg(self->socket, messages, BATCH, MSG_DONTWAIT, NULL);
+    int count = recvmmsg(self->io.sockets[0], messages, BATCH, MSG_DONTWAIT, NULL);
     if (count <= 0)
         return 0;
     double now_s = clock_s();
@@ -582,7 +469,7 @@ static int receive_singles(engine *self) {
             self->singles = 0;
         split(self, &messages[i].msg_hdr, bytes, self->buffers + (size_t)i * SLOT_BYTES, segment, tos, now_s);
     }
-    self->received_bursts += count;
+    self->io.view.counters.received_bursts += count;
     return count;
 }
 
@@ -597,74 +484,156 @@ static int receive_socket(engine *self) {
     return count;
 }
 
+/* Process packets of a message in the peer's exported memory; return whether the record was valid. */
+static bool take_exported(engine *self, flow *from, const record_head *head, const uint8_t *headers, double now_s) {
+    const neighbour *memory = &from->local;
+    int64_t place = head->place, bytes = head->message_bytes;
+    if (place < 0 || bytes < 0 || place > memory->exported_bytes || bytes > memory->exported_bytes - place)
+        return false;
+    if (head->segment != HEADER_BYTES || head->bytes > EXPORTED_ROOM)
+        return false;
+    for (uint64_t start = 0; start + HEADER_BYTES <= head->bytes; start += HEADER_BYTES) {
+        uint8_t header[HEADER_BYTES]; /* our own copy: it determines what is read */
+        memcpy(header, headers + start, HEADER_BYTES);
+        int64_t offset = header_index(header) * self->io.config.payload_bytes, left = bytes - offset;
+        if (left <= 0)
+            return false;
+        if (refuses(self, from, header, HEADER_BYTES))
+            continue;
+        if (header_type(header) != DATA) {
+            self->io.view.counters.refused_malformed++;
+            continue;
+        }
+        from->view.heard_s = now_s;
+        int64_t size = smaller(left, self->io.config.payload_bytes);
+        rx_take_data(&self->rx, from, header, memory->exported + place + offset, size, 0, now_s);
+    }
+    return true;
+}
+
+/* Process a record of a peer's ring; return whether it was valid. */
+static bool take_record(engine *self, flow *from, const record_head *head, const uint8_t *packets) {
+    double now_s = self->io.arrived_s = clock_s();
+    if (head->message_bytes && !take_exported(self, from, head, packets, now_s))
+        return false;
+    for (uint64_t start = 0; !head->message_bytes && start < head->bytes; start += head->segment) {
+        int64_t bytes = smaller(head->bytes - (int64_t)start, head->segment);
+        if (!refuses(self, from, packets + start, bytes))
+            take(self, from, packets + start, bytes, 0, now_s);
+    }
+    self->io.view.counters.received_bursts++;
+    return true;
+}
+
+/* Process records of a peer's ring, up to a limit, and perhaps only those whose turn it is; return how many. */
+static int64_t receive_ring(engine *self, flow *from, bool skip_out_of_turn) {
+    neighbour *local = &from->local;
+    if (!local->in.bytes)
+        return 0;
+    int64_t count = 0;
+    record_head head;
+    while (count < RECORDS) {
+        const uint8_t *packets = ring_next(local, &head);
+        if (!packets || (skip_out_of_turn && head.bytes >= HEADER_BYTES && rx_is_out_of_turn(&self->rx, from, packets)))
+            break;
+        if (head.bytes && !take_record(self, from, &head, packets)) {
+            ring_break(local);
+            break;
+        }
+        ring_pass(local, &head);
+        count++;
+    }
+    if (!local->in.bytes) /* not written by an engine: the rest is unreadable */
+        self->io.view.counters.refused_malformed++;
+    if (count)
+        ring_relieve(local);
+    return count;
+}
+
 /* Process arrivals, up to a batch; return how many. If all peers are on this host, only strangers use the socket.
  * Packets that have to wait for other ranks' packets stay in their ring while there is other work: waiting there costs
  * nothing. */
 static int64_t receive(engine *self) {
     int64_t count = 0;
-    for (int patient = 1; self->shared && !count && patient >= 0; patient--)
-        for (int64_t i = 0; i < self->config.peers; i++)
-            count += ring_receive(self, &self->flows[i], patient);
-    return count && self->shared == self->config.peers ? count : count + receive_socket(self);
+    for (int skip_out_of_turn = 1; self->shared && !count && skip_out_of_turn >= 0; skip_out_of_turn--)
+        for (int64_t i = 0; i < self->peers; i++)
+            count += receive_ring(self, &self->flows[i], skip_out_of_turn);
+    return count && self->shared == self->peers ? count : count + receive_socket(self);
 }
 
 /* The loop --------------------------------------------------------------------------------------------------------- */
 
 /* Do what is due: acknowledge, probe, repeat and report; return when something is due next. */
-static double tick(engine *self, double now_s) {
-    double due_s = flow_acknowledge_due(self, now_s);
-    for (int64_t i = 0; i < self->config.peers; i++) {
-        due_s = sooner(due_s, flow_find_overtaken(self, &self->flows[i], now_s));
-        due_s = sooner(due_s, outgoing_ask(self, &self->flows[i], now_s));
+double dlcp_tick(engine *self, double now_s) {
+    io_begin_batch(&self->io);
+    double due_s = ack_due(&self->io, self->flows, now_s);
+    for (int64_t i = 0; i < self->peers; i++) {
+        due_s = sooner(due_s, flight_find_overtaken(&self->flows[i], now_s));
+        due_s = sooner(due_s, probe_due(&self->io, &self->flows[i], now_s));
     }
-    if (self->stopping)
-        due_s = sooner(due_s, finished_repeat(self, now_s));
-    return sooner(due_s, flow_report(self, now_s));
+    due_s = sooner(due_s, time_wait_repeat(&self->rx, now_s));
+    return sooner(due_s, flight_report(&self->io, self->flows, now_s));
 }
 
 /* Send a burst to each peer that has room; return how many packets left, or SOCKET_FULL. When a ring is full, its
  * reader wakes us later. */
-static int64_t pump(engine *self, double now_s) {
+int64_t dlcp_pump(engine *self, double now_s) {
+    io_begin_batch(&self->io);
     int64_t sent = 0;
-    for (int64_t i = 0; i < self->config.peers; i++) {
-        int64_t count = flow_pump(self, &self->flows[i], now_s);
-        if (count == SOCKET_FULL)
+    burst next;
+    for (int64_t i = 0; i < self->peers; i++) {
+        flow *to = &self->flows[i];
+        if (!flight_next_burst(&self->io, to, &next, now_s))
+            continue;
+        int result = io_send_burst(&self->io, to, &next);
+        if (result == SOCKET_FULL)
             return SOCKET_FULL;
-        if (count > 0)
-            sent += count;
+        if (result == RING_FULL)
+            continue;
+        flight_note_sent(to, &next, now_s);
+        sent += next.count;
     }
     return sent;
-}
-
-API double dlcp_tick(engine *self, double now_s) {
-    begin_batch(self);
-    return tick(self, now_s);
-}
-
-API int64_t dlcp_pump(engine *self, double now_s) {
-    begin_batch(self);
-    return pump(self, now_s);
 }
 
 /* When the first flow that only waits for time to pass may send. */
 static double resume_s(const engine *self, double now_s) {
     double due_s = INFINITY;
-    for (int64_t i = 0; i < self->config.peers; i++)
-        due_s = sooner(due_s, flow_resumes_s(&self->flows[i], now_s));
+    for (int64_t i = 0; i < self->peers; i++)
+        due_s = sooner(due_s, flight_resumes_s(&self->flows[i], now_s));
     return due_s;
 }
 
+static void wake_up(engine *self) {
+    if (self->asleep)
+        __atomic_store_n(self->asleep, 0, __ATOMIC_SEQ_CST);
+}
+
+/* Tell peers on this host that the engine is about to wait; return whether it need not, since something arrived or may
+ * leave. */
+static bool fall_asleep(engine *self) {
+    if (!self->asleep)
+        return false;
+    __atomic_store_n(self->asleep, 1, __ATOMIC_SEQ_CST);
+    for (int64_t i = 0; i < self->peers; i++)
+        if (ring_is_ready(&self->flows[i].local)) {
+            wake_up(self);
+            return true;
+        }
+    return false;
+}
+
 /* Wait for packets, a bell or a wake-up; if `full`, only briefly, since the socket may have room again. */
-static void wait_for_news(engine *self, double until_s, bool full) {
+static void wait_for_packets(engine *self, double until_s, bool full) {
     double wait_s = fmax(until_s - clock_s(), 0);
     if (full)
         wait_s = sooner(wait_s, BUSY_RETRY_S);
-    if (ring_fall_asleep(self))
+    if (fall_asleep(self))
         return;
     struct timespec wait = {(time_t)wait_s, (long)((wait_s - floor(wait_s)) * 1e9)};
-    struct pollfd watched[3] = {{self->socket, POLLIN, 0}, {self->wake, POLLIN, 0}, {self->bell, POLLIN, 0}};
+    struct pollfd watched[3] = {{self->io.sockets[0], POLLIN, 0}, {self->wake, POLLIN, 0}, {self->bell, POLLIN, 0}};
     int ready = ppoll(watched, 3, &wait, NULL);
-    ring_wake_up(self);
+    wake_up(self);
     if (ready <= 0)
         return;
     if (watched[2].revents) {
@@ -676,37 +645,24 @@ static void wait_for_news(engine *self, double until_s, bool full) {
         char woken[4096];
         while (read(self->wake, woken, sizeof woken) == (ssize_t)sizeof woken) {
         }
-        __atomic_store_n(&self->woken, 1, __ATOMIC_RELEASE);
+        __atomic_store_n(&self->io.view.woken, true, __ATOMIC_RELEASE);
     }
 }
 
 /* Move packets until `until_s`, an event, or another thread's `woken`; return the number of events. */
-API int64_t dlcp_turn(engine *self, double until_s) {
-    begin_batch(self);
-    while (!self->event_count) {
+int64_t dlcp_turn(engine *self, double until_s) {
+    io_begin_batch(&self->io);
+    while (!self->io.view.event_count) {
         int64_t received = receive(self);
-        double now_s = clock_s(), due_s = tick(self, now_s);
-        int64_t sent = pump(self, now_s);
-        if (now_s >= until_s || self->failed || __atomic_load_n(&self->woken, __ATOMIC_ACQUIRE))
+        double now_s = clock_s(), due_s = dlcp_tick(self, now_s);
+        int64_t sent = dlcp_pump(self, now_s);
+        if (now_s >= until_s || self->io.view.failed || __atomic_load_n(&self->io.view.woken, __ATOMIC_ACQUIRE))
             break;
-        if (received || sent > 0 || self->event_count)
+        if (received || sent > 0 || self->io.view.event_count)
             continue;
-        wait_for_news(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
+        wait_for_packets(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
     }
     /* No wake-up is lost: the waking thread queued a command before, and commands run before the next turn. */
-    __atomic_store_n(&self->woken, 0, __ATOMIC_RELEASE);
-    return self->event_count;
-}
-
-/* Sizes of the records that Python mirrors, for it to check. */
-API int64_t dlcp_sizes(int64_t which) {
-    static const int64_t sizes[] = {
-        (int64_t)offsetof(engine, config),
-        (int64_t)offsetof(flow, peer),
-        sizeof(config),
-        sizeof(event),
-        sizeof(send_request),
-        sizeof(receive_request),
-    };
-    return which < 0 || which >= (int64_t)(sizeof sizes / sizeof *sizes) ? -1 : sizes[which];
+    __atomic_store_n(&self->io.view.woken, false, __ATOMIC_RELEASE);
+    return self->io.view.event_count;
 }

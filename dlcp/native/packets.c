@@ -18,15 +18,6 @@ enum { TOGETHER = 64 }; /* frames per system call; more gain nothing */
 enum { TAKEN_REFUSED, TAKEN_MALFORMED, TAKEN_OVERSIZE };
 enum { SENT_OVERSIZE, SENT_UNREACHABLE, SENT_FAILED };
 
-/* A ring as configured, and the frame that the kernel fills next. */
-typedef struct {
-    uint8_t *memory;
-    int64_t block_bytes, frame_bytes, frames_per_block, frames;
-    int64_t next;
-    int64_t frame_min, frame_max; /* accepted frame sizes in bytes */
-    int64_t tagged_bytes;         /* bytes of a frame with a VLAN tag that a filter leaves */
-} packet_ring;
-
 static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
     int64_t block = frame / ring->frames_per_block, within = frame % ring->frames_per_block;
     return (struct tpacket2_hdr *)(ring->memory + block * ring->block_bytes + within * ring->frame_bytes);
@@ -34,8 +25,8 @@ static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
 
 /* Copy up to `count` waiting frames into the rows listed in `slots`, in order, and return the ring's frames to the
  * kernel. `lengths` and `stamps_ns` (real time) are set for each; `others` counts foreign frames. Return how many. */
-API int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,
-                              int64_t *lengths, int64_t *stamps_ns, int64_t *others) {
+int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,
+                          int64_t *lengths, int64_t *stamps_ns, int64_t *others) {
     int64_t taken = 0;
     for (int64_t seen = 0; taken < count && seen < ring->frames; seen++) {
         struct tpacket2_hdr *head = frame_at(ring, ring->next);
@@ -70,8 +61,8 @@ static int kind_of(int error) {
 
 /* Send the rows listed in `slots`, in order and without waiting. Frames that cannot leave are skipped and counted in
  * `failures`. Return how many left, with their total size in `bytes`. */
-API int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes, const int64_t *slots,
-                              const int64_t *lengths, int64_t count, int64_t *bytes, int64_t *failures) {
+int64_t dlcp_packets_send(int socket, const uint8_t *rows, int64_t row_bytes, const int64_t *slots,
+                          const int64_t *lengths, int64_t count, int64_t *bytes, int64_t *failures) {
     struct mmsghdr messages[TOGETHER];
     struct iovec pieces[TOGETHER];
     memset(messages, 0, sizeof messages);

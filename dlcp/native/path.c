@@ -13,10 +13,10 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "engine.h"
+#include "flow.h"
 
 /* Allocate this many paths; return 0, or NO_MEMORY. */
-int path_make(const engine *owner, flow *self, int64_t count) {
+int path_make(flow *self, int64_t count) {
     if (count <= self->path_count)
         return 0;
     path *paths = realloc(self->paths, (size_t)count * sizeof *paths);
@@ -25,42 +25,21 @@ int path_make(const engine *owner, flow *self, int64_t count) {
     self->paths = paths;
     for (; self->path_count < count; self->path_count++) {
         path *one = &paths[self->path_count];
-        *one = (path){.weight = 1, .patience_s = owner->config.path_again_s};
+        *one = (path){.weight = 1, .patience_s = PATH_AGAIN_S};
         for (int queue = 0; queue < QUEUES; queue++)
             one->newest[queue] = one->newest_before[queue] = (newest){-1, -1};
     }
     return 0;
 }
 
-/* Send packets to a peer on this many paths, all of whose ports it knows; return 0, or NO_MEMORY. */
-API int64_t dlcp_spread(engine *owner, int64_t peer, int64_t count) {
-    flow *self = &owner->flows[peer];
-    int64_t most = owner->socket < 0 ? PATHS_MAX : owner->socket_count;
-    /* Memory has no paths. */
-    return self->out.bytes ? 0 : path_make(owner, self, smaller(count, most));
-}
-
-/* Return a path's weight (0: abandoned), delay in seconds, shares of packets lost and marked, and packets sent so far;
- * all are 0 if there is no such path. */
-API void dlcp_path_state(engine *owner, int64_t peer, int64_t number, double *state) {
-    const flow *self = &owner->flows[peer];
-    static const path none;
-    const path *one = number < self->path_count ? &self->paths[number] : &none;
-    state[0] = one->weight;
-    state[1] = one->delay_s;
-    state[2] = one->loss;
-    state[3] = one->marks;
-    state[4] = (double)one->sent;
-}
-
 /* How many paths the window suffices for. */
-static int64_t affordable(const engine *owner, const flow *self) {
-    double packets = fmin(self->window, (double)self->largest_window);
-    return smaller(self->path_count, 1 + (int64_t)(packets / owner->config.path_packets));
+static int64_t affordable(const flow *self) {
+    double packets = fmin(self->view.window, (double)self->view.largest_window);
+    return smaller(self->path_count, 1 + (int64_t)(packets / PATH_PACKETS));
 }
 
-static void try_again(const engine *owner, path *one) {
-    one->weight = owner->config.path_least;
+static void try_again(path *one) {
+    one->weight = PATH_LEAST;
     one->on_trial = true;
     one->delay_s = one->loss = one->marks = 0;
     one->judged = one->lost = one->marked = 0;
@@ -68,17 +47,17 @@ static void try_again(const engine *owner, path *one) {
 
 /* Choose the path of the next burst, the one with the fewest packets in flight for its weight, and limit the burst to
  * that path's share of the window. */
-int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_s) {
+int64_t path_choose(flow *self, int64_t *limit, double now_s) {
     if (self->path_count == 1)
         return 0;
-    int64_t best = 0, left = affordable(owner, self);
+    int64_t best = 0, left = affordable(self);
     double least = INFINITY, weights = 0;
     for (int64_t i = 0; i < self->path_count && left; i++) {
         path *one = &self->paths[i];
         if (one->weight == 0) {
             if (now_s < one->again_s)
                 continue;
-            try_again(owner, one);
+            try_again(one);
         }
         left--;
         weights += one->weight;
@@ -89,9 +68,9 @@ int64_t path_choose(const engine *owner, flow *self, int64_t *limit, double now_
             least = load;
         }
     }
-    double window = fmin(self->window, (double)self->largest_window);
+    double window = fmin(self->view.window, (double)self->view.largest_window);
     int64_t part = (int64_t)(window * self->paths[best].weight / weights);
-    *limit = smaller(*limit, part > owner->config.path_burst ? part : owner->config.path_burst);
+    *limit = smaller(*limit, part > PATH_BURST ? part : PATH_BURST);
     return best;
 }
 
@@ -104,18 +83,18 @@ int64_t path_for_control(const flow *self) {
 }
 
 /* Send nothing on a path for a while, if there is another. */
-void path_leave(const engine *owner, flow *self, path *one, double now_s) {
+void path_leave(flow *self, path *one, double now_s) {
     int others = 0;
     for (int64_t i = 0; i < self->path_count && !others; i++)
         others = &self->paths[i] != one && self->paths[i].weight > 0 && !self->paths[i].on_trial;
     one->on_trial = false;
     if (!others) {
-        one->weight = owner->config.path_least;
+        one->weight = PATH_LEAST;
         return;
     }
     one->weight = 0;
     one->again_s = now_s + one->patience_s;
-    one->patience_s = fmin(one->patience_s * 2, owner->config.path_again_max_s);
+    one->patience_s = fmin(one->patience_s * 2, PATH_AGAIN_MAX_S);
 }
 
 static int by_size(const void *one, const void *other) {
@@ -126,11 +105,10 @@ static int by_size(const void *one, const void *other) {
 /* Return the share of its weight that a path should keep, compared with the others, after losing a share `lost`;
  * negative: there are no others. Losses are compared with the others' median: a full queue loses many packets of one
  * path and then of another, and among many paths some are always spared. */
-static double deserved(const engine *owner, const flow *self, const path *one, double lost) {
-    const config *rules = &owner->config;
+static double deserved(const flow *self, const path *one, double lost) {
     double delay_s = INFINITY, marks = INFINITY, losses[PATHS_MAX];
     int64_t others = 0;
-    int64_t left = affordable(owner, self);
+    int64_t left = affordable(self);
     for (int64_t i = 0; i < self->path_count && left; i++) {
         const path *other = &self->paths[i];
         if (other->weight == 0)
@@ -145,58 +123,56 @@ static double deserved(const engine *owner, const flow *self, const path *one, d
     if (!others)
         return -1;
     qsort(losses, (size_t)others, sizeof *losses, by_size);
-    double kept = 1, slow_s = delay_s * rules->path_slow + self->rtt_variation_s;
-    double lossy = rules->path_lossy + rules->path_lossier * losses[others / 2];
+    double kept = 1, slow_s = delay_s * PATH_SLOW + self->view.rtt_variation_s;
+    double lossy = PATH_LOSSY + PATH_LOSSIER * losses[others / 2];
     if (one->loss > lossy && lost > lossy)
         kept = 0.5;
     if (one->delay_s > slow_s)
         kept = fmin(kept, fmax(0.5, slow_s / one->delay_s));
-    if (one->marks > marks + rules->path_marked)
+    if (one->marks > marks + PATH_MARKED)
         kept = fmin(kept, 1 - (one->marks - marks) / 2);
     return kept;
 }
 
-static void judge(const engine *owner, flow *self, path *one, double lost, double now_s) {
-    const config *rules = &owner->config;
-    double kept = deserved(owner, self, one, lost);
+static void judge(flow *self, path *one, double lost, double now_s) {
+    double kept = deserved(self, one, lost);
     if (kept < 0)
         return;
     if (kept < 1) {
         one->weight *= kept;
-        if (one->on_trial || one->weight < rules->path_least)
-            path_leave(owner, self, one, now_s);
+        if (one->on_trial || one->weight < PATH_LEAST)
+            path_leave(self, one, now_s);
         return;
     }
-    one->weight = fmin(1, one->weight + rules->path_calm);
+    one->weight = fmin(1, one->weight + PATH_CALM);
     if (one->weight == 1) {
         one->on_trial = false;
-        one->patience_s = rules->path_again_s;
+        one->patience_s = PATH_AGAIN_S;
     }
 }
 
 /* Judge paths with enough feedback. */
-void path_judge_all(const engine *owner, flow *self, double now_s) {
+void path_judge_all(flow *self, double now_s) {
     if (self->path_count == 1)
         return;
-    double stalled_s = flow_stalled_s(owner, self);
+    double stalled_s = flow_stalled_s(self);
     for (uint64_t fresh = self->fresh_paths; fresh; fresh &= fresh - 1) {
         path *one = &self->paths[__builtin_ctzll(fresh)];
-        if (one->weight > 0 && one->lost_in_row >= owner->config.path_burst &&
-            now_s - one->last_delivered_s > stalled_s)
-            path_leave(owner, self, one, now_s);
-        if (one->judged < owner->config.path_judged)
+        if (one->weight > 0 && one->lost_in_row >= PATH_BURST && now_s - one->last_delivered_s > stalled_s)
+            path_leave(self, one, now_s);
+        if (one->judged < PATH_JUDGED)
             continue;
         double judged = (double)one->judged, lost = fmax((double)one->lost, 0) / judged;
-        one->loss += (lost - one->loss) * owner->config.path_loss_gain;
-        one->marks += (fmin((double)one->marked / judged, 1) - one->marks) * owner->config.path_gain;
+        one->loss += (lost - one->loss) * PATH_LOSS_GAIN;
+        one->marks += (fmin((double)one->marked / judged, 1) - one->marks) * PATH_GAIN;
         one->judged = one->lost = one->marked = 0;
         if (one->weight > 0)
-            judge(owner, self, one, lost, now_s);
+            judge(self, one, lost, now_s);
     }
     self->fresh_paths = 0;
 }
 
 /* Add a round-trip sample of a path. */
-void path_sample_delay(const engine *owner, path *self, double delay_s) {
-    self->delay_s = self->delay_s == 0 ? delay_s : self->delay_s + (delay_s - self->delay_s) * owner->config.path_gain;
+void path_sample_delay(path *self, double delay_s) {
+    self->delay_s = self->delay_s == 0 ? delay_s : self->delay_s + (delay_s - self->delay_s) * PATH_GAIN;
 }

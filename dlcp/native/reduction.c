@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine.h"
+#include "rx.h"
 
 typedef float unaligned_float __attribute__((aligned(1), may_alias));
 
@@ -55,7 +55,7 @@ static void add_packet(reduction *self, int64_t index, const uint8_t *payload) {
     else
         add_divide(into, part, count, self->divisor);
     if (self->copy)
-        stream((uint8_t *)(self->copy + index * self->per_packet), (const uint8_t *)into, count * 4);
+        memcpy_nt((uint8_t *)(self->copy + index * self->per_packet), (const uint8_t *)into, count * 4);
 }
 
 /* The chunk that a packet belongs to. */
@@ -72,7 +72,7 @@ static int64_t turn_of(const reduction *self, int64_t position, int64_t index) {
 }
 
 /* The member after `added` others. */
-static incoming *member_after(const reduction *self, int64_t added, int64_t index) {
+static rx_message *member_after(const reduction *self, int64_t added, int64_t index) {
     return self->from[(added + self->members - chunk_of(self, index)) % self->members];
 }
 
@@ -81,14 +81,14 @@ bool reduction_is_in_turn(const reduction *self, int64_t position, int64_t index
 }
 
 void reduction_add(reduction *self, int64_t position, int64_t index, const uint8_t *payload) {
-    incoming *member = self->from[position];
+    rx_message *member = self->from[position];
     if (!reduction_is_in_turn(self, position, index)) {
         memcpy(member->buffer + index * self->per_packet * 4, payload, (size_t)values_of(self, index) * 4);
         return;
     }
     add_packet(self, index, payload);
     while (self->added[index] < self->members) {
-        incoming *waiting = member_after(self, self->added[index], index);
+        rx_message *waiting = member_after(self, self->added[index], index);
         if (!waiting || !waiting->buffer || !has_bit(waiting->bits, index))
             return;
         add_packet(self, index, waiting->buffer + index * self->per_packet * 4);
@@ -97,8 +97,8 @@ void reduction_add(reduction *self, int64_t position, int64_t index, const uint8
 
 /* Begin a reduction of `count` values, to be divided by `divisor`. `first_block` is the block of packets at which chunk
  * 0 begins; negative: no chunks. NULL: no memory. */
-API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
-                                  int64_t first_block) {
+reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
+                              int64_t first_block) {
     reduction *self = calloc(1, sizeof *self);
     if (!self)
         return NULL;
@@ -111,7 +111,7 @@ API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_pack
     self->blocks = (self->packets + SEND_BLOCK_PACKETS - 1) / SEND_BLOCK_PACKETS;
     self->first_block = first_block;
     self->added = calloc((size_t)self->packets + 1, sizeof *self->added);
-    self->from = calloc((size_t)members + 1, sizeof(incoming *));
+    self->from = calloc((size_t)members + 1, sizeof(rx_message *));
     if (self->added && self->from)
         return self;
     free(self->added);
@@ -121,15 +121,15 @@ API reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_pack
 }
 
 /* Also write each average to `copy` as soon as it is complete; call it before anything is added. */
-API void dlcp_reduction_copy(reduction *self, float *copy) {
+void dlcp_reduction_copy(reduction *self, float *copy) {
     self->copy = copy;
 }
 
 /* Free a reduction, and the messages that were added to it. None of them may be active. */
-API void dlcp_reduction_free(reduction *self) {
+void dlcp_reduction_free(reduction *self) {
     for (int64_t i = 0; i < self->members; i++)
         if (self->from[i] && !self->from[i]->active)
-            incoming_free(self->from[i]);
+            rx_free(self->from[i]);
     free(self->added);
     free(self->from);
     free(self);
@@ -137,7 +137,7 @@ API void dlcp_reduction_free(reduction *self) {
 
 /* Fill `bits` (one per packet) with the packets of the member at `position` that are in the sum. Call it before the
  * reduction is finished: until then the sum has exactly the members up to this one. */
-API void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
+void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
     for (int64_t i = 0; i < self->packets; i++)
         if (self->added[i] > turn_of(self, position, i))
             set_bit(bits, i);
@@ -145,7 +145,7 @@ API void dlcp_reduction_included(const reduction *self, int64_t position, uint64
 
 /* Average packets that lack contributions once nothing more will arrive, and free the reduction. Divide by the number
  * of contributing ranks with `rescale`, otherwise by the divisor. Return how many packets were incomplete. */
-API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale) {
+int64_t dlcp_reduction_finish(reduction *self, bool rescale) {
     int64_t incomplete = 0;
     for (int64_t i = 0; i < self->packets; i++) {
         if (self->added[i] == self->members)
@@ -154,7 +154,7 @@ API int64_t dlcp_reduction_finish(reduction *self, int64_t rescale) {
         int64_t count = values_of(self, i);
         int64_t contributions = 1 + self->added[i];
         for (int64_t k = self->added[i]; k < self->members; k++) {
-            incoming *member = member_after(self, k, i);
+            rx_message *member = member_after(self, k, i);
             if (!member || !member->buffer || !has_bit(member->bits, i))
                 continue;
             add(into, (const unaligned_float *)(member->buffer + i * self->per_packet * 4), count);

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "engine.h"
+#include "packet.h"
 
 /* A second version of a function for AVX2, chosen at load time; requires the GNU C library. */
 #if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
@@ -61,12 +61,13 @@ INLINED float widen_float16(uint16_t bits) {
         sums[lane] += value * value;                                                                                   \
     }
 
-/* Root mean square of each packet. A packet with NaN counts as infinite. */
+/* Writes ceil(count / per_packet) magnitudes, the root mean square of each packet. A packet with NaN counts as
+ * infinite. */
 #define MAGNITUDES(FORMAT, STORED, WIDE, ROOT)                                                                         \
-    FASTEST static void magnitudes_##FORMAT(const STORED *values, int64_t count, int64_t per_packet, float *result) {  \
+    FASTEST void dlcp_magnitudes_##FORMAT(const void *values, int64_t count, int64_t per_packet, float *result) {      \
         for (int64_t start = 0; start < count; start += per_packet) {                                                  \
             int64_t size = count - start < per_packet ? count - start : per_packet, i = 0;                             \
-            const STORED *packet = values + start;                                                                     \
+            const STORED *packet = (const STORED *)values + start;                                                     \
             WIDE sums[LANES] = {0};                                                                                    \
             for (; i + LANES <= size; i += LANES)                                                                      \
                 ADD_SQUARES(FORMAT, WIDE, LANES)                                                                       \
@@ -86,35 +87,7 @@ MAGNITUDES(float64, double, double, sqrt)
 MAGNITUDES(float16, uint16_t, float, sqrtf)
 MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
 
-/* Writes ceil(count / per_packet) magnitudes. `format` is a dlcp.dtypes.ValueType; unknown ones return -1. */
-API int dlcp_packet_magnitudes(const void *values, int format, int64_t count, int64_t per_packet, float *result) {
-    switch (format) {
-    case 0:
-        magnitudes_float32(values, count, per_packet, result);
-        return 0;
-    case 1:
-        magnitudes_float64(values, count, per_packet, result);
-        return 0;
-    case 2:
-        magnitudes_float16(values, count, per_packet, result);
-        return 0;
-    case 3:
-        magnitudes_bfloat16(values, count, per_packet, result);
-        return 0;
-    default:
-        return -1;
-    }
-}
-
 /* ---- drop classes ---- */
-
-enum { CLASSES = 8, BORDERS = CLASSES - 1 };
-
-/* A layer's packets, from `first` to before `stop`, and the quantiles that separate its classes. */
-struct layer_packets {
-    int64_t first, stop, row;
-    double quantiles[BORDERS];
-};
 
 /* Sorts keys by their bytes, lowest first; the result is in `keys`. Four passes, so it ends where it began. */
 static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count) {
@@ -159,12 +132,12 @@ FASTEST static void classes_between(const float *magnitudes, int64_t count, cons
         int below = 0;
         for (int border = 0; border < BORDERS; border++)
             below += magnitudes[i] >= thresholds[border];
-        classes[i] = magnitudes[i] == 0 ? class_of_zero : (uint8_t)(CLASSES - 1 - below);
+        classes[i] = magnitudes[i] == 0 ? class_of_zero : (uint8_t)(DROP_CLASSES - 1 - below);
     }
 }
 
 /* Moves a layer's borders towards the quantiles of its finite magnitudes, by `1 - memory` of the way. */
-static void move_borders(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layer, double memory,
+static void move_borders(const float *magnitudes, const uint8_t *kept, const layer_packets *layer, double memory,
                          double *borders, uint32_t *keys, uint32_t *other) {
     int64_t count = 0;
     for (int64_t i = layer->first; i < layer->stop; i++) {
@@ -182,13 +155,13 @@ static void move_borders(const float *magnitudes, const uint8_t *kept, const str
 
 /* Sets each packet's drop class and whether it is protected.
 
-   magnitudes, kept, classes, protected: one per packet; kept packets are in class 0 whatever their magnitude.
+   magnitudes, kept, classes, is_protected: one per packet; kept packets are in class 0 whatever their magnitude.
    borders: a row of 7 per layer, indexed by layers[...].row; NaN before a layer was seen.
    scratch: twice `scratch_half` keys, which is the packet count of the largest layer. */
-API void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struct layer_packets *layers, int64_t count,
-                       double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
-                       uint8_t *protected) {
-    for (const struct layer_packets *layer = layers; layer < layers + count; layer++) {
+void dlcp_classify(const float *magnitudes, const uint8_t *kept, const layer_packets *layers, int64_t count,
+                   double memory, double *borders, uint32_t *scratch, int64_t scratch_half, uint8_t *classes,
+                   uint8_t *is_protected) {
+    for (const layer_packets *layer = layers; layer < layers + count; layer++) {
         double *row = borders + layer->row * BORDERS;
         move_borders(magnitudes, kept, layer, memory, row, scratch, scratch + scratch_half);
         int64_t first = layer->first, packets = layer->stop - first;
@@ -201,11 +174,12 @@ API void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struc
                 thresholds[border] = threshold(row[border]);
                 zeros += layer->quantiles[border] == 0;
             }
-            classes_between(magnitudes + first, packets, thresholds, (uint8_t)(CLASSES - 1 - zeros), classes + first);
+            classes_between(magnitudes + first, packets, thresholds, (uint8_t)(DROP_CLASSES - 1 - zeros),
+                            classes + first);
         }
         for (int64_t i = first; i < layer->stop; i++) {
             classes[i] = kept[i] ? 0 : classes[i];
-            protected[i] = classes[i] == 0;
+            is_protected[i] = classes[i] == 0;
         }
     }
 }
@@ -214,15 +188,15 @@ API void dlcp_classify(const float *magnitudes, const uint8_t *kept, const struc
 
 /* Writes bytes 1 to 3 of each packet's header, and its type of service from `service`, by its queue and by whether it
    may be dropped: its class is high enough, it is not protected, and `bounded` allows for loss. */
-API void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer,
-                          const uint8_t *is_protected, uint32_t packets, uint32_t bounded, uint32_t flag,
-                          const uint8_t service[][2], uint8_t (*encoded)[4], uint8_t *droppable) {
-    for (uint32_t i = 0; i < packets; i++) {
+void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uint8_t *layer,
+                      const uint8_t *is_protected, uint32_t packets, bool bounded, const uint8_t *service,
+                      uint8_t *encoded, uint8_t *droppable) {
+    for (uint32_t i = 0; i < packets; i++, encoded += 4) {
         uint8_t dropped = bounded && !is_protected[i] && drop_class[i];
-        encoded[i][0] = is_protected[i] ? (uint8_t)flag : 0;
-        encoded[i][1] = (uint8_t)(queue[i] << 5 | (dropped ? drop_class[i] << 2 : 0));
-        encoded[i][2] = layer[i];
-        encoded[i][3] = service[queue[i] & 7][dropped];
+        encoded[0] = is_protected[i] ? PROTECTED : 0;
+        encoded[1] = (uint8_t)(queue[i] << 5 | (dropped ? drop_class[i] << 2 : 0));
+        encoded[2] = layer[i];
+        encoded[3] = service[(queue[i] & 7) * 2 + dropped];
         droppable[i] = dropped;
     }
 }
@@ -251,8 +225,8 @@ static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block)
 /* Writes the packets' indices in sending order: the highest queue first; within a queue by blocks of 256 of its
    packets, beginning with block `seed` modulo their number, or `chunk` of `chunks` parts of them later; within a block
    droppable packets last. Queues are 0 to 7. */
-API void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed,
-                         uint32_t chunk, uint32_t chunks, uint32_t *order) {
+void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t chunk,
+                     uint32_t chunks, uint32_t *order) {
     struct queue_order queues[QUEUES] = {0};
     for (uint32_t i = 0; i < packets; i++)
         queues[queue[i] & (QUEUES - 1)].packets++;

@@ -4,6 +4,7 @@
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
+from dlcp.transport.engine import StreamingReduction
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
@@ -25,7 +26,6 @@ from dlcp.transport.messages import (
     SendRequest,
     TransportError,
 )
-from dlcp.transport.native_engine import StreamingReduction
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Outcome, Then
 from dlcp.transport.sockets import bind_socket, parse_address

@@ -27,10 +27,12 @@ from dlcp.transport.engine import (
     Arrived,
     ControlPacket,
     Datagram,
+    Engine,
     Mismatch,
     PathState,
     Reported,
     Sent,
+    StreamingReduction,
     Unanswered,
     Unexpected,
     first_block,
@@ -54,7 +56,6 @@ from dlcp.transport.messages import (
     TransportError,
     at_step,
 )
-from dlcp.transport.native_engine import Engine, StreamingReduction
 from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
 from dlcp.transport.peer import Outcome, Peer, Receiving, Sending, Then
 from dlcp.transport.shared_memory import SharedMemory
@@ -283,13 +284,14 @@ class Connection:
         per_packet = self.options.payload_bytes // values.itemsize
         first = -1 if key is None else first_block(key, len(values), per_packet)
         divisor = members + 1 if divisor is None else divisor
-        return self.engine.reduction(values, per_packet, members, divisor, first)
+        return StreamingReduction(values, per_packet, members, divisor, first)
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; receives still posted for them fail."""
         if step > self.first_step:
             self.first_step = step
-            self._inbound_before, self.engine.inbound_peak = self.engine.inbound_peak, 0.0
+            view = self.engine.view
+            self._inbound_before, view.inbound_peak = view.inbound_peak, 0.0
         self.engine.begin_step(step, self._clock())
         for peer in self._peers.values():
             for key in [key for key in peer.receiving if key.step < step]:
@@ -399,7 +401,7 @@ class Connection:
     @property
     def settled(self) -> bool:
         """Whether nothing is in flight, and every peer knows that its messages are complete."""
-        return self.all_confirmed and not self.engine.stopping
+        return self.all_confirmed and not self.engine.view.stopping_count
 
     @property
     def refused(self) -> Counter[str]:
@@ -426,7 +428,7 @@ class Connection:
 
         It is at most the rate of this rank's port, and of the senders.
         """
-        return max(self._inbound_before, self.engine.inbound_peak) * self.options.payload_bytes * 8
+        return max(self._inbound_before, float(self.engine.view.inbound_peak)) * self.options.payload_bytes * 8
 
     def is_clear(self, rank: int) -> bool:
         """Return whether no packet to a rank was lost or marked recently; callable from any thread.

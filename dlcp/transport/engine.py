@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's constants, and the events that it returns.
+"""The engine, written in C (``dlcp/native``): it moves messages, and Python reads its events.
 
-The engine (:class:`dlcp.transport.native_engine.Engine`, written in C) moves messages: their packets, acknowledgements,
-windows and losses, and the control packets by which sender and receiver agree that a message is complete. The endpoint
-submits messages, runs the engine for a while, then reads its events and runs callbacks. The engine itself calls nobody.
+It handles their packets, acknowledgements, windows and losses, and the control packets by which sender and receiver
+agree that a message is complete. The endpoint submits messages, runs the engine for a while, then reads its events and
+runs callbacks. The engine itself calls nobody. ``engine.h`` documents its records and functions.
 
 A sender numbers the packets of a message and sends them within its window. The receiver acknowledges packets as they
 arrive, and with the last one that the message is complete. A sender with nothing left to send probes (PROBE); the
@@ -14,97 +14,29 @@ Deferred packets are not sent at all. A PROBE before the first packet says how m
 wait for them.
 """
 
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.tags import BLOCK_PACKETS as SEND_BLOCK_PACKETS
+from dlcp import wire
+from dlcp.native import ffi, lib
+from dlcp.tags import BLOCK_PACKETS
 from dlcp.transport.congestion import Report
-from dlcp.transport.messages import Bytes, MessageKey
+from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport.options import PATHS_MAX, TransportOptions
+from dlcp.transport.shared_memory import SharedMemory
+from dlcp.wire import PacketType, Queue
 
-MESSAGE_PACKETS_MAX: Final = 1 << 22
-
-RULES: Final = {
-    # Loss. A packet is declared lost once a packet sent this many round trips later has arrived: the reordering window
-    # of RACK (RFC 8985). It begins at one round trip, since fabrics that spray packets reorder them; grows to the
-    # reordering observed, and doubles when a packet declared lost arrives. Each loss found shrinks it: 14 in order
-    # bring it to the minimum.
-    "disorder_first": 1.0,
-    "disorder_min": 0.25,
-    "disorder_max": 4.0,
-    "disorder_decay": 0.9,
-    # For this many packets after a loss, another one is expected, and a probe follows each message's last packet. At a
-    # loss rate of 1 in 1,000 this misses one loss in 60.
-    "lossy_packets": 4096,
-    # Reports. A report moves the window and costs as much processor time as a burst of packets, so reports are a round
-    # trip apart. They are at least the first value apart after a loss or mark, or if slow start is limited by the
-    # window, else the second. At a round trip of 0.1 ms the window therefore reacts 10 or 100 round trips late, which
-    # costs little, as it is hardly ever the limit there; at 100 ms neither value matters.
-    "report_min_s": 0.001,
-    "report_calm_s": 0.01,
-    # Acknowledgements. One waits for this many packets or for a quarter of a round trip, within these bounds. It costs
-    # as much processor time as a data packet, hence the lower bound: at 0.1 ms it is two round trips, but a message's
-    # last packet is acknowledged at once. The upper bound applies until a round trip is known; at 100 ms it makes a
-    # round trip 1 % longer.
-    "ack_every": 8,
-    "ack_delay_s": 0.0002,
-    "ack_delay_max_s": 0.001,
-    # On fast paths they are at least this far apart, up to this part of a round trip or this many packets. Chosen by
-    # processor time on a loopback; TACK (SIGCOMM 2020) finds that two to four per round trip are enough.
-    "ack_spacing_s": 0.0002,
-    "ack_round_trips": 1 / 8,
-    "ack_at_once": 512,
-    # Probes. The timeout until a round trip is known: a needless probe costs two small packets, so it may be short. At
-    # 0.1 ms a loss in the first message waits this long; at 100 ms the first message sends some needless probes.
-    "initial_rtt_s": 0.02,
-    # The timeout is at most this or two round trips, whichever is longer. It limits the effect of an outlier.
-    "probe_timeout_max_s": 0.2,
-    # Probes without progress back off to at most two to the power of this many timeouts.
-    "backoff_max": 6,
-    # This many unanswered probes count as one answer without progress. At 30 % loss, half of them are answered.
-    "unanswered_patience": 4,
-    # STOP is repeated after a probe timeout, then after twice as long each time, up to this.
-    "stop_repeat_max_s": 0.5,
-    # A sender that does not know that its message is complete probes within the first time, and a rank that leaves
-    # reminds it for the second one. Both are several probe timeouts, up to a round trip of 100 ms; training does not
-    # wait for them.
-    "known_after_s": 1.0,
-    "remind_s": 0.2,
-    # Paths. A flow uses one more path for this many packets of its window, so that each path always carries some:
-    # losses are found by later packets on the same path. A burst is no smaller than the second value unless the window
-    # is. A path is judged after this many packets have returned or been lost, by averages with these gains; the gain
-    # for losses is smaller, since a full queue loses many packets at a time.
-    "path_packets": 4,
-    "path_burst": 4,
-    "path_judged": 32,
-    "path_gain": 0.25,
-    "path_loss_gain": 1 / 16,
-    # A path loses half its weight while it loses more than this share and more than this many times the other paths'
-    # median; part of it while its delay exceeds this many times the best path's plus the deviation of round trips, or
-    # while its share of marked packets is higher by this. Below the least weight it is abandoned; otherwise it regains
-    # this much. A path at a quarter of the others' rate is hardly worth waiting for at the end of a message.
-    "path_lossy": 0.025,
-    "path_lossier": 2.0,
-    "path_slow": 2.0,
-    "path_marked": 0.25,
-    "path_least": 0.25,
-    "path_calm": 0.125,
-    # An abandoned path is tried again after the first time, then after twice as long each time up to the second.
-    # Repairs take seconds, whatever the round trip; a trial costs one burst.
-    "path_again_s": 1.0,
-    "path_again_max_s": 16.0,
-    # Pacing. Packets due within this time leave together, or ``path_burst`` if that is more: a timer costs as much as a
-    # burst. Only paths of 5 ms and more are paced; at 100 ms it is a hundredth of a round trip.
-    "pace_turn_s": 0.001,
-    # Inbound rate: that of the fastest stretch of at least this long and this many packets, without a pause of the last
-    # value. A shorter stretch would measure the last switch's queue, a longer one the senders' pauses.
-    "inbound_s": 0.03,
-    "inbound_packets": 8,
-    "inbound_pause_s": 0.02,
-}
-"""The engine's constants, with their reasons."""
+MESSAGE_PACKETS_MAX: Final[int] = lib.MESSAGE_PACKETS_MAX
+_ECN_CAPABLE: Final = 2
+_COUNTERS: Final = tuple(name for name, _ in ffi.typeof("packet_counters").fields)
 
 
 class Sent(NamedTuple):
@@ -193,6 +125,36 @@ class PathState(NamedTuple):
 Event = Sent | Arrived | Unexpected | Mismatch | ControlPacket | Reported | Unanswered | Datagram
 
 
+def _event_of(event: Any, peer: int) -> Event:
+    """Return an event of C with copies of all that it points at; ``peer`` is the rank."""
+    kind = event.kind
+    if kind == lib.EVENT_REPORT:
+        counts = event.delivered, event.marked, event.lost
+        times = event.rtt_s, event.smoothed_rtt_s, event.limited, event.one_way_s
+        return Reported(peer, Report(event.now_s, *counts, *times), event.waiting)
+    if kind == lib.EVENT_DATAGRAM:
+        return Datagram(peer, ffi.buffer(event.data, event.bytes)[:], event.tos, event.path)
+    if kind == lib.EVENT_CONTROL:
+        return ControlPacket(peer, ffi.buffer(event.data, event.bytes)[:], event.now_s)
+    if kind == lib.EVENT_TIMEOUT:
+        return Unanswered(peer)
+    key, packets = MessageKey(event.step, event.message), event.packets
+    if kind == lib.EVENT_UNEXPECTED:
+        return Unexpected(peer, key)
+    if kind == lib.EVENT_MISMATCH:
+        return Mismatch(peer, key, packets)
+    delivered = _unpacked(ffi.buffer(event.bits, -(-packets // 64) * 8), packets) if event.bits else all_of(packets)
+    if kind == lib.EVENT_SENT:
+        return Sent(peer, key, delivered, event.sent, event.resent, event.now_s)
+    layer = np.frombuffer(ffi.buffer(event.data, packets)[:], np.uint8)
+    return Arrived(peer, key, delivered, layer, event.last_bytes, event.deferred, event.now_s)
+
+
+def _unpacked(bits: Any, count: int) -> NDArray[np.bool_]:
+    """Return the first bits of 64-bit words, lowest first."""
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=count, bitorder="little").astype(np.bool_)
+
+
 @lru_cache(64)
 def all_of(packets: int) -> NDArray[np.bool_]:
     """Return a ``delivered`` array of a complete message, shape (packets,); shared, so read-only."""
@@ -208,4 +170,360 @@ def chunk_seed(key: MessageKey) -> int:
 
 def first_block(key: MessageKey, values: int, per_packet: int) -> int:
     """Return the block of packets at which chunk 0 of a reduction begins, if contributions are sent as ``key``."""
-    return chunk_seed(key) % max(1, -(-values // (per_packet * SEND_BLOCK_PACKETS)))
+    return chunk_seed(key) % max(1, -(-values // (per_packet * BLOCK_PACKETS)))
+
+
+class StreamingReduction:
+    """The average of this rank's values and the others' contributions, computed in place as packets arrive.
+
+    Own values come first, then those of the others in a fixed order, whichever arrives first, so the result is always
+    the same. With ``first_block`` each of the others begins with another chunk of its message
+    (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets that arrive before their turn
+    wait in a buffer. Use it in the endpoint's thread.
+
+    Parameters
+    ----------
+    values
+        Own values, shape (m,); holds the average in the end.
+    per_packet
+        How many values a packet carries.
+    members
+        How many others contribute.
+    divisor
+        Divisor of the sum.
+    first_block
+        The block of packets at which chunk 0 begins; below 0 for no chunks.
+    """
+
+    def __init__(
+        self, values: NDArray[np.float32], per_packet: int, members: int, divisor: float, first_block: int = -1
+    ) -> None:
+        if values.dtype != np.float32 or not values.flags.c_contiguous or not values.flags.writeable:
+            raise ValueError("a reduction needs contiguous, writable float32 values")
+        self.values = values
+        self._members, self._by_chunks = members, first_block >= 0
+        self._packets = -(-len(values) // per_packet)
+        self.kept: list[Bytes | None] = []
+        """Buffers of its messages."""
+        self.pointer: Any = lib.dlcp_reduction_new(
+            ffi.from_buffer("float[]", values), len(values), per_packet, members, divisor, first_block
+        )
+        if not self.pointer:
+            raise MemoryError
+        self.pointer = ffi.gc(self.pointer, lib.dlcp_reduction_free)
+
+    def needs_buffer(self, position: int) -> bool:
+        """Return whether packets of the contribution at a position may arrive early and need a buffer."""
+        return self._members > 1 and (self._by_chunks or position > 0)
+
+    def copy_into(self, copy: NDArray[np.float32]) -> None:
+        """Also write each packet's average to ``copy`` as soon as it is complete; call it before anything arrives.
+
+        Averages that :meth:`finish` computes are not written there.
+        """
+        self._copy = copy
+        lib.dlcp_reduction_copy(self.pointer, ffi.from_buffer("float[]", copy))
+
+    def included(self, position: int) -> NDArray[np.bool_]:
+        """Return which packets of a contribution are in the sum, shape (packets,); call it before :meth:`finish`."""
+        bits = np.zeros(-(-self._packets // 64), np.uint64)
+        lib.dlcp_reduction_included(self.pointer, position, ffi.from_buffer("uint64_t[]", bits))
+        return _unpacked(bits, self._packets)
+
+    def finish(self, rescale: bool) -> int:
+        """Average packets with contributions that will never arrive; return how many there were.
+
+        Complete packets are averaged already. This ends the reduction.
+
+        Parameters
+        ----------
+        rescale
+            Divide by the number of contributing ranks instead of the divisor.
+        """
+        ffi.gc(self.pointer, None)  # C frees it
+        incomplete: int = lib.dlcp_reduction_finish(self.pointer, rescale)
+        self.pointer = None
+        self.kept.clear()
+        return incomplete
+
+
+class Engine:
+    """The messages of one rank. Not thread-safe, except :meth:`wake`.
+
+    Attributes
+    ----------
+    view, flows
+        Its state, an ``engine_view`` of ``engine.h``, and by rank what is in flight to each peer, a ``flow_view``.
+
+    Parameters
+    ----------
+    rank, peers
+        This rank, and the address of every other.
+    ecn_capable
+        Per peer, whether its packets may be marked instead of dropped.
+    job, token, options
+        As in :class:`dlcp.transport.Endpoint`.
+    sock
+        A non-blocking socket; without one, packets to send become events.
+    further
+        More sockets to send from, one per path; packets that arrive there are ignored.
+    shared
+        Memory for packets to and from ranks of this host, instead of the socket; closed with the engine.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, Address],
+        ecn_capable: dict[int, bool],
+        *,
+        job: int,
+        token: int,
+        options: TransportOptions,
+        sock: socket.socket | None,
+        now_s: float,
+        shared: SharedMemory | None = None,
+        further: Sequence[socket.socket] = (),
+    ) -> None:
+        self._options, self._ranks = options, list(peers)
+        self._numbers = {peer: number for number, peer in enumerate(peers)}
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if sock else (-1, -1)
+        queue = Queue.CONTROL if options.tagged else Queue.ORDINARY
+        config = {
+            "rank": rank,
+            "job": job,
+            "token": token,
+            "payload_bytes": options.payload_bytes,
+            "tagged": options.tagged,
+            "peers": len(peers),
+            "ranks": max(peers, default=0) + 1,
+            "socket": -1 if sock is None else sock.fileno(),
+            "wake": self._wake_read,
+            "control_queue": queue,
+            "control_tos": wire.dscp(queue, False) << 2 if options.tagged else 0,
+            "early_bytes_max": options.early_buffer_bytes,
+            "silence_s": options.silence_s,
+            "deadline_s": options.deadline_s,
+        }
+        engine = lib.dlcp_engine_new(ffi.new("config *", config))
+        if not engine:
+            raise MemoryError
+        # Freed with this object, not sooner: other threads may read counters and flows meanwhile.
+        self._engine = ffi.gc(engine, lib.dlcp_engine_free)
+        self.view: Any = lib.dlcp_engine_view(engine)
+        for each in further:
+            if lib.dlcp_add_socket(engine, each.fileno()) == lib.NO_MEMORY:
+                raise ValueError(f"{len(further) + 1} paths are more than {PATHS_MAX}")
+        self.flows: dict[int, Any] = {}
+        for peer, number in self._numbers.items():
+            service = ffi.from_buffer(service_of(options.tagged, ecn_capable[peer]))
+            host, port = ipv4_number(peers[peer][0]), peers[peer][1]
+            self.flows[peer] = lib.dlcp_peer(engine, number, peer, host, port, service, now_s)
+            if not self.flows[peer]:
+                raise MemoryError
+        self._share(shared or SharedMemory())
+
+    def _share(self, shared: SharedMemory) -> None:
+        self._shared = shared  # keeps the memory
+        for rings, share in ((shared.inward, lib.dlcp_ring_in), (shared.outward, lib.dlcp_ring_out)):
+            for peer, ring in rings.items():
+                data, asleep = ffi.from_buffer(ring.data), ffi.from_buffer("uint32_t[]", ring.asleep)
+                marks = ffi.from_buffer(ring.marks)
+                share(self._engine, self._numbers[peer], marks, data, len(data), asleep, ring.bell)
+        if len(shared.exported):
+            lib.dlcp_export(self._engine, ffi.from_buffer(shared.exported), len(shared.exported))
+        for peer, memory in shared.imported.items():
+            lib.dlcp_import(self._engine, self._numbers[peer], ffi.from_buffer(memory), len(memory))
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters; names that begin with ``refused_`` are of refused packets."""
+        counters = self.view.counters
+        return {name: value for name in _COUNTERS if (value := getattr(counters, name))}
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[Event]:
+        """Return what has happened since the last call, in order.
+
+        Raises
+        ------
+        MemoryError
+            Memory ran out where nothing could be refused; the engine must not be used any more.
+        """
+        view, ranks = self.view, self._ranks
+        if view.failed:
+            raise MemoryError("the engine ran out of memory for its state; use smaller or fewer messages")
+        if not view.event_count:
+            return []
+        events = view.events
+        found = [_event_of(event := events[n], ranks[event.peer]) for n in range(view.event_count)]
+        view.event_count = 0
+        return found
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def send(self, request: SendRequest, bound: LossBound, now_s: float) -> None:
+        """Send a message with a loss bound; its bytes are kept until :class:`Sent`."""
+        payload, tail, key = request.payload, request.tail, request.key
+        queue, drop_class, layer, protected = map(np.ascontiguousarray, request.tags)
+        packets = len(queue)
+        allowed = bound.allowed(packets) if bound.ratio else 0
+        record = ffi.new("send_request *")
+        record.peer = self._numbers[request.peer]
+        record.step = key.step
+        record.message = key.message
+        record.packets = packets
+        record.payload = ffi.from_buffer(payload)
+        record.bytes = len(payload)
+        record.tail = ffi.from_buffer(tail)
+        record.tail_bytes = len(tail)
+        record.queue = ffi.from_buffer(queue)
+        record.drop_class = ffi.from_buffer(drop_class)
+        record.layer = ffi.from_buffer(layer)
+        record.is_protected = ffi.from_buffer(protected)
+        record.deferred = ffi.NULL if request.deferred is None else ffi.from_buffer(request.deferred)
+        record.allowed = allowed
+        record.budget = min(0xFFFF, allowed // self._options.switch_hops)
+        record.bounded = bound.ratio > 0
+        record.immediate = bound.immediate
+        record.seed = chunk_seed(key) & 0xFFFFFFFF
+        record.chunk = request.order.chunk
+        record.chunks = request.order.chunks
+        if lib.dlcp_send(self._engine, record, now_s) == lib.NO_MEMORY:
+            raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
+
+    def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
+        """Continue sending from a copy of a message's payload; return whether any of it may still be sent."""
+        copy = ffi.NULL if payload is None else ffi.from_buffer(payload)
+        return bool(lib.dlcp_detach(self._engine, self._numbers[peer], *key, copy))
+
+    def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
+        """Return how many packets of a message are delivered, in flight, unsent, and in total; 0 if it is gone."""
+        progress = lib.dlcp_sending(self._engine, self._numbers[peer], *key)
+        return progress.delivered, progress.flying, progress.unsent, progress.packets
+
+    def receive(
+        self, request: ReceiveRequest, packets: int, buffer: Bytes | None, bound: LossBound, now_s: float
+    ) -> int:
+        """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
+
+        Without a buffer, the reduction must not need one. Memory is kept until :class:`Arrived`, or for a reduction
+        until it is over.
+
+        Returns
+        -------
+        0, or the packet count of the sender's message if the sizes differ.
+        """
+        key, size, tail, reduction = request.key, request.message_bytes, request.tail, request.reduction
+        if reduction is not None:
+            reduction.kept.append(buffer)
+        buffer = EMPTY if buffer is None else buffer
+        record = ffi.new("receive_request *")
+        record.peer = self._numbers[request.peer]
+        record.step = key.step
+        record.message = key.message
+        record.packets = packets
+        record.required = bound.required(packets)
+        record.immediate = bound.immediate
+        record.deferrable = bound.deferrable(packets) if bound.deferral else 0
+        record.last_bytes = 0 if size is None else size - (packets - 1) * self._options.payload_bytes
+        record.buffer = ffi.from_buffer(buffer) if len(buffer) else ffi.NULL
+        record.bytes = len(buffer)
+        record.tail = ffi.from_buffer(tail)
+        record.tail_bytes = len(tail)
+        record.reduction = ffi.NULL if reduction is None else reduction.pointer
+        record.position = request.position
+        done: int = lib.dlcp_receive(self._engine, record, now_s)
+        if done == lib.NO_MEMORY:
+            raise MemoryError(f"no memory for a message of {packets} packets from rank {request.peer}")
+        return done
+
+    def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
+        """Return how many packets of a message have arrived, and how many it has; 0 if unknown."""
+        progress = lib.dlcp_receiving(self._engine, self._numbers[peer], *key)
+        return progress.delivered, progress.packets
+
+    def begin_step(self, step: int, now_s: float) -> None:
+        """Refuse packets of steps before ``step``, and drop receives for them."""
+        lib.dlcp_begin_step(self._engine, step, now_s)
+
+    def forget(self, peer: int, key: MessageKey) -> None:
+        """Forget a complete message, for which no more packets will come."""
+        lib.dlcp_forget(self._engine, self._numbers[peer], *key)
+
+    def remind(self, now_s: float) -> None:
+        """Remind senders which messages are complete, until they acknowledge it: this rank will soon be gone."""
+        lib.dlcp_remind(self._engine, now_s)
+
+    def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
+        """Send a packet about a peer rather than a message."""
+        lib.dlcp_send_control(self._engine, self._numbers[peer], kind, payload, len(payload))
+
+    # Paths ------------------------------------------------------------------------------------------------------------
+
+    def accept(self, peer: int, ports: Sequence[int]) -> None:
+        """Also accept packets of a peer from these other ports of its address, at most ``PATHS_MAX`` - 1."""
+        numbers = np.array(ports, np.uint16)
+        lib.dlcp_accept(self._engine, self._numbers[peer], ffi.from_buffer("uint16_t[]", numbers), len(numbers))
+
+    def spread(self, peer: int, paths: int) -> None:
+        """Send packets to a peer on this many paths: it knows all their ports."""
+        if lib.dlcp_spread(self._engine, self._numbers[peer], paths) == lib.NO_MEMORY:
+            raise MemoryError(f"no memory for {paths} paths to rank {peer}")
+
+    def paths_to(self, peer: int) -> list[PathState]:
+        """Return the state of the paths to a peer, in use or abandoned."""
+        found = (lib.dlcp_path(self._engine, self._numbers[peer], number) for number in range(PATHS_MAX))
+        return [PathState(path.weight, path.delay_s, path.loss, path.marks, path.sent) for path in found if path.sent]
+
+    # Packets ----------------------------------------------------------------------------------------------------------
+
+    def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
+        """Process one datagram, for use without a socket."""
+        host, port = ipv4_number(source[0]), source[1]
+        lib.dlcp_take_in(self._engine, ffi.from_buffer(datagram), len(datagram), host, port, tos, now_s)
+
+    def tick(self, now_s: float) -> float:
+        """Do what is due: acknowledge, probe, repeat, report; return when something is due next."""
+        return float(lib.dlcp_tick(self._engine, now_s))
+
+    def pump(self, now_s: float) -> int:
+        """Send a burst to each peer whose window admits it; return how many packets, or -1 if the socket is full."""
+        return int(lib.dlcp_pump(self._engine, now_s))
+
+    def turn(self, until_s: float) -> None:
+        """Move packets between socket and messages until a time, or until there are events."""
+        lib.dlcp_turn(self._engine, until_s)
+
+    def wake(self) -> None:
+        """Make :meth:`turn` return; callable from any thread."""
+        self.view.woken = True
+        with contextlib.suppress(OSError):  # full, which also wakes it; or closed
+            os.write(self._wake_write, b"\0")
+
+    def stop(self) -> None:
+        """Drop all messages, and accept no more."""
+        lib.dlcp_engine_stop(self._engine)
+
+    def release(self) -> None:
+        """Stop, and close what the engine opened."""
+        self.stop()
+        self._shared.close()
+        if self._wake_write >= 0:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+        self._wake_read = self._wake_write = -1
+
+
+def ipv4_number(host: str) -> int:
+    """Return an IPv4 address as a number in host byte order."""
+    return int(struct.unpack(">I", socket.inet_aton(host))[0])
+
+
+def service_of(tagged: bool, ecn_capable: bool) -> NDArray[np.uint8]:
+    """Return the IPv4 type of service by queue and droppability, shape (8, 2)."""
+    service = np.zeros((8, 2), np.uint8)
+    if tagged:
+        service[:] = [[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)]
+    service |= np.uint8(_ECN_CAPABLE if ecn_capable else 0)
+    return service

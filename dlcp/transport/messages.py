@@ -15,7 +15,7 @@ from dlcp.configuration import Range
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
 
 if TYPE_CHECKING:
-    from dlcp.transport.native_engine import StreamingReduction
+    from dlcp.transport.engine import StreamingReduction
 
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated, Final
 
 from dlcp.configuration import OneOf, Range, Unit, check
+from dlcp.native import lib
 from dlcp.transport.congestion import CubicWindow, RateControl
 from dlcp.transport.dctcp import DctcpWindow
 
 CONGESTION: Final = ("dctcp", "ecn", "cubic")
 """Ways to react to congestion."""
 Congestion = Annotated[str, OneOf(CONGESTION)]
-PATHS_MAX: Final = 64
+PATHS_MAX: Final[int] = lib.PATHS_MAX
 """The most paths to a peer."""
 PathCount = Annotated[int, Range(1, PATHS_MAX)]
 SECONDS: Final = Range(0, 1e9, above=True)

@@ -4,13 +4,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.dctcp import QUEUE_MIN_S
 from dlcp.transport.engine import Reported
 from dlcp.transport.messages import Arrival, Bytes, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
-from dlcp.transport.native_engine import Flow
 
 USEFUL_WINDOW_BYTES = 2 << 20
 FASTEST_BPS = 100e9
@@ -113,7 +112,7 @@ class Peer:
     rank
         Which.
     flow
-        The flow to it.
+        What is in flight to it, a ``flow_view`` of ``engine.h``.
     control
         Its congestion control.
     payload_bytes
@@ -125,7 +124,7 @@ class Peer:
     """
 
     rank: int
-    flow: Flow
+    flow: Any
     control: RateControl
     payload_bytes: int
     room_packets: int

@@ -56,8 +56,12 @@ class _Tracer:
     def install(self):
         sys.setprofile(self._note)
 
-    def _note(self, frame, event, _argument):
-        if not self.on or event != "call" or (file := _file_of(frame)) is None:
+    def _note(self, frame, event, argument):
+        if not self.on or (file := _file_of(frame)) is None:
+            return
+        if event == "c_call" and argument.__name__.startswith("dlcp_"):
+            self._count(argument.__name__)
+        if event != "call":
             return
         self.files.setdefault(file)
         if (file, frame.f_code.co_name) == ("dlcp/transport/endpoint.py", "call"):
@@ -68,21 +72,11 @@ class _Tracer:
         if caller is not None and _file_of(caller) != file:
             self.calls.setdefault(Call(_file_of(caller), caller.f_code.co_name, file, frame.f_code.co_name))
 
-    def count(self, library):
-        """Count the calls of a library's functions."""
-        for name, function in list(vars(library).items()):
-            if name.startswith("dlcp_"):
-                setattr(library, name, self._counted(name, function))
-
-    def _counted(self, name, function):
-        def call(*arguments):
-            if self.on:
-                self.crossings[name] += 1
-                if name == "dlcp_send" and not self.sending:
-                    self.sending = self.handed_over + [each for each in _stack(sys._getframe()) if each not in LOOP]
-            return function(*arguments)
-
-        return call
+    def _count(self, name):
+        """Count a call of C."""
+        self.crossings[name] += 1
+        if name == "dlcp_send" and not self.sending:
+            self.sending = self.handed_over + [each for each in _stack(sys._getframe(2)) if each not in LOOP]
 
 
 def _stack(frame):
@@ -107,7 +101,6 @@ def trace(worker):
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    import dlcp.native
     from dlcp.torch import enable
 
     # Larger than what two ranks exchange in one hop.
@@ -117,7 +110,6 @@ def trace(worker):
     tracer = _Tracer()
     if worker.rank == 0:
         state.endpoint.call(tracer.install)
-        tracer.count(dlcp.native.library())
     for step in range(SETTLED_STEPS + 1):
         loss = model(torch.randn(16, 1000)).square().mean()
         if worker.rank == 0 and step == SETTLED_STEPS:

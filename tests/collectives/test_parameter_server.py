@@ -123,7 +123,7 @@ def test_the_server_keeps_nothing_of_steps_that_are_over():
     protocol = ranks.network.ranks[WORKERS]
     assert not ranks.server._buckets
     assert protocol.first_step == 4
-    assert protocol.engine.early_bytes == 0
+    assert protocol.engine.view.early_bytes == 0
 
 
 def test_workers_of_different_models_are_told():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dlcp.collectives import parts
+from dlcp.collectives import server
 from dlcp.collectives.message_numbers import PARTS_MAX, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import recover
 from dlcp.collectives.server import AllReduceInParts
@@ -42,7 +42,7 @@ class RanksWithServer(Ranks):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(parts, "PART_BYTES_MIN", 10_000)
+    monkeypatch.setattr(server, "PART_BYTES_MIN", 10_000)
 
 
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.BFLOAT16], ids=lambda kind: kind.value)

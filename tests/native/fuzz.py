@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from dlcp import native
-from dlcp.transport.engine import RULES
 
 HARNESS = Path(__file__).with_name("fuzz_engine.c")
 COMPILER = "clang"
@@ -34,8 +33,7 @@ def available() -> bool:
 
 def build(program: Path, folder: Path = native.FOLDER) -> None:
     """Compile the harness and the engine in a folder into a program."""
-    rules = ", ".join(f".{name} = {value}" for name, value in RULES.items())
-    defined = [f"-D{name}=fuzz_{name}" for name in SYSTEM] + [f"-DRULES={rules}", '-DDLCP_SOURCES="fuzzed"']
+    defined = [f"-D{name}=fuzz_{name}" for name in SYSTEM]
     sources = [str(path) for path in (*sorted(folder.glob("*.c")), HARNESS)]
     subprocess.run([COMPILER, *FLAGS, *defined, f"-I{folder}", *sources, "-o", str(program), "-lm"], check=True)
 

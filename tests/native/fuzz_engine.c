@@ -20,7 +20,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-#include "engine.h"
+#include "loop.h"
 
 enum { RANKS_MAX = 3, MESSAGES = 24, SUMS = 4, IN_FLIGHT = 512, EXPORTED = 1 << 17, FILL = 0xEE };
 enum { RING_SIZES = 3, TOKEN = 0x12345678, JOB = 7, PORT = 5000, FIRST_STEP = 3, SPIN_MAX = 10000 };
@@ -28,33 +28,6 @@ enum { RING_SIZES = 3, TOKEN = 0x12345678, JOB = 7, PORT = 5000, FIRST_STEP = 3,
 
 /* New edges are those of the engine. */
 #pragma clang attribute push(__attribute__((no_sanitize("coverage"))), apply_to = function)
-
-/* The API, which Python finds by name. */
-engine *dlcp_engine_new(const config *rules);
-flow *dlcp_peer(engine *, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service, double);
-int64_t dlcp_add_socket(engine *, int64_t socket);
-void dlcp_accept(engine *, int64_t peer, const uint16_t *ports, int64_t count);
-int64_t dlcp_spread(engine *, int64_t peer, int64_t count);
-void dlcp_ring_in(engine *, int64_t peer, ring_marks *, uint8_t *bytes, int64_t capacity, uint32_t *asleep, int bell);
-void dlcp_ring_out(engine *, int64_t peer, ring_marks *, uint8_t *bytes, int64_t capacity, uint32_t *asleep, int bell);
-void dlcp_export(engine *, const uint8_t *memory, int64_t bytes);
-void dlcp_import(engine *, int64_t peer, const uint8_t *memory, int64_t bytes);
-int64_t dlcp_send(engine *, const send_request *, double now_s);
-int64_t dlcp_detach(engine *, int64_t peer, int64_t step, int64_t message, const uint8_t *payload);
-int64_t dlcp_receive(engine *, const receive_request *, double now_s);
-void dlcp_receiving(engine *, int64_t peer, int64_t step, int64_t message, int64_t *progress);
-void dlcp_begin_step(engine *, int64_t step, double now_s);
-void dlcp_forget(engine *, int64_t peer, int64_t step, int64_t message);
-void dlcp_remind(engine *, double now_s);
-void dlcp_send_control(engine *, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes);
-int64_t dlcp_turn(engine *, double until_s);
-void dlcp_engine_stop(engine *);
-void dlcp_engine_free(engine *);
-reduction *dlcp_reduction_new(float *, int64_t count, int64_t per_packet, int64_t members, float divisor,
-                              int64_t first);
-void dlcp_reduction_copy(reduction *, float *copy);
-void dlcp_reduction_included(const reduction *, int64_t position, uint64_t *bits);
-int64_t dlcp_reduction_finish(reduction *, int64_t rescale);
 
 typedef struct {
     int from, way, tos;
@@ -252,8 +225,7 @@ static void start_rank(int rank, int tagged) {
                           .control_tos = 0,
                           .early_bytes_max = 1 << 20,
                           .silence_s = 10,
-                          .deadline_s = 120,
-                          RULES};
+                          .deadline_s = 120};
     static const uint8_t service[QUEUES][2];
     uint16_t ports[PATHS_MAX];
     engine *self = world.engines[rank] = dlcp_engine_new(&rules);
@@ -265,7 +237,7 @@ static void start_rank(int rank, int tagged) {
     for (int peer = 0; peer < world.ranks; peer++) {
         if (peer == rank)
             continue;
-        flow *to = dlcp_peer(self, peer_of(rank, peer), peer, (uint32_t)peer, PORT, &service[0][0], world.now_s);
+        flow_view *to = dlcp_peer(self, peer_of(rank, peer), peer, (uint32_t)peer, PORT, &service[0][0], world.now_s);
         REQUIRE(to);
         to->window = 1000, to->largest_window = 1 << 20;
         dlcp_accept(self, peer_of(rank, peer), ports, world.paths - 1);
@@ -295,11 +267,10 @@ static void connect_ranks(void) {
         }
 }
 
-/* The engine's counts are true. */
+/* The engine's counts are true, and its lists in order. */
 static void check_outgoing(const flow *to) {
-    int64_t flying[PATHS_MAX] = {0}, all = 0;
-    for (int64_t k = 0; k < to->message_count; k++) {
-        const outgoing *one = to->messages[k];
+    int64_t flying[PATHS_MAX] = {0}, all = 0, unsent = 0;
+    for (const tx_message *one = to->oldest; one; one = one->newer) {
         int64_t states[RETRANSMIT + 1] = {0};
         for (int64_t i = 0; i < one->packets; i++) {
             states[one->state[i]]++;
@@ -310,28 +281,37 @@ static void check_outgoing(const flow *to) {
         REQUIRE(one->unsent == states[UNSENT] - deferred + states[RETRANSMIT]);
         REQUIRE(one->next == one->packets - states[UNSENT]);
         REQUIRE(states[ABANDONED] <= one->allowed);
+        REQUIRE(tx_find(to, one->id.step, one->id.message));
         all += one->flying;
+        unsent += one->unsent > 0;
     }
-    REQUIRE(to->flying == all);
+    REQUIRE(to->view.flying == all);
     for (int64_t way = 0; way < to->path_count; way++)
         REQUIRE(to->paths[way].flying == flying[way]);
+    for (tx_message *one = to->most_urgent, *last = NULL; one; last = one, one = one->less_urgent, unsent--) {
+        const uint8_t *tags = one->tags[tx_next_packet(one)];
+        REQUIRE(one->unsent && one->urgency == ((tags[1] >> 5) << 8 | (255 - tags[2])));
+        REQUIRE(!last || last->urgency > one->urgency || (last->urgency == one->urgency && last->serial < one->serial));
+    }
+    REQUIRE(!unsent);
 }
 
 static void check(const engine *self) {
-    REQUIRE(!self->failed);
-    for (int64_t i = 0; i < self->config.peers; i++)
+    const receiver *rx = &self->rx;
+    const engine_view *view = &self->io.view;
+    REQUIRE(!view->failed);
+    for (int64_t i = 0; i < self->peers; i++)
         check_outgoing(&self->flows[i]);
-    int64_t early = 0, known_count = 0, finished_count = 0, stopping = 0;
-    for (int64_t i = 0; i < self->incoming.capacity; i++)
-        for (const known *one = self->incoming.chains[i]; one; one = one->next, known_count++)
-            early += ((const incoming *)one)->early_bytes;
-    for (const finished *one = self->oldest_finished; one; one = one->newer)
-        finished_count++;
-    for (const finished *one = self->stopping; one; one = one->next_stopping)
+    int64_t early = 0, stopping = 0;
+    for (int64_t i = 0; i < rx->messages.chain_count; i++)
+        for (const msg_id *one = rx->messages.chains[i]; one; one = one->next)
+            early += ((const rx_message *)one)->early_bytes;
+    for (const rx_time_wait *one = rx->oldest; one; one = one->newer)
+        REQUIRE(time_wait_find(rx, one->from, one->id.step, one->id.message) == one);
+    for (const rx_time_wait *one = rx->first_stopping; one; one = one->later_stopping)
         stopping++;
-    REQUIRE(early == self->early_bytes && early <= self->config.early_bytes_max);
-    REQUIRE(known_count == self->incoming.count && finished_count == self->finished.count);
-    REQUIRE(stopping == self->stopping_count);
+    REQUIRE(early == view->early_bytes && early <= self->io.config.early_bytes_max);
+    REQUIRE(stopping == view->stopping_count);
 }
 
 /* Messages --------------------------------------------------------------------------------------------------------- */
@@ -354,7 +334,7 @@ static message *add_message(int from, int to, int64_t bytes) {
         return NULL;
     message *self = &world.messages[world.message_count];
     int64_t packets = (bytes + world.payload_bytes - 1) / world.payload_bytes;
-    int64_t step = FIRST_STEP + world.message_count / 4, oldest = world.engines[to]->oldest_step;
+    int64_t step = FIRST_STEP + world.message_count / 4, oldest = world.engines[to]->rx.oldest_step;
     int kind = byte();
     *self = (message){.number = world.message_count,
                       .from = from,
@@ -431,12 +411,12 @@ static void post_receive(message *self, int oddly) {
     if (self->posted || world.stopped[self->to])
         return;
     engine *owner = world.engines[self->to];
-    int64_t peer = peer_of(self->to, self->from), number = self->number, known[2];
+    int64_t peer = peer_of(self->to, self->from), number = self->number;
     int64_t packets = self->packets, bytes = self->bytes, size = world.payload_bytes;
-    dlcp_receiving(owner, peer, self->step, number, known);
-    int unknown = oddly & 1 && known[1] && !self->sum;
+    int64_t early = dlcp_receiving(owner, peer, self->step, number).packets;
+    int unknown = oddly & 1 && early && !self->sum;
     if (unknown)
-        packets = known[1], bytes = packets * size;
+        packets = early, bytes = packets * size;
     else if (!world.fair && oddly & 2 && !self->sum)
         bytes += oddly, packets = (bytes + size - 1) / size, self->excused = 1;
     int64_t tail = self->sum || unknown ? 0 : self->tail;
@@ -516,17 +496,17 @@ static void finish_sum(sum *self) {
         free_into(members[k]);
 }
 
-static void take_arrival(message *self, const event *news) {
-    int64_t arrived = 0, packets = news->packets;
+static void take_arrival(message *self, const event *ev) {
+    int64_t arrived = 0, packets = ev->packets;
     if (self->arrived || !self->posted)
         return;
     self->arrived = 1;
     self->bits = calloc(bit_words(packets), 8);
     for (int64_t i = 0; i < packets; i++)
-        if (!news->bits || has_bit(news->bits, i))
+        if (!ev->bits || has_bit(ev->bits, i))
             set_bit(self->bits, i), arrived++;
-    REQUIRE(arrived + self->allowed + self->deferrable >= packets && news->last_bytes <= world.payload_bytes);
-    world.quiet += news->data[packets - 1];
+    REQUIRE(arrived + self->allowed + self->deferrable >= packets && ev->last_bytes <= world.payload_bytes);
+    world.quiet += ev->data[packets - 1];
     if (world.fair && !self->excused && !self->sum)
         check_content(self);
     free_into(self);
@@ -539,31 +519,31 @@ static void take_arrival(message *self, const event *news) {
 
 static void take_events(int rank) {
     engine *self = world.engines[rank];
-    for (int64_t i = 0; i < self->event_count; i++) {
-        const event *news = &self->events[i];
-        int peer = rank_of(rank, news->peer);
-        REQUIRE(news->peer >= 0 && peer < world.ranks);
-        message *one = news->message < world.message_count ? &world.messages[news->message] : NULL;
-        if (!one || one->step != news->step)
+    for (int64_t i = 0; i < self->io.view.event_count; i++) {
+        const event *ev = &self->io.events[i];
+        int peer = rank_of(rank, ev->peer);
+        REQUIRE(ev->peer >= 0 && peer < world.ranks);
+        message *one = ev->message < world.message_count ? &world.messages[ev->message] : NULL;
+        if (!one || one->step != ev->step)
             one = NULL;
-        if (news->kind == EVENT_ARRIVED && one && one->from == peer && one->to == rank) {
-            take_arrival(one, news);
-        } else if (news->kind == EVENT_SENT) {
+        if (ev->kind == EVENT_ARRIVED && one && one->from == peer && one->to == rank) {
+            take_arrival(one, ev);
+        } else if (ev->kind == EVENT_SENT) {
             REQUIRE(one && one->from == rank && one->to == peer && !one->confirmed);
             one->confirmed = 1;
             for (int64_t k = 0; world.fair && !one->excused && k < one->packets; k++)
-                REQUIRE(has_bit(one->bits, k) == (!news->bits || has_bit(news->bits, k)));
+                REQUIRE(has_bit(one->bits, k) == (!ev->bits || has_bit(ev->bits, k)));
             free_payload(one);
-        } else if (news->kind == EVENT_MISMATCH && one && one->from == peer && one->to == rank) {
+        } else if (ev->kind == EVENT_MISMATCH && one && one->from == peer && one->to == rank) {
             REQUIRE(!world.fair);
             one->excused = 1;
             free_into(one);
-        } else if (news->kind == EVENT_CONTROL) {
-            for (int64_t k = 0; k < news->bytes; k++)
-                world.quiet += news->data[k];
+        } else if (ev->kind == EVENT_CONTROL) {
+            for (int64_t k = 0; k < ev->bytes; k++)
+                world.quiet += ev->data[k];
         }
     }
-    self->event_count = 0;
+    self->io.view.event_count = 0;
 }
 
 static void turn(int rank, double wait_s) {
@@ -600,7 +580,7 @@ static int64_t forge(uint8_t *at, int from, int to) {
     const message *self = answer ? some_message(to, from) : some_message(from, to);
     uint32_t index = number_for(self), count = byte() & 3 ? (uint32_t)self->packets : number_for(self);
     int64_t bytes = HEADER_BYTES, size = 0;
-    engine_write_header(world.engines[from], at, (enum packet_type)type, self->step, self->number, index, count);
+    io_write_header(&world.engines[from]->io, at, (enum packet_type)type, self->step, self->number, index, count);
     at[1] = (uint8_t)byte();
     if (type == ACK) {
         for (int entries = byte() % 8; entries; entries--, bytes += ACK_ENTRY_BYTES) {
@@ -633,10 +613,10 @@ static void write_ring(int from, int to) {
         return;
     ring_marks *marks = world.marks[from][to];
     int kind = byte(), value = byte();
-    uint64_t at = flow_of(to, from)->in.mine, offset = at % (uint64_t)world.capacity;
+    uint64_t at = flow_of(to, from)->local.in.mine, offset = at % (uint64_t)world.capacity;
     if (kind % 4 == 0) {
         marks->taken =
-            kind & 16 ? flow_of(from, to)->out.mine + (uint64_t)value * 64 : (uint64_t)value * 0x0123456789ABCDu;
+            kind & 16 ? flow_of(from, to)->local.out.mine + (uint64_t)value * 64 : (uint64_t)value * 0x0123456789ABCDu;
         marks->starving = kind >> 5 & 1;
     } else if (kind % 4 == 1) {
         marks->written = kind & 16 ? at + (uint64_t)value * 64 : (uint64_t)value * 0x0123456789ABCDu;
@@ -758,9 +738,9 @@ static void step(void) {
         wire[at]->tos |= 3;
     } else if (operation == 10) {
         int kind = byte();
-        flow_of(rank, other)->window = windows[kind % 5];
-        flow_of(rank, other)->mute = kind / 5 % 4 == 3;
-        flow_of(rank, other)->burst = 1 + kind / 20;
+        flow_of(rank, other)->view.window = windows[kind % 5];
+        flow_of(rank, other)->view.mute = kind / 5 % 4 == 3;
+        flow_of(rank, other)->view.burst = 1 + kind / 20;
     } else if (operation == 11) {
         world.error = errors[who / 4 % 5];
     } else if (operation == 12 && one) {
@@ -807,7 +787,7 @@ static void settle(void) {
     for (int rank = 0; rank < world.ranks; rank++)
         for (int peer = 0; peer < world.ranks; peer++)
             if (peer != rank)
-                flow_of(rank, peer)->window = 100, flow_of(rank, peer)->mute = 0;
+                flow_of(rank, peer)->view.window = 100, flow_of(rank, peer)->view.mute = 0;
     for (message *one = world.messages; one < world.messages + world.message_count; one++) {
         post_receive(one, 0);
         if (!one->excused)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled library tags as the oracle in NumPy does. Each test asks both."""
 
-import ctypes
 from itertools import pairwise
 from unittest import mock
 
@@ -11,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dlcp import native
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
-from dlcp.native import address
+from dlcp.native import ffi, lib
 from dlcp.tags import AS_SEEDED, Layer, PacketTags, Segment, Tagger, TagPolicy
-from dlcp.wire import Flag
 from tests.native import tagging_oracle as oracle
 
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
@@ -32,22 +29,23 @@ MAGNITUDES = hnp.arrays(
 QUANTILES = st.lists(st.floats(0, 1), min_size=BORDERS, max_size=BORDERS).map(sorted)
 
 
+def memory(array):
+    return ffi.from_buffer(array)
+
+
 def send_order(queue, droppable, seed, order=AS_SEEDED):
     """What the engine calls for each message; the oracle says what it is."""
-    function, number = native.library().dlcp_send_order, ctypes.c_uint32
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, number, number, number, number, ctypes.c_void_p]
     indices = np.empty(len(queue), np.uint32)
-    function(address(queue), address(droppable), len(queue), seed, *order, address(indices))
+    results = ffi.from_buffer("uint32_t[]", indices)
+    lib.dlcp_send_order(memory(queue), memory(droppable), len(queue), seed, *order, results)
     return indices
 
 
 def encode_tags(tags, bounded, service):
     """Bytes 1 to 3 of each header and its type of service, and which packets may be dropped."""
-    function, number = native.library().dlcp_encode_tags, ctypes.c_uint32
-    function.argtypes = [*[ctypes.c_void_p] * 4, *[number] * 3, *[ctypes.c_void_p] * 3]
     encoded, droppable = np.empty((len(tags.queue), 4), np.uint8), np.empty(len(tags.queue), np.bool_)
-    results = map(address, (service, encoded, droppable))
-    function(*map(address, tags), len(tags.queue), bounded, Flag.PROTECTED, *results)
+    results = map(memory, (service, encoded, droppable))
+    lib.dlcp_encode_tags(*map(memory, tags), len(tags.queue), bounded, *results)
     return encoded, droppable
 
 

@@ -16,7 +16,7 @@ from tests.waiting import until
 LIMIT_S = 20
 TOKEN = 77
 LENT_ROOM = 16384
-"""What a record of lent packets takes up in a ring (dlcp/native/shared.c)."""
+"""What a record of lent packets takes up in a ring (dlcp/native/ring.c)."""
 
 
 def bytes_of(size, seed=0):

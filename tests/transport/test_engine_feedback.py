@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey
-from dlcp.transport.engine import RULES
 from dlcp.wire import ACK_WHOLE, Flag, PacketType
+from tests.native.rules import RULES
 from tests.transport.bare_engine import KEY, BareEngine, tags_of
 
 RTT_S = 0.02

@@ -82,14 +82,14 @@ def test_memory_for_what_comes_early_is_limited_and_given_back():
     for number in range(4):
         bare.take_data(0, 3, key=MessageKey(1, number))
     assert len(bare.unexpected) == 3
-    assert bare.engine.early_bytes == 9 * SIZE
+    assert bare.engine.view.early_bytes == 9 * SIZE
     assert bare.engine.counters()["early_full"] == 1
     bare.expect(3 * SIZE, key=MessageKey(1, 0))
-    assert bare.engine.early_bytes == 6 * SIZE
+    assert bare.engine.view.early_bytes == 6 * SIZE
     bare.take_data(0, 3, key=MessageKey(1, 3))
     assert len(bare.unexpected) == 4
     bare.engine.begin_step(2, 0.0)
-    assert bare.engine.early_bytes == 0
+    assert bare.engine.view.early_bytes == 0
 
 
 def test_messages_of_all_peers_and_steps_are_told_apart():
@@ -229,10 +229,10 @@ def test_enough_takes_the_share_and_every_protected_packet_and_a_question():
     assert message.done.delivered.sum() == 9
     bare.take_data(9, 10)
     assert len(bare.settled) == 1, "it is complete only once"
-    assert bare.engine.stopping
+    assert bare.engine.view.stopping_count
     assert bare.probe(10, 2) == [(PacketType.STOP, [True] * 9 + [False])]
     bare.take(PacketType.STOP_ACK, step=KEY.step, message=KEY.message)
-    assert not bare.engine.stopping
+    assert not bare.engine.view.stopping_count
 
 
 def test_a_sender_with_more_to_send_does_not_end_it():
@@ -253,7 +253,7 @@ def test_a_whole_message_is_complete_without_a_question():
         assert not bare.settled
         bare.take_data(index, 10)
     assert message.done.delivered.all()
-    assert not bare.engine.stopping, "its sender is told with the acknowledgement"
+    assert not bare.engine.view.stopping_count, "its sender is told with the acknowledgement"
     assert bare.probe(10) == [(PacketType.STOP, [])], "if that is lost, it asks"
 
 

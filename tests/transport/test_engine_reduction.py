@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dlcp.tags import BLOCK_PACKETS, ChunkOrder
-from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest
+from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, StreamingReduction
 from tests.native.tagging_oracle import send_order
 from tests.transport.bare_engine import SIZE, BareEngine
 
@@ -54,7 +54,7 @@ class Folding:
         self.bare = BareEngine(peers=range(1, self.members + 1))
         self.values = shares[0].copy()
         self.in_turns = first_block is not None
-        self.fold = self.bare.engine.reduction(
+        self.fold = StreamingReduction(
             self.values, PER_PACKET, self.members, divisor or self.members + 1, first_block if self.in_turns else -1
         )
         self.copy = np.full_like(self.values, np.nan)
@@ -242,4 +242,4 @@ def test_what_has_been_summed_stands_after_the_messages_are_gone():
 )
 def test_sums_are_formed_in_writable_contiguous_float32_only(values):
     with pytest.raises(ValueError, match="contiguous, writable float32"):
-        BareEngine().engine.reduction(values, PER_PACKET, 1, 2)
+        StreamingReduction(values, PER_PACKET, 1, 2)

@@ -176,10 +176,10 @@ def test_what_the_socket_refuses_is_not_skipped(resent):
         bare.lose(message, range(5))
         bare.sent.clear()
     numbers = (message.sent, message.resent, message.unsent, message.flying)
-    bare.engine.room = 0
+    bare.engine.view.room = 0
     assert bare.engine.pump(1.0) == -1
     assert (message.sent, message.resent, message.unsent, message.flying) == numbers
-    bare.engine.room = -1
+    bare.engine.view.room = -1
     assert sorted(bare.pump_all(2.0)) == list(range(5))
     assert message.resent == (5 if resent else 0)
 

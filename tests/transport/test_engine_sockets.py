@@ -22,9 +22,9 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
-from dlcp.transport.engine import RULES
-from dlcp.transport.native_engine import Engine
+from dlcp.transport.engine import Engine
 from dlcp.wire import ACK_ENTRY, Header, PacketType
+from tests.native.rules import RULES
 from tests.transport.network import plain_tags
 from tests.waiting import until
 
@@ -123,7 +123,7 @@ def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
         np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
         sent = delivery.result(LIMIT_S).sent
         engine = ends[0].connection.engine
-        assert engine.offload == (not refused)
+        assert engine.view.offload == (not refused)
         assert not ends[0].connection.counters()["send_errors"]
         if not refused:
             assert engine.counters()["sent_bursts"] < sent / 2

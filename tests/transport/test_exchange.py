@@ -395,10 +395,10 @@ def test_a_socket_that_is_full_delays_and_loses_nothing(burst):
     refusals, pumping = [0], engine.pump
 
     def pump_sometimes(now_s):
-        engine.room = 0 if network.random.random() < 0.4 else 40
+        engine.view.room = 0 if network.random.random() < 0.4 else 40
         sent = pumping(now_s)
         refusals[0] += sent < 0
-        engine.room = -1
+        engine.view.room = -1
         return sent
 
     engine.pump = pump_sometimes

@@ -5,9 +5,9 @@ import pytest
 
 from dlcp import wire
 from dlcp.transport import TransportOptions
-from dlcp.transport.engine import RULES
 from dlcp.transport.messages import RELIABLE
 from dlcp.wire import ACK_ENTRY, ACK_PATH, GREETING, PacketType
+from tests.native.rules import RULES
 from tests.transport.bare_engine import KEY, BareEngine, tags_of
 from tests.transport.exchanges import MessageKey, Network, all_done, packets_of, payload_of, receive, send
 from tests.transport.test_exchange import mixed_tags

@@ -152,7 +152,7 @@ def test_a_huge_message_is_no_way_to_a_rank_s_memory():
         deliver(receiver, datagram(PacketType.PROBE, message=number, count=1 << 17))
     assert receiver.counters()["early_full"] > 500
     most = receiver.options.early_buffer_bytes
-    assert most / 2 < receiver.engine.early_bytes <= most
+    assert most / 2 < receiver.engine.view.early_bytes <= most
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(5000, 9000), (9000, 5000), (5000, 5001), (5001, 5000)])

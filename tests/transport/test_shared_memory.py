@@ -28,7 +28,7 @@ from dlcp.transport import (
     bind_socket,
     shared_memory,
 )
-from dlcp.transport.native_engine import Engine
+from dlcp.transport.engine import Engine
 from dlcp.transport.shared_memory import RING_BYTES, Ring, SharedMemory, SharedMemoryRendezvous
 from tests.transport.neighbouring import (
     LIMIT_S,

@@ -8,7 +8,6 @@ Frames are received through a memory-mapped ring (`PacketRing`). Rows are sent m
 one.
 """
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -19,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp import native
+from dlcp.native import ffi, lib
 from dlcp.switch.ports import ETHERNET_BYTES, SOCKET_BUFFER_BYTES, PortCounters, ReceivedFrames, enlarge_buffers
 
 Rows = NDArray[np.uint8]
@@ -33,16 +32,7 @@ _HEADROOM_BYTES: Final = 112
 """The kernel's header of a frame in the ring, 66 to 82 bytes, plus alignment."""
 _BLOCK_BYTES: Final = 1 << 16
 _ALIGNMENT: Final = 16
-
-
-class _Ring(ctypes.Structure):
-    """``packet_ring`` of packets.c."""
-
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("block_bytes", "frame_bytes", "frames_per_block", "frames", "next")),
-        *((name, ctypes.c_int64) for name in ("frame_min", "frame_max", "tagged_bytes")),
-    )
+_NUMBERS: Final = ffi.typeof("int64_t[]")
 
 
 class PacketRing:
@@ -64,15 +54,8 @@ class PacketRing:
     """
 
     def __init__(self, sock: socket.socket, frame_max_bytes: int, tagged_bytes: int, counters: PortCounters) -> None:
-        library = native.library()
         self._fileno = sock.fileno()
         self._counters = counters
-        self._take = library.dlcp_packets_take
-        self._send = library.dlcp_packets_send
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._take.argtypes = [pointer, pointer, number, pointer, number, *[pointer] * 3]
-        self._send.argtypes = [ctypes.c_int, pointer, number, *[pointer] * 2, number, *[pointer] * 2]
-        self._take.restype = self._send.restype = number
         frame = -(-(frame_max_bytes + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
         block = max(_BLOCK_BYTES, -(-frame // mmap.PAGESIZE) * mmap.PAGESIZE)
         per_block = block // frame
@@ -81,12 +64,17 @@ class PacketRing:
         request = struct.pack("=4I", block, blocks, frame, blocks * per_block)
         sock.setsockopt(_SOL_PACKET, _PACKET_RX_RING, request)
         self._memory = mmap.mmap(self._fileno, blocks * block)
-        self._view = (ctypes.c_char * 0).from_buffer(self._memory)
-        self._ring = _Ring(
-            ctypes.addressof(self._view),
-            *(block, frame, per_block, blocks * per_block, 0),
-            *(ETHERNET_BYTES, frame_max_bytes, tagged_bytes),
-        )
+        ring = {
+            "memory": ffi.from_buffer(self._memory),
+            "block_bytes": block,
+            "frame_bytes": frame,
+            "frames_per_block": per_block,
+            "frames": blocks * per_block,
+            "frame_min": ETHERNET_BYTES,
+            "frame_max": frame_max_bytes,
+            "tagged_bytes": tagged_bytes,
+        }
+        self._ring = ffi.new("packet_ring *", ring)
         self._others: Numbers = np.zeros(3, np.int64)
         self._failures: Numbers = np.zeros(3, np.int64)
         self._bytes: Numbers = np.zeros(1, np.int64)
@@ -103,18 +91,15 @@ class PacketRing:
         lengths, stamps_ns
             Receive the bytes and arrival time (real time) of each frame, int64 (len(slots),).
         """
-        address = native.address
-        taken = int(
-            self._take(
-                ctypes.byref(self._ring),
-                address(rows),
-                rows.shape[1],
-                address(slots),
-                len(slots),
-                address(lengths),
-                address(stamps_ns),
-                address(self._others),
-            )
+        taken: int = lib.dlcp_packets_take(
+            self._ring,
+            ffi.from_buffer(rows),
+            rows.shape[1],
+            ffi.from_buffer(_NUMBERS, slots),
+            len(slots),
+            ffi.from_buffer(_NUMBERS, lengths),
+            ffi.from_buffer(_NUMBERS, stamps_ns),
+            ffi.from_buffer(_NUMBERS, self._others),
         )
         counters = self._counters
         counters.received += taken
@@ -129,18 +114,15 @@ class PacketRing:
 
     def send(self, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
         """Send rows in the order of ``slots``; those that cannot be sent are counted and dropped."""
-        address = native.address
-        sent = int(
-            self._send(
-                self._fileno,
-                address(rows),
-                rows.shape[1],
-                address(slots),
-                address(lengths),
-                len(slots),
-                address(self._bytes),
-                address(self._failures),
-            )
+        sent: int = lib.dlcp_packets_send(
+            self._fileno,
+            ffi.from_buffer(rows),
+            rows.shape[1],
+            ffi.from_buffer(_NUMBERS, slots),
+            ffi.from_buffer(_NUMBERS, lengths),
+            len(slots),
+            ffi.from_buffer(_NUMBERS, self._bytes),
+            ffi.from_buffer(_NUMBERS, self._failures),
         )
         counters = self._counters
         counters.sent += sent
@@ -154,7 +136,6 @@ class PacketRing:
 
     def close(self) -> None:
         """Unmap the ring."""
-        del self._view
         self._memory.close()
 
 
@@ -297,8 +278,8 @@ class PacketPort:
         sock.bind((self.interface, _ETH_P_ALL))
 
     def _attach_filter(self) -> None:
-        program = ctypes.create_string_buffer(_UNTAGGED_ONLY, len(_UNTAGGED_ONLY))
-        filter_program = struct.pack("@HP", len(_UNTAGGED_ONLY) // 8, ctypes.addressof(program))
+        program = ffi.from_buffer(_UNTAGGED_ONLY)
+        filter_program = struct.pack("@HP", len(_UNTAGGED_ONLY) // 8, int(ffi.cast("uintptr_t", program)))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
 
     def _mtu_bytes(self) -> int:
