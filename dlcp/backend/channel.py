@@ -24,7 +24,6 @@ from dlcp.transport import (
     Endpoint,
     LossBound,
     MessageKey,
-    Outcome,
     ReceiveRequest,
     SendRequest,
     TransportError,
@@ -220,16 +219,20 @@ class Channel:
         if tags or then:
             part = operation.part(on_delivery)
         elif own or copied:
-            part = operation.part_in_copy()
+            part = lambda _: None  # noqa: E731 - the operation does not wait for it, and may have ended
         else:
             part = operation.part_in_place(size, partial(self.connection.detach, peer, key))
 
-        def on_outcome(outcome: Outcome[Delivery]) -> None:
-            part(outcome)
+        def on_sent(delivery: Delivery) -> None:
+            part(delivery)  # if it raises, on_failure is called
             self._unconfirmed -= 1
 
+        def on_failure(error: Exception) -> None:
+            self._unconfirmed -= 1
+            operation.fail(error)
+
         request = SendRequest(peer, key, data, tags or self._plain_tags(size), bound, collective.label)
-        self.connection.send(request, on_outcome)
+        self.connection.send(request, on_sent, on_failure)
 
     def receive_part(
         self, collective: Collective, peer: int, phase: int, data: memoryview, then: Callable[[], None] | None = None
@@ -245,7 +248,7 @@ class Channel:
     def post_receive(self, collective: Collective, request: ReceiveRequest, then: Callable[[Arrival], None]) -> None:
         """Post a receive for a part of a collective, and call ``then`` with its arrival."""
         if not collective.operation.done.done():
-            self.connection.receive(request, collective.operation.part(then))
+            self.connection.receive(request, collective.operation.part(then), collective.operation.fail)
 
     def key(self, collective: Collective, phase: int, receiver: int) -> MessageKey:
         """Return the key of a message."""
@@ -289,9 +292,9 @@ class Channel:
             for peer in self.peers:
                 floor = np.array([self.point_to_point.lowest_step(peer)], ">u4").tobytes()
                 request = SendRequest(peer, key, memoryview(floor), self._plain_tags(4), RELIABLE, label)
-                self.connection.send(request, operation.part())
+                self.connection.send(request, operation.part(), operation.fail)
                 posted = ReceiveRequest(peer, key, 4, RELIABLE, label)
-                self.connection.receive(posted, operation.part(partial(learn, peer)))
+                self.connection.receive(posted, operation.part(partial(learn, peer)), operation.fail)
 
     def _end(self, number: int) -> None:
         if self.connection.timeline is not None:

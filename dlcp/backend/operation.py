@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from dlcp.collectives.bucket import guard
 from dlcp.collectives.shards import COPY_BYTES_PER_S, PATIENCE_S
 from dlcp.transport import Then, TransportError
 
@@ -63,7 +62,7 @@ class Operation:
                 action(result)
             self._close_one()
 
-        return guard(conclude, self.fail)
+        return conclude
 
     def part_in_place(self, size: int, detach: Callable[[], None]) -> Then[Any]:
         """Keep the operation open until a message is delivered, or, if it is the last part, copied.
@@ -83,14 +82,7 @@ class Operation:
             if over:
                 self.done.set_result(None)
 
-        return guard(conclude, self.fail)
-
-    def part_in_copy(self) -> Then[Any]:
-        """Return a callback that fails the operation if a message fails.
-
-        The operation does not wait for it, and may have ended.
-        """
-        return guard(lambda _: None, self.fail)
+        return conclude
 
     def fail(self, error: BaseException) -> None:
         """End with an error that names the operation; only the first error counts."""

@@ -215,7 +215,7 @@ class PointToPoint:
         key = MessageKey(stamp.step, point_to_point_number(stamp.slot, part))
         tags = plain_tags(-(-len(data) // self._connection.options.payload_bytes))
         request = SendRequest(peer, key, data, tags, RELIABLE, label)
-        self._connection.send(request, operation.part(on_confirmed))
+        self._connection.send(request, operation.part(on_confirmed), operation.fail)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class PointToPoint:
         request = ReceiveRequest(source, key, None, RELIABLE, f"header from rank {source}")
         operation = Operation(f"{self._where}: packed from rank {source}", self._on_failure)
         with operation:
-            self._connection.receive(request, operation.part(partial(self._on_header, source, key)))
+            self._connection.receive(request, operation.part(partial(self._on_header, source, key)), operation.fail)
 
     def _on_header(self, source: int, key: MessageKey, arrival: Arrival) -> None:
         self._note_complete(source, key)
@@ -273,7 +273,7 @@ class PointToPoint:
             else:
                 content = ReceiveRequest(header.source, header.key, header.size, RELIABLE, label, into=posted.data)
                 on_content = posted.operation.part(lambda _: self._note_complete(header.source, header.key))
-                self._connection.receive(content, on_content)
+                self._connection.receive(content, on_content, posted.operation.fail)
 
     def _note_complete(self, source: int, key: MessageKey) -> None:
         """Make the endpoint forget old completed messages: without collectives, no horizon does so."""

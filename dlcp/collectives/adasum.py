@@ -227,11 +227,11 @@ class AdasumRun(BucketRun):
             self._look_whether_done()
 
         request = SendRequest(peer, key, content.data, tags, bound, self.label)
-        self.connection.send(request, self.guard(on_sent))
+        self.connection.send(request, on_sent, self.fail)
 
     def _receive(self, peer: int, kind: Kind, size: int, bound: LossBound, then: "partial[None]") -> None:
         request = ReceiveRequest(peer, self._key(kind, self.rank), size, bound, self.label)
-        self.connection.receive(request, self.guard(then))
+        self.connection.receive(request, then, self.fail)
 
     def _key(self, kind: Kind, receiver: int) -> MessageKey:
         number, phase = kind.value

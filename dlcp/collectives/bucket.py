@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from dlcp.collectives.residual import Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.tags import PacketTags, Segment, Tagger
-from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, Outcome, Then, TransportError
+from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, TransportError
 from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
@@ -347,21 +347,6 @@ class Reducer(Strategy, Protocol):
         """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
 
 
-def guard(action: Callable[[Any], None], fail: Callable[[Exception], None]) -> Then[Any]:
-    """Return a callback that passes a message's result to ``action``, and errors of either to ``fail``."""
-
-    def then(outcome: Outcome[Any]) -> None:
-        if isinstance(outcome, Exception):
-            fail(outcome)
-            return
-        try:
-            action(outcome)
-        except Exception as error:
-            fail(error)
-
-    return then
-
-
 class BucketRun(ABC):
     """One bucket's run through an algorithm, from :meth:`start` to the future ``done``.
 
@@ -392,14 +377,15 @@ class BucketRun(ABC):
     def start(self) -> "Future[NDArray[np.generic]]":
         """Begin in the endpoint's thread."""
         try:
-            self.context.connection.call(self._begin)
+            self.context.connection.call(partial(self._attempt, self.begin))
         except TransportError as error:
             self.done.set_exception(error)
         return self.done
 
-    def _begin(self) -> None:
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Run an action; an error in it fails the bucket."""
         try:
-            self.begin()
+            action()
         except Exception as error:
             self.fail(error)
 
@@ -422,15 +408,11 @@ class BucketRun(ABC):
         positions = (first + np.arange(self.values_per_packet)).ravel()
         return positions[positions < count]
 
-    def guard(self, action: Callable[[Any], None]) -> Then[Any]:
-        """Return a callback that passes a message's result to ``action``; an error of either fails the bucket."""
-        return guard(action, self.fail)
-
     def aside(self, action: Callable[[], None]) -> None:
         """Run a long action in the work executor."""
         assert self._work
         try:
-            self._work.submit(guard(lambda _: action(), self.fail), None)
+            self._work.submit(self._attempt, action)
         except RuntimeError as error:  # the interpreter is shutting down
             self.fail(error)
 

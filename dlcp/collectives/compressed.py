@@ -273,8 +273,14 @@ class AllReduceRun(CompressedRun):
         kind, segments = encoded.value_type, encoded.segments
         sent = replace(bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
         averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
-        then = self.guard(lambda mean: self.aside(lambda: self._on_mean(sent, mean)))
-        averaged.add_done_callback(lambda done: then(done.exception() or done.result()))
+        averaged.add_done_callback(partial(self._on_averaged, sent))
+
+    def _on_averaged(self, sent: Bucket, averaged: "Future[NDArray[np.generic]]") -> None:
+        error = averaged.exception()
+        if error is None:
+            self.aside(partial(self._on_mean, sent, averaged.result()))
+        else:
+            self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def residual(self) -> Values | None:
         """Return the values that coding left out or the network lost."""
@@ -369,7 +375,7 @@ class AllGatherRun(CompressedRun):
                 self._receive(peer, VERDICT, -(-self.packets // 8), RELIABLE, self._on_verdict)
             key = self._key(CONTENT, peer)
             request = SendRequest(peer, key, self.content.data, self.tags, self.bound, self.label)
-            self.connection.send(request, self.guard(partial(self._on_sent, peer)))
+            self.connection.send(request, partial(self._on_sent, peer), self.fail)
         if not self.peers:
             self._judge()
 
@@ -424,7 +430,7 @@ class AllGatherRun(CompressedRun):
             for peer in self.peers:
                 key = self._key(VERDICT, peer)
                 request = SendRequest(peer, key, bits.data, tags, RELIABLE, self.label)
-                self.connection.send(request, self.guard(lambda _: None))
+                self.connection.send(request, lambda _: None, self.fail)
         else:
             self.verdicts.update(dict.fromkeys(self.peers, self.everywhere))
         self._look_whether_all_is_here()
@@ -448,7 +454,7 @@ class AllGatherRun(CompressedRun):
         self, peer: int, phase: int, size: int, bound: LossBound, then: Callable[[int, Arrival], None]
     ) -> None:
         request = ReceiveRequest(peer, self._key(phase, self.rank), size, bound, self.label)
-        self.connection.receive(request, self.guard(partial(then, peer)))
+        self.connection.receive(request, partial(then, peer), self.fail)
 
     def _key(self, phase: int, receiver: int) -> MessageKey:
         return self.context.key(self.step, self.sequence, phase, receiver)

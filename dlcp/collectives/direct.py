@@ -119,7 +119,7 @@ class DirectAllReduce:
         self.rates_bps, self._reported_with = {}, {}
         self.turn = step if self._has_server else self.turn + 1
         connection = self.context.connection
-        connection.call(lambda: connection.begin_step(step))
+        connection.call(partial(connection.begin_step, step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
@@ -374,7 +374,7 @@ class DirectRun(BucketRun):
             self.own.copy_while_summed(accumulator.reduction)
         for position, peer in enumerate(peers):
             request = accumulator.request(position, key, bound, label)
-            connection.receive(request, self.guard(partial(self._on_contribution, peer)))
+            connection.receive(request, partial(self._on_contribution, peer), self.fail)
         if not peers:
             self._average(accumulator)
 
@@ -476,7 +476,7 @@ class DirectRun(BucketRun):
             tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()))
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
         request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, tail, order, deferred)
-        context.connection.send(request, self.guard(partial(self._on_contributed, owner, tags)))
+        context.connection.send(request, partial(self._on_contributed, owner, tags), self.fail)
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
@@ -498,7 +498,7 @@ class DirectRun(BucketRun):
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
         bound = self.average_bound
         request = ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail)
-        context.connection.receive(request, self.guard(partial(self._on_average, owner, tail, delivery.delivered)))
+        context.connection.receive(request, partial(self._on_average, owner, tail, delivery.delivered), self.fail)
         if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.own.unconfirmed:
             self._send_average(owner)
 
@@ -527,7 +527,7 @@ class DirectRun(BucketRun):
     def _send_average(self, peer: int) -> None:
         """Send this rank's averaged shard to a peer whose contribution has been acknowledged."""
         request = self.own.request(peer, self._key(ALL_GATHER, peer), self.plan.labels[self.rank], self.average_bound)
-        self.context.connection.send(request, self.guard(partial(self._on_average_sent, request)))
+        self.context.connection.send(request, partial(self._on_average_sent, request), self.fail)
 
     def _on_average_sent(self, request: SendRequest, delivery: Delivery) -> None:
         peer = request.peer
@@ -548,9 +548,9 @@ class DirectRun(BucketRun):
             self.awaited += 1
             key = self._key(ALL_GATHER, self.rank)
             request = ReceiveRequest(peer, key, len(into), RELIABLE, label, into=into)
-            connection.receive(request, self.guard(partial(self._on_rates, peer)))
+            connection.receive(request, partial(self._on_rates, peer), self.fail)
             rates = SendRequest(peer, self._key(ALL_GATHER, peer), payload, tags, RELIABLE, label)
-            connection.send(rates, self.guard(lambda _: None))
+            connection.send(rates, lambda _: None, self.fail)
 
     def _on_rates(self, peer: int, arrival: Arrival) -> None:
         self.reducer.note_rates(peer, self.sequence, arrival.payload.view(RATE))

@@ -52,9 +52,9 @@ class PairRun(BucketRun):
         peer, plan, connection = self.peer, self.plan, self.context.connection
         contribution, bound, label = self.bucket.values.view(np.uint8), plan.loss_bounds[peer], plan.labels[peer]
         theirs = ReceiveRequest(peer, self._key(self.rank), len(contribution), bound, label)
-        connection.receive(theirs, self.guard(self._on_contribution))
+        connection.receive(theirs, self._on_contribution, self.fail)
         ours = SendRequest(peer, self._key(peer), contribution.data, self.tags, bound, label, EMPTY, plan.orders[peer])
-        connection.send(ours, self.guard(self._on_contributed))
+        connection.send(ours, self._on_contributed, self.fail)
 
     def _key(self, receiver: int) -> MessageKey:
         return self.context.key(self.step, self.sequence, REDUCE_SCATTER, receiver)

@@ -48,7 +48,6 @@ from dlcp.transport import (
     Delivery,
     LossBound,
     MessageKey,
-    Outcome,
     ReceiveRequest,
     SendRequest,
     Then,
@@ -375,7 +374,7 @@ class RingRun(BucketRun):
 
         self.under_way.add((True, key))
         request = SendRequest(peer, key, payload.data, tags, bound, label, tail)
-        self.connection.send(request, self._unless_failed((True, key), on_sent))
+        self.connection.send(request, self._unless_failed((True, key), on_sent), self.fail)
 
     def _receive(
         self,
@@ -393,31 +392,29 @@ class RingRun(BucketRun):
 
         go_on = self._unless_failed((False, key), then)
 
-        def on_outcome(outcome: Outcome[Arrival]) -> None:
-            if phase == ALL_GATHER and isinstance(outcome, Arrival):  # even if the bucket has failed meanwhile
+        def on_arrival(arrival: Arrival) -> None:
+            if phase == ALL_GATHER:  # even if the bucket has failed meanwhile
                 self._note_final(piece)
-            go_on(outcome)
+            go_on(arrival)
 
-        self.connection.receive(request, on_outcome)
+        self.connection.receive(request, on_arrival, self.fail)
 
     def _unless_failed(self, message: tuple[bool, MessageKey], action: Callable[[Any], None]) -> Then[Any]:
-        """Return a callback for an arrived or acknowledged message.
-
-        If the message fails, the bucket fails on all ranks.
-        """
+        """Return a callback for an arrived or acknowledged message."""
 
         def act(result: Any) -> None:
-            action(result)
-            self.under_way.discard(message)
-            self._look_whether_done()
+            if not self.done.done():
+                action(result)
+                self.under_way.discard(message)
+                self._look_whether_done()
 
-        guarded = self.guard(act)
-        return lambda outcome: None if self.done.done() else guarded(outcome)
+        return act
 
     def fail(self, error: Exception) -> None:
-        """End with an error, and notify the other ranks."""
-        super().fail(error)
-        self.reducer.abort(describe(error))
+        """End with an error, on all ranks."""
+        if not self.done.done():
+            super().fail(error)
+            self.reducer.abort(describe(error))
 
     def _look_whether_done(self) -> None:
         if self.under_way or self.done.done():

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import FORMATS, RATE, Bucket, RankContext, ReduceOptions, guard
+from dlcp.collectives.bucket import FORMATS, RATE, Bucket, RankContext, ReduceOptions
 from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
@@ -238,7 +238,7 @@ class ParameterServer:
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has arrived."""
         request = ReceiveRequest(worker, key, None, self._bound, self._label(key))
-        self.connection.receive(request, guard(partial(self._on_contribution, worker, key), self._fail))
+        self.connection.receive(request, partial(self._on_contribution, worker, key), self._fail)
 
     def _on_contribution(self, worker: int, key: MessageKey, contribution: Arrival) -> None:
         bucket = self._buckets.setdefault(key, {})
@@ -281,7 +281,7 @@ class ParameterServer:
             request = SendRequest(
                 worker, reply, payload, tags, self._average_bound, self._label(key), deferred=deferred
             )
-            self.connection.send(request, guard(partial(self._on_sent, worker, reply, tags), self._fail))
+            self.connection.send(request, partial(self._on_sent, worker, reply, tags), self._fail)
 
     def _choose_deferred(
         self,

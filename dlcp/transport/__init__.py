@@ -27,7 +27,7 @@ from dlcp.transport.messages import (
     TransportError,
 )
 from dlcp.transport.options import TransportOptions
-from dlcp.transport.peer import Outcome, Then
+from dlcp.transport.peer import Fail, Then
 from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [
@@ -43,10 +43,10 @@ __all__ = [
     "Delivery",
     "Endpoint",
     "ExportedMemory",
+    "Fail",
     "LossBound",
     "MessageKey",
     "MessageMismatchError",
-    "Outcome",
     "PeerAbortedError",
     "PeerHangsError",
     "PeerLeftError",

@@ -57,7 +57,7 @@ from dlcp.transport.messages import (
     at_step,
 )
 from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
-from dlcp.transport.peer import Outcome, Peer, Receiving, Sending, Then
+from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import GREETING, GREETING_PORT, PacketType
 
@@ -202,7 +202,7 @@ class Connection:
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def send(self, request: SendRequest, then: Then[Delivery]) -> None:
+    def send(self, request: SendRequest, then: Then[Delivery], fail: Fail) -> None:
         """Send a message, and call ``then`` once the receiver has acknowledged it."""
         size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
         if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
@@ -211,9 +211,9 @@ class Connection:
             request.check_deferred(request.deferred)
         now_s, bound = self._clock(), self._bound(request.peer, request.bound)
         if self._failure:
-            _tell(then, self._failure)
+            _fail(fail, self._failure)
             return
-        sending = Sending(request, then, bound, now_s, now_s + self.options.deadline_s)
+        sending = Sending(request, then, fail, bound, now_s, now_s + self.options.deadline_s)
         peer = self._peers[request.peer]
         peer.on_send(now_s)
         self.engine.send(request, bound, now_s)
@@ -235,13 +235,13 @@ class Connection:
         if copy is None:
             self.engine.detach(peer, key, sending.copy)
 
-    def receive(self, request: ReceiveRequest, then: Then[Arrival]) -> None:
+    def receive(self, request: ReceiveRequest, then: Then[Arrival], fail: Fail) -> None:
         """Receive a message, and call ``then`` when its bound is met."""
         now_s, bound, into = self._clock(), self._bound(request.peer, request.bound), request.checked_into()
         if self._failure:
-            _tell(then, self._failure)
+            _fail(fail, self._failure)
             return
-        receiving = Receiving(request, then, bound, now_s, now_s + self.options.deadline_s, EMPTY, False)
+        receiving = Receiving(request, then, fail, bound, now_s, now_s + self.options.deadline_s, EMPTY, False)
         peer, reduction = request.peer, request.reduction
         if request.message_bytes is None:
             packets = self.engine.receiving(peer, request.key)[1]
@@ -300,7 +300,7 @@ class Connection:
                     f"{at_step(self.job, key.step)} is over: no longer waiting for {receiving.request.label} from rank "
                     f"{peer.rank}"
                 )
-                _tell(receiving.then, error)
+                _fail(receiving.fail, error)
 
     def forget(self, peer: int, key: MessageKey) -> None:
         """Forget a complete message; no more of its packets will arrive."""
@@ -361,20 +361,20 @@ class Connection:
             del peer.sending[key]
             deferred = sending.request.deferred
             delivered = np.ones(len(sending.request.tags.queue), np.bool_) if deferred is None else ~deferred
-            _tell(sending.then, Delivery(delivered, 0, 0, now_s - sending.started_s, deferred))
+            _finish(sending, Delivery(delivered, 0, 0, now_s - sending.started_s, deferred))
 
     def fail(self, error: TransportError) -> None:
         """Give up: all pending and future requests fail with ``error``."""
         self._failure = self._failure or error
         self.engine.stop()
-        failed: list[Then[Any]] = []
+        failed: list[Fail] = []
         for peer in self._peers.values():
-            failed += [sending.then for sending in peer.sending.values()]
-            failed += [receiving.then for receiving in peer.receiving.values()]
+            failed += [sending.fail for sending in peer.sending.values()]
+            failed += [receiving.fail for receiving in peer.receiving.values()]
             peer.sending.clear()
             peer.receiving.clear()
-        for then in failed:
-            _tell(then, error)
+        for fail in failed:
+            _fail(fail, error)
 
     def greet_all(self) -> None:
         """Announce this rank to all peers."""
@@ -502,7 +502,7 @@ class Connection:
             delivery = Delivery(event.delivered, event.sent, event.resent, seconds, sending.request.deferred)
             if self.timeline is not None:
                 self._note_sent(self.timeline, event, sending, delivery)
-            _tell(sending.then, delivery)
+            _finish(sending, delivery)
 
     def _note_sent(self, timeline: "Timeline", event: Sent, sending: Sending, delivery: Delivery) -> None:
         peer = self._peers[event.peer]
@@ -528,7 +528,7 @@ class Connection:
             counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
             self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
         seconds = event.now_s - receiving.started_s
-        _tell(receiving.then, Arrival(payload, event.delivered, event.layer, seconds, event.deferred))
+        _finish(receiving, Arrival(payload, event.delivered, event.layer, seconds, event.deferred))
 
     def _on_mismatch(self, event: Mismatch) -> None:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)
@@ -538,7 +538,7 @@ class Connection:
                 f"{event.packets} packets, but {receiving.request.message_bytes} bytes were expected; do all ranks "
                 "run the same model and options?"
             )
-            _tell(receiving.then, error)
+            _fail(receiving.fail, error)
 
     def _on_control(self, event: ControlPacket) -> None:
         header, payload = wire.decode(event.datagram), event.datagram[wire.HEADER_BYTES :]
@@ -671,9 +671,16 @@ class Connection:
             yield receiving.deadline_s, DeadlineError(text)
 
 
-def _tell(then: Then[T], outcome: Outcome[T]) -> None:
-    """Run a completion callback; an error in it must not end the other messages."""
+def _finish(message: Sending | Receiving, result: Any) -> None:
+    """Pass a message's result on; an error in its callback must not end the other messages."""
     try:
-        then(outcome)
+        message.then(result)
+    except Exception as error:
+        _fail(message.fail, error)
+
+
+def _fail(fail: Fail, error: Exception) -> None:
+    try:
+        fail(error)
     except Exception:
-        log.exception("a completion callback failed")
+        log.exception("a callback for a failed message failed itself")

@@ -23,7 +23,7 @@ from dlcp.transport.messages import (
     TransportError,
 )
 from dlcp.transport.options import TransportOptions
-from dlcp.transport.peer import Outcome, Then
+from dlcp.transport.peer import Fail, Then
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 
@@ -210,18 +210,12 @@ class Endpoint:
     def _closed_words(self) -> str:
         return f"rank {self.connection.rank} has closed its endpoint"
 
-    def _ask(self, question: Callable[[Then[T]], None]) -> Future[T]:
+    def _ask(self, question: Callable[[Then[T], Fail], None]) -> Future[T]:
         answer: Future[T] = Future()
-
-        def then(outcome: Outcome[T]) -> None:
-            if isinstance(outcome, Exception):
-                answer.set_exception(outcome)
-            else:
-                answer.set_result(outcome)
 
         def ask() -> None:
             try:
-                question(then)
+                question(answer.set_result, answer.set_exception)
             except Exception as error:
                 answer.set_exception(error)
 

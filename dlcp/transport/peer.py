@@ -34,9 +34,10 @@ RATE_MIN_S = 0.03
 RATE_STALE_S = 3.0
 
 T = TypeVar("T")
-Outcome: TypeAlias = T | Exception
-Then: TypeAlias = Callable[[Outcome[T]], object]
-"""Completion callback: takes a delivery, an arrival, or the error that ended the message."""
+Then: TypeAlias = Callable[[T], object]
+"""Takes a delivery or an arrival; if it raises, the message fails with that error."""
+Fail: TypeAlias = Callable[[Exception], object]
+"""Takes the error that ended a message."""
 
 
 class DeliveryRate:
@@ -81,6 +82,7 @@ class Sending:
     request: SendRequest
     """Keeps the bytes that the engine reads."""
     then: Then[Delivery]
+    fail: Fail
     bound: LossBound
     started_s: float
     deadline_s: float
@@ -94,6 +96,7 @@ class Receiving:
 
     request: ReceiveRequest
     then: Then[Arrival]
+    fail: Fail
     bound: LossBound
     started_s: float
     deadline_s: float

@@ -154,13 +154,7 @@ def outcome_of(question, request) -> Future:
     """Send or receive a message: ``question`` is a connection's method. Return what becomes of it."""
     future: Future = Future()
 
-    def then(outcome):
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    question(request, then)
+    question(request, future.set_result, future.set_exception)
     return future
 
 
