@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressed buckets: all-reduce where compressed values can be added up, otherwise all-gather.
 
-*All-reduce.* The compressed values travel as an ordinary, smaller bucket: tagged by their own magnitudes, with the
-usual loss bound. Since decoding is linear, lost values are decoded, too, and become residual in the gradient's own
-positions.
+*All-reduce.* The compressed values are an ordinary, smaller bucket: tagged by their own magnitudes, with the usual loss
+bound. Decoding is linear, so lost values are decoded, too, and become residual at the gradient's positions.
 
-*All-gather.* Every rank sends its compressed bucket to all others, and each decodes and averages all of them, in the
-order of ranks. Packets may be lost; but no rank may use values that only some ranks have, or replicas would drift
-apart. So once each receiver has acknowledged what it got of a message, the sender sends a verdict, without loss: the
-packets that all have. Only these count, on all ranks, and the rest becomes the sender's residual. To keep the bound on
-what a message loses at n - 1 receivers together, each may lose 1/(n - 1) of it. Lost values count as 0 in the average:
-with error feedback they are sent with the next step. ``ReduceOptions.rescale`` has no effect: a position that a rank
-did not send is not one that it lost.
+*All-gather.* Every rank sends its compressed bucket to all others, then decodes and averages all buckets in the order
+of ranks. Packets may be lost, but a rank must not use values that only some ranks have, or replicas would drift apart.
+So once all receivers have acknowledged a message, its sender sends a verdict, without loss: the packets that all of
+them have. All ranks use only these, and the rest becomes the sender's residual. Each of the n - 1 receivers may lose
+1/(n - 1) of the bound, so that together they keep it. Lost values count as 0 in the average: with error feedback they
+are sent with the next step. ``ReduceOptions.rescale`` has no effect, because positions that a rank did not send are not
+lost.
 
-*If the path fails.* A part of a compressed bucket is useless. So until a rank has the result, its bucket holds the
-rank's own contribution, in full precision; and a rank with the result keeps it, compressed, until no other can need it.
-Recovery therefore yields either one rank's result, which the others copy, or the exact average of all contributions
-(:mod:`dlcp.collectives.partial_result`); in the latter case there is no residual, since nothing was left out. One case
-loses a little for good: with three or more ranks in an all-reduce, when one rank has the result and another does not
-know yet what an owner got of its contribution. What others know of it refers to packets of the compressed bucket, and
-not to the gradient.
+*If the path fails.* A part of a compressed bucket cannot be averaged on its own. So until a rank has the result, its
+bucket holds its own contribution in full precision. A rank with the result keeps it, compressed, until no other rank
+can need it. Recovery therefore yields either one rank's result, which the others copy, or the exact average of all
+contributions (:mod:`dlcp.collectives.partial_result`); the latter has no residual, because nothing was left out. In an
+all-reduce of three or more ranks, a failing path may lose values for good: one rank may have the result while another
+does not yet know which of its packets an owner received. The owner knows this for packets of the compressed bucket, but
+not for the gradient.
 """
 
 import threading

@@ -161,7 +161,7 @@ class DirectAllReduce:
     def partial_results(self) -> list[PartialResult]:
         """Return this rank's state of buckets that it, or possibly a peer, has not finished.
 
-        Call it when the endpoint is closed, so that no bucket is written to any more.
+        Call it when the endpoint is closed, so that no bucket changes any more.
         """
         return [run.partial_result() for _, run in sorted(self._runs.items())]
 

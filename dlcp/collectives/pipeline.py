@@ -196,7 +196,7 @@ def make_reducer(
     combine: str = AVERAGE,
     work: Executor | None = None,
 ) -> Reducer:
-    """Return the reducer for a collective: a pipeline where more than averaging is to be done.
+    """Return the reducer for a collective; a pipeline if it must do more than average.
 
     All ranks must request the same one.
 

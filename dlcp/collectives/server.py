@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parameter server, and how its workers divide buckets for it.
 
-A server contributes nothing, averages what the workers send, and sends the average to all. It sends a message once all
-workers have sent theirs. Undivided, a large bucket would first fill the port towards the server, and then the one from
-it. So workers divide large buckets: the server sends the average of one part while others' contributions arrive. P3
-(MLSys 2019) and ByteScheduler (SOSP 2019) divide gradients, too.
+A server has no gradients. It averages the workers' contributions once all have arrived, and sends the average to all. A
+large undivided bucket would first occupy the server's inbound port, and then its outbound port. So workers divide large
+buckets: the server sends the average of one part while contributions to others arrive. P3 (MLSys 2019) and
+ByteScheduler (SOSP 2019) divide gradients, too.
 """
 
 from collections.abc import Mapping, Sequence

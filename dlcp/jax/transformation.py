@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average gradients inside a jitted step: a callback per gradient hands it over, and a last one waits for all."""
+"""Average gradients inside a jitted step: one callback per gradient passes it on, and a last one waits for all."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Congestion control: how many packets a rank may have in flight to a peer; and CUBIC.
 
-A job should count as one flow on a port, however many ranks send to it, so each of its flows grows by its weight.
+A job should count as one flow on a port for any number of senders, so each of its flows grows by its weight.
 """
 
 import math

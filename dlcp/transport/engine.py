@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine, written in C (``dlcp/native``): it moves messages, and Python reads its events.
 
-It handles their packets, acknowledgements, windows and losses, and the control packets by which sender and receiver
-agree that a message is complete. The endpoint submits messages, runs the engine for a while, then reads its events and
-runs callbacks. The engine itself calls nobody. ``engine.h`` documents its records and functions.
+It handles packets, acknowledgements, windows and losses, and the control packets with which sender and receiver agree
+that a message is complete. The endpoint submits messages, runs the engine for a while, then reads its events and runs
+callbacks. The engine never calls Python. ``engine.h`` documents its records and functions.
 
 A sender numbers the packets of a message and sends them within its window. The receiver acknowledges packets as they
-arrive, and with the last one that the message is complete. A sender with nothing left to send probes (PROBE); the
-receiver answers with what is missing (BITMAP), or that it needs no more (STOP). A STOP for an incomplete message is
-sent unasked, and repeated until STOP_ACK. Control packets are self-contained: they may be lost, repeated or late.
+arrive, and with the last one that the message is complete. A sender with nothing left to send probes (PROBE). The
+receiver answers with the packets it has (BITMAP), or that it needs no more (STOP). For an incomplete message it sends
+STOP without a probe, and repeats it until STOP_ACK. Control packets are self-contained: they may be lost, repeated or
+late.
 
-Deferred packets are not sent at all. A PROBE before the first packet says how many there are, so the receiver does not
+Deferred packets are not sent. A PROBE before the first packet announces their number, so that the receiver does not
 wait for them.
 """
 
@@ -40,7 +41,10 @@ _COUNTERS: Final = tuple(name for name, _ in ffi.typeof("packet_counters").field
 
 
 class Sent(NamedTuple):
-    """The receiver has acknowledged a message: which packets arrived, and how many were sent and retransmitted."""
+    """The receiver has acknowledged a message.
+
+    The event has the packets that arrived, and the numbers sent and retransmitted.
+    """
 
     peer: int
     key: MessageKey
@@ -70,7 +74,7 @@ class Unexpected(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """The sender's message, of ``packets`` packets, has another size than the posted receive."""
+    """The sender's message has ``packets`` packets, which does not match the posted receive."""
 
     peer: int
     key: MessageKey
@@ -116,7 +120,7 @@ class PathState(NamedTuple):
     delay_s: float
     """Its smoothed round-trip time; 0 if unknown."""
     loss: float
-    """Smoothed share of packets lost; the next field, of those marked."""
+    """Smoothed share of packets lost; in the next field, of packets marked."""
     marks: float
     sent: int
     """Packets sent on it so far, including retransmissions."""
@@ -176,17 +180,17 @@ def first_block(key: MessageKey, values: int, per_packet: int) -> int:
 class StreamingReduction:
     """The average of this rank's values and the others' contributions, computed in place as packets arrive.
 
-    Own values come first, then those of the others in a fixed order, whichever arrives first, so the result is always
-    the same. With ``first_block`` each of the others begins with another chunk of its message
-    (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets that arrive before their turn
-    wait in a buffer. Use it in the endpoint's thread.
+    Own values come first, then the others' in a fixed order, so the result does not depend on the order of arrival.
+    With ``first_block`` each of the others begins with another chunk of its message (:class:`dlcp.tags.ChunkOrder`),
+    and the order differs by chunk accordingly. Packets that arrive before their turn wait in a buffer. Use it in the
+    endpoint's thread.
 
     Parameters
     ----------
     values
         Own values, shape (m,); holds the average in the end.
     per_packet
-        How many values a packet carries.
+        The number of values in a packet.
     members
         How many others contribute.
     divisor
@@ -231,14 +235,14 @@ class StreamingReduction:
         return _unpacked(bits, self._packets)
 
     def finish(self, rescale: bool) -> int:
-        """Average packets with contributions that will never arrive; return how many there were.
+        """Average packets with contributions that will never arrive; return their number.
 
         Complete packets are averaged already. This ends the reduction.
 
         Parameters
         ----------
         rescale
-            Divide by the number of contributing ranks instead of the divisor.
+            Divide by the number of ranks in each sum, instead of the divisor.
         """
         ffi.gc(self.pointer, None)  # C frees it
         incomplete: int = lib.dlcp_reduction_finish(self.pointer, rescale)
@@ -253,7 +257,8 @@ class Engine:
     Attributes
     ----------
     view, flows
-        Its state, an ``engine_view`` of ``engine.h``, and by rank what is in flight to each peer, a ``flow_view``.
+        The engine's state, an ``engine_view`` of ``engine.h``, and by rank the state of the flow to each peer, a
+        ``flow_view``.
 
     Parameters
     ----------
@@ -313,7 +318,7 @@ class Engine:
         self.view: Any = lib.dlcp_engine_view(engine)
         for each in further:
             if lib.dlcp_add_socket(engine, each.fileno()) == lib.NO_MEMORY:
-                raise ValueError(f"{len(further) + 1} paths are more than {PATHS_MAX}")
+                raise ValueError(f"{len(further) + 1} paths exceed the maximum of {PATHS_MAX}")
         self.flows: dict[int, Any] = {}
         for peer, number in self._numbers.items():
             service = ffi.from_buffer(service_of(options.tagged, ecn_capable[peer]))
@@ -343,12 +348,12 @@ class Engine:
     # Events -----------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
-        """Return what has happened since the last call, in order.
+        """Return the events since the last call, in order.
 
         Raises
         ------
         MemoryError
-            Memory ran out where nothing could be refused; the engine must not be used any more.
+            Memory ran out, and no request could be refused; the engine must not be used any more.
         """
         view, ranks = self.view, self._ranks
         if view.failed:
@@ -393,12 +398,12 @@ class Engine:
             raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
 
     def detach(self, peer: int, key: MessageKey, payload: Bytes | None) -> bool:
-        """Continue sending from a copy of a message's payload; return whether any of it may still be sent."""
+        """Continue sending from a copy of a message's payload; return whether a part may still be sent."""
         copy = ffi.NULL if payload is None else ffi.from_buffer(payload)
         return bool(lib.dlcp_detach(self._engine, self._numbers[peer], *key, copy))
 
     def sending(self, peer: int, key: MessageKey) -> tuple[int, int, int, int]:
-        """Return how many packets of a message are delivered, in flight, unsent, and in total; 0 if it is gone."""
+        """Return the numbers of a message's packets: delivered, in flight, unsent, and in total; 0 if it has ended."""
         progress = lib.dlcp_sending(self._engine, self._numbers[peer], *key)
         return progress.delivered, progress.flying, progress.unsent, progress.packets
 
@@ -407,8 +412,8 @@ class Engine:
     ) -> int:
         """Post a receive into ``buffer`` and ``request.tail``, or into its reduction.
 
-        Without a buffer, the reduction must not need one. Memory is kept until :class:`Arrived`, or for a reduction
-        until it is over.
+        ``buffer`` may be missing only if the reduction needs none. Memory is kept until :class:`Arrived`, or until the
+        reduction ends.
 
         Returns
         -------
@@ -439,7 +444,7 @@ class Engine:
         return done
 
     def receiving(self, peer: int, key: MessageKey) -> tuple[int, int]:
-        """Return how many packets of a message have arrived, and how many it has; 0 if unknown."""
+        """Return the numbers of a message's packets that have arrived, and in total; 0 if unknown."""
         progress = lib.dlcp_receiving(self._engine, self._numbers[peer], *key)
         return progress.delivered, progress.packets
 
@@ -448,11 +453,11 @@ class Engine:
         lib.dlcp_begin_step(self._engine, step, now_s)
 
     def forget(self, peer: int, key: MessageKey) -> None:
-        """Forget a complete message, for which no more packets will come."""
+        """Forget a complete message; no more of its packets will arrive."""
         lib.dlcp_forget(self._engine, self._numbers[peer], *key)
 
     def remind(self, now_s: float) -> None:
-        """Remind senders which messages are complete, until they acknowledge it: this rank will soon be gone."""
+        """Remind senders of complete messages until they acknowledge, because this rank is about to leave."""
         lib.dlcp_remind(self._engine, now_s)
 
     def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
@@ -467,7 +472,7 @@ class Engine:
         lib.dlcp_accept(self._engine, self._numbers[peer], ffi.from_buffer("uint16_t[]", numbers), len(numbers))
 
     def spread(self, peer: int, paths: int) -> None:
-        """Send packets to a peer on this many paths: it knows all their ports."""
+        """Set the number of paths to a peer, which must know all their ports."""
         if lib.dlcp_spread(self._engine, self._numbers[peer], paths) == lib.NO_MEMORY:
             raise MemoryError(f"no memory for {paths} paths to rank {peer}")
 
@@ -484,11 +489,14 @@ class Engine:
         lib.dlcp_take_in(self._engine, ffi.from_buffer(datagram), len(datagram), host, port, tos, now_s)
 
     def tick(self, now_s: float) -> float:
-        """Do what is due: acknowledge, probe, repeat, report; return when something is due next."""
+        """Run due timers: acknowledge, probe, repeat, report; return the time of the next one."""
         return float(lib.dlcp_tick(self._engine, now_s))
 
     def pump(self, now_s: float) -> int:
-        """Send a burst to each peer whose window admits it; return how many packets, or -1 if the socket is full."""
+        """Send a burst to each peer whose window admits it.
+
+        Return the number of packets, or -1 if the socket is full.
+        """
         return int(lib.dlcp_pump(self._engine, now_s))
 
     def turn(self, until_s: float) -> None:

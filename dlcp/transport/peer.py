@@ -115,7 +115,7 @@ class Peer:
     rank
         Which.
     flow
-        What is in flight to it, a ``flow_view`` of ``engine.h``.
+        The state of the flow to it, a ``flow_view`` of ``engine.h``.
     control
         Its congestion control.
     payload_bytes
