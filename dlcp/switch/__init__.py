@@ -43,12 +43,10 @@ from dlcp.switch.executor.model import (
 from dlcp.switch.executor.program import (
     BACKENDS,
     Backend,
-    Carry,
     Program,
-    Snapshot,
     cache_directory,
 )
-from dlcp.switch.executor.state import Action, Entry, GroupRef, MemberRef, MeterConfig
+from dlcp.switch.executor.state import Action, GroupRef, MemberRef, MeterConfig
 from dlcp.switch.forwarding import EmptyProgram
 from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
@@ -67,11 +65,9 @@ __all__ = [
     "READY",
     "Action",
     "Backend",
-    "Carry",
     "EgressEvent",
     "EmptyProgram",
     "Entries",
-    "Entry",
     "EntryError",
     "EventCount",
     "GroupRef",
@@ -89,7 +85,6 @@ __all__ = [
     "Program",
     "ProgramDef",
     "ProgramError",
-    "Snapshot",
     "Switch",
     "SwitchProcess",
     "SwitchProcessError",

@@ -18,26 +18,7 @@ from dlcp.switch.executor.codegen import DROP_PORT
 from dlcp.switch.executor.program import CompiledMachine
 from dlcp.switch.ports import PortGroup, ReceivedFrames, queues
 from dlcp.switch.ports.packet import Numbers, PacketPort, Rows
-from dlcp.switch.ports.queues import (
-    ARRIVED_CELLS,
-    BYTES,
-    CAME_NS,
-    INGRESS_DROPS,
-    LATE_NS,
-    LENGTH,
-    NEVER_NS,
-    NO_PORT,
-    OUT,
-    PLACE,
-    READY_COUNT,
-    SLOT,
-    SLOT_CELLS,
-    TOTAL_CELLS,
-    WAKE_NS,
-    PortQueueing,
-    PortQueues,
-    new_port,
-)
+from dlcp.switch.ports.queues import NEVER_NS, PortQueueing, PortQueues
 
 
 class PacketProgram(Protocol):
@@ -107,9 +88,9 @@ class Forwarding(ABC):
         self._numbers = sorted(group_of)
         self._place_of = {port: place for place, port in enumerate(self._numbers)}
         self._places = table([self._place_of.get(port, -1) for port in range(PORTS_MAX)])
-        self._ports = table([new_port(port, queueing.get(port, PortQueueing())) for port in self._numbers])
-        self._totals = table([0] * (TOTAL_CELLS + len(self._numbers)))
-        self._totals[WAKE_NS] = NEVER_NS
+        self._ports = table([queues.new_port(port, queueing.get(port, PortQueueing())) for port in self._numbers])
+        self._totals = table([0] * (queues.TOTAL_CELLS + len(self._numbers)))
+        self._totals[queues.WAKE_NS] = NEVER_NS
         self.queues = {
             port: PortQueues(row, queueing.get(port, PortQueueing()))
             for port, row in zip(self._numbers, self._ports, strict=True)
@@ -118,22 +99,22 @@ class Forwarding(ABC):
     @property
     def wake_ns(self) -> int:
         """Time of the next departure or arrival; NEVER_NS if there is none."""
-        return int(self._totals[WAKE_NS])
+        return int(self._totals[queues.WAKE_NS])
 
     @property
     def no_port(self) -> int:
         """Packets that the program sent to a port that does not exist."""
-        return int(self._totals[NO_PORT])
+        return int(self._totals[queues.NO_PORT])
 
     @property
     def late_max_ns(self) -> int:
         """Maximum lateness of the caller, in nanoseconds after `wake_ns`."""
-        return int(self._totals[LATE_NS])
+        return int(self._totals[queues.LATE_NS])
 
     @property
     def ingress_drops(self) -> dict[int, int]:
         """Packets that the program dropped in ingress, by the port they came in on."""
-        return {port: int(row[INGRESS_DROPS]) for port, row in zip(self._numbers, self._ports, strict=True)}
+        return {port: int(row[queues.INGRESS_DROPS]) for port, row in zip(self._numbers, self._ports, strict=True)}
 
     @abstractmethod
     def take_in(self, filenos: Sequence[int]) -> None:
@@ -163,8 +144,8 @@ class Forwarding(ABC):
     def adopt(self, before: "Forwarding") -> None:
         """Continue the counts of another forwarding."""
         for port, dropped in before.ingress_drops.items():
-            self._ports[self._place_of[port]][INGRESS_DROPS] = dropped
-        self._totals[NO_PORT], self._totals[LATE_NS] = before.no_port, before.late_max_ns
+            self._ports[self._place_of[port]][queues.INGRESS_DROPS] = dropped
+        self._totals[queues.NO_PORT], self._totals[queues.LATE_NS] = before.no_port, before.late_max_ns
         for port, own in self.queues.items():
             own.adopt(before.queues[port])
 
@@ -172,9 +153,9 @@ class Forwarding(ABC):
         """Process ``count`` received packets and everything due by ``now_ns``; send the packets that have arrived."""
         self._forward(now_ns, count)
         totals = self._totals
-        for ready in range(int(totals[READY_COUNT])):
-            self._send(int(totals[READY_COUNT + 1 + ready]))
-        totals[READY_COUNT] = 0
+        for ready in range(int(totals[queues.READY_COUNT])):
+            self._send(int(totals[queues.READY_COUNT + 1 + ready]))
+        totals[queues.READY_COUNT] = 0
 
 
 BURST_PACKETS: Final = 32
@@ -221,7 +202,7 @@ class PlainForwarding(Forwarding):
             self._rows[slot] = packet
             return slot
         self._rows.append(packet)
-        self._slots.append([0] * SLOT_CELLS)
+        self._slots.append([0] * queues.SLOT_CELLS)
         for numbers in (self._carry, spare, *self._out):
             numbers.append(0)
         return len(self._rows) - 1
@@ -232,11 +213,11 @@ class PlainForwarding(Forwarding):
 
     def _send(self, place: int) -> None:
         number, port = self._numbers[place], self._ports[place]
-        slots = self._out[place][: port[OUT]]
+        slots = self._out[place][: port[queues.OUT]]
         self._group_of[number].send(number, [self._rows[slot] for slot in slots])
         for slot in slots:
             queues.give_back(self._spare, slot)
-        port[OUT] = 0
+        port[queues.OUT] = 0
 
 
 _PLAIN: Final = queues.FORWARD.format(
@@ -276,12 +257,12 @@ class BatchForwarding(Forwarding):
         self._machine = machine
         longest = [group.frame_max_bytes for group in group_of.values() if isinstance(group, PacketPort)]
         self._rows: Rows = np.empty((0, _row_bytes(max(longest, default=0))), np.uint8)
-        self._slots: Numbers = np.empty((0, SLOT_CELLS), np.int64)
+        self._slots: Numbers = np.empty((0, queues.SLOT_CELLS), np.int64)
         self._carry: Numbers = np.empty((0, machine.carry_cells), np.int64)
         self._spare: Numbers = np.zeros(1, np.int64)
         self._out: Numbers = np.empty((len(self._numbers), 0), np.int64)
         self._grow(SLOTS)
-        self._arrived: Numbers = np.empty((2 * BATCH_PACKETS, ARRIVED_CELLS), np.int64)
+        self._arrived: Numbers = np.empty((2 * BATCH_PACKETS, queues.ARRIVED_CELLS), np.int64)
         self._lengths: Numbers = np.empty(BATCH_PACKETS, np.int64)
         self._stamps_ns: Numbers = np.empty(BATCH_PACKETS, np.int64)
 
@@ -295,7 +276,7 @@ class BatchForwarding(Forwarding):
             else:
                 count += self._copy_in(group.receive(fileno, BATCH_PACKETS), count)
         if len(filenos) > 1:
-            order = np.argsort(self._arrived[:count, CAME_NS], kind="stable")
+            order = np.argsort(self._arrived[:count, queues.CAME_NS], kind="stable")
             self._arrived[:count] = self._arrived[:count][order]
         self._run(self._now_ns(), count)
 
@@ -330,9 +311,14 @@ class BatchForwarding(Forwarding):
         """Add rows for received packets to a batch of ``count`` packets, and take their slots off the stack."""
         end = count + len(slots)
         if end > len(self._arrived):
-            self._arrived = np.concatenate([self._arrived[:count], np.empty((2 * end, ARRIVED_CELLS), np.int64)])
+            self._arrived = np.concatenate([self._arrived[:count], np.empty((2 * end, queues.ARRIVED_CELLS), np.int64)])
         rows = self._arrived[count:end]
-        rows[:, SLOT], rows[:, PLACE], rows[:, CAME_NS], rows[:, BYTES] = slots, places, came_ns, lengths
+        rows[:, queues.SLOT], rows[:, queues.PLACE], rows[:, queues.CAME_NS], rows[:, queues.BYTES] = (
+            slots,
+            places,
+            came_ns,
+            lengths,
+        )
         self._spare[0] -= len(slots)
 
     def _forward(self, now_ns: int, count: int) -> None:
@@ -342,9 +328,9 @@ class BatchForwarding(Forwarding):
     def _send(self, place: int) -> None:
         number = self._numbers[place]
         group = self._group_of[number]
-        count = int(self._ports[place, OUT])
+        count = int(self._ports[place, queues.OUT])
         slots = self._out[place, :count]
-        lengths = self._slots[slots, LENGTH]
+        lengths = self._slots[slots, queues.LENGTH]
         if isinstance(group, PacketPort):
             group.send_rows(number, self._rows, slots, lengths)
         else:
@@ -354,7 +340,7 @@ class BatchForwarding(Forwarding):
         top = int(self._spare[0]) + 1
         self._spare[top : top + count] = slots
         self._spare[0] += count
-        self._ports[place, OUT] = 0
+        self._ports[place, queues.OUT] = 0
 
     def _free_slots(self, count: int) -> Numbers:
         """Return free slots in order of use; they stay on the stack until used."""
@@ -368,7 +354,7 @@ class BatchForwarding(Forwarding):
         """Add ``count`` packet slots."""
         before = len(self._rows)
         self._rows = np.concatenate([self._rows, np.zeros((count, self._rows.shape[1]), np.uint8)])
-        self._slots = np.concatenate([self._slots, np.zeros((count, SLOT_CELLS), np.int64)])
+        self._slots = np.concatenate([self._slots, np.zeros((count, queues.SLOT_CELLS), np.int64)])
         self._carry = np.concatenate([self._carry, np.zeros((count, self._carry.shape[1]), np.int64)])
         self._out = np.zeros((len(self._out), before + count), np.int64)
         self._spare = np.concatenate([self._spare, np.zeros(count, np.int64)])

@@ -662,22 +662,13 @@ class Stores:
         for byte in range(item.offset // 8, (end + 7) // 8):
             low, high = max(item.offset, byte * 8), min(end, byte * 8 + 8)
             mask = ((1 << (high - low)) - 1) << (byte * 8 + 8 - high)
+            right, left, bits = end - high, byte * 8 + 8 - high, (1 << (high - low)) - 1
             if text.isdigit() or text.startswith("0x"):
-                piece = str(((int(text, 0) >> (end - high)) & ((1 << (high - low)) - 1)) << (byte * 8 + 8 - high))
+                piece = str((int(text, 0) >> right & bits) << left)
             else:
-                piece = text if end == high else f"{text} >> {end - high}"
-                if low > item.offset:
-                    piece = (
-                        f"({piece}) & {(1 << (high - low)) - 1}"
-                        if end != high
-                        else f"{piece} & {(1 << (high - low)) - 1}"
-                    )
-                if byte * 8 + 8 > high:
-                    piece = (
-                        f"({piece}) << {byte * 8 + 8 - high}" if " " in piece else f"{piece} << {byte * 8 + 8 - high}"
-                    )
-                elif " " in piece:
-                    piece = f"({piece})"
+                piece = f"({text} >> {right})" if right else text
+                piece = f"({piece} & {bits})" if low > item.offset else piece
+                piece = f"({piece} << {left})" if left else piece
             old_mask, terms = partial.get(byte, (0, []))
             partial[byte] = (old_mask | mask, [*terms, piece])
 
@@ -692,13 +683,9 @@ class Stores:
             pieces = _pieces(size)
             for piece in pieces:
                 rest -= piece
-                part = f"{text} >> {8 * rest}" if rest else text
-                if len(pieces) > 1 and rest + piece < size:
-                    part = (
-                        f"{part} & {hex((1 << 8 * piece) - 1)}"
-                        if not rest
-                        else f"({part}) & {hex((1 << 8 * piece) - 1)}"
-                    )
+                part = f"({text} >> {8 * rest})" if rest else text
+                if rest + piece < size:
+                    part = f"{part} & {hex((1 << 8 * piece) - 1)}"
                 units.append(piece)
                 values.append(part)
         store = self.helpers.name(StoreBytes(tuple(units)))
@@ -846,29 +833,17 @@ class ParserText:
 HASH_BITS = {"crc16": 16, "crc32": 32, "csum16": 16, "xor16": 16}
 
 
-def positive_facts(condition: Expr) -> frozenset[str]:
-    """Return the headers that are valid when a condition holds."""
-    if isinstance(condition, Valid):
+def facts_of(condition: Expr, holds: bool) -> frozenset[str]:
+    """Return the headers that are known to be valid when a condition holds, or when it does not."""
+    if isinstance(condition, Valid) and holds:
         return frozenset({condition.header})
     if isinstance(condition, Op):
-        if condition.op == "and":
-            return positive_facts(condition.args[0]) | positive_facts(condition.args[1])
-        if condition.op in ("d2b", "b2d"):
-            return positive_facts(condition.args[0])
         if condition.op == "not":
-            return negative_facts(condition.args[0])
-    return frozenset()
-
-
-def negative_facts(condition: Expr) -> frozenset[str]:
-    """Return the headers that are valid when a condition does not hold."""
-    if isinstance(condition, Op):
-        if condition.op == "or":
-            return negative_facts(condition.args[0]) | negative_facts(condition.args[1])
-        if condition.op == "not":
-            return positive_facts(condition.args[0])
+            return facts_of(condition.args[0], not holds)
         if condition.op in ("d2b", "b2d"):
-            return negative_facts(condition.args[0])
+            return facts_of(condition.args[0], holds)
+        if condition.op == ("and" if holds else "or"):
+            return facts_of(condition.args[0], holds) | facts_of(condition.args[1], holds)
     return frozenset()
 
 
@@ -891,8 +866,8 @@ class ControlText:
             join = self.joins[name]
             if isinstance(node, Conditional):
                 condition = self.expressions.condition(node.condition, node.where)
-                then = self._taken(node.then, join, self._implied(facts | positive_facts(node.condition)))
-                otherwise = self._taken(node.otherwise, join, self._implied(facts | negative_facts(node.condition)))
+                then = self._taken(node.then, join, self._implied(facts | facts_of(node.condition, True)))
+                otherwise = self._taken(node.otherwise, join, self._implied(facts | facts_of(node.condition, False)))
                 self.write.branch(condition, then, otherwise)
             else:
                 self._table(node, join, facts)
@@ -1217,7 +1192,7 @@ class ControlText:
         if checksum.condition is None:
             return valid
         condition = self.expressions.condition(checksum.condition, checksum.calculation.where)
-        return condition if checksum.target.header in positive_facts(checksum.condition) else f"{valid} and {condition}"
+        return condition if checksum.target.header in facts_of(checksum.condition, True) else f"{valid} and {condition}"
 
 
 def word_units(first: int, end: int, gap: int) -> tuple[tuple[int, int], ...]:

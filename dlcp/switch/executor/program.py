@@ -49,19 +49,15 @@ class PlainMachine:
 
     def __init__(self, generated: Generated) -> None:
         layout = generated.layout
-        self.registers = [0] * layout.register_cells
-        self.packets_counted = [0] * layout.counter_cells
-        self.bytes_counted = [0] * layout.counter_cells
-        self.meter_rates = [[0.0, 0.0] for _ in range(layout.meter_cells)]
-        self.meter_tokens = [[0] * TOKEN_CELLS for _ in range(layout.meter_cells)]
-        self._generated = generated
-        self._namespace: dict[str, Any] = {
-            "registers": self.registers,
-            "packets_counted": self.packets_counted,
-            "bytes_counted": self.bytes_counted,
-            "meter_rates": self.meter_rates,
-            "meter_tokens": self.meter_tokens,
+        self.flat: dict[str, Any] = {
+            "registers": [0] * layout.register_cells,
+            "packets_counted": [0] * layout.counter_cells,
+            "bytes_counted": [0] * layout.counter_cells,
+            "meter_rates": [[0.0, 0.0] for _ in range(layout.meter_cells)],
+            "meter_tokens": [[0] * TOKEN_CELLS for _ in range(layout.meter_cells)],
         }
+        self._generated = generated
+        self._namespace = dict(self.flat)
         self.source = generated.plain(self._namespace)
         self.ingress: Any = None
         self.egress: Any = None
@@ -99,11 +95,13 @@ class CompiledMachine:
 
     def __init__(self, generated: Generated) -> None:
         layout = generated.layout
-        self.registers = np.zeros(layout.register_cells, np.int64)
-        self.packets_counted = np.zeros(layout.counter_cells, np.int64)
-        self.bytes_counted = np.zeros(layout.counter_cells, np.int64)
-        self.meter_rates = np.zeros((layout.meter_cells, 2), np.float64)
-        self.meter_tokens = np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64)
+        self.flat: dict[str, Any] = {
+            "registers": np.zeros(layout.register_cells, np.int64),
+            "packets_counted": np.zeros(layout.counter_cells, np.int64),
+            "bytes_counted": np.zeros(layout.counter_cells, np.int64),
+            "meter_rates": np.zeros((layout.meter_cells, 2), np.float64),
+            "meter_tokens": np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64),
+        }
         self._generated = generated
         self.source = generated.compiled() + forwarding(generated)
         self._module = load_compiled(self.source)
@@ -125,14 +123,7 @@ class CompiledMachine:
         """Return the arrays for compiled functions: all tables and profiles in one, rebuilt after a change."""
         if not self._deferred and self._changed():
             self._structures = self.prepare()
-        return (
-            self._structures,
-            self.registers,
-            self.packets_counted,
-            self.bytes_counted,
-            self.meter_rates,
-            self.meter_tokens,
-        )
+        return self._structures, *self.flat.values()
 
     def _changed(self) -> bool:
         return any(table.changed for table in self._tables) or any(profile.changed for profile in self._profiles)
@@ -334,6 +325,8 @@ class Program:
         The generated text.
     definition
         The program's model.
+    machine
+        Holds the state and runs the generated text.
     ingress
         ``ingress(packet, ingress_port, now_us)`` returns egress port (`DROP_PORT`: dropped), priority 0-7 and carry.
     egress
@@ -352,24 +345,24 @@ class Program:
             machine: PlainMachine | CompiledMachine = CompiledMachine(generated)
         else:
             machine = PlainMachine(generated)
-        self._machine = machine
-        self.source = machine.source
+        self.machine = machine
+        self.source, flat = machine.source, machine.flat
         self.registers = Named(
             "register",
             {
-                item.name: Register(item.name, layout.registers[item.name], item.size, item.width, machine.registers)
+                item.name: Register(item.name, layout.registers[item.name], item.size, item.width, flat["registers"])
                 for item in definition.registers.values()
             },
         )
         self.counters = Named(
             "counter",
             {
-                name: Counter(name, layout.counters[name], item.size, machine.packets_counted, machine.bytes_counted)
+                name: Counter(name, layout.counters[name], item.size, flat["packets_counted"], flat["bytes_counted"])
                 for name, item in definition.counters.items()
             },
         )
         cells = {
-            name: MeterCells(name, layout.meters[name], item.size, machine.meter_rates, machine.meter_tokens)
+            name: MeterCells(name, layout.meters[name], item.size, flat["meter_rates"], flat["meter_tokens"])
             for name, item in definition.meters.items()
         }
         self._meters = cells
@@ -402,11 +395,6 @@ class Program:
         machine.attach(self.tables, self.profiles)
         self.ingress: Callable[[bytearray, int, int], tuple[int, int, Carry]] = machine.ingress
         self.egress: Callable[..., bool] = machine.egress
-
-    @property
-    def machine(self) -> PlainMachine | CompiledMachine:
-        """The machine that holds the state and runs the generated text."""
-        return self._machine
 
     @classmethod
     def load(cls, path: str | Path, *, backend: Backend = "python") -> "Program":
