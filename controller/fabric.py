@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from dlcp.document import Document, PlaceError, Step
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 from dlcp.switch import QUEUES, PortQueueing
 from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, Queue
 

@@ -32,8 +32,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dlcp.children import python_command
-from dlcp.closing import Closing, end
+from dlcp.closing import Closing
 from dlcp.controller.fabric import SwitchKind
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import (
@@ -50,6 +49,7 @@ from dlcp.controller.testbed.layout import (
 )
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
 from dlcp.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
+from dlcp.processes import end, python_command
 
 # -------------------------------------------------------------------------------------------------- ports of namespaces
 

@@ -15,7 +15,6 @@ from typing import IO, Any, Final, TypeVar
 
 import msgspec
 
-from dlcp.children import python_command
 from dlcp.closing import Closing
 from dlcp.controller.fabric import Fabric, SwitchKind, load
 from dlcp.controller.pipeline import CompiledProgram
@@ -25,6 +24,7 @@ from dlcp.controller.testbed.layout import KEEPER_READY, LOOPBACK, Layout, State
 from dlcp.controller.testbed.requirements import missing
 from dlcp.controller.watch import Watcher
 from dlcp.netlab import NamedNamespace
+from dlcp.processes import python_command
 from dlcp.switch import EventCount
 
 PROGRAM_DEADLINE_S: Final = 30.0

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from dlcp.commands.common import add_link, add_training, check_folder, refuse
+from dlcp.commands.common import add, add_link, add_training, check_folder, refuse
 from dlcp.configuration import short
 from dlcp.controller.entries import most_switches
 from dlcp.controller.fabric import Fabric, SwitchKind, leaf_spine, load, star
@@ -17,8 +17,7 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.accounts import IDLE_MIN, port_rates
 from dlcp.controller.testbed.layout import StateFile, TestbedState
 from dlcp.controller.testbed.lifecycle import FABRIC, down, fabric_of, find, up
-from dlcp.demo.run import DemoError, Progress
-from dlcp.demo.series import report, run_series, select
+from dlcp.demo.run import DemoError, Progress, report, run_series, select
 from dlcp.demo.setup import Variant, variants
 from dlcp.demo.testbed import TestbedSetup, check, disagreements, train
 from dlcp.netlab import NamespaceError
@@ -36,23 +35,21 @@ _LEAF_HOSTS: Final = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``dlcp testbed`` takes."""
+    """Declare the options of ``dlcp testbed``."""
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    up = commands.add_parser("up", help="build hosts, links and switches, program them, and leave them running")
+    up = commands.add_parser("up", help="create hosts, links and switches, program them, and leave them running")
     run = commands.add_parser("run", help="train over a testbed with Gloo and with DLCP, and write a report page")
-    status = commands.add_parser("status", help="show what is up")
-    down = commands.add_parser("down", help="remove a testbed, or what a crash has left of it")
+    status = commands.add_parser("status", help="show the running testbed")
+    down = commands.add_parser("down", help="remove a testbed, or the rest of a crashed one")
     for each in (up, run, status, down):
-        each.add_argument(
-            "--name", type=_name, default=_NAME, help="prefix of its namespaces and files (default: %(default)s)"
-        )
+        add(each, "--name", "NAME", _name, "prefix of its namespaces and files", default=_NAME)
     for each in (up, run):
         _add_shape(each)
     add_training(run.add_argument_group("what to train"), 24, Path("out/testbed"))
 
 
 def _name(text: str) -> str:
-    """Return a name that files, namespaces and interfaces can have."""
+    """Check that files, namespaces and interfaces can have this name."""
     if not _PROPER_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"takes up to 32 letters, digits, - and _, got {short(text)}")
     return text
@@ -69,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to build")
-    group.add_argument("--fabric", metavar="star|leaf-spine|FILE", help="shape, or a fabric as YAML (default: star)")
+    add(group, "--fabric", "star|leaf-spine|FILE", str, "shape, or a fabric as YAML (default: star)")
     group.add_argument("--switch", choices=["builtin", "bmv2"], help="kind of switches (default: builtin)")
     add_link(group, None, None, ("32", "32; BMv2: 64"))
 
@@ -115,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -> int:
-    """Make the chosen runs; write the page once all are there."""
+    """Make the chosen runs; write the page once the folder holds all."""
     setup = _setup(arguments, state, fabric)
     check(setup, state)
     console = Console()
@@ -126,7 +123,7 @@ def _train(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -
         if idle < IDLE_MIN:
             console.print(
                 f"[bold]the machine was busy[/] during {variant.title!r} ({idle:.0%} idle): its processors were the "
-                "limit, not the network's rates. Leave it to the testbed alone, or take a lower --rate-mbps"
+                "bottleneck, not the network's rates. Stop other programs, or choose a lower --rate-mbps"
             )
         return record
 
@@ -185,7 +182,7 @@ def _setup(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -
 
 
 def _refuse_other(arguments: argparse.Namespace, state: TestbedState) -> None:
-    """Refuse to run on a testbed that is up and is not the one that the command line describes."""
+    """Refuse to run on a testbed that the command line does not describe."""
     given = [arguments.fabric, arguments.rate_mbps, arguments.depth]
     if any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind):
         raise TestbedError(
@@ -195,7 +192,7 @@ def _refuse_other(arguments: argparse.Namespace, state: TestbedState) -> None:
 
 
 def _show(name: str, state: TestbedState) -> None:
-    """Print what a testbed consists of, and how to reach it."""
+    """Print the hosts and switches of a testbed, and how to reach them."""
     layout = state.layout
     print(f"testbed {name!r} is up: {len(layout.hosts)} hosts, switches: {len(layout.switches)} ({layout.kind})")
     for plan in layout.switches:

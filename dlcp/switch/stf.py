@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from dlcp.suggestion import nearest
+from dlcp.error_text import nearest
 from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, parse_matches, parse_number
 from dlcp.switch.events import EgressEvent, IngressEvent, event_index
 from dlcp.switch.executor.codegen import DROP_PORT
