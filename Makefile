@@ -66,7 +66,7 @@ lint: $(STAMP) ## check style, types and layers
 	@cd out/types && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
-	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py p4/tna/bfrt_writes.py
+	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py
 
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json
 	@mkdir -p out/bench

@@ -10,9 +10,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from dlcp.controller.fabric import Fabric, Port
-from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.reconcile import Outcome, Plan
-from dlcp.controller.session import Readings
+from dlcp.controller.pipeline import KINDS, CompiledProgram
+from dlcp.controller.session import Outcome, Plan, Readings
 from dlcp.switch import Entries
 
 _CHANGES_SHOWN = 20
@@ -53,8 +52,8 @@ def plan_tree(plan: Plan, pipeline: CompiledProgram, *, every: bool = False) -> 
         if number == _CHANGES_SHOWN and not every:
             tree.add(Text(f"and {len(difference) - number} more (--all shows them)"))
             break
-        text = f"{change.action.value} {pipeline.describe(change.entity)}"
-        tree.add(Text(text, style=_STYLES[change.action.value]))
+        text = f"{KINDS[change.type]} {pipeline.describe(change.entity)}"
+        tree.add(Text(text, style=_STYLES[KINDS[change.type]]))
     return tree
 
 

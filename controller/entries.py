@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
-from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port, distances
-from dlcp.controller.policy import Remap
+from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port, Remap, distances
 from dlcp.switch import QUEUES, Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry, Value
 from dlcp.wire import DROP_CLASSES, PacketType, Queue
 

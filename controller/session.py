@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P4Runtime connection to one switch: every wait has a deadline, and every error names the switch."""
+"""A P4Runtime connection to one switch: compare its state with the wanted state, write the difference, read counters.
+
+Every wait has a deadline, and every error names the switch. P4Runtime cannot set the depth of BMv2's queues; BMv2's own
+command-line tool can, over Thrift.
+"""
 
 import asyncio
+import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
@@ -15,9 +20,19 @@ import numpy as np
 from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
 from finsy.proto import U128, p4r
 
-from dlcp.controller.fabric import FabricSwitch
-from dlcp.controller.pipeline import Change, ChangeKind, CompiledProgram
-from dlcp.switch import EVENT_COUNTERS, QUEUES, EgressEvent, EventCount, IngressEvent, decode_events, event_index
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Fabric, FabricSwitch
+from dlcp.controller.pipeline import KINDS, CompiledProgram, Difference, difference
+from dlcp.switch import (
+    EVENT_COUNTERS,
+    QUEUES,
+    EgressEvent,
+    EventCount,
+    IngressEvent,
+    PortQueueing,
+    decode_events,
+    event_index,
+)
 from dlcp.wire import DROP_CLASSES
 
 _T = TypeVar("_T")
@@ -63,11 +78,6 @@ ENDING_S: Final = 2.0
 milliseconds, more on a busy host."""
 _BID_AGAIN_S: Final = 0.05
 _REFUSALS_SHOWN: Final = 5
-_UPDATES: Final = {
-    ChangeKind.INSERT: p4r.Update.INSERT,
-    ChangeKind.MODIFY: p4r.Update.MODIFY,
-    ChangeKind.DELETE: p4r.Update.DELETE,
-}
 _CONFIG: Final = p4r.GetForwardingPipelineConfigRequest
 
 
@@ -205,7 +215,7 @@ class Session:
         request = p4r.ReadRequest(device_id=self.switch.device_id, entities=entities)
         return await self._within(_collect(self._client.request_iter(request)), "reading its state")
 
-    async def write(self, changes: Sequence[Change]) -> None:
+    async def write(self, changes: Sequence[p4r.Update]) -> None:
         """Write changes in one request.
 
         Raises
@@ -216,7 +226,7 @@ class Session:
         request = p4r.WriteRequest(
             device_id=self.switch.device_id,
             election_id=U128.encode(self._election_id),
-            updates=[p4r.Update(type=_UPDATES[change.action], entity=change.entity) for change in changes],
+            updates=changes,
         )
         self.writes += 1
         await self._within(self._client.request(request), f"writing {len(changes)} changes", changes)
@@ -276,14 +286,14 @@ class Session:
         if not self.lost.done():
             self.lost.set_exception(error)
 
-    async def _within(self, answer: Awaitable[_T], what: str, changes: Sequence[Change] = ()) -> _T:
+    async def _within(self, answer: Awaitable[_T], what: str, changes: Sequence[p4r.Update] = ()) -> _T:
         """Return an answer as `_translated` does, within the deadline."""
         try:
             return await within(self._translated(answer, what, changes), self._deadline_s)
         except asyncio.TimeoutError:
             raise self._error(f"{what}: no answer within {self._deadline_s:g} s") from None
 
-    async def _translated(self, answer: Awaitable[_T], what: str, changes: Sequence[Change] = ()) -> _T:
+    async def _translated(self, answer: Awaitable[_T], what: str, changes: Sequence[p4r.Update] = ()) -> _T:
         """Return an answer; raise errors as ControlErrors, which name the switch and the refused ``changes``."""
         try:
             return await answer
@@ -295,9 +305,9 @@ class Session:
                 raise
             raise self._error("it closed the connection") from None
 
-    def _refused_changes(self, error: P4ClientError, changes: Sequence[Change]) -> ControlError:
+    def _refused_changes(self, error: P4ClientError, changes: Sequence[p4r.Update]) -> ControlError:
         lines = [
-            f"{changes[index].action.value} {self.pipeline.describe(changes[index].entity)}: "
+            f"{KINDS[changes[index].type]} {self.pipeline.describe(changes[index].entity)}: "
             f"{detail.canonical_code.name}: {detail.message}"
             for index, detail in sorted(error.details.items())
         ]
@@ -322,6 +332,160 @@ class Session:
 
 async def _collect(responses: AsyncIterator[p4r.ReadResponse]) -> list[p4r.Entity]:
     return [entity async for response in responses for entity in response.entities]
+
+
+# ---------------------------------------------------------------------------------------------- the wanted state
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The changes that one switch needs.
+
+    Parameters
+    ----------
+    switch
+        The switch.
+    install
+        Whether the program has to be installed first, which empties its tables.
+    difference
+        The changes to its tables.
+    """
+
+    switch: FabricSwitch
+    install: bool
+    difference: Difference
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to change."""
+        return self.install or len(self.difference) > 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of reconciling one switch.
+
+    Parameters
+    ----------
+    plan
+        The changes it needed.
+    writes
+        Number of write requests sent.
+    elapsed_s
+        Time from the first read to the last write, in seconds.
+    """
+
+    plan: Plan
+    writes: int
+    elapsed_s: float
+
+
+def wanted(fabric: Fabric, switch: FabricSwitch, pipeline: CompiledProgram) -> list[p4r.Entity]:
+    """Return all entities that a switch of a fabric should hold.
+
+    Raises
+    ------
+    PipelineError
+        The program lacks a table, field or action, or a table or field is too small.
+    """
+    return pipeline.encode(entries(fabric, switch.name))
+
+
+async def plan(session: Session, should_hold: list[p4r.Entity]) -> Plan:
+    """Return the changes that a switch needs to hold ``should_hold``; reads its state and changes nothing.
+
+    Raises
+    ------
+    ControlError
+        The switch does not answer.
+    """
+    install = await session.cookie() != session.pipeline.cookie
+    holds = [] if install else await session.entities()
+    return Plan(session.switch, install, difference(should_hold, holds))
+
+
+async def reconcile(session: Session, should_hold: list[p4r.Entity]) -> Outcome:
+    """Make a switch hold ``should_hold``. Correct entities are not touched; ``session`` must be the primary.
+
+    Raises
+    ------
+    ControlError
+        The switch does not answer, or refuses a change.
+    """
+    start = time.monotonic()
+    before = session.writes
+    found = await plan(session, should_hold)
+    if found.install:
+        await session.install()
+    for batch in found.difference.batches():
+        await session.write(batch)
+    return Outcome(found, session.writes - before, time.monotonic() - start)
+
+
+_CLI: Final = "simple_switch_CLI"
+_CLI_DEADLINE_S: Final = 20.0
+"""Deadline for that command. It needs a second to start on a busy machine."""
+
+
+class QueueDepthError(RuntimeError):
+    """The queue depths could not be set; the message names the switch and the reason."""
+
+
+def queue_depths_unavailable(switch: FabricSwitch) -> str:
+    """Return why the queue depths of a switch cannot be set; empty if they can be, or need not be."""
+    if switch.kind != "bmv2":
+        return ""
+    if not switch.thrift:
+        return f"switch {switch.name} has no thrift address, so its queues keep the depth they were started with"
+    if shutil.which(_CLI) is None:
+        return f"{_CLI} is not on PATH (install p4lang's package p4lang-bmv2), so {switch.name} keeps its queue depths"
+    return ""
+
+
+async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueueing]) -> None:
+    """Set the depth of all queues of a switch. The rate is not set: BMv2 has rates per queue, not per port.
+
+    Raises
+    ------
+    QueueDepthError
+        The command is missing or failed.
+    """
+    host, _, port = switch.thrift.rpartition(":")
+    try:
+        process = await asyncio.create_subprocess_exec(
+            _CLI, "--thrift-ip", host.strip("[]"), "--thrift-port", port,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+    except OSError as error:
+        raise QueueDepthError(f"switch {switch.name}: {_CLI}: {error.strerror}") from None
+    try:
+        answer, _ = await within(process.communicate("\n".join(_commands(ports)).encode()), _CLI_DEADLINE_S)
+    except asyncio.TimeoutError:
+        raise QueueDepthError(
+            f"switch {switch.name}: {_CLI}: no answer from {switch.thrift} within {_CLI_DEADLINE_S:g} s"
+        ) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    said = answer.decode(errors="replace")
+    if process.returncode or "Error" in said:
+        last = "; ".join(said.strip().splitlines()[-2:]) or f"exit status {process.returncode}"
+        raise QueueDepthError(f"switch {switch.name}: {_CLI} at {switch.thrift}: {last}")
+
+
+def _commands(ports: Mapping[int, PortQueueing]) -> list[str]:
+    """Return the commands for BMv2: one for a port whose queues are equally deep, else one for each queue."""
+    lines = []
+    for port, queueing in ports.items():
+        depths = queueing.depths()
+        if len(set(depths)) == 1:
+            lines.append(f"set_queue_depth {depths[0]} {port}")
+        else:
+            lines += [f"set_queue_depth {depth} {port} {queue}" for queue, depth in enumerate(depths)]
+    return [*lines, ""]
+
+
+# ------------------------------------------------------------------------------------------------------ counters
 
 
 COUNTER_EVENTS: Final[dict[str, type[IntEnum]]] = {"ingress_events": IngressEvent, "egress_events": EgressEvent}
@@ -368,7 +532,7 @@ async def read_counters(session: Session, ports: Iterable[int]) -> Readings:
 
 
 async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list[int]) -> list[EventCount]:
-    counter_id = session.pipeline.counters[name].preamble.id
+    counter_id = session.pipeline.schema.counters[name].id
     if len(ports) > _PORTS_ASKED_SINGLY:
         asked = [p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id))]
     else:
@@ -390,7 +554,7 @@ async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list
 
 async def _depths(session: Session, ports: list[int]) -> dict[tuple[int, int], int] | None:
     """Return the queue depths; None from BMv2, which cannot read registers over P4Runtime."""
-    register_id = session.pipeline.registers["queue_depth"].preamble.id
+    register_id = session.pipeline.schema.registers["queue_depth"].id
     places = {port * QUEUES + queue: (port, queue) for port, queue in product(ports, range(QUEUES))}
     asked = [
         p4r.Entity(register_entry=p4r.RegisterEntry(register_id=register_id, index=p4r.Index(index=index)))

@@ -18,9 +18,19 @@ from prometheus_client.registry import Collector
 
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Fabric, FabricSwitch
-from dlcp.controller.pipeline import ChangeKind, CompiledProgram
-from dlcp.controller.reconcile import Outcome, QueueDepthError, queue_depths_unavailable, reconcile, set_queue_depths
-from dlcp.controller.session import ELECTION_ID, ControlError, Readings, Session, read_counters
+from dlcp.controller.pipeline import KINDS, CompiledProgram
+from dlcp.controller.session import (
+    ELECTION_ID,
+    ControlError,
+    Outcome,
+    QueueDepthError,
+    Readings,
+    Session,
+    queue_depths_unavailable,
+    read_counters,
+    reconcile,
+    set_queue_depths,
+)
 from dlcp.switch import EventCount
 
 _EVENT: Final = ["switch", "port", "queue", "event"]
@@ -98,8 +108,8 @@ class FabricCollector(Collector):
             yield metric
         changes = CounterMetricFamily("dlcp_switch_changes", "Changed entries", labels=["switch", "action"])
         for name, state in self._states.items():
-            for action in ChangeKind:
-                changes.add_metric([name, action.value], state.changes[action.value])
+            for action in KINDS.values():
+                changes.add_metric([name, action], state.changes[action])
         yield changes
         yield from self._events()
         yield self._drops()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the switch programs and records what they were compiled from: ``python3 p4/compile.py`` or ``make p4``.
+"""Compiles the switch programs and records digests of their sources: ``python3 p4/compile.py`` or ``make p4``.
 
-There are two, for BMv2 and the built-in switch (``v1model/``), and for Tofino (``tna/``); the second is left as it is
-where its compiler is missing. ``--check`` compiles nothing, and tells whether what is committed in ``p4/build/`` comes
-from the sources beside it. The digest of a program's sources is the SHA-256 of, for each ``*.p4`` in ``shared/`` and in
-its own folder, in the order of their paths below ``p4/``: the path, a zero byte, the file, a zero byte.
+There are two programs: ``v1model/`` for BMv2 and the built-in switch, and ``tna/`` for Tofino, whose output stays as it
+is if its compiler is missing. ``--check`` compiles nothing and reports whether ``p4/build/`` comes from the current
+sources. The digest of a program's sources is a SHA-256 over each ``*.p4`` in ``shared/`` and in its own folder, in the
+order of their paths below ``p4/``: the path, a zero byte, the file, a zero byte.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 P4_DIR: Final = Path(__file__).resolve().parent
 DIGEST: Final = "dlcp.digest"
-"""Beside the compiled files: what they were made from."""
+"""File beside the compiled files with the compiler's version and the digests."""
 PROGRAM: Final = "v1model/dlcp.p4"
 CONFIG: Final = "dlcp.json"
 P4INFO: Final = "dlcp.p4info.txtpb"
@@ -42,11 +42,11 @@ KINDS: Final = {
     "gateways": ("gateways", "gateways"),
     "hash_bits": ("hash_bits", "bits"),
 }
-"""What a stage has of each kind, and where the compiler's ``resources.json`` lists the parts that are used. A meter ALU
-serves a meter, a register or a selector, a statistics ALU a counter."""
+"""Resources of a stage, and where the compiler's ``resources.json`` lists the ones in use. A meter ALU serves a meter,
+a register or a selector, a statistics ALU a counter."""
 
-# p4c gives every table a default action, and then warns of it where the table has an action selector. Neither @noWarn
-# nor --Wdisable silences that, so this one warning is let pass.
+# p4c gives every table a default action, and then warns about it if the table has an action selector. Neither @noWarn
+# nor --Wdisable silences the warning, so this one is ignored.
 HARMLESS: Final = re.compile(
     r"^\S+ \[--Wwarn=unsupported\] warning: Target does not support default_action for \S+ \(due to action profiles\)\n"
     r".*\n *\^+\n",
@@ -54,32 +54,32 @@ HARMLESS: Final = re.compile(
 )
 
 ADVICE: Final = """\
-{compiler} is not on PATH. It belongs to p4c, the P4 compiler: p4lang publishes packages named p4lang-p4c for Ubuntu and
-Debian, and https://github.com/p4lang/p4c says how to add that package source or to build p4c."""
+{compiler} is not on PATH. It is part of p4c, the P4 compiler: p4lang publishes packages named p4lang-p4c for Ubuntu and
+Debian; https://github.com/p4lang/p4c describes how to add the package source, and how to build p4c."""
 TNA_ADVICE: Final = """\
 {compiler} is not on PATH. It is p4c's back end for Tofino: build https://github.com/p4lang/p4c with ENABLE_TOFINO."""
 
 
 class CompileError(RuntimeError):
-    """The compiler is missing, or found an error or something to warn of; the message is what it said."""
+    """The compiler is missing, or reported an error or a warning; the message has its output."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One of the switch programs, and what is made of it.
+    """One of the switch programs and its compiled files.
 
     Parameters
     ----------
     source
-        The file that includes all others, below ``p4/``.
+        Path of the main file, which includes all others, below ``p4/``.
     build
-        The folder of the compiled files, below ``p4/``.
+        Path of the folder of compiled files, below ``p4/``.
     outputs
-        Their names.
+        Names of the compiled files.
     compiler
-        The compiler, and the environment variable that names another.
+        Name of the compiler, and the environment variable that overrides it.
     advice
-        What to say when it is missing.
+        Message if the compiler is missing.
     """
 
     source: str
@@ -99,7 +99,7 @@ TNA: Final = Program(TNA_PROGRAM, "build/tna", (TNA_SCHEMA, TNA_RESOURCES), ("p4
 
 
 def sources(p4_dir: Path = P4_DIR, program: Program = BMV2) -> list[Path]:
-    """Return the source files of a program in the order in which the digest takes them."""
+    """Return the source files of a program, in the order of the digest."""
     files = [path for folder in ("shared", program.folder) for path in p4_dir.glob(f"{folder}/*.p4")]
     return sorted(files, key=lambda path: path.relative_to(p4_dir).as_posix())
 
@@ -119,12 +119,12 @@ def compiler(program: Program = BMV2) -> str:
 
 
 def compiler_version(program: Program = BMV2) -> str:
-    """Return the version that the compiler tells of itself, such as ``1.2.5.10``.
+    """Return the compiler's version, such as ``1.2.5.10``.
 
     Raises
     ------
     CompileError
-        There is no compiler.
+        The compiler is not installed.
     """
     if shutil.which(compiler(program)) is None:
         raise CompileError(program.advice.format(compiler=compiler(program)))
@@ -139,7 +139,7 @@ def compile_program(target: Path, p4_dir: Path = P4_DIR) -> None:
     Raises
     ------
     CompileError
-        There is no compiler, or it did not like the program. A warning counts as an error.
+        The compiler is not installed, or reported an error or a warning.
     """
     compiler_version()
     outputs = ("-o", str(target / CONFIG), "--p4runtime-files", str(target / P4INFO))
@@ -149,35 +149,21 @@ def compile_program(target: Path, p4_dir: Path = P4_DIR) -> None:
 
 
 def compile_tna(target: Path, p4_dir: Path = P4_DIR) -> None:
-    """Compile the program for Tofino into ``target``: its tables for BF Runtime, and what it takes of the chip.
+    """Compile the program for Tofino into ``target``: its tables for BF Runtime, and its use of the chip's resources.
 
-    Where p4c's assembler ``bfas`` is on PATH too, it makes the binary of what was compiled, which shows that the
-    program fits the chip; the binary is not kept.
+    If p4c's assembler ``bfas`` is on PATH, it also makes the binary, which proves that the program fits the chip; the
+    binary is not kept.
 
     Raises
     ------
     CompileError
-        There is no compiler, or compiler or assembler found an error.
+        The compiler is not installed, or compiler or assembler reported an error.
     """
     compiler_version(TNA)
     with TemporaryDirectory() as folder:
         outputs = ("-o", folder, "--bf-rt-schema", str(target / TNA_SCHEMA))
-        result = _run(
-            [
-                compiler(TNA),
-                "--std",
-                "p4-16",
-                "--target",
-                "tofino",
-                "--arch",
-                "tna",
-                "-g",
-                "-D__TARGET_TOFINO__=1",
-                *outputs,
-            ],
-            TNA,
-            p4_dir,
-        )
+        options = ["--std", "p4-16", "--target", "tofino", "--arch", "tna", "-g", "-D__TARGET_TOFINO__=1"]
+        result = _run([compiler(TNA), *options, *outputs], TNA, p4_dir)
         if result.returncode:
             raise CompileError(result.stdout + result.stderr)
         _assemble(Path(folder) / "pipe")
@@ -189,7 +175,7 @@ def compile_tna(target: Path, p4_dir: Path = P4_DIR) -> None:
 
 
 def without_snapshots(schema: Path) -> None:
-    """Leave in a schema what a program declares: not the debugging tables, which make up most of it."""
+    """Remove the debugging tables, which are most of a schema; keep the tables that the program declares."""
     content = json.loads(schema.read_text())
     content["tables"] = [
         table for table in content["tables"] if not table["table_type"].startswith(("Snapshot", "TblDbg", "DynHash"))
@@ -198,7 +184,7 @@ def without_snapshots(schema: Path) -> None:
 
 
 def resources(stages: Sequence[Mapping[str, Any]], phv: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how much of the chip a program takes, in all and by stage.
+    """Return a program's use of the chip's resources, in total and by stage.
 
     Parameters
     ----------
@@ -208,12 +194,16 @@ def resources(stages: Sequence[Mapping[str, Any]], phv: Mapping[str, Any]) -> di
         The compiler's ``phv.json``: the containers that hold headers and metadata.
     """
     rows = [
-        {"stage": stage["stage_number"], **{name: _count(stage, *at) for name, at in KINDS.items()}} for stage in stages
+        {
+            "stage": stage["stage_number"],
+            **{name: len(stage[unit][items]) for name, (unit, items) in KINDS.items()},
+        }
+        for stage in stages
     ]
     occupied = [container["bit_width"] for container in phv["containers"]]
     available = dict.fromkeys(occupied, 0)
     for group in phv["resources"]:
-        if group["group_type"] == "deparser":  # as every container is in one of the deparser's groups, too
+        if group["group_type"] == "deparser":  # every container is in exactly one of the deparser's groups
             available[group["bit_width"]] = available.get(group["bit_width"], 0) + group["num_containers"]
     return {
         "stages": {"used": sum(row["logical_tables"] > 0 for row in rows), "of": phv["nStages"]},
@@ -239,20 +229,33 @@ def record(version: str, p4_dir: Path = P4_DIR, program: Program = BMV2) -> None
 
 
 def recorded(p4_dir: Path = P4_DIR, program: Program = BMV2) -> dict[str, str]:
-    """Return what ``record`` wrote: ``compiler``, ``sources`` and a digest for each compiled file."""
+    """Return the values that ``record`` wrote: ``compiler``, ``sources`` and a digest for each compiled file."""
     return dict(line.split(" ", 1) for line in (p4_dir / program.build / DIGEST).read_text().splitlines())
 
 
-def differences(p4_dir: Path = P4_DIR) -> list[str]:
-    """Return what no longer is as it was recorded, a sentence each; none when all is in order."""
-    found = [sentence for program in (BMV2, TNA) for sentence in _differences(p4_dir, program)]
-    return list(dict.fromkeys(found))  # the shared sources belong to both
+def differences(p4_dir: Path = P4_DIR, programs: Sequence[Program] = (BMV2, TNA)) -> list[str]:
+    """Return a sentence for each missing file, and for each that differs from its recorded digest."""
+    found = []
+    for program in programs:
+        build = p4_dir / program.build
+        where = f"{p4_dir.name}/{program.build}"
+        missing = [name for name in (DIGEST, *program.outputs) if not (build / name).exists()]
+        if missing:
+            found += [f"{where}/{name} is missing: run `make p4`" for name in missing]
+            continue
+        then = recorded(p4_dir, program)
+        found += [
+            f"{p4_dir.name}: {name} changed since the program was compiled: run `make p4`"
+            for name, digest in digests(p4_dir, program).items()
+            if then.get(name) != digest
+        ]
+    return list(dict.fromkeys(found))  # the shared sources belong to both programs
 
 
 def main() -> int:
     """Compile and record, or check; return the exit status."""
     parser = argparse.ArgumentParser(description="Compile the DLCP switch programs, for BMv2 and for Tofino.")
-    parser.add_argument("--check", action="store_true", help="only tell whether p4/build/ comes from these sources")
+    parser.add_argument("--check", action="store_true", help="only report whether p4/build/ comes from these sources")
     if parser.parse_args().check:
         problems = differences()
         print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
@@ -270,7 +273,7 @@ def main() -> int:
 
 
 def _make(program: Program, compile_into: Callable[[Path], None]) -> None:
-    """Compile a program, put what came out in its place, and record where it came from."""
+    """Compile a program, move the output into its folder, and record the digests."""
     with TemporaryDirectory() as folder:
         compile_into(Path(folder))
         build = P4_DIR / program.build
@@ -283,13 +286,13 @@ def _make(program: Program, compile_into: Callable[[Path], None]) -> None:
 
 
 def _run(command: Sequence[str], program: Program, p4_dir: Path) -> subprocess.CompletedProcess[str]:
-    # From the folder above with a relative path, so that what comes out names no folder of this machine.
+    # From the parent folder with a relative path, so that the output names no folder of this machine.
     source = f"{p4_dir.name}/{program.source}"
     return subprocess.run([*command, source], cwd=p4_dir.parent, capture_output=True, text=True, check=False)
 
 
 def _assemble(pipe: Path) -> None:
-    """Let the assembler, if it is there, make the binary of a compiled pipe; it refuses what does not fit the chip."""
+    """Assemble a compiled pipe if the assembler is installed; it refuses a program that does not fit the chip."""
     if shutil.which(ASSEMBLER) is None:
         return
     (pipe / "logs").mkdir(exist_ok=True)
@@ -297,23 +300,6 @@ def _assemble(pipe: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise CompileError(f"{ASSEMBLER}: {result.stdout}{result.stderr}")
-
-
-def _differences(p4_dir: Path, program: Program) -> list[str]:
-    build = p4_dir / program.build
-    missing = [name for name in (DIGEST, *program.outputs) if not (build / name).exists()]
-    if missing:
-        return [f"{p4_dir.name}/{program.build}/{name} is missing: run `make p4`" for name in missing]
-    then = recorded(p4_dir, program)
-    return [
-        f"{p4_dir.name}: {name} changed since the program was compiled: run `make p4`"
-        for name, digest in digests(p4_dir, program).items()
-        if then.get(name) != digest
-    ]
-
-
-def _count(stage: Mapping[str, Any], unit: str, items: str) -> int:
-    return len(stage[unit][items])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the fast tests, which `make check` runs, and holds them to it.
+"""Marks the fast tests, which `make check` runs, and holds them to it; skips tests of files that are out of date.
 
 A test is fast if its module matches a line of ``fast.txt``: paths from this folder, with wildcards, ``!`` before what
 is left out. A fast test starts no process, trains nothing and takes well below a second on an idle core.
@@ -12,6 +12,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+
+from tests.p4 import outdated
 
 HERE = Path(__file__).parent
 LINES = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
@@ -34,6 +36,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if is_fast(item.path):
             item.add_marker(pytest.mark.fast)
+    outdated.mark(items)
+
+
+def pytest_terminal_summary(terminalreporter):
+    outdated.summarize(terminalreporter)
 
 
 @pytest.fixture(autouse=True, scope="session")

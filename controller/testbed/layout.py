@@ -4,9 +4,11 @@
 From the state on disk, any later command can find a testbed, and remove it after a crash.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
+import socket
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -14,12 +16,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dlcp.controller.fabric import Fabric, Port, as_port
+from dlcp.controller.fabric import Fabric, Port, SwitchKind, as_port
 from dlcp.controller.testbed import TestbedError, came_true
-from dlcp.controller.testbed.proxy import free_ports
-from dlcp.controller.testbed.requirements import SwitchKind
 from dlcp.netlab import NamedNamespace
 
+LOOPBACK: Final = "127.0.0.1"
 RUN_FOLDER: Final = Path("/run/dlcp")
 """Folder of logs and states; a reboot empties it, and removes the namespaces."""
 KEEPER_READY: Final = "testbed ready"
@@ -134,6 +135,13 @@ def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
     ends = [(as_port(link.a), as_port(link.b)) for link in fabric.links]
     trunks = tuple((min(a, b), max(a, b)) for a, b in ends if a is not None and b is not None)
     return Layout(name, kind, switches, hosts, trunks)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine's loopback that are free now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _port(fabric: Fabric, port: Port, interface: str) -> PortPlan:

@@ -12,11 +12,10 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from dlcp.controller.fabric import SwitchKind
 from dlcp.controller.testbed import TestbedError
-
-SwitchKind = Literal["builtin", "bmv2"]
 
 MININET_FOLDERS: Final = (Path("/usr/lib/python3/dist-packages/mininet"), Path("/usr/local/lib/python3/mininet"))
 """Mininet's Python package, as installed by Debian's or Ubuntu's package, or by Mininet's own installer."""

@@ -19,17 +19,20 @@ from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports
 from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
 from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.reconcile import (
+from dlcp.controller.session import (
+    ControlError,
     Outcome,
     Plan,
     QueueDepthError,
+    Readings,
+    Session,
     plan,
     queue_depths_unavailable,
+    read_counters,
     reconcile,
     set_queue_depths,
     wanted,
 )
-from dlcp.controller.session import ControlError, Readings, Session, read_counters
 from dlcp.controller.watch import Watcher, serve
 
 _METRICS: Final = "127.0.0.1:9464"

@@ -12,12 +12,11 @@ from rich.console import Console
 from dlcp.commands.common import add, add_link, add_training, check_folder, refuse
 from dlcp.configuration import short
 from dlcp.controller.entries import most_switches
-from dlcp.controller.fabric import Fabric, leaf_spine, load, star
+from dlcp.controller.fabric import Fabric, SwitchKind, leaf_spine, load, star
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.accounts import IDLE_MIN, port_rates
 from dlcp.controller.testbed.layout import StateFile, TestbedState
 from dlcp.controller.testbed.lifecycle import FABRIC, down, fabric_of, find, up
-from dlcp.controller.testbed.requirements import SwitchKind
 from dlcp.demo.run import DemoError, Progress, report, run_series, select
 from dlcp.demo.setup import Variant, variants
 from dlcp.demo.testbed import TestbedSetup, check, disagreements, train

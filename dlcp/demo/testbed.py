@@ -18,13 +18,14 @@ from dlcp.controller.testbed.accounts import (
     ProcessorTime,
     RateWatch,
     SwitchAccount,
+    compare,
     nic_counts,
     settle,
     tail_drops,
+    uncounted_tails,
 )
-from dlcp.controller.testbed.agreement import compare, uncounted_tails
 from dlcp.controller.testbed.layout import StateFile, TestbedState
-from dlcp.controller.testbed.programming import Controller, with_addresses
+from dlcp.controller.testbed.lifecycle import Controller, with_addresses
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.run import Progress, execute

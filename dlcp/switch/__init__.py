@@ -29,27 +29,29 @@ from dlcp.switch.events import (
     event_index,
     event_totals,
 )
-from dlcp.switch.executor.bmv2_json import load_definition
-from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownNameError, UnsupportedFeatureError
-from dlcp.switch.executor.profiles import Action, GroupRef, MemberRef
-from dlcp.switch.executor.program import (
-    BACKENDS,
+from dlcp.switch.executor.codegen import DROP_PORT
+from dlcp.switch.executor.model import (
     PROGRAM_FOLDER,
     PROGRAM_PATH,
+    EntryError,
+    ProgramDef,
+    ProgramError,
+    UnknownNameError,
+    UnsupportedFeatureError,
+    load_definition,
+)
+from dlcp.switch.executor.program import (
+    BACKENDS,
     Backend,
-    Carry,
     Program,
-    Snapshot,
     cache_directory,
 )
-from dlcp.switch.executor.source import DROP_PORT
-from dlcp.switch.executor.tables import Entry
+from dlcp.switch.executor.state import Action, GroupRef, MemberRef, MeterConfig
 from dlcp.switch.forwarding import EmptyProgram
 from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
 from dlcp.switch.ports.packet import PacketPort
-from dlcp.switch.ports.queues import DEPTH_PACKETS, QUEUES, PortQueueing, PortQueues
+from dlcp.switch.ports.queues import DEPTH_PACKETS, QUEUES, PortQueueing
 from dlcp.switch.switch import READY, Switch, SwitchProcess, SwitchProcessError
 
 __all__ = [
@@ -63,11 +65,9 @@ __all__ = [
     "READY",
     "Action",
     "Backend",
-    "Carry",
     "EgressEvent",
     "EmptyProgram",
     "Entries",
-    "Entry",
     "EntryError",
     "EventCount",
     "GroupRef",
@@ -79,14 +79,12 @@ __all__ = [
     "PacketPort",
     "PortGroup",
     "PortQueueing",
-    "PortQueues",
     "Profile",
     "ProfileGroup",
     "ProfileMember",
     "Program",
     "ProgramDef",
     "ProgramError",
-    "Snapshot",
     "Switch",
     "SwitchProcess",
     "SwitchProcessError",

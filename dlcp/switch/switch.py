@@ -27,7 +27,7 @@ from dlcp.processes import end
 from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
 from dlcp.switch.forwarding import BatchForwarding, Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
-from dlcp.switch.ports.queues import COUNTED, NEVER_NS, PortQueueing, QueueCounters
+from dlcp.switch.ports.queues import COUNTED, NEVER_NS, PortQueueing, PortQueues
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Switch:
             self._epoll.register(fileno, select.EPOLLIN)
 
     @property
-    def queues(self) -> Mapping[int, QueueCounters]:
+    def queues(self) -> Mapping[int, PortQueues]:
         """The queues of each port."""
         return self._forwarding.queues
 
@@ -248,7 +248,7 @@ class Switch:
 
     def _port_snapshot(self, port: int) -> dict[str, Any]:
         queues = self.queues[port]
-        counted = zip(*(getattr(queues, name) for name in COUNTED), strict=True)
+        counted = zip(*(getattr(queues, name) for name in ("depths", *COUNTED)), strict=True)
         return {
             "port": port,
             "leads_to": self._group_of[port].describe(port),
@@ -258,7 +258,7 @@ class Switch:
             "lost_arriving": queues.lost_arriving,
             **asdict(self._group_of[port].counters[port]),
             "queues": [
-                {"queue": queue, "depth": queues.depth(queue), **dict(zip(COUNTED, numbers, strict=True))}
+                {"queue": queue, **dict(zip(("depth", *COUNTED), numbers, strict=True))}
                 for queue, numbers in enumerate(counted)
             ],
         }

@@ -22,9 +22,8 @@ from contextlib import ExitStack, contextmanager
 from dlcp.bench.results import BenchResult, median, say, spread
 from dlcp.controller.fabric import Fabric, FabricSwitch, Job, leaf_spine
 from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.reconcile import reconcile, wanted
-from dlcp.controller.session import Session
-from dlcp.controller.testbed.proxy import free_ports
+from dlcp.controller.session import Session, reconcile, wanted
+from dlcp.controller.testbed.layout import free_ports
 from dlcp.switch import SwitchProcess
 from tests.bench.harness import Benchmark, FailedError, Turns, scratch
 

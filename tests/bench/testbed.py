@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any, Final
 
 from dlcp.bench.results import BenchResult, median, result, say, significant
-from dlcp.controller.testbed.requirements import SwitchKind, missing
+from dlcp.controller.fabric import SwitchKind
+from dlcp.controller.testbed.requirements import missing
 from dlcp.demo.testbed import disagreements
 from dlcp.report.runs import Run, progress_to, target_accuracy
 from tests.bench.harness import SEED, Benchmark, FailedError, Samples, Turns, int_option, scratch

@@ -16,11 +16,10 @@ from dlcp.switch import (
     MemberRef,
     MeterConfig,
     PortQueueing,
-    PortQueues,
     Program,
     entries,
 )
-from dlcp.switch.executor.profiles import Target
+from dlcp.switch.executor.state import Target
 from tests.conformance.recording import (
     AgeSlot,
     Answer,
@@ -36,6 +35,8 @@ from tests.conformance.recording import (
     Step,
     WriteRegister,
 )
+from tests.switch import batches
+from tests.switch.object_switch import ObjectQueues
 
 START_US, PACKET_US = 2_000_000, 1_000
 """The clock of `answered`: when it starts, and how far a packet moves it."""
@@ -167,7 +168,7 @@ class _Batches:
             row[: len(packet.data)] = np.frombuffer(packet.data, np.uint8)
         times = np.array([packet.time_us for packet in packets])
         arrived_at = np.array([packet.port for packet in packets])
-        ports, priorities, carry = self._program.ingress_batch(rows, lengths, arrived_at, times)
+        ports, priorities, carry = batches.ingress(self._program, rows, lengths, arrived_at, times)
         if queues is None:
             leaving = [(int(number), 0, 0) for number in np.flatnonzero(ports != DROP_PORT)]
         else:
@@ -178,8 +179,17 @@ class _Batches:
             return answers
         order, enq_depths, deq_depths = (list(column) for column in zip(*leaving, strict=True))
         left = rows[order]
-        sent = self._program.egress_batch(
-            left, lengths[order], carry[order], ports[order], times[order], 0, enq_depths, deq_depths, times[order]
+        sent = batches.egress(
+            self._program,
+            left,
+            lengths[order],
+            carry[order],
+            ports[order],
+            times[order],
+            0,
+            enq_depths,
+            deq_depths,
+            times[order],
         )
         for number, row, forwarded in zip(order, left, sent.tolist(), strict=True):
             if forwarded:
@@ -192,14 +202,14 @@ class _Queues:
 
     def __init__(self, depths: Mapping[int, int]) -> None:
         self._depths = depths
-        self._ports: dict[int, PortQueues] = {}
+        self._ports: dict[int, ObjectQueues] = {}
 
     def enqueue(self, number: int, port: int, queue: int) -> None:
         """Let a packet wait, unless it is dropped or finds no place."""
         if port == DROP_PORT:
             return
         if port not in self._ports:
-            self._ports[port] = PortQueues(PortQueueing(depth_packets=self._depths.get(port, DEPTH_PACKETS)))
+            self._ports[port] = ObjectQueues(PortQueueing(depth_packets=self._depths.get(port, DEPTH_PACKETS)))
         self._ports[port].enqueue(bytearray(), number, queue, 0)
 
     def departures(self) -> Iterator[tuple[int, int, int, int]]:

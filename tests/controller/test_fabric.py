@@ -5,8 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.controller.fabric import Fabric, FabricError, FabricSwitch, Host, Job, Link, Port, Tls, leaf_spine, load, star
-from dlcp.controller.policy import Policy
+from dlcp.controller.fabric import (
+    Fabric,
+    FabricError,
+    FabricSwitch,
+    Host,
+    Job,
+    Link,
+    Policy,
+    Port,
+    Tls,
+    leaf_spine,
+    load,
+    star,
+)
 from dlcp.document import DocumentError
 from dlcp.switch import PortQueueing
 

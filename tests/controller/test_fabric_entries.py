@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Job, leaf_spine, load, star
-from dlcp.controller.policy import Policy, PolicyError, Remap, Thresholds
+from dlcp.controller.fabric import Job, Policy, PolicyError, Remap, Thresholds, leaf_spine, load, star
 from dlcp.switch import PortQueueing, Program, apply_entries
 from dlcp.wire import PacketType, Queue
 

@@ -9,9 +9,8 @@ import pytest
 from finsy.proto import p4r
 
 from dlcp.controller.fabric import FabricSwitch, Job, leaf_spine, star
-from dlcp.controller.pipeline import Change, ChangeKind, difference, key_of
-from dlcp.controller.reconcile import plan, reconcile, wanted
-from dlcp.controller.session import ENDING_S, ControlError, Session
+from dlcp.controller.pipeline import KINDS, difference, key_of
+from dlcp.controller.session import ENDING_S, ControlError, Session, plan, reconcile, wanted
 from dlcp.switch import Entries, TableEntry
 from tests.controller.switches import described, running
 from tests.transport.free_ports import free_port
@@ -66,7 +65,7 @@ def test_only_what_differs_is_written(switch, pipeline):
     hosts = (before.hosts[0], replace(before.hosts[1], trusted=False), before.hosts[2])
     after = replace(before, hosts=hosts, jobs=(before.jobs[0], replace(before.jobs[1], share=0.01)))
     outcome, holds = applied(switch, pipeline, after)
-    said = sorted(f"{change.action.value} {pipeline.describe(change.entity)}" for change in outcome.plan.difference)
+    said = sorted(f"{KINDS[change.type]} {pipeline.describe(change.entity)}" for change in outcome.plan.difference)
     assert said[0] == "delete port_trust ig_port=2"
     assert [line.split(" -> ")[0] for line in said[1:]] == [
         f"modify job_share job=2 control=0 eg_port={port}" for port in (1, 2, 3)
@@ -81,7 +80,7 @@ def test_routes_move_to_another_set_of_ports_without_being_interrupted(switch, p
     links = tuple(link for link in before.links if "spine3:1" not in (link.a, link.b))
     after = replace(before, links=links)
     outcome, holds = applied(switch, pipeline, after, "leaf1")
-    steps = [(change.action.value, change.entity.WhichOneof("entity")) for change in outcome.plan.difference]
+    steps = [(KINDS[change.type], change.entity.WhichOneof("entity")) for change in outcome.plan.difference]
     group, member, entry = "action_profile_group", "action_profile_member", "table_entry"
     routed = [step for step in steps if step[1] != entry or step[0] == "modify"]
     assert routed[0] == ("insert", group)
@@ -101,7 +100,7 @@ def test_foreign_entries_are_removed_and_missing_ones_restored(switch, pipeline)
             )
             [added] = pipeline.encode(Entries(entries=(foreign,)))
             missing = next(entity for entity in should(fabric(), pipeline) if entity.HasField("table_entry"))
-            await session.write([Change(ChangeKind.INSERT, added), Change(ChangeKind.DELETE, missing)])
+            await session.write([update("INSERT", added), update("DELETE", missing)])
 
     run(meddle())
     outcome, holds = applied(switch, pipeline, fabric())
@@ -140,9 +139,7 @@ def test_refused_changes_are_named_with_table_and_field_and_the_others_are_made(
             new = TableEntry("ipv4_route", {"ipv4_dst": "10.9.0.1/32"}, group=1)
             wrong = TableEntry("ipv4_route", {"ipv4_dst": "10.9.0.2/32"}, group=99)
             twice = TableEntry("port_trust", {"ig_port": 1}, "trust")
-            changes = [
-                Change(ChangeKind.INSERT, entity) for entity in pipeline.encode(Entries(entries=(wrong, new, twice)))
-            ]
+            changes = [update("INSERT", entity) for entity in pipeline.encode(Entries(entries=(wrong, new, twice)))]
             with pytest.raises(ControlError) as refused:
                 await session.write(changes)
             return str(refused.value), await session.entities()
@@ -182,9 +179,9 @@ def test_malformed_writes_change_nothing(switch, pipeline):
         async with Session(described(switch), pipeline) as session:
             await session.become_primary()
             for entity in wrong:
-                for action in ChangeKind:
+                for kind in KINDS.values():
                     with pytest.raises(ControlError):
-                        await session.write([Change(action, entity)])
+                        await session.write([update(kind.upper(), entity)])
             return await session.entities()
 
     assert keys(run(work())) == keys(before)
@@ -195,7 +192,7 @@ def test_who_is_not_the_primary_cannot_write(switch, pipeline):
         async with Session(described(switch), pipeline) as session:
             [entity] = pipeline.encode(Entries(entries=(TableEntry("port_trust", {"ig_port": 9}, "trust"),)))
             with pytest.raises(ControlError, match=r"s1 at .*PERMISSION_DENIED"):
-                await session.write([Change(ChangeKind.INSERT, entity)])
+                await session.write([update("INSERT", entity)])
 
     run(work())
 
@@ -283,6 +280,10 @@ def test_somebody_who_never_answers_is_not_waited_for(pipeline):
         server.close()
 
     run(work())
+
+
+def update(kind: str, entity: p4r.Entity) -> p4r.Update:
+    return p4r.Update(type=kind, entity=entity)
 
 
 @pytest.mark.parametrize("kind", ["builtin", "bmv2"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from finsy.proto import p4r
 
-from dlcp.controller.pipeline import ChangeKind, CompiledProgram, PipelineError, difference, key_of
+from dlcp.controller.pipeline import CompiledProgram, PipelineError, difference, key_of
 from dlcp.switch import Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry
 
 ROUTE = TableEntry("ipv4_route", {"ipv4_dst": "10.0.1.77/24"}, group=3)
@@ -54,9 +54,9 @@ def test_fields_that_match_anything_are_left_out(pipeline):
         (replace(ROUTE, match={"ip_dst": 1}), "table ipv4_route has no field 'ip_dst'.*ipv4_dst"),
         (replace(SHARE, action="meter"), "has no action 'meter'; did you mean metered"),
         (replace(CLASSIFY, params={"queue": 3}), "action set_class: parameter drop_class is missing"),
-        (replace(CLASSIFY, params={"queue": 8, "drop_class": 0}), "set_class.queue: 8 does not fit 3 bits"),
+        (replace(CLASSIFY, params={"queue": 8, "drop_class": 0}), "set_class.queue: .*bitwidth 3: 8"),
         (replace(CLASSIFY, params={"queues": 8}), "action set_class has no parameter 'queues'.*queue"),
-        (replace(SHARE, match={"job": 1 << 16}), "job_share.job: 65536 does not fit 16 bits"),
+        (replace(SHARE, match={"job": 1 << 16}), "job_share.job: .*bitwidth 16: 65536"),
     ],
 )
 def test_entries_that_do_not_fit_the_program_are_refused(pipeline, entry, says):
@@ -117,7 +117,7 @@ def test_a_meter_that_was_not_asked_for_is_let_be_and_one_that_differs_is_set(pi
     unasked = pipeline.encode(Entries(entries=(replace(SHARE, meter=None),)))
     assert len(difference(unasked, asked)) == 0
     [change] = difference(asked, unasked)
-    assert change.action is ChangeKind.MODIFY
+    assert change.type == p4r.Update.MODIFY
 
 
 def test_what_a_difference_says_makes_the_switch_right_whatever_it_held(pipeline):
@@ -130,8 +130,8 @@ def test_what_a_difference_says_makes_the_switch_right_whatever_it_held(pipeline
             assert 1 <= len(batch) <= 3
             for change in batch:
                 key = key_of(change.entity)
-                assert (key in held) == (change.action is not ChangeKind.INSERT)
-                if change.action is ChangeKind.DELETE:
+                assert (key in held) == (change.type != p4r.Update.INSERT)
+                if change.type == p4r.Update.DELETE:
                     del held[key]
                 else:
                     held[key] = change.entity
@@ -150,7 +150,7 @@ def test_a_full_table_is_emptied_before_it_is_filled_again(pipeline):
     before, after = (pipeline.encode(Entries(entries=entries)) for entries in jobs)
     held = 8192
     for change in difference(after, before):
-        held += {ChangeKind.INSERT: 1, ChangeKind.MODIFY: 0, ChangeKind.DELETE: -1}[change.action]
+        held += {p4r.Update.INSERT: 1, p4r.Update.MODIFY: 0, p4r.Update.DELETE: -1}[change.type]
         assert held <= 8192
     assert held == 8192
 

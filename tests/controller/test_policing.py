@@ -14,7 +14,6 @@ from dlcp.switch import (
     PROGRAM_PATH,
     IngressEvent,
     PortQueueing,
-    PortQueues,
     Program,
     apply_entries,
     decode_events,
@@ -22,6 +21,7 @@ from dlcp.switch import (
 )
 from dlcp.wire import Flag, PacketType
 from tests.controller.traffic_of_a_host import frame
+from tests.switch.object_switch import ObjectQueues
 
 FRAME_BYTES = 1000
 RATE_PPS, HONEST_PPS, FLOOD_PPS = 1000, 500, 4000
@@ -47,7 +47,7 @@ def share_delivered(program, described, honest, flood):
     apply_entries(entries(described, "switch"), program)
     for counter in program.counters.values():
         counter.reset()
-    queues = PortQueues(described.queueing)
+    queues = ObjectQueues(described.queueing)
     sent, arrived = Counter(), Counter()
     due = sorted(
         [(int(k * 1e9 / HONEST_PPS), HONEST, k) for k in range(HONEST_PPS * SECONDS)]

@@ -11,16 +11,19 @@ from finsy.proto import p4r
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlcp.controller.fabric import FabricSwitch, star
-from dlcp.controller.pipeline import Change, ChangeKind, difference
-from dlcp.controller.reconcile import (
+from dlcp.controller.pipeline import difference
+from dlcp.controller.session import (
+    COUNTER_EVENTS,
     QueueDepthError,
+    Readings,
+    Session,
     _commands,
     queue_depths_unavailable,
+    read_counters,
     reconcile,
     set_queue_depths,
     wanted,
 )
-from dlcp.controller.session import COUNTER_EVENTS, Readings, Session, read_counters
 from dlcp.controller.watch import SwitchStatus, Watcher, serve
 from dlcp.switch import EgressEvent, EventCount, IngressEvent, PortQueueing, decode_events, event_index
 from tests.controller.switches import described
@@ -86,7 +89,7 @@ def test_what_somebody_else_changed_is_put_right(switch, pipeline):
             entity = wanted(fabric, fabric.switches[0], pipeline)[-1]
             async with Session(fabric.switches[0], pipeline, election_id=99) as meddler:
                 await meddler.become_primary()
-                await meddler.write([Change(ChangeKind.DELETE, entity)])
+                await meddler.write([p4r.Update(type=p4r.Update.DELETE, entity=entity)])
             # It stood by while the other had the say, and took over when it went.
             await soon(lambda: state.connected and state.changes["insert"] > len(wanted_count(fabric, pipeline)))
             assert len(await held(fabric, pipeline)) == 0
@@ -115,12 +118,15 @@ def test_counters_are_read_as_they_stand_in_the_switch(switch, pipeline):
             await session.become_primary()
             await reconcile(session, wanted_count(fabric, pipeline))
             changes = [
-                Change(ChangeKind.MODIFY, counter(pipeline, name, count))
+                p4r.Update(type=p4r.Update.MODIFY, entity=counter(pipeline, name, count))
                 for name, counts in expected.items()
                 for count in counts
             ]
             changes.append(
-                Change(ChangeKind.MODIFY, counter(pipeline, "egress_events", EventCount("MARKED", 40, 0, 0, 7, 7)))
+                p4r.Update(
+                    type=p4r.Update.MODIFY,
+                    entity=counter(pipeline, "egress_events", EventCount("MARKED", 40, 0, 0, 7, 7)),
+                )
             )
             await session.write(changes)
             return await read_counters(session, [1, 2, 3]), await read_counters(session, range(1, 64))
@@ -140,7 +146,7 @@ def counter(pipeline, name, count):
     events = {"ingress_events": IngressEvent, "egress_events": EgressEvent}[name]
     index = event_index(count.port, count.queue, count.drop_class, events[count.event])
     data = p4r.CounterData(packet_count=count.packets, byte_count=count.bytes)
-    counter_id = pipeline.counters[name].preamble.id
+    counter_id = pipeline.schema.counters[name].id
     return p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id, index=p4r.Index(index=index), data=data))
 
 

@@ -14,6 +14,8 @@ p4_compile = load_compile()
 CONFIG = P4 / "build" / p4_compile.CONFIG
 P4INFO = P4 / "build" / p4_compile.P4INFO
 
+pytestmark = pytest.mark.compiled("v1model")
+
 
 @pytest.fixture(scope="module")
 def config():

@@ -14,12 +14,15 @@ p4_compile = load_compile()
 def copy(tmp_path):
     """A copy of p4/ to change at will, in order to begin with."""
     copied = shutil.copytree(P4, tmp_path / "p4")
-    p4_compile.record("1.2.3", copied)
+    for program in (p4_compile.BMV2, p4_compile.TNA):
+        p4_compile.record("1.2.3", copied, program)
     assert p4_compile.differences(copied) == []
     return copied
 
 
-def test_the_compiled_program_comes_from_these_sources():
+@pytest.mark.compiled("v1model")
+@pytest.mark.compiled("tna")
+def test_the_compiled_programs_come_from_these_sources():
     assert p4_compile.differences() == []
 
 

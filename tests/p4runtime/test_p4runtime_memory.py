@@ -11,7 +11,7 @@ from finsy.proto import p4r, p4r_grpc, rpc_code
 
 from dlcp.switch.p4runtime import server as server_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
-from dlcp.switch.p4runtime.messages import Refused
+from dlcp.switch.p4runtime.entities import Refused
 from dlcp.switch.p4runtime.server import (
     ECHO_BYTES_MAX,
     UNREAD_BYTES_MAX,

@@ -19,7 +19,7 @@ from dlcp.commands import switch as switch_command
 from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
-from dlcp.switch.p4runtime.messages import Refused
+from dlcp.switch.p4runtime.entities import Refused
 from dlcp.switch.p4runtime.server import P4RuntimeServer, parse_address
 from dlcp.wire import UDP_PORT_BASE
 from tests.p4runtime.control import DELETE, INSERT, Code, Control, config

@@ -7,9 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dlcp.switch import entries
-from dlcp.switch.stf import script as stf
-from dlcp.switch.stf.frames import Pattern
+from dlcp.switch import entries, stf
 from tests.conformance.recording import (
     AgeSlot,
     Burst,
@@ -35,57 +33,57 @@ def statements(steps: Sequence[Step]) -> Iterator[stf.Statement]:
             case Change(operation, entry):
                 yield from _change(operation, entry)
             case SetGroup(profile, group, members):
-                yield stf.SetGroup(0, profile, group, tuple(members))
+                yield stf.Call(0, "set_group", (profile, group, tuple(members)))
             case WriteRegister(register, index, value):
-                yield stf.WriteRegister(0, register, index, value)
+                yield stf.Call(0, "write_register", (register, index, value))
             case AgeSlot(register, index, age_us):
-                yield stf.WriteRegister(0, register, index, age_us, ago=True)
+                yield stf.WriteTimeAgo(0, register, index, age_us)
             case Sleep(seconds):
-                yield stf.Wait(0, seconds)
+                yield stf.Call(0, "wait", (seconds,))
             case Packet():
                 yield from _packet(step)
             case Burst(leads, packets, depths):
                 for port, depth in depths.items():
-                    yield stf.Slow(0, port, depth)
+                    yield stf.Call(0, "slow", (port, depth))
                 for lead in leads:
                     yield from _packet(lead)
                 yield from (stf.SendPacket(0, packet.port, packet.data) for packet in packets)
                 for port in depths:
-                    yield stf.Release(0, port)
+                    yield stf.Call(0, "release", (port,))
                     yield from (expect(*p.answer) for p in packets if p.answer and p.answer[0] == port)
 
 
 def expect(port: int, data: bytes, mask: bytes | None = None) -> stf.Expect:
-    return stf.Expect(0, port, Pattern(data, mask or b"\xff" * len(data)))
+    return stf.Expect(0, port, stf.Pattern(data, mask or b"\xff" * len(data)))
 
 
 def of_entries(document: dict[str, Any]) -> Iterator[stf.Statement]:
     """Return statements that remove all entries and write these."""
-    yield stf.RemoveAll(0)
+    yield stf.Call(0, "remove_all")
     for profile in document.get("profiles", ()):
         for member in profile["members"]:
             name, params = member["action"], member.get("params", {})
-            yield stf.AddMember(0, profile["profile"], member["id"], name, params)
+            yield stf.Call(0, "add_member", (profile["profile"], member["id"], name, params))
         for group in profile.get("groups", ()):
-            yield stf.SetGroup(0, profile["profile"], group["id"], tuple(group["members"]))
+            yield stf.Call(0, "set_group", (profile["profile"], group["id"], tuple(group["members"])))
     for entry in document["entries"]:
         if entry["match"] not in MARKERS:
-            yield from _write("add", entry)
+            yield from _write("insert", entry)
 
 
 def _write(operation: str, document: dict[str, Any]) -> Iterator[stf.Statement]:
     entry = msgspec.convert(document, entries.TableEntry)
     rates = entry.meter
-    yield stf.Write(0, operation, dataclasses.replace(entry, meter=None))
+    yield stf.Call(0, operation, (dataclasses.replace(entry, meter=None),))
     if rates is not None:
-        yield stf.SetMeter(0, entry.table, entry.match, entry.priority, rates)
+        yield stf.Call(0, "set_meter", (entry.table, entry.match, entry.priority, rates))
 
 
 def _change(operation: str, document: dict[str, Any]) -> Iterator[stf.Statement]:
     if operation == "delete":
-        yield stf.Remove(0, document["table"], document.get("match", {}), document.get("priority", 0))
+        yield stf.Call(0, "remove", (document["table"], document.get("match", {}), document.get("priority", 0)))
     else:
-        yield from _write({"insert": "add"}.get(operation, operation), document)
+        yield from _write(operation, document)
 
 
 def _packet(packet: Packet) -> Iterator[stf.Statement]:

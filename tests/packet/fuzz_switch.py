@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dlcp.switch import BACKENDS, Program
-from dlcp.switch.stf import script as stf
+from dlcp.switch import BACKENDS, Program, stf
 from tests.conformance import replay
 from tests.conformance.recorder import Uncertain, record
 from tests.conformance.recording import Burst, Markers, Packet, Recording, SetEntries, Step

@@ -4,25 +4,7 @@
 from collections.abc import Iterable, Mapping
 
 from dlcp.switch import TableEntry, Value
-from dlcp.switch.stf.script import (
-    AddMember,
-    CheckCounter,
-    CheckRegister,
-    Expect,
-    NoPacket,
-    Release,
-    Remove,
-    RemoveAll,
-    SendPacket,
-    SetDefault,
-    SetGroup,
-    SetMeter,
-    Slow,
-    Statement,
-    Wait,
-    Write,
-    WriteRegister,
-)
+from dlcp.switch.stf import Call, CheckCounter, CheckRegister, Expect, NoPacket, SendPacket, Statement, WriteTimeAgo
 
 
 def text(statements: Iterable[Statement]) -> str:
@@ -32,23 +14,25 @@ def text(statements: Iterable[Statement]) -> str:
 
 def _line(statement: Statement) -> str:
     match statement:
-        case Write(_, operation, entry):
-            return f"{operation} {_place(entry.table, entry.match, entry.priority)} {_does(entry)}"
-        case Remove(_, table, match_, priority):
-            return f"remove {_place(table, match_, priority)}"
-        case RemoveAll():
+        case Call(_, "insert" | "modify" as method, (entry,)):
+            keyword = {"insert": "add"}.get(method, method)
+            return f"{keyword} {_place(entry.table, entry.match, entry.priority)} {_does(entry)}"
+        case Call(_, "remove", place):
+            return f"remove {_place(*place)}"
+        case Call(_, "remove_all"):
             return "remove all"
-        case SetDefault(_, table, action, params):
+        case Call(_, "set_default", (table, action, params)):
             return f"setdefault {table} {_call(action, params)}"
-        case AddMember(_, profile, number, action, params):
+        case Call(_, "add_member", (profile, number, action, params)):
             return f"member {profile} {number} {_call(action, params)}"
-        case SetGroup(_, profile, number, members):
+        case Call(_, "set_group", (profile, number, members)):
             return " ".join(["group", profile, str(number), *map(str, members)])
-        case SetMeter(_, table, match_, priority, rates):
-            pairs = f"{rates.cir}:{rates.cburst} {rates.pir}:{rates.pburst}"
-            return f"meter_set_rates {_place(table, match_, priority)} {pairs}"
-        case WriteRegister(_, register, index, value, ago):
-            return f"register_write {register} {index} {'now-' if ago else ''}{value}"
+        case Call(_, "set_meter", (*place, rates)):
+            return f"meter_set_rates {_place(*place)} {rates.cir}:{rates.cburst} {rates.pir}:{rates.pburst}"
+        case Call(_, "write_register", (register, index, value)):
+            return f"register_write {register} {index} {value}"
+        case WriteTimeAgo(_, register, index, ago_us):
+            return f"register_write {register} {index} now-{ago_us}"
         case CheckRegister(_, register, index, comparison, value):
             return f"check_register {register}({index}) {comparison} {value}"
         case CheckCounter(_, counter, index, unit, comparison, value):
@@ -71,12 +55,8 @@ def _packet_line(statement: Statement) -> str:
             )
         case NoPacket():
             return "no_packet"
-        case Wait(_, seconds):
-            return f"wait {seconds}"
-        case Slow(_, port, depth_packets):
-            return f"slow {port} {depth_packets}"
-        case Release(_, port):
-            return f"release {port}"
+        case Call(_, "wait" | "slow" | "release" as keyword, arguments):
+            return " ".join([keyword, *map(str, arguments)])
         case _:
             raise AssertionError(f"{statement} has no text")
 

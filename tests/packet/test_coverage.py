@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 FILES = sorted((ROOT / "p4" / "stf").glob("*.stf"))
 
+pytestmark = pytest.mark.compiled("v1model")
+
 
 def covered(files) -> Covered:
     target = Covered(str(PROGRAM))

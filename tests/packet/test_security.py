@@ -67,7 +67,7 @@ def serve(flood: bytes | None = None, port: int = STRANGER_PORT, more: str = "")
     """Send the victim's packets, and a flood if there is one; return what arrived when."""
     program = Program.load(PROGRAM)
     for statement in stf.parse(f"{ENTRIES}{THRESHOLDS}{more}packet 0 00\n").statements[:-1]:
-        statement.carry_out(stf.BuiltIn(program))
+        getattr(stf.BuiltIn(program), statement.method)(*statement.arguments)
     now = [10**12]
     ports = FakePorts(VICTIM_PORT, TENANT_PORT, STRANGER_PORT, OUT_PORT)
     switch = Switch(program, [ports], {OUT_PORT: PortQueueing(rate_bps=RATE_BPS)}, clock=lambda: now[0])

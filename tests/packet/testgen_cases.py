@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlcp.switch.stf import script as stf
+from dlcp.switch import stf
 from tests.conformance import p4testgen
 from tests.packet import as_stf
 from tests.packet.stf_text import text

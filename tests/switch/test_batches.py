@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled switch against the one in plain Python: the same packets at the same times, and the same counters."""
+"""The compiled switch, the one in plain Python, and one with objects: same packets, same times, same counters."""
 
 import json
 import random
@@ -24,6 +24,7 @@ from dlcp.switch import (
 from dlcp.wire import Header, PacketType
 from tests.switch import leaf_traffic
 from tests.switch.fake_program import FakePorts, FakeProgram, frame
+from tests.switch.object_switch import ObjectSwitch
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 PORTS = tuple(range(1, leaf_traffic.PORTS + 1))
@@ -49,13 +50,13 @@ class Clock:
 class Rig:
     """A switch over fake ports under a clock that the test moves."""
 
-    def __init__(self, backend, queueing=QUEUEING):
+    def __init__(self, backend, queueing=QUEUEING, kind=Switch):
         if backend == "numba":
             pytest.importorskip("numba")
         self.program = Program.load(JSON, backend=backend)
         leaf_traffic.populate(self.program)
         self.clock, self.ports = Clock(), FakePorts(*PORTS)
-        self.switch = Switch(self.program, [self.ports], queueing, clock=self.clock)
+        self.switch = kind(self.program, [self.ports], queueing, clock=self.clock)
 
     def advance(self, us):
         self.clock.now_ns += us * 1000
@@ -72,19 +73,20 @@ class Rig:
 
 @pytest.fixture
 def rigs():
-    made = [Rig("python"), Rig("numba")]
+    made = [Rig("python", kind=ObjectSwitch), Rig("python"), Rig("numba")]
     yield made
     for rig in made:
         rig.switch.close()
 
 
 def alike(rigs):
-    plain, compiled = (rig.counted() for rig in rigs)
-    assert compiled == plain
-    for name, values in rigs[0].program.snapshot().counters.items():
-        assert np.array_equal(rigs[1].program.counters[name].values(), values), name
-    for name, values in rigs[0].program.snapshot().registers.items():
-        assert np.array_equal(rigs[1].program.registers[name].values(), values), name
+    objects, *others = rigs
+    for rig in others:
+        assert rig.counted() == objects.counted()
+        for name, values in objects.program.snapshot().counters.items():
+            assert np.array_equal(rig.program.counters[name].values(), values), name
+        for name, values in objects.program.snapshot().registers.items():
+            assert np.array_equal(rig.program.registers[name].values(), values), name
 
 
 def test_batches_do_what_single_packets_do(rigs):
@@ -101,8 +103,8 @@ def test_batches_do_what_single_packets_do(rigs):
             for port, packet in zip(ports, burst, strict=True):
                 rig.ports.come_in(port, [bytearray(packet)])
             rig.advance(pause_us)
-        one, other = (rig.sent() for rig in rigs)
-        assert other == one
+        one, *others = (rig.sent() for rig in rigs)
+        assert others == [one, one]
         sent += len(one)
     alike(rigs)
     snapshot = rigs[0].counted()
@@ -126,7 +128,8 @@ def test_changes_of_entries_and_queues_are_seen_by_the_next_batch(rigs):
                 rig.program.profiles["route_selector"].modify_group(2, [2])
             rig.ports.come_in(1 + number % 6, [bytearray(packet)])
             rig.advance(40)
-        assert rigs[1].sent() == rigs[0].sent()
+        one, *others = (rig.sent() for rig in rigs)
+        assert others == [one, one]
     alike(rigs)
 
 
@@ -139,9 +142,10 @@ def test_another_program_goes_on_counting(rigs):
     before = rigs[0].counted()
     for rig in rigs:
         rig.switch.replace(Program.load(JSON, backend=rig.program.backend))
-    assert rigs[1].sent() == rigs[0].sent()
-    after, compiled = (rig.counted() for rig in rigs)
-    assert compiled == after
+    one, *others = (rig.sent() for rig in rigs)
+    assert others == [one, one]
+    after, *others = (rig.counted() for rig in rigs)
+    assert others == [after, after]
     waited = [queue["depth"] for port in before["ports"] for queue in port["queues"]]
     dropped = [
         now["egress_drops"] - then["egress_drops"]
@@ -150,8 +154,8 @@ def test_another_program_goes_on_counting(rigs):
     ]
     assert dropped == waited
     assert sum(waited) > 0
-    rigs[1].switch.replace(FakeProgram())
-    assert rigs[1].counted() == after
+    rigs[2].switch.replace(FakeProgram())
+    assert rigs[2].counted() == after
 
 
 def test_room_grows_with_what_waits():

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dlcp.switch import DROP_PORT, Action, EntryError, MemberRef, Program, UnsupportedFeatureError
-from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor import model
+from dlcp.switch.executor.codegen import Expressions, fit
 from dlcp.switch.executor.model import Const, Field, Op
-from dlcp.switch.executor.text import Expressions, fit
-from tests.switch import mini, sink
+from tests.switch import batches, mini, sink
 from tests.switch import oracle as oracles
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,9 @@ def compare(path):
     now, results = 1_000_000 + np.arange(COUNT) * 100, []
     for program in (left, right):
         buffer = rows.copy()
-        out, priorities, carry = program.ingress_batch(buffer, lengths, np.arange(COUNT) % 500, now)
+        out, priorities, carry = batches.ingress(program, buffer, lengths, np.arange(COUNT) % 500, now)
         depth = np.arange(COUNT)
-        sent = program.egress_batch(buffer, lengths, carry, out, now, 3, depth % 20, depth % 300, now + 3)
+        sent = batches.egress(program, buffer, lengths, carry, out, now, 3, depth % 20, depth % 300, now + 3)
         results.append((out, priorities, sent, buffer, program.snapshot()))
     for one, other in zip(results[0][:4], results[1][:4], strict=True):
         np.testing.assert_array_equal(one, other)
@@ -229,5 +229,5 @@ def test_bounds_hold_for_random_expressions():
 
 
 def test_the_builder_is_read_as_p4c_writes_it(path):
-    program = bmv2_json.load_definition(path)
+    program = model.load_definition(path)
     assert mini.STANDARD["deq_qdepth"] == program.standard["queueing_metadata.deq_qdepth"].width

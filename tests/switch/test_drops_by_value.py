@@ -16,10 +16,11 @@ pytest.importorskip("msgspec", reason="entries are read with msgspec: pip instal
 
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Job, star
-from dlcp.switch import DROP_PORT, PortQueueing, PortQueues, Program, apply_entries
+from dlcp.switch import DROP_PORT, PortQueueing, Program, apply_entries
 from dlcp.tags import FRONT_SHARES
 from dlcp.wire import Flag
 from tests.conformance import frames
+from tests.switch.object_switch import ObjectQueues
 
 PROGRAM = Path(__file__).resolve().parents[2] / "p4" / "build" / "dlcp.json"
 RATE_BPS = 64_000_000
@@ -59,7 +60,7 @@ def run(*, offered: float, others: float, share: float, budget: int = BUDGET, se
     fabric = star(3, queueing=PortQueueing(RATE_BPS, DEPTH), jobs=[Job(1, share, 0.05, burst_s=DEPTH * FRAME_NS / 1e9)])
     program = Program.load(PROGRAM)
     apply_entries(entries(fabric, "switch"), program)
-    queues, found = PortQueues(PortQueueing(RATE_BPS, DEPTH)), Drops()
+    queues, found = ObjectQueues(PortQueueing(RATE_BPS, DEPTH)), Drops()
     depths = program.registers["queue_depth"]
 
     def depart(now_ns: int) -> None:
@@ -78,7 +79,7 @@ def run(*, offered: float, others: float, share: float, budget: int = BUDGET, se
             found.by_message[message] += 1
         elif not queues.enqueue(bytearray(packet), carry, queue, now_ns):
             found.full[kind] += 1
-        elif depths[3 << 3 | queue] != queues.depth(queue) < DEPTH:
+        elif depths[3 << 3 | queue] != queues.depths[queue] < DEPTH:
             found.wrong_depths += 1
 
     events = [(number * FRAME_NS / others, OTHERS, 0) for number in range(int(seconds * 1e9 * others / FRAME_NS))]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dlcp.switch import DROP_PORT, Action, MemberRef, Program, ProgramError, UnknownNameError
-from tests.switch import leaf_traffic
+from tests.switch import batches, leaf_traffic
 from tests.switch import oracle as oracles
 
 ROOT = Path(__file__).parents[2]
@@ -88,11 +88,20 @@ def batch(program, packets, ports, now, depths):
     lengths = np.array([len(packet) for packet in packets])
     for row, packet in zip(rows, packets, strict=True):
         row[: len(packet)] = np.frombuffer(packet, np.uint8)
-    out, priorities, carry = program.ingress_batch(rows, lengths, ports, now)
+    out, priorities, carry = batches.ingress(program, rows, lengths, ports, now)
     kept = np.flatnonzero(out != DROP_PORT)
     through = np.ascontiguousarray(rows[kept])
-    sent = program.egress_batch(
-        through, lengths[kept], carry[kept], out[kept], now[kept], 5, depths[kept] + 1, depths[kept], now[kept] + 5
+    sent = batches.egress(
+        program,
+        through,
+        lengths[kept],
+        carry[kept],
+        out[kept],
+        now[kept],
+        5,
+        depths[kept] + 1,
+        depths[kept],
+        now[kept] + 5,
     )
     return out, priorities, kept, through, sent
 
@@ -210,16 +219,6 @@ def test_names_may_be_short_and_wrong_ones_are_explained(plain):
         plain.tables["ipv4_rout"]
     with pytest.raises(KeyError):
         plain.counters["events"]
-
-
-def test_a_batch_has_to_fit(plain):
-    rows = np.zeros((2, 64), np.uint8)
-    with pytest.raises(ValueError, match="do not fit rows of 64 bytes"):
-        plain.ingress_batch(rows, [60, 65], 1, 0)
-    with pytest.raises(ValueError, match="C order"):
-        plain.ingress_batch(rows[:, ::2], [1, 1], 1, 0)
-    with pytest.raises(ValueError, match="lengths for 2 packets"):
-        plain.ingress_batch(rows, [1], 1, 0)
 
 
 def test_a_missing_back_end_says_what_to_install(monkeypatch):

@@ -3,8 +3,9 @@ import random
 
 import pytest
 
-from dlcp.switch import PortQueueing, PortQueues
+from dlcp.switch import PortQueueing
 from dlcp.switch.ports.queues import NEVER_NS
+from tests.switch.object_switch import ObjectQueues
 
 
 def drain(queues, now_ns):
@@ -19,7 +20,7 @@ def drain(queues, now_ns):
 def test_rate_is_exact_however_late_the_caller_comes():
     rate_bps = 7_000_000  # does not divide 8e9 * size: fractions of nanoseconds must not be lost
     rng = random.Random(1)
-    queues = PortQueues(PortQueueing(rate_bps=rate_bps, depth_packets=100_000))
+    queues = ObjectQueues(PortQueueing(rate_bps=rate_bps, depth_packets=100_000))
     sizes = [rng.randrange(60, 1500) for _ in range(5000)]
     for size in sizes:
         assert queues.enqueue(bytearray(size), None, 3, 1_000)
@@ -35,7 +36,7 @@ def test_rate_is_exact_however_late_the_caller_comes():
 
 
 def test_idle_line_saves_nothing_up():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000))  # 1 byte per microsecond
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000))  # 1 byte per microsecond
     queues.enqueue(bytearray(1000), None, 1, 0)
     drain(queues, 0)
     for _ in range(3):
@@ -44,7 +45,7 @@ def test_idle_line_saves_nothing_up():
 
 
 def test_packet_to_a_busy_line_waits_for_it():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000))
     queues.enqueue(bytearray(1000), None, 1, 0)
     drain(queues, 0)
     queues.enqueue(bytearray(1000), None, 1, 400_000)
@@ -54,7 +55,7 @@ def test_packet_to_a_busy_line_waits_for_it():
 
 
 def test_most_urgent_queue_first_and_in_order_within():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000))
     for number in range(24):
         queues.enqueue(bytearray([number]) * 100, None, number % 8, 0)
     order = [(queue, packet[0]) for packet, queue, *_ in drain(queues, NEVER_NS)]
@@ -62,7 +63,7 @@ def test_most_urgent_queue_first_and_in_order_within():
 
 
 def test_urgent_packet_overtakes_what_waits_but_not_what_is_being_sent():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000))
     for _ in range(3):
         queues.enqueue(bytearray(1000), None, 0, 0)
     assert [queue for _, queue, *_ in drain(queues, 1_500_000)] == [0, 0]
@@ -71,7 +72,7 @@ def test_urgent_packet_overtakes_what_waits_but_not_what_is_being_sent():
 
 
 def test_tail_drop_is_per_queue_and_counted():
-    queues = PortQueues(PortQueueing(rate_bps=8, depth_packets=(1, 2, 3, 4, 5, 6, 7, 8)))
+    queues = ObjectQueues(PortQueueing(rate_bps=8, depth_packets=(1, 2, 3, 4, 5, 6, 7, 8)))
     for queue in range(8):
         accepted = [queues.enqueue(bytearray(10), None, queue, 0) for _ in range(10)]
         assert accepted == [True] * (queue + 1) + [False] * (9 - queue)
@@ -81,7 +82,7 @@ def test_tail_drop_is_per_queue_and_counted():
 
 @pytest.mark.parametrize("limit", [{"limit_packets": 10}, {"limit_bytes": 1000}])
 def test_shared_buffer_of_a_port(limit):
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000, **limit))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000, **limit))
     for number in range(20):
         queues.enqueue(bytearray(100), None, number % 8, 0)
     assert sum(queues.enqueued) == 10
@@ -92,7 +93,7 @@ def test_shared_buffer_of_a_port(limit):
 
 def test_depths_are_those_of_bmv2():
     # enq_qdepth is read before the push, deq_qdepth after the pop (simple_switch.cpp); other queues do not count.
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000))
     for _ in range(4):
         queues.enqueue(bytearray(100), None, 5, 0)
     queues.enqueue(bytearray(100), None, 6, 0)
@@ -101,7 +102,7 @@ def test_depths_are_those_of_bmv2():
 
 
 def test_carry_and_time_of_enqueueing_come_back():
-    queues = PortQueues()
+    queues = ObjectQueues()
     carry = object()
     queues.enqueue(bytearray(b"x"), carry, 2, 77)
     departure = queues.dequeue(99)
@@ -110,7 +111,7 @@ def test_carry_and_time_of_enqueueing_come_back():
 
 
 def test_last_bit_and_propagation_delay():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000, delay_s=0.002))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000, delay_s=0.002))
     queues.enqueue(bytearray(1000), None, 1, 0)
     drain(queues, 0)
     assert queues.wake_ns() == 3_000_000
@@ -120,7 +121,7 @@ def test_last_bit_and_propagation_delay():
 
 
 def test_egress_drop_uses_its_turn():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000))
     for _ in range(2):
         queues.enqueue(bytearray(1000), None, 1, 0)
     queues.discard(queues.dequeue(0).packet, 1)
@@ -132,7 +133,7 @@ def test_egress_drop_uses_its_turn():
 
 def test_loss_is_random_seeded_and_counted():
     def survivors(seed):
-        queues = PortQueues(PortQueueing(depth_packets=1, loss=0.3, seed=seed))
+        queues = ObjectQueues(PortQueueing(depth_packets=1, loss=0.3, seed=seed))
         arrived = []
         for number in range(1000):
             queues.enqueue(bytearray(number.to_bytes(2, "big")), None, 1, number)
@@ -146,7 +147,7 @@ def test_loss_is_random_seeded_and_counted():
 
 
 def test_reconfigured_depth_and_rate_hold_from_then_on():
-    queues = PortQueues(PortQueueing(rate_bps=8_000_000, depth_packets=4))
+    queues = ObjectQueues(PortQueueing(rate_bps=8_000_000, depth_packets=4))
     for _ in range(4):
         queues.enqueue(bytearray(1000), None, 1, 0)
     queues.configure(PortQueueing(rate_bps=16_000_000, depth_packets=2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic managers over arrays against those with objects, and what no port may ever do."""
+"""The traffic managers over lists and arrays against those with objects, and what no port may ever do."""
 
 import itertools
 import random
@@ -7,70 +7,77 @@ import random
 import numpy as np
 import pytest
 
-from dlcp.switch import PortQueueing, PortQueues
-from dlcp.switch.ports import scheduler
+from dlcp.switch import PortQueueing
+from dlcp.switch.ports import queues
 from dlcp.switch.ports.queues import NEVER_NS
+from tests.switch.object_switch import ObjectQueues
 
 SLOTS = 400
 
 
-class ArrayPort:
-    """One port over arrays with the interface of `PortQueues`, as far as it is needed here."""
+class ListPort:
+    """One port over lists with the interface of `ObjectQueues`, as far as it is needed here."""
+
+    table = list
 
     def __init__(self, queueing):
-        self.port = scheduler.new_port(1, queueing)
-        self.slots = np.zeros((SLOTS, scheduler.SLOT_CELLS), np.int64)
-        self.out = np.zeros(SLOTS, np.int64)
+        self.port = self.table(queues.new_port(1, queueing))
+        self.slots = self.table([[0] * queues.SLOT_CELLS for _ in range(SLOTS)])
+        self.out = self.table([0] * SLOTS)
         self.free = list(range(SLOTS))
         self.packets = {}
-        self.columns = scheduler.PortColumns(self.port, queueing)
+        self.columns = queues.PortQueues(self.port, queueing)
 
     def enqueue(self, packet, queue, now_ns):
         slot = self.free.pop()
-        self.slots[slot, scheduler.LENGTH] = len(packet)
-        if not scheduler.enqueue(self.port, self.slots, slot, queue, now_ns):
+        self.slots[slot][queues.LENGTH] = len(packet)
+        if not queues.enqueue(self.port, self.slots, slot, queue, now_ns):
             self.free.append(slot)
             return False
         self.packets[slot] = packet
         return True
 
     def dequeue(self, now_ns):
-        slot = scheduler.dequeue(self.port, self.slots, now_ns)
-        if slot < 0:
+        if not self.port[queues.BUSY] or self.port[queues.FREE_NS] > now_ns:
             return None
+        slot = queues.dequeue(self.port, self.slots)
         self.leaving = slot
         queue, enqueued_ns, depth = (
-            int(self.slots[slot, column]) for column in (scheduler.QUEUE, scheduler.ENQUEUED_NS, scheduler.ENQ_DEPTH)
+            int(self.slots[slot][column]) for column in (queues.QUEUE, queues.ENQUEUED_NS, queues.ENQ_DEPTH)
         )
-        left_behind = int(self.port[scheduler.WAITING + queue])
-        return self.packets[slot], queue, int(self.port[scheduler.FREE_NS]), enqueued_ns, depth, left_behind
+        left_behind = int(self.port[queues.WAITING + queue])
+        return self.packets[slot], queue, int(self.port[queues.FREE_NS]), enqueued_ns, depth, left_behind
 
     def transmit(self):
-        if not scheduler.transmit(self.port, self.slots, self.leaving):
+        if not queues.transmit(self.port, self.slots, self.leaving):
             self._forget(self.leaving)
 
     def discard(self):
-        scheduler.discard(self.port, self.slots, self.leaving)
+        queues.discard(self.port, self.slots, self.leaving)
         self._forget(self.leaving)
 
     def arrivals(self, now_ns):
-        scheduler.hand_over(self.port, self.slots, self.out, now_ns)
-        arrived = self.out[: self.port[scheduler.OUT]].tolist()
-        self.port[scheduler.OUT] = 0
+        queues.hand_over(self.port, self.slots, self.out, now_ns)
+        arrived = [int(slot) for slot in self.out[: self.port[queues.OUT]]]
+        self.port[queues.OUT] = 0
         return [self._forget(slot) for slot in arrived]
 
     def wake_ns(self):
-        return scheduler.wake_ns(self.port, self.slots)
+        return queues.wake_ns(self.port, self.slots)
 
     def loses_arriving(self):
-        if not self.port[scheduler.LOSS] or not scheduler.loses(self.port):
+        if not self.port[queues.LOSS] or not queues.loses(self.port):
             return False
-        self.port[scheduler.LOST_ARRIVING] += 1
+        self.port[queues.LOST_ARRIVING] += 1
         return True
 
     def _forget(self, slot):
         self.free.append(slot)
         return self.packets.pop(slot)
+
+
+class ArrayPort(ListPort):
+    table = np.array
 
 
 QUEUEING = {
@@ -83,11 +90,12 @@ QUEUEING = {
 }
 
 
+@pytest.mark.parametrize("kind", [ListPort, ArrayPort])
 @pytest.mark.parametrize("name", QUEUEING)
-def test_arrays_do_what_objects_do(name):
+def test_tables_do_what_objects_do(name, kind):
     rng = random.Random(name)
     queueing = QUEUEING[name]
-    plain, arrays = PortQueues(queueing), ArrayPort(queueing)
+    plain, arrays = ObjectQueues(queueing), kind(queueing)
     now_ns = 0
     for number in range(4000):
         now_ns += rng.choice((0, 1, 7_000, 150_000, 600_000))
@@ -114,7 +122,7 @@ def test_arrays_do_what_objects_do(name):
     for counted in ("enqueued", "transmitted", "transmitted_bytes", "tail_drops", "egress_drops", "max_depth"):
         assert getattr(arrays.columns, counted) == getattr(plain, counted), counted
     assert (arrays.columns.lost, arrays.columns.lost_arriving) == (plain.lost, plain.lost_arriving)
-    assert [arrays.columns.depth(queue) for queue in range(8)] == [plain.depth(queue) for queue in range(8)]
+    assert arrays.columns.depths == plain.depths
     assert sum(plain.egress_drops) > 0 < sum(plain.transmitted)
     assert sum(plain.tail_drops) > 0, "the queues never filled"
     assert plain.lost > 0 or not queueing.loss
@@ -128,7 +136,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("kind", [PortQueues, ArrayPort])
+@pytest.mark.parametrize("kind", [ObjectQueues, ListPort, ArrayPort])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_port_never_carries_more_than_its_rate(kind, mix):
     """Within any span of time at most rate x span and one frame leave, however many queues are busy."""
@@ -141,16 +149,16 @@ def test_a_port_never_carries_more_than_its_rate(kind, mix):
     while now_ns < 300_000_000:
         now_ns = min(now_ns + rng.randrange(100_000), max(port.wake_ns(), now_ns)) if rng.random() < 0.5 else now_ns + 1
         while departure := port.dequeue(now_ns):
-            packet, start_ns = departure[0], departure.start_ns if kind is PortQueues else departure[2]
+            packet, start_ns = departure[0], departure.start_ns if kind is ObjectQueues else departure[2]
             left.append((start_ns, len(packet)))
-            if kind is PortQueues:
+            if kind is ObjectQueues:
                 port.transmit(packet, departure.queue)
             else:
                 port.transmit()
         port.arrivals(now_ns)
         for _ in range(rng.choice((0, 0, 1, 12))):  # three times the rate on average
             packet, queue = bytearray(rng.randrange(60, 1500)), rng.choice(MIXES[mix])
-            port.enqueue(packet, None, queue, now_ns) if kind is PortQueues else port.enqueue(packet, queue, now_ns)
+            port.enqueue(packet, None, queue, now_ns) if kind is ObjectQueues else port.enqueue(packet, queue, now_ns)
     assert len(left) > 300
     for (start_ns, size), (next_ns, _) in itertools.pairwise(left):
         assert next_ns - start_ns >= size * 8_000_000_000 // rate_bps

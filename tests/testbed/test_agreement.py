@@ -10,8 +10,7 @@ pytest.importorskip("finsy", reason="switches are read over P4Runtime: pip insta
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
 from dlcp.controller.fabric import leaf_spine, star
-from dlcp.controller.testbed.accounts import Accounts, NicCount, Place, SwitchAccount
-from dlcp.controller.testbed.agreement import compare, uncounted_tails
+from dlcp.controller.testbed.accounts import Accounts, NicCount, Place, SwitchAccount, compare, uncounted_tails
 from dlcp.controller.testbed.layout import lay_out
 from dlcp.demo.testbed import as_counters
 from dlcp.switch import PortQueueing

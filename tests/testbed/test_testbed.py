@@ -129,7 +129,7 @@ def test_every_host_of_a_leaf_spine_reaches_every_other(needs, name, kind):
 @pytest.mark.timeout(120)
 def test_a_switch_that_dies_is_started_again_and_programmed_by_whoever_controls_it(needs, name):
     needs("bmv2")
-    from dlcp.controller.testbed.programming import Controller
+    from dlcp.controller.testbed.lifecycle import Controller
 
     state = up(small_star(), "bmv2", name)
     with Controller(fabric_of(name)) as controller:

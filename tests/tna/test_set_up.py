@@ -6,10 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import bfrt_writes
 import pytest
 import set_up
-from bfrt_writes import DevicePort, Key, QueuePlace, SetUpError, Write
+from set_up import DevicePort, Key, QueuePlace, SetUpError, Write
 
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import load
@@ -164,7 +163,7 @@ def test_a_colour_is_dropped_from_the_least_that_the_traffic_manager_knows(writt
     ("threshold", "limit"), [(0, "12.5%"), (8, "12.5%"), (15, "12.5%"), (16, "25%"), (63, "87.5%"), (64, "100%")]
 )
 def test_colour_limits_are_eighths_not_above_the_threshold(threshold, limit):
-    assert bfrt_writes._color_limit(threshold, 64) == limit
+    assert set_up._color_limit(threshold, 64) == limit
 
 
 def test_thresholds_are_in_cells(written, fabric):
@@ -256,8 +255,8 @@ def test_ports_that_do_not_fit_are_named(fabric, device):
 def test_queues_deeper_than_the_buffer_are_refused(fabric):
     places = {port.device_port: QueuePlace(0, tuple(range(8))) for port in PORTS}
     with pytest.raises(SetUpError, match=r"hold 38912 cells .* the device has 38911: lower depth_packets"):
-        bfrt_writes.queue_writes(fabric, "leaf1", PORTS, places, 38_911)
-    assert bfrt_writes.queue_writes(fabric, "leaf1", PORTS, places, 38_912)
+        set_up.queue_writes(fabric, "leaf1", PORTS, places, 38_911)
+    assert set_up.queue_writes(fabric, "leaf1", PORTS, places, 38_912)
 
 
 def test_ports_with_too_few_queues_and_other_cells_are_refused(fabric):
@@ -267,7 +266,7 @@ def test_ports_with_too_few_queues_and_other_cells_are_refused(fabric):
         set_up.writes(fabric, "leaf1", PORTS, set_up.Device(FakeClient, few))
     table = few.table_get("tf1.tm.cfg")
     table.entries[FakeClient.Target().pipe_id, ()][1]["cell_size_bytes"] = 176
-    with pytest.raises(SetUpError, match="cells of 176 bytes, and not of 80"):
+    with pytest.raises(SetUpError, match="cells of 176 bytes; this script supports 80"):
         set_up.Device(FakeClient, few).buffer_cells()
 
 
@@ -282,7 +281,7 @@ def test_without_the_client_it_says_where_the_client_comes_from(capsys):
     ports = [f"{port.number}={port.device_port},{port.speed}" for port in PORTS]
     arguments = [str(EXAMPLES / "leaf-spine.yaml"), "leaf1", *(word for port in ports for word in ("--port", port))]
     assert set_up.main(arguments) == 1
-    assert "bfrt_grpc is not there: it comes with the SDE" in capsys.readouterr().err
+    assert "bfrt_grpc is missing; it comes with the SDE" in capsys.readouterr().err
 
 
 def test_from_the_command_line_to_the_device(monkeypatch, info, capsys):

@@ -20,6 +20,8 @@ sys.modules[spec.name] = p4_compile  # where its dataclass looks for its own mod
 spec.loader.exec_module(p4_compile)
 
 COMPILER = p4_compile.compiler(p4_compile.TNA)
+
+pytestmark = pytest.mark.compiled("tna")
 ROWS = {
     "logical tables": "logical_tables",
     "SRAM blocks": "srams",
@@ -129,12 +131,14 @@ def test_without_the_compiler_its_output_stays_and_it_is_said_why(tmp_path):
 
 def test_a_change_of_the_sources_is_noticed(tmp_path):
     copied = shutil.copytree(P4, tmp_path / "p4")
-    assert p4_compile.differences(copied) == []
+    assert p4_compile.differences(copied, (p4_compile.TNA,)) == []
     (copied / "tna" / "drop.p4").write_text("// nothing\n")
-    (problem,) = p4_compile.differences(copied)
+    (problem,) = p4_compile.differences(copied, (p4_compile.TNA,))
     assert "sources changed" in problem
     (copied / "build/tna/resources.json").unlink()
-    assert p4_compile.differences(copied) == ["p4/build/tna/resources.json is missing: run `make p4`"]
+    assert p4_compile.differences(copied, (p4_compile.TNA,)) == [
+        "p4/build/tna/resources.json is missing: run `make p4`"
+    ]
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"{COMPILER}, p4c's back end for Tofino, is not installed")

@@ -25,6 +25,8 @@ from tests.tna.tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
+
+pytestmark = pytest.mark.compiled("v1model")
 SENT_AGAIN = "the `entropy` of a retransmitted packet"
 NOT_HERE = {
     "depth.stf": "A burst that arrives before any packet leaves is not coloured",

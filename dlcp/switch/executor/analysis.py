@@ -23,7 +23,6 @@ from dlcp.switch.executor.model import (
     ParserState,
     ProgramDef,
     RegisterRead,
-    StateLayout,
     Statement,
     TableDef,
     UnsupportedFeatureError,
@@ -32,7 +31,6 @@ from dlcp.switch.executor.model import (
     Verify,
     reads,
 )
-from dlcp.switch.executor.text import Expressions, Helpers, Names
 
 MAX_PATHS: Final = 1024
 """Maximum number of paths through the parser: each has its own generated text. Not tuned."""
@@ -242,21 +240,6 @@ class Usage:
         for checksum in self.program.checksums:
             found |= self.checksum_reads(checksum)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """State shared by all emitters of one text."""
-
-    program: ProgramDef
-    stacks: Stacks
-    usage: Usage
-    layout: StateLayout
-    names: Names
-    helpers: Helpers
-    expressions: Expressions
-    read: frozenset[Variable]
-    """Fields and validity bits that are read anywhere; only these get a variable."""
 
 
 def successor(table: TableDef, action: ActionDef, hit: bool) -> str | None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Final
 
-import numpy as np
-
 CRC16_POLYNOMIAL: Final = 0xA001
 """0x8005 reflected."""
 CRC32_POLYNOMIAL: Final = 0xEDB88320
@@ -85,17 +83,18 @@ CHUNK: Final = 8
 
 
 @cache
-def _chunk(algorithm: str, bit: int, width: int, size: int) -> list[int]:
-    """Return the hash of every ``width``-bit number placed ``bit`` bits from the end of a message of zeros.
+def _chunk(bit: int, width: int) -> list[int]:
+    """Return the CRC-16 of every ``width``-bit number placed ``bit`` bits from the end of a message of zeros.
 
-    crc16 and xor16 are linear: the hash of a message is the exclusive or of the hashes of its parts.
+    CRC-16 is linear: the hash of a message is the exclusive or of the hashes of its parts. Leading zeros do not change
+    it, so the tables are shared between messages with the same end.
     """
-    table = np.zeros(1, np.int64)
+    size = (bit + width + 7) // 8
+    table = [0]
     for i in range(width):
-        basis = OVER_BYTES[algorithm]((1 << (bit + i)).to_bytes(size, "big"))
-        table = np.concatenate([table, table ^ basis])
-    entries: list[int] = table.tolist()
-    return entries
+        basis = crc16((1 << (bit + i)).to_bytes(size, "big"))
+        table += [entry ^ basis for entry in table]
+    return table
 
 
 def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: dict[str, object]) -> str:
@@ -110,26 +109,18 @@ def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: di
         position -= width
         places.append((argument, position, width))
     packed = " | ".join(f"{argument} << {bit}" if bit else argument for argument, bit, _ in places) or "0"
-    if algorithm in ("crc16", "xor16"):
-        terms = []
-        for argument, bit, width in places:
-            for low in range(0, width, CHUNK):
-                part = min(CHUNK, width - low)
-                # Leading zeros do not change a CRC, so its tables are shared between messages with the same end.
-                length = (bit + low + part + 7) // 8 if algorithm == "crc16" else size
-                table = f"{name}_{argument}_{low}"
-                namespace[table] = _chunk(algorithm, bit + low, part, length)
-                text = f"{argument} >> {low}" if low else argument
-                terms.append(f"{table}[{text} & {(1 << part) - 1}]" if low + part < width else f"{table}[{text}]")
-        return head + (" ^ ".join(terms) or "0") + "\n"
-    if algorithm == "identity":
-        shift = max(size - 8, 0) * 8
-        return head + (f"({packed}) >> {shift}" if shift else packed) + "\n"
-    if algorithm == "crc32":
-        namespace["_zlib_crc32"] = zlib.crc32
-        return head + f"_zlib_crc32(({packed}).to_bytes({size}, 'big'))\n"
-    namespace["_csum16"] = csum16
-    return head + f"_csum16(({packed}).to_bytes({size}, 'big'))\n"
+    if algorithm != "crc16":
+        namespace[f"_{algorithm}"] = OVER_BYTES[algorithm]
+        return head + f"_{algorithm}(({packed}).to_bytes({size}, 'big'))\n"
+    terms = []
+    for argument, bit, width in places:
+        for low in range(0, width, CHUNK):
+            part = min(CHUNK, width - low)
+            table = f"{name}_{argument}_{low}"
+            namespace[table] = _chunk(bit + low, part)
+            text = f"{argument} >> {low}" if low else argument
+            terms.append(f"{table}[{text} & {(1 << part) - 1}]" if low + part < width else f"{table}[{text}]")
+    return head + (" ^ ".join(terms) or "0") + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------- for Numba

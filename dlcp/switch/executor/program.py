@@ -15,7 +15,7 @@ in microseconds, with any origin. ``ingress`` and ``egress`` are generated funct
 
 Objects are found by p4info name, or by a unique suffix of it: ``program.tables["ipv4_route"]``,
 ``program.profiles``, ``program.registers``, ``program.counters``, ``program.meters`` (indirect ones; direct meters
-belong to entries). See `dlcp.switch.executor.tables`, `dlcp.switch.executor.profiles` and `dlcp.switch.executor.cells`.
+belong to entries). `dlcp.switch.executor.state` has their classes.
 
 Use a program from one thread at a time, and change entries between packets or batches; the compiled back end releases
 the GIL during a batch. Changes take effect at the next packet or batch, without recompilation.
@@ -33,15 +33,13 @@ from types import ModuleType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from dlcp.switch.executor import bmv2_json
-from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
+from dlcp.switch.executor import model
+from dlcp.switch.executor.codegen import DROP_PORT, Generated, forwarding, generate
 from dlcp.switch.executor.model import Named, ProgramDef, ProgramError, visible_tables
-from dlcp.switch.executor.profiles import ActionProfile, Actions
-from dlcp.switch.executor.source import DROP_PORT, Generated, forwarding, generate
-from dlcp.switch.executor.tables import Table
-from dlcp.switch.ports.scheduler import TOTAL_CELLS
+from dlcp.switch.executor.state import TOKEN_CELLS, ActionProfile, Actions, Counter, MeterCells, Register, Table
+from dlcp.switch.ports.queues import TOTAL_CELLS
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -51,19 +49,15 @@ class PlainMachine:
 
     def __init__(self, generated: Generated) -> None:
         layout = generated.layout
-        self.registers = [0] * layout.register_cells
-        self.packets_counted = [0] * layout.counter_cells
-        self.bytes_counted = [0] * layout.counter_cells
-        self.meter_rates = [[0.0, 0.0] for _ in range(layout.meter_cells)]
-        self.meter_tokens = [[0] * TOKEN_CELLS for _ in range(layout.meter_cells)]
-        self._generated = generated
-        self._namespace: dict[str, Any] = {
-            "registers": self.registers,
-            "packets_counted": self.packets_counted,
-            "bytes_counted": self.bytes_counted,
-            "meter_rates": self.meter_rates,
-            "meter_tokens": self.meter_tokens,
+        self.flat: dict[str, Any] = {
+            "registers": [0] * layout.register_cells,
+            "packets_counted": [0] * layout.counter_cells,
+            "bytes_counted": [0] * layout.counter_cells,
+            "meter_rates": [[0.0, 0.0] for _ in range(layout.meter_cells)],
+            "meter_tokens": [[0] * TOKEN_CELLS for _ in range(layout.meter_cells)],
         }
+        self._generated = generated
+        self._namespace = dict(self.flat)
         self.source = generated.plain(self._namespace)
         self.ingress: Any = None
         self.egress: Any = None
@@ -90,32 +84,6 @@ class PlainMachine:
     def commit(self, prepared: Numbers | None) -> None:
         """Do nothing."""
 
-    def ingress_batch(
-        self, packets: NDArray[np.uint8], lengths: Numbers, ports: Numbers, now_us: Numbers
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        """Run ingress on every row; see `dlcp.switch.Program.ingress_batch`."""
-        out = np.empty((len(lengths), 2), np.int64)
-        carried = np.empty((len(lengths), len(self._generated.carry)), np.int64)
-        arguments = zip(packets, lengths.tolist(), ports.tolist(), now_us.tolist(), strict=True)
-        for i, (row, length, port, now) in enumerate(arguments):
-            packet = bytearray(row[:length])
-            out[i, 0], out[i, 1], carried[i] = self.ingress(packet, port, now)
-            row[:length] = packet
-        return out[:, 0].copy(), out[:, 1].copy(), carried
-
-    def egress_batch(
-        self, packets: NDArray[np.uint8], lengths: Numbers, carry: Numbers, *arguments: Numbers
-    ) -> NDArray[np.bool_]:
-        """Run egress on every row; see `dlcp.switch.Program.egress_batch`."""
-        sent = np.empty(len(lengths), np.bool_)
-        columns = zip(*(column.tolist() for column in arguments), strict=True)
-        rows = zip(packets, lengths.tolist(), carry.tolist(), columns, strict=True)
-        for i, (row, length, carried, values) in enumerate(rows):
-            packet = bytearray(row[:length])
-            sent[i] = self.egress(packet, carried, *values)
-            row[:length] = packet
-        return sent
-
 
 INSTALL: Final = "pip install 'dlcp[switch]'"
 KEPT_PROGRAMS: Final = 16
@@ -127,11 +95,13 @@ class CompiledMachine:
 
     def __init__(self, generated: Generated) -> None:
         layout = generated.layout
-        self.registers = np.zeros(layout.register_cells, np.int64)
-        self.packets_counted = np.zeros(layout.counter_cells, np.int64)
-        self.bytes_counted = np.zeros(layout.counter_cells, np.int64)
-        self.meter_rates = np.zeros((layout.meter_cells, 2), np.float64)
-        self.meter_tokens = np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64)
+        self.flat: dict[str, Any] = {
+            "registers": np.zeros(layout.register_cells, np.int64),
+            "packets_counted": np.zeros(layout.counter_cells, np.int64),
+            "bytes_counted": np.zeros(layout.counter_cells, np.int64),
+            "meter_rates": np.zeros((layout.meter_cells, 2), np.float64),
+            "meter_tokens": np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64),
+        }
         self._generated = generated
         self.source = generated.compiled() + forwarding(generated)
         self._module = load_compiled(self.source)
@@ -153,14 +123,7 @@ class CompiledMachine:
         """Return the arrays for compiled functions: all tables and profiles in one, rebuilt after a change."""
         if not self._deferred and self._changed():
             self._structures = self.prepare()
-        return (
-            self._structures,
-            self.registers,
-            self.packets_counted,
-            self.bytes_counted,
-            self.meter_rates,
-            self.meter_tokens,
-        )
+        return self._structures, *self.flat.values()
 
     def _changed(self) -> bool:
         return any(table.changed for table in self._tables) or any(profile.changed for profile in self._profiles)
@@ -193,7 +156,19 @@ class CompiledMachine:
     def ingress_batch(
         self, packets: NDArray[np.uint8], lengths: Numbers, ports: Numbers, now_us: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """Run ingress on every row; see `dlcp.switch.Program.ingress_batch`."""
+        """Run ingress on many packets, in order.
+
+        Parameters
+        ----------
+        packets
+            uint8 (n, stride), C order, edited in place.
+        lengths, ports, now_us
+            Bytes of each packet, its ingress port and time: int64 (n,).
+
+        Returns
+        -------
+        Egress ports, priorities: int64 (n,). Carry: int64 (n, k).
+        """
         out, priorities = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
         carry = np.empty((len(lengths), len(self._generated.carry)), np.int64)
         self._module.ingress_batch(packets, lengths, ports, now_us, out, priorities, carry, *self._state())
@@ -202,7 +177,12 @@ class CompiledMachine:
     def egress_batch(
         self, packets: NDArray[np.uint8], lengths: Numbers, carry: Numbers, *arguments: Numbers
     ) -> NDArray[np.bool_]:
-        """Run egress on every row; see `dlcp.switch.Program.egress_batch`."""
+        """Run egress on many packets, in order; ``arguments`` as `Program.egress`, int64 (n,).
+
+        Returns
+        -------
+        True for each packet to be sent: bool (n,).
+        """
         sent = np.empty(len(lengths), np.bool_)
         self._module.egress_batch(packets, lengths, carry, *arguments, sent, *self._state())
         return sent
@@ -213,7 +193,7 @@ class CompiledMachine:
         return len(self._generated.carry)
 
     def forward(self, until_ns: int, arrived: Numbers, count: int, places: Numbers, *pool: NDArray[Any]) -> None:
-        """Process received packets and due departures; see `dlcp.switch.executor.source`.
+        """Process received packets and due departures; see `dlcp.switch.executor.codegen`.
 
         Parameters
         ----------
@@ -318,15 +298,9 @@ def cache_directory() -> Path | None:
     return None if foreign or not stat.S_ISDIR(status.st_mode) or not os.access(path, os.W_OK) else path
 
 
-_INSTALLED: Final = Path(__file__).parents[1] / "p4"
-PROGRAM_FOLDER: Final = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "p4" / "build"
-"""Folder of ``dlcp.json`` and ``dlcp.p4info.txtpb``: ``dlcp/switch/p4`` once installed, ``p4/build`` in a checkout."""
-PROGRAM_PATH: Final = PROGRAM_FOLDER / "dlcp.json"
-"""The program for BMv2 and the built-in switch."""
 Backend = Literal["python", "numba"]
 BACKENDS: Final = ("python", "numba")
 Carry: TypeAlias = tuple[int, ...]
-Packets: TypeAlias = NDArray[np.uint8]
 
 __all__ = ["BACKENDS", "DROP_PORT", "Backend", "Carry", "Program", "Snapshot"]
 
@@ -351,6 +325,8 @@ class Program:
         The generated text.
     definition
         The program's model.
+    machine
+        Holds the state and runs the generated text.
     ingress
         ``ingress(packet, ingress_port, now_us)`` returns egress port (`DROP_PORT`: dropped), priority 0-7 and carry.
     egress
@@ -369,24 +345,24 @@ class Program:
             machine: PlainMachine | CompiledMachine = CompiledMachine(generated)
         else:
             machine = PlainMachine(generated)
-        self._machine = machine
-        self.source = machine.source
+        self.machine = machine
+        self.source, flat = machine.source, machine.flat
         self.registers = Named(
             "register",
             {
-                item.name: Register(item.name, layout.registers[item.name], item.size, item.width, machine.registers)
+                item.name: Register(item.name, layout.registers[item.name], item.size, item.width, flat["registers"])
                 for item in definition.registers.values()
             },
         )
         self.counters = Named(
             "counter",
             {
-                name: Counter(name, layout.counters[name], item.size, machine.packets_counted, machine.bytes_counted)
+                name: Counter(name, layout.counters[name], item.size, flat["packets_counted"], flat["bytes_counted"])
                 for name, item in definition.counters.items()
             },
         )
         cells = {
-            name: MeterCells(name, layout.meters[name], item.size, machine.meter_rates, machine.meter_tokens)
+            name: MeterCells(name, layout.meters[name], item.size, flat["meter_rates"], flat["meter_tokens"])
             for name, item in definition.meters.items()
         }
         self._meters = cells
@@ -420,11 +396,6 @@ class Program:
         self.ingress: Callable[[bytearray, int, int], tuple[int, int, Carry]] = machine.ingress
         self.egress: Callable[..., bool] = machine.egress
 
-    @property
-    def machine(self) -> PlainMachine | CompiledMachine:
-        """The machine that holds the state and runs the generated text."""
-        return self._machine
-
     @classmethod
     def load(cls, path: str | Path, *, backend: Backend = "python") -> "Program":
         """Load a program from the JSON that ``p4c-bm2-ss`` writes.
@@ -442,64 +413,7 @@ class Program:
         ProgramError
             The file is not a BMv2 JSON, or Numba is missing.
         """
-        return cls(bmv2_json.load_definition(path), backend)
-
-    def ingress_batch(
-        self, packets: Packets, lengths: ArrayLike, ingress_ports: ArrayLike, now_us: ArrayLike
-    ) -> tuple[Numbers, Numbers, Numbers]:
-        """Run ingress on many packets, in order.
-
-        Parameters
-        ----------
-        packets
-            uint8 (n, stride), C order, edited in place.
-        lengths
-            Bytes of each packet, int (n,).
-        ingress_ports, now_us
-            int (n,), or one number for all.
-
-        Returns
-        -------
-        Egress ports, priorities: int64 (n,). Carry: int64 (n, k).
-        """
-        sizes = self._sizes(packets, lengths)
-        return self._machine.ingress_batch(packets, sizes, _column(ingress_ports, sizes), _column(now_us, sizes))
-
-    def egress_batch(
-        self,
-        packets: Packets,
-        lengths: ArrayLike,
-        carry: Numbers,
-        ports: ArrayLike,
-        enq_us: ArrayLike,
-        deq_delta_us: ArrayLike,
-        enq_depth: ArrayLike,
-        deq_depth: ArrayLike,
-        now_us: ArrayLike,
-    ) -> NDArray[np.bool_]:
-        """Run egress on many packets, in order; arguments as `egress`, int (n,).
-
-        Returns
-        -------
-        True for each packet to be sent: bool (n,).
-        """
-        sizes = self._sizes(packets, lengths)
-        columns = (ports, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
-        carried = np.ascontiguousarray(carry, np.int64)
-        if len(carried) != len(sizes):
-            raise ValueError(f"carry has {len(carried)} rows for {len(sizes)} packets")
-        return self._machine.egress_batch(packets, sizes, carried, *(_column(column, sizes) for column in columns))
-
-    @staticmethod
-    def _sizes(packets: Packets, lengths: ArrayLike) -> Numbers:
-        sizes = np.ascontiguousarray(lengths, np.int64)
-        if packets.ndim != 2 or packets.dtype != np.uint8 or not packets.flags.c_contiguous:
-            raise ValueError(f"packets must be uint8 (n, stride) in C order, not {packets.dtype} {packets.shape}")
-        if sizes.shape != (len(packets),):
-            raise ValueError(f"array of shape {sizes.shape} given as lengths for {len(packets)} packets")
-        if sizes.size and (sizes.min() < 0 or sizes.max() > packets.shape[1]):
-            raise ValueError(f"lengths {sizes.min()}..{sizes.max()} do not fit rows of {packets.shape[1]} bytes")
-        return sizes
+        return cls(model.load_definition(path), backend)
 
     def snapshot(self) -> Snapshot:
         """Return all registers and counters."""
@@ -525,13 +439,3 @@ class Program:
                 table.reset_default()
         for profile in self.profiles.values():
             profile.clear()
-
-
-def _column(values: ArrayLike, sizes: Numbers) -> Numbers:
-    """Return ``values`` as a writable column, since compiled functions accept no other."""
-    column = np.ascontiguousarray(values, np.int64)
-    if column.shape != sizes.shape or not column.flags.writeable:
-        column = np.array(
-            np.broadcast_to(column if column.ndim and column.size != 1 else column.reshape(()), sizes.shape)
-        )
-    return column

@@ -17,11 +17,10 @@ from typing import Any, Final, Protocol, TypeVar
 from finsy.proto import p4r, rpc_code
 from google.protobuf import text_format
 
-from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor import model
 from dlcp.switch.executor.model import EntryError, UnsupportedFeatureError
 from dlcp.switch.executor.program import Backend, Program
-from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, kinds_of
-from dlcp.switch.p4runtime.messages import Refused
+from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, Refused, kinds_of
 
 _FORWARDING_STATE: Final = (
     p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
@@ -68,7 +67,7 @@ class ForwardingPipeline:
         if not data or not config.HasField("p4info"):
             raise Refused("a pipeline needs p4info and the JSON that p4c-bm2-ss writes with -o")
         try:
-            definition = bmv2_json.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
+            definition = model.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
             program = Program(definition, backend)
         except UnsupportedFeatureError as error:
             raise Refused(str(error)) from None
@@ -139,7 +138,7 @@ class ForwardingPipeline:
     def _carry_over(self, update: p4r.Update) -> None:
         try:
             self.change(update)()
-        except (Refused, EntryError) as error:
+        except EntryError as error:
             raise Refused(f"an entity of the old program does not fit the new one: {error}") from None
 
 
@@ -290,19 +289,16 @@ class P4RuntimeDevice:
         return batch.results
 
     def read(self, wanted: Iterable[p4r.Entity]) -> list[p4r.ReadResponse]:
-        """Return every selected entity, in messages of bounded size; raises Refused."""
+        """Return every selected entity, in messages of bounded size; raises EntryError."""
         pipeline = self._running()
         responses: list[p4r.ReadResponse] = []
         entities: list[p4r.Entity] = []
         for entity in wanted:
-            try:
-                for found in pipeline.read(entity, self._ask):
-                    entities.append(found)
-                    if len(entities) == RESPONSE_ENTITIES:
-                        responses.append(p4r.ReadResponse(entities=entities))
-                        entities = []
-            except EntryError as error:
-                raise Refused.of(error) from None
+            for found in pipeline.read(entity, self._ask):
+                entities.append(found)
+                if len(entities) == RESPONSE_ENTITIES:
+                    responses.append(p4r.ReadResponse(entities=entities))
+                    entities = []
         if entities:
             responses.append(p4r.ReadResponse(entities=entities))
         return responses
@@ -379,12 +375,8 @@ def _result(change: Change) -> p4r.Error:
     try:
         change()
     except EntryError as error:
-        refusal = Refused.of(error)
-    except Refused as error:
-        refusal = error
-    else:
-        return _DONE
-    return p4r.Error(canonical_code=refusal.code, message=refusal.message, space=ERROR_SPACE)
+        return p4r.Error(canonical_code=error.code, message=str(error), space=ERROR_SPACE)
+    return _DONE
 
 
 _DONE: Final = p4r.Error(canonical_code=rpc_code.OK)

@@ -4,34 +4,226 @@
 `kinds_of` joins p4info to a running program: for each kind of entity it has the program's objects and two functions.
 ``change`` checks an update of one object and returns the `Change` that makes it. ``read`` yields the entities of one
 object that a request selects. Both raise Refused for errors that do not depend on the current entries.
+
+p4info's descriptions of fields and parameters (number, name, width, match kind) are used directly.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from finsy.proto import p4i, p4r, rpc_code
 
-from dlcp.switch.executor.cells import Counter, MeterCells, MeterConfig, Register
-from dlcp.switch.executor.model import EntryError
-from dlcp.switch.executor.profiles import Action, ActionProfile, Actions, GroupRef, MemberRef, Target
-from dlcp.switch.executor.program import Program
-from dlcp.switch.executor.tables import Entry, Match, Table
-from dlcp.switch.p4runtime.messages import (
-    MATCH_KINDS,
-    ActionInfo,
-    Refused,
-    encode,
-    find,
-    read_action,
-    read_match,
-    read_meter,
-    write_action,
-    write_match,
-    write_meter,
+from dlcp.switch.executor.model import (
+    EntryError,
 )
+from dlcp.switch.executor.program import Program
+from dlcp.switch.executor.state import (
+    Action,
+    ActionProfile,
+    Actions,
+    Counter,
+    Entry,
+    GroupRef,
+    Match,
+    MemberRef,
+    MeterCells,
+    MeterConfig,
+    Register,
+    Table,
+    Target,
+)
+
+BURST_MAX: Final = (1 << 32) - 1
+"""BMv2 stores a burst in 32 bits."""
+
+
+class Refused(EntryError):  # noqa: N818 - the name says what it is
+    """A refused request; the message says what is wrong, where, and what to do.
+
+    Attributes
+    ----------
+    code
+        Canonical code of google.rpc.
+    """
+
+    def __init__(self, message: str, code: int = rpc_code.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def find(things: Mapping[int, Any], number: int, what: str) -> Any:
+    """Return an object by its number. Raises Refused, which starts with ``what`` and lists the existing objects."""
+    if number not in things:
+        known = ", ".join(f"{key} ({thing.name})" for key, thing in things.items())
+        raise Refused(f"{what} {number}; there are {known or 'none'}")
+    return things[number]
+
+
+Described: TypeAlias = p4i.MatchField | p4i.Action.Param
+"""A field of a table's key or a parameter of an action, as p4info describes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionInfo:
+    """An action, with its parameters by number, in order."""
+
+    id: int
+    name: str
+    params: Mapping[int, p4i.Action.Param]
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+def decode(value: bytes, field: Described) -> int:
+    """Return the number of a big-endian byte string; leading zeros are allowed, as specified (8.4).
+
+    Raises
+    ------
+    Refused
+        The string is empty, or the number does not fit the field or parameter.
+    """
+    number = int.from_bytes(value, "big")
+    if number >> field.bitwidth or not value:
+        given = f"0x{value[:32].hex()}" if value else "an empty string"
+        raise Refused(f"{field.name} has {field.bitwidth} bits; {given} does not fit", rpc_code.OUT_OF_RANGE)
+    return number
+
+
+def encode(number: int) -> bytes:
+    """Return the shortest byte string for a number; zero takes one byte."""
+    return number.to_bytes((number.bit_length() + 7) // 8 or 1, "big")
+
+
+# ---------------------------------------------------------------------------------------------------------- matches
+
+MATCH_KINDS: Final[Mapping[int, str]] = {
+    p4i.MatchField.EXACT: "exact",
+    p4i.MatchField.LPM: "lpm",
+    p4i.MatchField.TERNARY: "ternary",
+    p4i.MatchField.RANGE: "range",
+    p4i.MatchField.OPTIONAL: "optional",
+}
+"""Kinds of match by their number in p4info; also the names of FieldMatch's alternatives."""
+_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "exact": ("value",),
+    "lpm": ("value", "prefix_len"),
+    "ternary": ("value", "mask"),
+    "range": ("low", "high"),
+    "optional": ("value",),
+}
+"""Fields of each kind of FieldMatch, in the order of the program's tables; all except ``prefix_len`` are byte
+strings."""
+
+
+def read_match(fields: Mapping[int, p4i.MatchField], items: Iterable[p4r.FieldMatch], where: str) -> Match:
+    """Return a match for the program's table; omitted fields stay omitted.
+
+    Raises
+    ------
+    Refused
+        A field that is unknown, given twice, of the wrong match kind, or matches anything: P4Runtime requires omitting
+        such a field.
+    """
+    match: dict[str, int | tuple[int, int]] = {}
+    for item in items:
+        field = find(fields, item.field_id, f"{where} has no field")
+        kind = item.WhichOneof("field_match_type")
+        known = MATCH_KINDS[field.match_type]
+        if kind != known:
+            raise Refused(f"{where}: field {field.name} is {known}, not {kind or 'empty'}")
+        if field.name in match:
+            raise Refused(f"{where}: field {field.name} is given twice")
+        said = getattr(item, kind)
+        parts = [getattr(said, name) for name in _PARTS[kind]]
+        first, *more = (part if isinstance(part, int) else decode(part, field) for part in parts)
+        if kind == "exact":
+            match[field.name] = first
+            continue
+        value = first, more[0] if more else (1 << field.bitwidth) - 1
+        if _is_anything(kind, value, field):
+            raise Refused(f"{where}: field {field.name} matches anything; omit the field")
+        match[field.name] = value
+    return match
+
+
+def write_match(fields: Iterable[p4i.MatchField], match: Match, entry: p4r.TableEntry) -> None:
+    """Put a match into a message, without the fields that match anything, as P4Runtime requires."""
+    for field in fields:
+        value: Any = match.get(field.name)
+        kind = MATCH_KINDS[field.match_type]
+        if value is None or _is_anything(kind, value, field):
+            continue
+        said = getattr(entry.match.add(field_id=field.id), kind)
+        for name, part in zip(_PARTS[kind], value if isinstance(value, tuple) else (value,), strict=False):
+            setattr(said, name, part if name == "prefix_len" else encode(part))
+
+
+def _is_anything(kind: str, value: Any, field: p4i.MatchField) -> bool:
+    """Whether a field matches anything: an empty mask or prefix, or a range over all values."""
+    if kind == "range":
+        return bool(value == (0, (1 << field.bitwidth) - 1))
+    return kind != "exact" and not value[1]
+
+
+# ------------------------------------------------------------------------------------------------ actions and meters
+
+
+def read_action(actions: Mapping[int, ActionInfo], action: p4r.Action, where: str) -> Action:
+    """Return an action for the program; raises Refused if it is not in ``actions`` or its parameters are invalid."""
+    info = find(actions, action.action_id, f"{where} has no action")
+    given: dict[str, int] = {}
+    for item in action.params:
+        param = info.params.get(item.param_id)
+        if param is None or param.name in given:
+            wrong = "unknown" if param is None else "given twice"
+            raise Refused(f"{where}: parameter {item.param_id} of action {info.name} is {wrong}")
+        given[param.name] = decode(item.value, param)
+    if len(given) != len(info.params):
+        missing = ", ".join(param.name for param in info.params.values() if param.name not in given)
+        raise Refused(f"{where}: action {info.name} needs a value for {missing}")
+    return Action(info.name, given)
+
+
+def write_action(info: ActionInfo, action: Action, message: p4r.Action) -> None:
+    """Put an action into a message."""
+    message.action_id = info.id
+    for param in info.params.values():
+        message.params.add(param_id=param.id, value=encode(action.params[param.name]))
+
+
+def read_meter(config: p4r.MeterConfig, where: str) -> MeterConfig | None:
+    """Return a meter's configuration; None for the default, where every packet is green.
+
+    Raises
+    ------
+    Refused
+        It does not describe a two-rate meter, or a burst exceeds BMv2's limit.
+    """
+    rates = config.cir, config.cburst, config.pir, config.pburst
+    # PI, and so BMv2, also accepts this as the default, besides no configuration.
+    if rates == (-1, -1, -1, -1):
+        return None
+    if config.eburst:
+        raise Refused(f"{where}: a two-rate meter has no excess burst; omit eburst")
+    if max(config.cburst, config.pburst) > BURST_MAX:
+        raise Refused(f"{where}: a burst must not exceed {BURST_MAX}", rpc_code.UNIMPLEMENTED)
+    try:
+        return MeterConfig(*rates)
+    except EntryError as error:
+        raise Refused(f"{where}: {error}") from None
+
+
+def write_meter(config: MeterConfig | None, message: p4r.MeterConfig) -> None:
+    """Put a meter's configuration into a message; leave the message empty for the default."""
+    if config is not None:
+        message.cir, message.cburst = config.cir, config.cburst
+        message.pir, message.pburst = config.pir, config.pburst
+
 
 _T = TypeVar("_T")
 Change: TypeAlias = Callable[[], object]
@@ -70,7 +262,7 @@ class TableEntries:
     def __init__(self, item: p4i.Table, actions: Mapping[int, ActionInfo], program: Program) -> None:
         self.id, self.name = item.preamble.id, item.preamble.name
         self.where = f"table {self.name}"
-        self.table: Table = _named(program.tables, item)
+        self.table: Table = _object(program.tables, item)
         self._const_default = bool(item.const_default_action_id)
         self._fields = {field.id: field for field in item.match_fields}
         self._scopes = {reference.id: reference.scope for reference in item.action_refs}
@@ -325,7 +517,7 @@ class ProfileEntries:
     ) -> None:
         self.id, self.name = item.preamble.id, item.preamble.name
         self.where = f"action profile {self.name}"
-        self.profile: ActionProfile = _named(program.profiles, item)
+        self.profile: ActionProfile = _object(program.profiles, item)
         self._group_size_max = item.max_group_size
         """0 if p4info sets no limit."""
         references = [item for table in tables if table.implementation_id == self.id for item in table.action_refs]
@@ -448,7 +640,7 @@ class Cells(ABC, Generic[ArrayT]):
 
     def __init__(self, item: Any, arrays: Mapping[str, ArrayT]) -> None:
         self.id, self.name = item.preamble.id, item.preamble.name
-        self.array = _named(arrays, item)
+        self.array = _object(arrays, item)
         if len(self.array) != item.size:
             raise Refused(f"{self.name} has {item.size} cells in p4info and {len(self.array)} in the program")
 
@@ -638,7 +830,7 @@ def _compare_actions(actions: Actions, described: Mapping[str, ActionInfo], wher
             raise Refused(f"{where}: action {name} has parameters {params} in p4info, but {there} in the program")
 
 
-def _named(objects: Mapping[str, _T], item: Any) -> _T:
+def _object(objects: Mapping[str, _T], item: Any) -> _T:
     """Return the object of the program that p4info describes."""
     try:
         return objects[item.preamble.name]

@@ -20,8 +20,9 @@ import grpc.aio
 from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
 
 from dlcp.closing import Closing
+from dlcp.switch.executor.model import EntryError
 from dlcp.switch.p4runtime.device import ERROR_SPACE, P4RuntimeDevice
-from dlcp.switch.p4runtime.messages import Refused
+from dlcp.switch.p4runtime.entities import Refused
 
 P4RUNTIME_PORT: Final = 9559
 """Registered with IANA for P4Runtime."""
@@ -204,26 +205,26 @@ class _BatchRefused(Refused):
         failed = [error for error in errors if error.canonical_code]
         message = f"{len(failed)} of {len(errors)} updates failed, the first: {failed[0].message}"
         super().__init__(message, rpc_code.UNKNOWN)
-        status = rpc_status.Status(code=self.code, message=self.message)
+        status = rpc_status.Status(code=self.code, message=message)
         for error in errors:
             status.details.add().Pack(error)
         self.details = status.SerializeToString()
 
 
-async def _abort(context: Context, refusal: Refused) -> NoReturn:
+async def _abort(context: Context, refusal: EntryError) -> NoReturn:
     trailers = ((_DETAILS, refusal.details),) if isinstance(refusal, _BatchRefused) else ()
-    await context.abort(_CODES[refusal.code], refusal.message, trailers)
+    await context.abort(_CODES[refusal.code], str(refusal), trailers)
     raise AssertionError("abort raises")
 
 
 def _refusing(call: _Call) -> _Call:
-    """Decorate a call of the service to return Refused as its gRPC status."""
+    """Decorate a call of the service to return EntryError, and so Refused, as its gRPC status."""
 
     @functools.wraps(call)
     async def answer(self: "Service", request: Any, context: Context) -> Any:
         try:
             return await call(self, request, context)
-        except Refused as refusal:
+        except EntryError as refusal:
             await _abort(context, refusal)
 
     return cast(_Call, answer)

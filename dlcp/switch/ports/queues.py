@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traffic manager of one port: eight strict-priority queues in front of a line with a rate.
+"""The traffic managers of all ports: eight strict-priority queues for each, in front of a line with a rate.
 
 The caller passes in the time in nanoseconds; nothing here reads a clock. The line keeps its own virtual clock: a packet
 departs at the time it was due even if the caller is late, so the average rate is exact. An idle line accumulates no
@@ -7,12 +7,17 @@ credit.
 
 Depths are those that BMv2's simple_switch reports: ``enq_qdepth`` is the queue length before the packet joins,
 ``deq_qdepth`` the length after it has left (simple_switch.cpp, ``enqueue`` and ``egress_thread``).
+
+All state is numbers in tables: lists in plain Python, arrays under Numba. A packet has a row of bytes and a row of
+numbers; its number is its *slot*. Each port has a row of numbers, too; the names below are the columns. Queued packets
+form linked lists of slots, and so do packets on the line. The same functions run in plain Python and, by their source,
+in the text that `dlcp.switch.executor.codegen` writes for Numba. The tests have another implementation, with objects,
+which must agree in every packet, time and counter.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
 QUEUES: Final = 8
 """Queues of a port; 7 is the most urgent."""
@@ -26,12 +31,10 @@ depth, so that a port without a rate limit drops nothing."""
 
 LOSS_MODULUS: Final = 2**31 - 1
 LOSS_MULTIPLIER: Final = 48_271
-"""Random loss: the generator of Park and Miller (CACM 36(7), 1993), identical in plain and compiled code."""
+"""Random loss: the generator of Park and Miller (CACM 36(7), 1993)."""
 
 COUNTED: Final = ("max_depth", "enqueued", "transmitted", "transmitted_bytes", "tail_drops", "egress_drops")
-"""Counters of each queue: their names in `QueueCounters` and in snapshots."""
-
-_MOST_URGENT = tuple(mask.bit_length() - 1 for mask in range(1 << QUEUES))
+"""Counters of each queue: their names in `PortQueues` and in snapshots."""
 
 
 def loss_threshold(loss: float) -> int:
@@ -99,218 +102,340 @@ class PortQueueing:
         return (depth,) * QUEUES if isinstance(depth, int) else tuple(depth)
 
 
-class QueueCounters(Protocol):
-    """Counters of a port's queues; lists have one number per queue."""
+LENGTH, QUEUE, ENQUEUED_NS, ENQ_DEPTH, NEXT, DUE_NS, SLOT_CELLS = range(7)
+"""Columns of a slot: bytes of the packet; its queue, and when and at which depth it was enqueued; the next slot in the
+queue or on the line, -1 for none; the time of arrival at the far end of the line."""
 
-    queueing: PortQueueing
+NUMBER, RATE_BPS, DELAY_NS, LIMIT_PACKETS, LIMIT_BYTES, LOSS = range(6)
+"""Columns of a port: its configuration. LOSS is the number of the LOSS_MODULUS possible draws that lose a frame."""
+BUSY, HELD_PACKETS, HELD_BYTES, FREE_NS, FRACTION, RANDOM, LINE_HEAD, LINE_TAIL, OUT = range(6, 15)
+"""Its state. Bit q of BUSY is set while queue q holds a packet. The line is free from FREE_NS on, plus FRACTION in
+units of 1/rate ns. OUT is the number of packets that have reached the far end and wait to be sent."""
+LOST, LOST_ARRIVING, INGRESS_DROPS = range(15, 18)
+"""Its counters: frames lost on the line away from the switch and towards it, and packets dropped in ingress."""
+(
+    DEPTH,
+    WAITING,
+    HEAD,
+    TAIL,
+    ENQUEUED,
+    TRANSMITTED,
+    TRANSMITTED_BYTES,
+    TAIL_DROPS,
+    EGRESS_DROPS,
+    MAX_DEPTH,
+    PORT_CELLS,
+) = range(18, 99, QUEUES)
+"""The first of eight columns, one for each queue: capacity, packets waiting, first and last slot; and counters."""
 
-    @property
-    def enqueued(self) -> list[int]:
-        """Packets accepted."""
+WAKE_NS, NO_PORT, LATE_NS, TREATED_NS, READY_COUNT, TOTAL_CELLS = range(6)
+"""Values for the whole switch: time of the next departure or arrival; packets to a port that does not exist; maximum
+lateness of the caller; the time up to which everything has been processed, before which no packet arrives; the number
+of ports with packets in OUT, whose places follow."""
 
-    @property
-    def transmitted(self) -> list[int]:
-        """Packets sent."""
+SLOT, PLACE, CAME_NS, BYTES, ARRIVED_CELLS = range(5)
+"""Columns of received packets; PLACE is the row of the port in the table of ports."""
 
-    @property
-    def transmitted_bytes(self) -> list[int]:
-        """Bytes sent."""
 
-    @property
-    def tail_drops(self) -> list[int]:
-        """Packets refused because the queue or the port was full."""
+def loses(port: Any) -> bool:
+    """Draw whether the line loses the next frame."""
+    port[RANDOM] = port[RANDOM] * LOSS_MULTIPLIER % LOSS_MODULUS
+    lost: bool = port[RANDOM] < port[LOSS]
+    return lost
 
-    @property
-    def egress_drops(self) -> list[int]:
-        """Packets that the program dropped in egress, or that were queued when it was replaced."""
 
-    @property
-    def max_depth(self) -> list[int]:
-        """Maximum length of each queue, in packets."""
+def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
+    """Enqueue a packet; return False if it was dropped because the queue or the port is full."""
+    depth = port[WAITING + queue]
+    held_bytes = port[HELD_BYTES] + slots[slot][LENGTH]
+    is_full = port[HELD_PACKETS] >= port[LIMIT_PACKETS] or held_bytes > port[LIMIT_BYTES]
+    if depth >= port[DEPTH + queue] or (depth > 0 and is_full):
+        port[TAIL_DROPS + queue] += 1
+        return False
+    if port[BUSY] == 0 and now_ns > port[FREE_NS]:
+        port[FREE_NS] = now_ns
+        port[FRACTION] = 0
+    slots[slot][QUEUE] = queue
+    slots[slot][ENQUEUED_NS] = now_ns
+    slots[slot][ENQ_DEPTH] = depth
+    slots[slot][NEXT] = -1
+    if depth == 0:
+        port[HEAD + queue] = slot
+    else:
+        slots[port[TAIL + queue]][NEXT] = slot
+    port[TAIL + queue] = slot
+    port[WAITING + queue] = depth + 1
+    port[BUSY] |= 1 << queue
+    port[HELD_PACKETS] += 1
+    port[HELD_BYTES] = held_bytes
+    port[ENQUEUED + queue] += 1
+    if depth >= port[MAX_DEPTH + queue]:
+        port[MAX_DEPTH + queue] = depth + 1
+    return True
+
+
+def dequeue(port: Any, slots: Any) -> int:
+    """Remove and return the next packet of the most urgent queue. Only for a port with packets whose line is free."""
+    busy, queue = port[BUSY], QUEUES - 1
+    while not busy >> queue & 1:
+        queue -= 1
+    slot: int = port[HEAD + queue]
+    port[HEAD + queue] = slots[slot][NEXT]
+    port[WAITING + queue] -= 1
+    if port[WAITING + queue] == 0:
+        port[BUSY] = busy & ~(1 << queue)
+    port[HELD_PACKETS] -= 1
+    port[HELD_BYTES] -= slots[slot][LENGTH]
+    return slot
+
+
+def occupy(port: Any, size: int) -> None:
+    """Keep the line busy for the transmission time of ``size`` bytes."""
+    if port[RATE_BPS]:
+        bits = size * 8_000_000_000 + port[FRACTION]
+        port[FREE_NS] += bits // port[RATE_BPS]
+        port[FRACTION] = bits % port[RATE_BPS]
+
+
+def transmit(port: Any, slots: Any, slot: int) -> bool:
+    """Put the packet dequeued last on the line; return False if the line lost it."""
+    queue = slots[slot][QUEUE]
+    occupy(port, slots[slot][LENGTH])
+    port[TRANSMITTED + queue] += 1
+    port[TRANSMITTED_BYTES + queue] += slots[slot][LENGTH]
+    if port[LOSS] and loses(port):
+        port[LOST] += 1
+        return False
+    slots[slot][DUE_NS] = port[FREE_NS] + port[DELAY_NS]
+    slots[slot][NEXT] = -1
+    if port[LINE_HEAD] < 0:
+        port[LINE_HEAD] = slot
+    else:
+        slots[port[LINE_TAIL]][NEXT] = slot
+    port[LINE_TAIL] = slot
+    return True
+
+
+def discard(port: Any, slots: Any, slot: int) -> None:
+    """Count the packet dequeued last as an egress drop. It still occupies the line, as in hardware."""
+    occupy(port, slots[slot][LENGTH])
+    port[EGRESS_DROPS + slots[slot][QUEUE]] += 1
+
+
+def hand_over(port: Any, slots: Any, out: Any, now_ns: int) -> bool:
+    """Move the packets that have reached the far end of the line by ``now_ns`` to ``out``, oldest first.
+
+    Returns
+    -------
+    True if ``out`` was empty before and no longer is.
+    """
+    before = port[OUT]
+    while port[LINE_HEAD] >= 0 and slots[port[LINE_HEAD]][DUE_NS] <= now_ns:
+        slot = port[LINE_HEAD]
+        port[LINE_HEAD] = slots[slot][NEXT]
+        out[port[OUT]] = slot
+        port[OUT] += 1
+    filled: bool = before == 0 and port[OUT] > 0
+    return filled
+
+
+def wake_ns(port: Any, slots: Any) -> int:
+    """Return the time of the next departure or arrival; NEVER_NS if there is none."""
+    wake: int = NEVER_NS
+    if port[BUSY]:
+        wake = port[FREE_NS]
+    if port[LINE_HEAD] >= 0 and slots[port[LINE_HEAD]][DUE_NS] < wake:
+        wake = slots[port[LINE_HEAD]][DUE_NS]
+    return wake
+
+
+def give_back(spare: Any, slot: int) -> None:
+    """Push a slot on the stack of free slots; its first element is their number."""
+    spare[0] += 1
+    spare[spare[0]] = slot
+
+
+COMPILED: Final = (
+    loses,
+    enqueue,
+    dequeue,
+    occupy,
+    transmit,
+    discard,
+    hand_over,
+    wake_ns,
+    give_back,
+)
+"""The functions included in compiled code, callees first."""
+
+CONSTANTS: Final = {name: value for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)}
+"""The constants that those functions and `FORWARD` use."""
+
+FORWARD: Final = """
+{compiled}
+def serve(now_ns, {pool}{egress_state}):
+    wake = NEVER_NS
+    for place in range(len(ports)):
+        port = ports[place]
+        if port[BUSY] == 0 and port[LINE_HEAD] < 0:
+            continue
+        while port[BUSY] and port[FREE_NS] <= now_ns:
+            slot = dequeue(port, slots)
+            # FREE_NS is still the time at which the packet left its queue.
+            start_us, enq_us = port[FREE_NS] // 1000, slots[slot][ENQUEUED_NS] // 1000
+            depth = port[WAITING + slots[slot][QUEUE]]
+            if not egress(
+                {queued}, port[NUMBER], enq_us, start_us - enq_us, slots[slot][ENQ_DEPTH], depth, start_us{egress_state}
+            ):
+                discard(port, slots, slot)
+                give_back(spare, slot)
+            elif not transmit(port, slots, slot):
+                give_back(spare, slot)
+        if port[LINE_HEAD] >= 0 and hand_over(port, slots, out[place], now_ns):
+            totals[READY_COUNT] += 1
+            totals[READY_COUNT + totals[READY_COUNT]] = place
+        due = wake_ns(port, slots)
+        if due < wake:
+            wake = due
+    totals[WAKE_NS] = wake
+    if now_ns > totals[TREATED_NS]:
+        totals[TREATED_NS] = now_ns
+
+
+{cached}
+def forward(until_ns, arrived, count, places, {pool}{state}):
+{unfold}    if until_ns - totals[WAKE_NS] > totals[LATE_NS]:
+        totals[LATE_NS] = until_ns - totals[WAKE_NS]
+    for i in range(count + 1):
+        now_ns = until_ns
+        if i < count:
+            if arrived[i][CAME_NS] < now_ns:
+                now_ns = arrived[i][CAME_NS]
+            if now_ns < totals[TREATED_NS]:
+                now_ns = totals[TREATED_NS]
+        # A single call site, since Numba would compile the inlined code again for a second one.
+        if totals[WAKE_NS] < now_ns or totals[WAKE_NS] == now_ns and (i == count or i % SERVE_EVERY_PACKETS == 0):
+            serve(now_ns, {pool}{egress_state})
+        if i == count:
+            break
+        totals[TREATED_NS] = now_ns
+        slot = arrived[i][SLOT]
+        slots[slot][LENGTH] = arrived[i][BYTES]
+        port = ports[arrived[i][PLACE]]
+        if port[LOSS] and loses(port):
+            port[LOST_ARRIVING] += 1
+            give_back(spare, slot)
+            continue
+        egress_port, queue, kept = ingress({received}, port[NUMBER], now_ns // 1000{ingress_state})
+        if egress_port == {drop_port}:
+            port[INGRESS_DROPS] += 1
+            give_back(spare, slot)
+            continue
+        place = places[egress_port]
+        if place < 0:
+            totals[NO_PORT] += 1
+            give_back(spare, slot)
+            continue
+        if not enqueue(ports[place], slots, slot, queue, now_ns):
+            give_back(spare, slot)
+            continue
+{keep}        due = wake_ns(ports[place], slots)
+        if due < totals[WAKE_NS]:
+            totals[WAKE_NS] = due
+"""
+"""The source of the loop around a program's ``ingress`` and ``egress``.
+
+``forward(until_ns, arrived, count, places, ...)`` processes the first ``count`` rows of ``arrived``, in order, and all
+departures and arrivals due up to ``until_ns``. A packet with an arrival time before TREATED_NS is processed as if it
+had arrived at TREATED_NS. ``places`` maps a port number to its row, -1 for no such port.
+"""
+POOL: Final = "rows, slots, carry, spare, ports, totals, out"
+"""Further arguments of ``forward``: rows of packets, columns of slots, what ingress passes to egress, the stack of free
+slots, columns of ports, values of the switch, and the packets that have reached the far end of each port's line."""
+
+
+def new_port(number: int, queueing: PortQueueing) -> list[int]:
+    """Return the row of an empty port."""
+    port = [0] * PORT_CELLS
+    port[NUMBER], port[LINE_HEAD], port[LINE_TAIL] = number, -1, -1
+    configure(port, queueing)
+    return port
+
+
+def configure(port: Any, queueing: PortQueueing) -> None:
+    """Change rate, depths, delay and loss; queued packets stay, even above a new depth."""
+    port[RATE_BPS] = queueing.rate_bps
+    port[DELAY_NS] = round(queueing.delay_s * 1e9)
+    port[LIMIT_PACKETS] = NEVER_NS if queueing.limit_packets is None else queueing.limit_packets
+    port[LIMIT_BYTES] = NEVER_NS if queueing.limit_bytes is None else queueing.limit_bytes
+    port[LOSS] = loss_threshold(queueing.loss)
+    port[RANDOM] = loss_seed(queueing.seed)
+    port[FRACTION] = 0
+    port[DEPTH : DEPTH + QUEUES] = queueing.depths()
+
+
+class _EachQueue:
+    """Descriptor of a per-queue counter, as a list; ``column`` is the first of its eight columns."""
+
+    def __init__(self, column: int) -> None:
+        self.column = column
+
+    def __get__(self, queues: "PortQueues", owner: type | None = None) -> list[int]:
+        return [int(value) for value in queues.port[self.column : self.column + QUEUES]]
+
+    def __set__(self, queues: "PortQueues", values: Sequence[int]) -> None:
+        queues.port[self.column : self.column + QUEUES] = values
+
+
+class PortQueues:
+    """The queues of one port: their configuration and counters. Lists have one number for each queue.
+
+    Parameters
+    ----------
+    port
+        The port's row; not copied.
+    """
+
+    enqueued = _EachQueue(ENQUEUED)
+    """Packets accepted."""
+    transmitted = _EachQueue(TRANSMITTED)
+    """Packets sent."""
+    transmitted_bytes = _EachQueue(TRANSMITTED_BYTES)
+    tail_drops = _EachQueue(TAIL_DROPS)
+    """Packets refused because the queue or the port was full."""
+    egress_drops = _EachQueue(EGRESS_DROPS)
+    """Packets that the program dropped in egress, or that were queued when it was replaced."""
+    max_depth = _EachQueue(MAX_DEPTH)
+    """Maximum length in packets."""
+    depths = _EachQueue(WAITING)
+    """Packets that wait now."""
+
+    def __init__(self, port: Any, queueing: PortQueueing) -> None:
+        self.port, self.queueing = port, queueing
 
     @property
     def lost(self) -> int:
         """Frames lost on the line away from the switch."""
+        return int(self.port[LOST])
 
     @property
     def lost_arriving(self) -> int:
         """Frames lost on the line towards the switch."""
-
-    def depth(self, queue: int) -> int:
-        """Return the number of packets in a queue."""
-
-    def configure(self, queueing: PortQueueing) -> None:
-        """Change rate, depths, delay and loss."""
-
-
-class Departure(NamedTuple):
-    """A dequeued packet, with the queueing metadata for egress."""
-
-    packet: bytearray
-    carry: Any
-    queue: int
-    start_ns: int
-    """Time at which it left its queue."""
-    enqueued_ns: int
-    enq_depth: int
-    """Packets in the queue when it was enqueued, excluding itself."""
-    deq_depth: int
-    """Packets in the queue after it was dequeued."""
-
-
-class PortQueues:
-    """The queues of one port and the line behind them.
-
-    The caller dequeues due packets, lets egress edit each, and puts it on the line. :meth:`arrivals` returns the
-    packets that have reached the far end::
-
-        while departure := queues.dequeue(now_ns):
-            ...
-            queues.transmit(departure.packet, departure.queue)
-        for packet in queues.arrivals(now_ns): ...
-
-    Dequeue all due packets before enqueueing a later one. Otherwise it competes for the line with packets that should
-    already have left.
-    """
-
-    def __init__(self, queueing: PortQueueing | None = None) -> None:
-        self._waiting: tuple[deque[tuple[bytearray, Any, int, int]], ...] = tuple(deque() for _ in range(QUEUES))
-        self._busy = 0
-        """Bit q is set while queue q holds a packet."""
-        self._held_packets = 0
-        self._held_bytes = 0
-        self._free_ns = 0
-        """Time at which the line becomes free."""
-        self._fraction = 0
-        """Remainder of `_free_ns` below a nanosecond, in units of 1/rate ns."""
-        self._line: deque[tuple[int, bytearray]] = deque()
-        self.enqueued = [0] * QUEUES
-        """Packets accepted, per queue."""
-        self.transmitted = [0] * QUEUES
-        """Packets sent, per queue."""
-        self.transmitted_bytes = [0] * QUEUES
-        self.tail_drops = [0] * QUEUES
-        """Packets refused because the queue or the port was full, per queue."""
-        self.egress_drops = [0] * QUEUES
-        """Packets that the program dropped in egress, per queue."""
-        self.max_depth = [0] * QUEUES
-        """Maximum length of each queue, in packets."""
-        self.lost = 0
-        """Frames lost on the line away from the switch."""
-        self.lost_arriving = 0
-        """Frames lost on the line towards the switch."""
-        self.configure(queueing or PortQueueing())
+        return int(self.port[LOST_ARRIVING])
 
     def configure(self, queueing: PortQueueing) -> None:
         """Change rate, depths, delay and loss; queued packets stay, even above a new depth."""
         self.queueing = queueing
-        self._rate_bps = queueing.rate_bps
-        self._depths = queueing.depths()
-        self._limit_packets = NEVER_NS if queueing.limit_packets is None else queueing.limit_packets
-        self._limit_bytes = NEVER_NS if queueing.limit_bytes is None else queueing.limit_bytes
-        self._delay_ns = round(queueing.delay_s * 1e9)
-        self._fraction = 0
-        self._loss = loss_threshold(queueing.loss)
-        self._random = loss_seed(queueing.seed)
+        configure(self.port, queueing)
 
     def clear(self) -> None:
         """Drop all queued packets, counted as egress drops. Packets on the line still arrive."""
-        for queue, waiting in enumerate(self._waiting):
-            self.egress_drops[queue] += len(waiting)
-            waiting.clear()
-        self._busy = self._held_packets = self._held_bytes = 0
+        self.egress_drops = [drops + depth for drops, depth in zip(self.egress_drops, self.depths, strict=True)]
+        self.depths = [0] * QUEUES
+        self.port[BUSY] = self.port[HELD_PACKETS] = self.port[HELD_BYTES] = 0
 
-    def adopt(self, before: "QueueCounters") -> None:
+    def adopt(self, before: "PortQueues") -> None:
         """Continue the counts of another port's queues."""
         for name in COUNTED:
-            setattr(self, name, list(getattr(before, name)))
-        self.lost, self.lost_arriving = before.lost, before.lost_arriving
-
-    def depth(self, queue: int) -> int:
-        """Return the number of packets in a queue."""
-        return len(self._waiting[queue])
-
-    def enqueue(self, packet: bytearray, carry: Any, queue: int, now_ns: int) -> bool:
-        """Enqueue a packet; return False if it was dropped because the queue or the port is full."""
-        waiting = self._waiting[queue]
-        depth = len(waiting)
-        held_bytes = self._held_bytes + len(packet)
-        is_full = self._held_packets >= self._limit_packets or held_bytes > self._limit_bytes
-        if depth >= self._depths[queue] or (depth and is_full):
-            self.tail_drops[queue] += 1
-            return False
-        if not self._busy and now_ns > self._free_ns:
-            self._free_ns = now_ns
-            self._fraction = 0
-        waiting.append((packet, carry, now_ns, depth))
-        self._busy |= 1 << queue
-        self._held_packets += 1
-        self._held_bytes = held_bytes
-        self.enqueued[queue] += 1
-        if depth >= self.max_depth[queue]:
-            self.max_depth[queue] = depth + 1
-        return True
-
-    def dequeue(self, now_ns: int) -> Departure | None:
-        """Remove and return the next packet of the most urgent queue, or None while the line is busy."""
-        busy = self._busy
-        if not busy or self._free_ns > now_ns:
-            return None
-        queue = _MOST_URGENT[busy]
-        waiting = self._waiting[queue]
-        packet, carry, enqueued_ns, enq_depth = waiting.popleft()
-        depth = len(waiting)
-        if not depth:
-            self._busy = busy & ~(1 << queue)
-        self._held_packets -= 1
-        self._held_bytes -= len(packet)
-        # _free_ns is never before the packet was enqueued: enqueue advances the clock of an idle line.
-        return Departure(packet, carry, queue, self._free_ns, enqueued_ns, enq_depth, depth)
-
-    def transmit(self, packet: bytearray, queue: int) -> None:
-        """Put the packet dequeued last on the line; it arrives when its last bit does."""
-        size = len(packet)
-        self._occupy(size)
-        self.transmitted[queue] += 1
-        self.transmitted_bytes[queue] += size
-        if self._loss and self._loses():
-            self.lost += 1
-            return
-        self._line.append((self._free_ns + self._delay_ns, packet))
-
-    def discard(self, packet: bytearray, queue: int) -> None:
-        """Count the packet dequeued last as an egress drop. It still occupies the line, as in hardware."""
-        self._occupy(len(packet))
-        self.egress_drops[queue] += 1
-
-    def arrivals(self, now_ns: int) -> list[bytearray]:
-        """Return the packets that have reached the far end of the line by ``now_ns``, oldest first."""
-        line = self._line
-        arrived = []
-        while line and line[0][0] <= now_ns:
-            arrived.append(line.popleft()[1])
-        return arrived
-
-    def loses_arriving(self) -> bool:
-        """Draw whether the line loses the next frame towards the switch, and count it if so."""
-        if self._loss and self._loses():
-            self.lost_arriving += 1
-            return True
-        return False
-
-    def wake_ns(self) -> int:
-        """Return the time of the next departure or arrival; ``NEVER_NS`` if there is none."""
-        wake = self._free_ns if self._busy else NEVER_NS
-        line = self._line
-        if line and line[0][0] < wake:
-            return line[0][0]
-        return wake
-
-    def _loses(self) -> bool:
-        self._random = self._random * LOSS_MULTIPLIER % LOSS_MODULUS
-        return self._random < self._loss
-
-    def _occupy(self, size: int) -> None:
-        if self._rate_bps:
-            taken, self._fraction = divmod(size * 8_000_000_000 + self._fraction, self._rate_bps)
-            self._free_ns += taken
+            setattr(self, name, getattr(before, name))
+        self.port[LOST], self.port[LOST_ARRIVING] = before.lost, before.lost_arriving

@@ -1,0 +1,1567 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates a program as text, plain or for Numba.
+
+From top to bottom: names, lines and expressions; loads and stores of packet fields; the parser; the controls; the
+whole program.
+"""
+
+import inspect
+import keyword
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from dlcp.switch.executor.analysis import (
+    Stacks,
+    Usage,
+    constant_fields,
+    joins,
+    shorten,
+    stacks,
+    successor,
+    successors,
+    summed_range,
+    target_of,
+)
+from dlcp.switch.executor.hashes import compiled_source, compiled_tables, plain_source
+from dlcp.switch.executor.model import (
+    BOOLEAN_OPS,
+    COMPARISONS,
+    FLAT,
+    ActionDef,
+    Assign,
+    Bits,
+    Calculation,
+    Case,
+    Checksum,
+    Conditional,
+    Const,
+    Control,
+    Count,
+    ExecuteMeter,
+    Exit,
+    Expr,
+    Extract,
+    Field,
+    Hash,
+    Key,
+    MeterDef,
+    Op,
+    Param,
+    ParserState,
+    ProgramDef,
+    RegisterRead,
+    RegisterWrite,
+    StateLayout,
+    Statement,
+    TableDef,
+    TableSlot,
+    UnsupportedFeatureError,
+    Valid,
+    Variable,
+    lay_out,
+)
+from dlcp.switch.executor.state import LOOKUPS, run_meter
+from dlcp.switch.ports import queues
+
+# ----------------------------------------------------------------------------------------- names, lines and expressions
+
+
+MAX_LINES: Final = 20_000
+"""Maximum length of generated text: unstructured control flow duplicates code. Not tuned."""
+
+RESERVED: Final = frozenset(
+    {"p", "n", "carry", "now_us", "ingress_port", "port", "enq_us", "deq_delta_us", "enq_depth", "deq_depth"}
+    | {"np", "registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens", "min", "max", "bool"}
+)
+
+
+class LoadBytes(NamedTuple):
+    """A function that reads big-endian units from a packet, each given as (offset from the start, bytes)."""
+
+    units: tuple[tuple[int, int], ...]
+
+
+class StoreBytes(NamedTuple):
+    """A function that writes consecutive big-endian units of these sizes, in bytes, into a packet."""
+
+    units: tuple[int, ...]
+
+
+class HashOf(NamedTuple):
+    """A function that hashes numbers of these widths, packed without gaps."""
+
+    algorithm: str
+    widths: tuple[int, ...]
+
+
+Helper = LoadBytes | StoreBytes | HashOf
+
+
+class Helpers:
+    """The helper functions of a text, each generated once."""
+
+    def __init__(self) -> None:
+        self.names: dict[Helper, str] = {}
+
+    def name(self, helper: Helper) -> str:
+        """Return the name of a helper, and add the helper to the text if it is new."""
+        if helper not in self.names:
+            kind = {LoadBytes: "load", StoreBytes: "store", HashOf: "hash"}[type(helper)]
+            self.names[helper] = f"{kind}_{sum(type(other) is type(helper) for other in self.names)}"
+        return self.names[helper]
+
+
+class Names:
+    """Assigns one variable name to each field and each validity bit."""
+
+    def __init__(self) -> None:
+        self._names: dict[Variable, str] = {}
+        self._taken: set[str] = set(RESERVED)
+
+    def __call__(self, variable: Variable) -> str:
+        """Return the variable's name."""
+        if variable not in self._names:
+            self._names[variable] = self._unique(variable)
+        return self._names[variable]
+
+    def give(self, variable: Variable, name: str) -> None:
+        """Use a function parameter's name for a variable."""
+        self._names[variable] = name
+
+    def _unique(self, variable: Variable) -> str:
+        if isinstance(variable, Valid):
+            text = f"valid_{variable.header}"
+        elif variable.header == "scalars":
+            text = variable.name
+        else:
+            text = f"{variable.header}_{variable.name}"
+        text = re.sub(r"\W", "_", text.replace("metadata_t.", "meta_"))
+        if not text[0].isalpha() or keyword.iskeyword(text) or re.fullmatch(r"[A-Z]\d+|[a-z]\d*", text):
+            text = f"v_{text}"
+        name, count = text, 1
+        while name in self._taken:
+            count += 1
+            name = f"{text}_{count}"
+        self._taken.add(name)
+        return name
+
+
+class Writer:
+    """Collects indented lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._depth = 1
+
+    def __call__(self, line: str) -> None:
+        """Add a line."""
+        self.lines.append("    " * self._depth + line)
+        if len(self.lines) > MAX_LINES:
+            raise UnsupportedFeatureError(f"programs of more than {MAX_LINES} lines of generated text", "control")
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """Add ``head`` and indent what follows; an empty block becomes ``pass``."""
+        self(head)
+        start = len(self.lines)
+        self._depth += 1
+        yield
+        if len(self.lines) == start:
+            self("pass")
+        self._depth -= 1
+
+    def mark(self) -> int:
+        """Return a position for `since`."""
+        return len(self.lines)
+
+    def since(self, mark: int) -> list[str]:
+        """Remove and return the lines after ``mark``."""
+        taken = self.lines[mark:]
+        del self.lines[mark:]
+        return taken
+
+    def indented(self, lines: list[str]) -> None:
+        """Add lines returned by `since`, one level deeper."""
+        self.lines += [f"    {line}" for line in lines]
+
+    def branch(self, condition: str, then: list[str], otherwise: list[str]) -> None:
+        """Add an if with two bodies returned by `since`, omitting empty ones."""
+        condition = bare(condition)
+        if condition in ("True", "False"):
+            self.lines += then if condition == "True" else otherwise
+        elif then:
+            self(f"if {condition}:")
+            self.indented(then)
+            if otherwise:
+                self("else:")
+                self.indented(otherwise)
+        elif otherwise:
+            self(f"if {negated(condition)}:")
+            self.indented(otherwise)
+
+
+def bare(text: str) -> str:
+    """Return an expression without its outermost parentheses."""
+    if not text.startswith("("):
+        return text
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign == "(") - (sign == ")")
+        if depth == 0:
+            return text[1:-1] if place == len(text) - 1 else text
+    return text
+
+
+def negated(condition: str) -> str:
+    """Return the negation of a condition."""
+    if re.fullmatch(r"not \w+", condition):
+        return condition[4:]
+    return f"not {condition}" if re.fullmatch(r"\w+", condition) else f"not ({condition})"
+
+
+def at(base: str, offset: int) -> str:
+    """Return ``base + offset`` as text; ``base`` is empty for zero."""
+    if not base:
+        return str(offset)
+    return f"{base} + {offset}" if offset else base
+
+
+LIMIT: Final = 1 << 63
+_PYTHON: Final = {"and": "and", "or": "or"}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The text of a numeric expression, with values between ``low`` and ``high`` inclusive."""
+
+    text: str
+    low: int
+    high: int
+
+    @property
+    def constant(self) -> int | None:
+        """The value if it is constant, else None."""
+        return self.low if self.low == self.high else None
+
+
+def number(value: int) -> Value:
+    """Return a constant."""
+    return Value(str(value) if value < 1 << 10 else hex(value), value, value)
+
+
+class Expressions:
+    """Turns expressions into text.
+
+    Parameters
+    ----------
+    names
+        The variable for each field or validity bit.
+    offsets_in_validity
+        Headers whose validity variable holds their offset plus one.
+    zero
+        Fields that are always zero.
+    """
+
+    def __init__(
+        self, name: Callable[[Variable], str], offsets_in_validity: frozenset[str], zero: frozenset[Field]
+    ) -> None:
+        self.name = name
+        self.offsets_in_validity = offsets_in_validity
+        self.zero = zero
+        self.bounds: dict[Field, Value] = {}
+        """Fields with a known range, within the current straight-line piece of text."""
+
+    def value(self, expression: Expr, where: str, arguments: Sequence[Value] = (), wraps: bool = False) -> Value:
+        """Return an expression as a number; set ``wraps`` if only its low 63 bits matter."""
+        if isinstance(expression, Const):
+            if not -LIMIT <= expression.value < LIMIT:
+                raise UnsupportedFeatureError("constants wider than 63 bits", where)
+            return number(expression.value)
+        if isinstance(expression, Field):
+            if expression in self.zero:
+                return number(0)
+            known = self.bounds.get(expression)
+            high = (1 << expression.width) - 1
+            return Value(self.name(expression), known.low if known else 0, known.high if known else high)
+        if isinstance(expression, Valid):
+            text = self.name(expression)
+            return Value(f"(1 if {text} else 0)" if expression.header in self.offsets_in_validity else text, 0, 1)
+        if isinstance(expression, Param):
+            return arguments[expression.index]
+        return self._operation(expression, where, arguments, wraps)
+
+    def condition(self, expression: Expr, where: str, arguments: Sequence[Value] = ()) -> str:
+        """Return an expression as a condition."""
+        if isinstance(expression, Valid):
+            return self.name(expression)
+        if isinstance(expression, Const):
+            return "True" if expression.value else "False"
+        if isinstance(expression, Op):
+            op, args = expression.op, expression.args
+            if op in _PYTHON:
+                return f"({self.condition(args[0], where, arguments)} {op} {self.condition(args[1], where, arguments)})"
+            if op == "not":
+                return f"not {self.condition(args[0], where, arguments)}"
+            if op == "d2b":
+                return self._nonzero(args[0], where, arguments)
+            if op == "?":
+                parts = [self.condition(arg, where, arguments) for arg in args]
+                return f"({parts[1]} if {parts[0]} else {parts[2]})"
+            if op in BOOLEAN_OPS:
+                return self._comparison(op, args, where, arguments)
+        return self._nonzero(expression, where, arguments)
+
+    def _nonzero(self, expression: Expr, where: str, arguments: Sequence[Value]) -> str:
+        if isinstance(expression, Op) and expression.op == "b2d":
+            return self.condition(expression.args[0], where, arguments)
+        value = self.value(expression, where, arguments)
+        if value.constant is not None:
+            return str(bool(value.constant))
+        return value.text
+
+    def _comparison(self, op: str, args: Sequence[Expr], where: str, arguments: Sequence[Value]) -> str:
+        if any(is_boolean(arg) for arg in args):
+            left, right = (self.condition(arg, where, arguments) for arg in args)
+            return f"(bool({left}) {op} bool({right}))"
+        left_value, right_value = (self.value(arg, where, arguments) for arg in args)
+        if left_value.constant is not None and right_value.constant is not None:
+            return str(bool(COMPARISONS[op](left_value.constant, right_value.constant)))
+        if right_value.constant == 0 and left_value.low >= 0 and op in ("==", "!="):
+            return f"not {left_value.text}" if op == "==" else left_value.text
+        if right_value.constant == 1 and (left_value.low, left_value.high) == (0, 1) and op in ("==", "!="):
+            return left_value.text if op == "==" else f"not {left_value.text}"
+        return f"{left_value.text} {op} {right_value.text}"
+
+    def _operation(self, expression: Op, where: str, arguments: Sequence[Value], wraps: bool) -> Value:
+        op, args = expression.op, expression.args
+        if op == "b2d" or op in BOOLEAN_OPS:
+            condition = self.condition(args[0] if op == "b2d" else expression, where, arguments)
+            if condition in ("True", "False"):
+                return number(int(condition == "True"))
+            return Value(f"(1 if {condition} else 0)", 0, 1)
+        if op == "?":
+            condition = self.condition(args[0], where, arguments)
+            left, right = (self.value(arg, where, arguments, wraps) for arg in args[1:])
+            text = f"({left.text} if {condition} else {right.text})"
+            return Value(text, min(left.low, right.low), max(left.high, right.high))
+        if op == "&":
+            return self._mask(args, where, arguments, wraps)
+        if op == "~":
+            inner = self.value(args[0], where, arguments, wraps)
+            return _checked(Value(f"(~{inner.text})", ~inner.high, ~inner.low), where, wraps)
+        exact = op in (">>", "/", "%", "usat_cast")
+        left, right = (self.value(arg, where, arguments, wraps and not exact) for arg in args)
+        if left.constant is not None and right.constant is not None and op in _FOLD:
+            return _checked(number(_FOLD[op](left.constant, right.constant)), where, wraps)
+        return _checked(_RULES[op](left, right, where), where, wraps)
+
+    def _mask(self, args: Sequence[Expr], where: str, arguments: Sequence[Value], wraps: bool) -> Value:
+        left, right = args
+        if isinstance(left, Const):
+            left, right = right, left
+        if not isinstance(right, Const) or not 0 <= right.value < LIMIT:
+            first, second = (self.value(arg, where, arguments, wraps) for arg in args)
+            if first.low < 0 or second.low < 0:
+                high = first.high if second.low < 0 <= first.low else second.high
+                low = 0 if first.low >= 0 or second.low >= 0 else -LIMIT
+                return Value(f"({first.text} & {second.text})", low, max(high, first.high if low else 0))
+            return Value(f"({first.text} & {second.text})", 0, min(first.high, second.high))
+        mask = right.value
+        inner = self.value(left, where, arguments, wraps=True)
+        if inner.constant is not None:
+            return number(inner.constant & mask)
+        if inner.low >= 0 and _covers(mask, inner.high):
+            return inner
+        high = min(mask, inner.high) if inner.low >= 0 else mask
+        return Value(f"({inner.text} & {number(mask).text})", 0, high)
+
+
+def is_boolean(expression: Expr) -> bool:
+    """Whether an expression is boolean."""
+    if isinstance(expression, Valid):
+        return True
+    if isinstance(expression, Op):
+        return expression.op in BOOLEAN_OPS or (expression.op == "?" and is_boolean(expression.args[1]))
+    return False
+
+
+def fit(value: Value, width: int) -> Value:
+    """Truncate a value to ``width`` bits, as BMv2 does on assignment to a field."""
+    full = (1 << width) - 1
+    if value.constant is not None:
+        return number(value.constant & full)
+    if value.low >= 0 and value.high <= full:
+        return value
+    return Value(f"{value.text} & {number(full).text}", 0, full)
+
+
+def _covers(mask: int, high: int) -> bool:
+    """Whether ``mask`` keeps every bit of every value up to ``high``."""
+    full = (1 << high.bit_length()) - 1
+    return mask & full == full
+
+
+def _checked(value: Value, where: str, wraps: bool) -> Value:
+    if wraps or (value.low >= -LIMIT and value.high < LIMIT):
+        return value
+    raise UnsupportedFeatureError("arithmetic on more than 63 bits", where)
+
+
+def _add(left: Value, right: Value, where: str) -> Value:
+    if left.constant == 0:
+        return right
+    if right.constant == 0:
+        return left
+    return Value(f"({left.text} + {right.text})", left.low + right.low, left.high + right.high)
+
+
+def _subtract(left: Value, right: Value, where: str) -> Value:
+    if right.constant == 0:
+        return left
+    return Value(f"({left.text} - {right.text})", left.low - right.high, left.high - right.low)
+
+
+def _multiply(left: Value, right: Value, where: str) -> Value:
+    products = [a * b for a in (left.low, left.high) for b in (right.low, right.high)]
+    return Value(f"({left.text} * {right.text})", min(products), max(products))
+
+
+def _divide(sign: str) -> Callable[[Value, Value, str], Value]:
+    def rule(left: Value, right: Value, where: str) -> Value:
+        if right.constant is None or right.constant <= 0 or left.low < 0:
+            raise UnsupportedFeatureError("division by anything but a positive constant", where)
+        high = left.high // right.constant if sign == "//" else min(left.high, right.constant - 1)
+        return Value(f"({left.text} {sign} {right.text})", 0, high)
+
+    return rule
+
+
+def _shift_left(left: Value, right: Value, where: str) -> Value:
+    if left.constant == 0 or right.constant == 0:
+        return left
+    if right.low < 0 or right.high > LIMIT.bit_length() - 2:
+        raise UnsupportedFeatureError("left shifts by more than 62 bits", where)
+    return Value(
+        f"({left.text} << {right.text})", min(left.low << right.high, left.low), max(left.high << right.high, left.high)
+    )
+
+
+def _shift_right(left: Value, right: Value, where: str) -> Value:
+    if right.constant == 0:
+        return left
+    if left.low < 0 or right.low < 0:
+        raise UnsupportedFeatureError("right shifts of negative numbers", where)
+    text = f"({left.text} >> {right.text})"
+    if right.high > LIMIT.bit_length() - 1:  # processors shift by the low six bits only
+        text = f"({left.text} >> {right.text} if {right.text} < 64 else 0)"
+    return Value(text, left.low >> right.high, left.high >> right.low)
+
+
+def _bits(sign: str) -> Callable[[Value, Value, str], Value]:
+    def rule(left: Value, right: Value, where: str) -> Value:
+        if left.constant == 0:
+            return right
+        if right.constant == 0:
+            return left
+        text = f"({left.text} {sign} {right.text})"
+        if left.low < 0 or right.low < 0:
+            bound = 1 << max(abs(side).bit_length() for side in (left.low, left.high, right.low, right.high))
+            return Value(text, -bound, bound - 1)
+        low = max(left.low, right.low) if sign == "|" else 0
+        return Value(text, low, (1 << max(left.high.bit_length(), right.high.bit_length())) - 1)
+
+    return rule
+
+
+def _saturate(left: Value, right: Value, where: str) -> Value:
+    if right.constant is None:
+        raise UnsupportedFeatureError("saturation to a non-constant width", where)
+    high = (1 << right.constant) - 1
+    return Value(f"min(max({left.text}, 0), {number(high).text})", 0, high)
+
+
+_RULES: Final[Mapping[str, Callable[[Value, Value, str], Value]]] = {
+    "+": _add,
+    "-": _subtract,
+    "*": _multiply,
+    "/": _divide("//"),
+    "%": _divide("%"),
+    "<<": _shift_left,
+    ">>": _shift_right,
+    "|": _bits("|"),
+    "^": _bits("^"),
+    "usat_cast": _saturate,
+}
+
+_FOLD: Final[Mapping[str, Callable[[int, int], int]]] = {
+    "+": int.__add__,
+    "-": int.__sub__,
+    "*": int.__mul__,
+    "|": int.__or__,
+    "^": int.__xor__,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """State shared by all emitters of one text."""
+
+    program: ProgramDef
+    stacks: Stacks
+    usage: Usage
+    layout: StateLayout
+    names: Names
+    helpers: Helpers
+    expressions: Expressions
+    read: frozenset[Variable]
+    """Fields and validity bits that are read anywhere; only these get a variable."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the parser
+
+
+class Placed(NamedTuple):
+    """A field and its position in the packet, in bits."""
+
+    bit: int
+    field: Field
+
+
+def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Placed]) -> None:
+    """Emit one load of several fields of a packet."""
+    if not needed:
+        return
+    offset = min(item.bit for item in needed) // 8
+    parts: list[tuple[int, int]] = []
+    variables: list[str] = []
+    decode: list[str] = []
+    for start, size, members in _runs(needed):
+        pieces = _pieces(size)
+        only = members[0].field if len(members) == 1 else None
+        whole = only is not None and only.width == size * 8 and len(pieces) == 1
+        position = start
+        raw = []
+        for piece in pieces:
+            parts.append((position - offset, piece))
+            raw.append(names(only) if whole and only is not None else f"u{len(variables)}")
+            variables.append(raw[-1])
+            position += piece
+        if not whole:
+            decode += _decode(names, members, start, size, raw, pieces)
+    loader = helpers.name(LoadBytes(tuple(parts)))
+    comma = "," if len(variables) == 1 else ""
+    write(f"{', '.join(variables)}{comma} = {loader}(p, {offset})")
+    for line in decode:
+        write(line)
+
+
+def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
+    """Group fields into runs of whole bytes: (first byte, bytes, fields). Fields that share a byte share a run.
+
+    Raises UnsupportedFeatureError if several fields share a run of more than seven bytes.
+    """
+    runs: list[tuple[int, int, list[Placed]]] = []
+    for item in sorted(needed, key=lambda item: item.bit):
+        first, end = item.bit // 8, (item.bit + item.field.width + 7) // 8
+        if runs and first < runs[-1][0] + runs[-1][1]:
+            start, _, members = runs[-1]
+            runs[-1] = (start, end - start, [*members, item])
+        else:
+            runs.append((first, end - first, [item]))
+    for _, size, members in runs:
+        if size > 7 and (size != 8 or len(members) > 1):
+            fields = ", ".join(member.field.name for member in members)
+            feature = f"fields that share bytes over more than 7 bytes ({fields})"
+            raise UnsupportedFeatureError(feature, f"header {members[0].field.header}")
+    return runs
+
+
+def _pieces(size: int) -> list[int]:
+    return {1: [1], 2: [2], 3: [1, 2], 4: [4], 5: [1, 4], 6: [2, 4], 7: [1, 2, 4], 8: [8]}[size]
+
+
+def _decode(names: Names, members: list[Placed], start: int, size: int, raw: list[str], pieces: list[int]) -> list[str]:
+    lines = []
+    source = raw[0]
+    if len(raw) > 1:
+        terms, rest = [], size
+        for text, piece in zip(raw, pieces, strict=True):
+            rest -= piece
+            terms.append(f"{text} << {8 * rest}" if rest else text)
+        joined = " | ".join(terms)
+        if len(members) == 1 and members[0].field.width == size * 8:
+            return [f"{names(members[0].field)} = {joined}"]
+        lines.append(f"{source} = {joined}")
+    for bit, member in members:
+        shift = (start + size) * 8 - bit - member.width
+        text = f"{source} >> {shift}" if shift else source
+        if bit != start * 8:
+            text = f"{text} & {hex((1 << member.width) - 1)}"
+        lines.append(f"{names(member)} = {text}")
+    return lines
+
+
+class Stores:
+    """Header fields assigned in one straight-line piece of text, written back together at its end."""
+
+    def __init__(self, write: Writer, context: Context) -> None:
+        self.write, self.names, self.helpers = write, context.names, context.helpers
+        self.offsets = context.stacks.offsets
+        self.pending: dict[Field, str] = {}
+
+    def add(self, target: Field, text: str) -> None:
+        """Record that ``target`` now has the value ``text``, a variable or a constant."""
+        self.pending[target] = text
+
+    def flush(self, known_valid: Iterable[str]) -> None:
+        """Emit the stores of pending fields of valid headers; test validity of those not in ``known_valid``."""
+        known = set(known_valid)
+        for header in dict.fromkeys(item.header for item in self.pending):
+            starts = self.offsets.get(header)
+            if starts is None:  # never extracted, so never valid
+                continue
+            fields = sorted((item for item in self.pending if item.header == header), key=lambda item: item.offset)
+            valid = self.names(Valid(header))
+            base = "" if len(starts) == 1 else f"{valid} - 1"
+            first = next(iter(starts)) if len(starts) == 1 else 0
+            if header in known:
+                self._emit(fields, base, first)
+            else:
+                with self.write.block(f"if {valid}:"):
+                    self._emit(fields, base, first)
+        self.pending.clear()
+
+    def _emit(self, fields: list[Field], base: str, first: int) -> None:
+        run: list[tuple[int, int, str]] = []
+        for item in fields:
+            byte, rest = divmod(item.offset, 8)
+            if rest == 0 and item.width % 8 == 0:
+                if run and run[-1][0] + run[-1][1] != byte:
+                    self._emit_run(run, base, first)
+                    run = []
+                run.append((byte, item.width // 8, self.pending[item]))
+        if run:
+            self._emit_run(run, base, first)
+        partial: dict[int, tuple[int, list[str]]] = {}
+        for item in fields:
+            if item.offset % 8 or item.width % 8:
+                self._split(item, partial)
+        for byte, (mask, terms) in sorted(partial.items()):
+            place = at(base, first + byte)
+            kept = [] if mask == 255 else [f"p[{place}] & {255 ^ mask}"]
+            terms = [term for term in terms if term != "0"]
+            self.write(f"p[{place}] = {' | '.join([*kept, *terms]) or '0'}")
+
+    def _split(self, item: Field, partial: dict[int, tuple[int, list[str]]]) -> None:
+        text = self.pending[item]
+        end = item.offset + item.width
+        for byte in range(item.offset // 8, (end + 7) // 8):
+            low, high = max(item.offset, byte * 8), min(end, byte * 8 + 8)
+            mask = ((1 << (high - low)) - 1) << (byte * 8 + 8 - high)
+            right, left, bits = end - high, byte * 8 + 8 - high, (1 << (high - low)) - 1
+            if text.isdigit() or text.startswith("0x"):
+                piece = str((int(text, 0) >> right & bits) << left)
+            else:
+                piece = f"({text} >> {right})" if right else text
+                piece = f"({piece} & {bits})" if low > item.offset else piece
+                piece = f"({piece} << {left})" if left else piece
+            old_mask, terms = partial.get(byte, (0, []))
+            partial[byte] = (old_mask | mask, [*terms, piece])
+
+    def _emit_run(self, run: list[tuple[int, int, str]], base: str, first: int) -> None:
+        if len(run) == 1 and run[0][1] == 1:
+            self.write(f"p[{at(base, first + run[0][0])}] = {run[0][2]}")
+            return
+        units: list[int] = []
+        values: list[str] = []
+        for _, size, text in run:
+            rest = size
+            pieces = _pieces(size)
+            for piece in pieces:
+                rest -= piece
+                part = f"({text} >> {8 * rest})" if rest else text
+                if rest + piece < size:
+                    part = f"{part} & {hex((1 << 8 * piece) - 1)}"
+                units.append(piece)
+                values.append(part)
+        store = self.helpers.name(StoreBytes(tuple(units)))
+        self.write(f"{store}(p, {at(base, first + run[0][0])}, {', '.join(values)})")
+
+
+class ParserText:
+    """Emits a program's parser.
+
+    Parameters
+    ----------
+    needed
+        Variables read in or after the parser; other fields are not loaded from the packet.
+    """
+
+    def __init__(self, context: Context, write: Writer, needed: frozenset[Variable]) -> None:
+        self.context, self.write, self.needed = context, write, needed
+        self.program, self.names, self.expressions = context.program, context.names, context.expressions
+        self.stacks = context.stacks
+        self.error = self.program.standard.get("standard_metadata.parser_error")
+
+    def emit(self) -> None:
+        """Emit the whole parser."""
+        self._state(self.program.first_state, (), 0)
+
+    def initial(self) -> set[Variable]:
+        """Return the metadata that the parser may read before it is assigned."""
+        found: set[Variable] = set()
+        for state in self.program.states.values():
+            found |= {key for key in state.keys if key.metadata}
+        return found
+
+    def _state(self, name: str | None, path: tuple[str, ...], offset: int) -> None:
+        if name is not None:
+            self._operations(self.program.states[name], 0, path, offset)
+
+    def _operations(self, state: ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
+        where = f"parser state {state.name}"
+        while index < len(state.operations):
+            operation = state.operations[index]
+            if isinstance(operation, Extract):
+                self._extract(state, index, path, offset)
+                return
+            index += 1
+            if isinstance(operation, Assign):
+                self._assign(operation, path, where)
+            else:
+                condition = self.expressions.condition(operation.condition, where)
+                with self.write.block(f"if {condition}:"):
+                    self._operations(state, index, path, offset)
+                self._otherwise(self._error(self.expressions.value(operation.error, where).text))
+                return
+        self._select(state, path, offset)
+
+    def _assign(self, operation: Assign, path: tuple[str, ...], where: str) -> None:
+        target = operation.target
+        value = fit(self.expressions.value(operation.value, where, wraps=True), target.width)
+        self.write(f"{self.names(target)} = {value.text}")
+        if not target.metadata:
+            stores = Stores(self.write, self.context)
+            stores.add(target, self.names(target))
+            stores.flush(path)
+
+    def _extract(self, state: ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
+        """Emit the extract at ``index`` together with those that directly follow it."""
+        headers: list[str] = []
+        while index < len(state.operations) and isinstance(operation := state.operations[index], Extract):
+            headers.append(operation.header)
+            index += 1
+        ends = [offset]
+        for name in headers:
+            ends.append(ends[-1] + self.program.headers[name].width // 8)
+        short = self._error(str(self.program.errors["PacketTooShort"]))
+        with self.write.block(f"if n >= {ends[-1]}:"):
+            self._take(headers, ends)
+            self._operations(state, index, (*path, *headers), ends[-1])
+        for count in range(len(headers) - 1, 0, -1):
+            with self.write.block(f"elif n >= {ends[count]}:"):
+                self._take(headers[:count], ends)
+                for line in short:
+                    self.write(line)
+        self._otherwise(short)
+
+    def _take(self, headers: list[str], starts: list[int]) -> None:
+        """Load the needed fields of extracted headers, and mark the headers valid."""
+        needed = [
+            Placed(start * 8 + item.offset, item)
+            for name, start in zip(headers, starts, strict=False)
+            for item in self.program.headers[name].fields.values()
+            if item in self.needed
+        ]
+        emit_load(self.write, self.names, self.context.helpers, needed)
+        for name, start in zip(headers, starts, strict=False):
+            if Valid(name) in self.needed:
+                several = len(self.stacks.offsets[name]) > 1
+                self.write(f"{self.names(Valid(name))} = {start + 1 if several else 1}")
+
+    def _error(self, error: str) -> list[str]:
+        """Return the lines that set the parser error, or none if it is never read."""
+        if self.error is None or self.error not in self.needed:
+            return []
+        return [f"{self.names(self.error)} = {error}"]
+
+    def _otherwise(self, lines: list[str]) -> None:
+        if lines:
+            with self.write.block("else:"):
+                for line in lines:
+                    self.write(line)
+
+    def _select(self, state: ParserState, path: tuple[str, ...], offset: int) -> None:
+        head = "if"
+        for case in state.cases:
+            condition = self._matches(state, case)
+            if not condition:
+                if head == "if":
+                    self._state(case.next, path, offset)
+                    return
+                with self.write.block("else:"):
+                    self._state(case.next, path, offset)
+                return
+            with self.write.block(f"{head} {condition}:"):
+                self._state(case.next, path, offset)
+            head = "elif"
+        if head == "if":
+            self._state(state.default, path, offset)
+        elif state.default is not None:
+            with self.write.block("else:"):
+                self._state(state.default, path, offset)
+
+    def _matches(self, state: ParserState, case: Case) -> str:
+        parts = []
+        for key, value, mask in zip(state.keys, case.values, case.masks, strict=True):
+            full = (1 << key.width) - 1
+            name = self.expressions.value(key, f"parser state {state.name}").text
+            if mask == full:
+                parts.append(f"{name} == {hex(value)}")
+            elif mask:
+                parts.append(f"({name} & {hex(mask)}) == {hex(value)}")
+        return " and ".join(parts)
+
+
+# --------------------------------------------------------------------------------------------------------- the controls
+
+
+HASH_BITS = {"crc16": 16, "crc32": 32, "csum16": 16, "xor16": 16}
+
+
+def facts_of(condition: Expr, holds: bool) -> frozenset[str]:
+    """Return the headers that are known to be valid when a condition holds, or when it does not."""
+    if isinstance(condition, Valid) and holds:
+        return frozenset({condition.header})
+    if isinstance(condition, Op):
+        if condition.op == "not":
+            return facts_of(condition.args[0], not holds)
+        if condition.op in ("d2b", "b2d"):
+            return facts_of(condition.args[0], holds)
+        if condition.op == ("and" if holds else "or"):
+            return facts_of(condition.args[0], holds) | facts_of(condition.args[1], holds)
+    return frozenset()
+
+
+class ControlText:
+    """Emits one pipeline."""
+
+    def __init__(self, context: Context, pipeline: Control, write: Writer) -> None:
+        self.context, self.pipeline, self.write = context, pipeline, write
+        self.names, self.expressions = context.names, context.expressions
+        self.joins = joins(pipeline)
+
+    def emit(self) -> None:
+        """Emit the whole pipeline."""
+        self._run(self.pipeline.first, None, frozenset())
+
+    def _run(self, name: str | None, stop: str | None, facts: frozenset[str]) -> None:
+        """Emit the nodes from ``name`` up to ``stop``; the headers in ``facts`` are known to be valid."""
+        while name is not None and name != stop:
+            node = self.pipeline.nodes[name]
+            join = self.joins[name]
+            if isinstance(node, Conditional):
+                condition = self.expressions.condition(node.condition, node.where)
+                then = self._taken(node.then, join, self._implied(facts | facts_of(node.condition, True)))
+                otherwise = self._taken(node.otherwise, join, self._implied(facts | facts_of(node.condition, False)))
+                self.write.branch(condition, then, otherwise)
+            else:
+                self._table(node, join, facts)
+            name = join
+
+    def _implied(self, facts: frozenset[str]) -> frozenset[str]:
+        return self.context.stacks.implied(facts) if facts else facts
+
+    def _taken(self, name: str | None, stop: str | None, facts: frozenset[str]) -> list[str]:
+        mark = self.write.mark()
+        self._run(name, stop, facts)
+        return self.write.since(mark)
+
+    # ---------------------------------------------------------------------------------------------------- tables
+
+    def _table(self, table: TableDef, join: str | None, facts: frozenset[str]) -> None:
+        if table.hidden:
+            assert table.default is not None
+            action = Usage.default_action(table)
+            self._action(action, [number(value) for value in table.default[1]], facts)
+            return
+        slot = self.context.layout.tables[table.name]
+        self.write(f"{slot.entry} = {self._lookup(table, slot, facts)}")
+        if table.meter is not None:
+            self._direct_meter(table, slot, facts)
+        if table.profile is None:
+            self._dispatch(table, f"{slot.rows}[{slot.entry}]", slot.rows, slot.entry, facts, always=True)
+        else:
+            self._indirect(table, slot, facts)
+        self._follow(table, slot, join, facts)
+
+    def _follow(self, table: TableDef, slot: TableSlot, join: str | None, facts: frozenset[str]) -> None:
+        """Emit the branches after a table, up to ``join``."""
+        if len(successors(table)) == 1:
+            return
+        if table.on_hit[0] or table.on_miss[0]:
+            if any(action.exits for action in table.actions):
+                raise UnsupportedFeatureError("exit in an action of a table whose hit or miss is tested", table.where)
+            hit = self._taken(table.on_hit[1], join, facts)
+            miss = self._taken(table.on_miss[1], join, facts)
+            self.write.branch(slot.entry, hit, miss)
+            return
+        ways: dict[str | None, list[int]] = {}
+        for index, action in enumerate(table.actions):
+            ways.setdefault(successor(table, action, hit=True), []).append(index)
+        if table.profile is not None:
+            ways.setdefault(table.base_next, []).append(-1)
+        head = "if"
+        items = sorted(ways.items(), key=lambda item: (item[0] == join, len(item[1])))
+        for position, (node, actions) in enumerate(items):
+            body = self._taken(node, join, facts)
+            last = position == len(items) - 1
+            if last and not body:
+                continue
+            test = " or ".join(f"{slot.action} == {index}" for index in actions)
+            self.write("else:" if last else f"{head} {test}:")
+            self.write.indented(body or [self.write_pass()])
+            head = "elif"
+
+    def write_pass(self) -> str:
+        """Return an empty statement at the current depth."""
+        mark = self.write.mark()
+        self.write("pass")
+        return self.write.since(mark)[0]
+
+    def _lookup(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> str:
+        if not table.keys:
+            return "0"
+        terms = []
+        for key, shift in slot.shifts(table):
+            text = self._key(key, table, facts)
+            if text != "0":
+                terms.append(f"{text} << {shift}" if shift else text)
+        return f"lookup_{table.match}({slot.index}, {' | '.join(terms) or '0'})"
+
+    def _key(self, key: Key, table: TableDef, facts: frozenset[str]) -> str:
+        value = self.expressions.value(key.source, table.where)
+        text = value.text
+        if isinstance(key.source, Field) and key.source in self.context.usage.written:
+            header = key.source.header
+            if header not in facts:  # a field of an invalid header is 0 in a key, even if assigned
+                text = f"({text} if {self.names(Valid(header))} else 0)"
+        if key.mask is not None and key.mask & ((1 << key.width) - 1) != (1 << key.width) - 1:
+            text = f"({text} & {hex(key.mask)})"
+        return text
+
+    def _direct_meter(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> None:
+        assert table.meter is not None
+        meter = self.context.program.meters[table.meter]
+        assert meter.target is not None
+        base = self.context.layout.meters[table.meter]
+        cell = f"{slot.entry} // {slot.stride}" if slot.stride > 1 else slot.entry
+        shift = base - 1
+        cell = f"{cell} - 1" if shift == -1 else cell if not shift else f"{cell} + {shift}"
+        with self.write.block(f"if {slot.entry}:"):
+            self._set(meter.target, fit(self._colour(cell, meter), meter.target.width), facts)
+
+    @staticmethod
+    def _colour(cell: str, meter: MeterDef) -> Value:
+        amount = "n" if meter.by_bytes else "1"
+        return Value(f"run_meter(meter_rates, meter_tokens, {cell}, {amount}, now_us)", 0, 2)
+
+    def _indirect(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> None:
+        assert table.profile is not None
+        profile = self.context.layout.profiles[table.profile]
+        self.write(f"i = {slot.rows}[{slot.entry}]")
+        self.write(f"k = {profile.groups}[i]")
+        with self.write.block("if k:"):
+            self.write(f"i = {profile.groups}[i + 1]")
+            definition = self.context.program.profiles[table.profile]
+            if definition.algorithm is not None:
+                with self.write.block("if k > 1:"):
+                    calculation = Calculation(table.profile, definition.algorithm, definition.inputs, table.where)
+                    self._hash(calculation, facts)
+                    self.write("i += h % k")
+            self.write(f"{slot.member} = {profile.choices}[i]")
+            self.write(f"{slot.action} = {profile.members}[{slot.member}]")
+            self._dispatch(table, slot.action, profile.members, slot.member, facts, always=False)
+        if self._asks_action(table):
+            with self.write.block("else:"):
+                self.write(f"{slot.action} = -1")
+
+    def _asks_action(self, table: TableDef) -> bool:
+        return len(successors(table)) > 1 and not (table.on_hit[0] or table.on_miss[0])
+
+    def _dispatch(self, table: TableDef, action: str, rows: str, row: str, facts: frozenset[str], always: bool) -> None:
+        """Run the action whose number is ``action``, with arguments from ``rows`` after ``row``."""
+        slot = self.context.layout.tables[table.name]
+        bodies = []
+        for index, definition in enumerate(table.actions):
+            arguments = [
+                Value(f"{rows}[{row} + {position + 1}]", 0, (1 << parameter.width) - 1)
+                for position, parameter in enumerate(definition.parameters)
+            ]
+            mark = self.write.mark()
+            self._action(definition, arguments, facts)
+            body = self.write.since(mark)
+            if body:
+                bodies.append((index, body))
+        asks = self._asks_action(table)
+        if always and (asks or len(bodies) > 1):
+            self.write(f"{slot.action} = {action}")
+            action = slot.action
+        # A table without a default action runs none on a miss, so even a single action needs a test.
+        certain = table.default is not None or table.profile is not None
+        if len(table.actions) == 1 and bodies and certain:
+            self.write.lines += bodies[0][1]
+            return
+        for position, (index, body) in enumerate(bodies):
+            last = position == len(bodies) - 1 and len(bodies) == len(table.actions) and certain
+            if position and last:
+                self.write("else:")
+            else:
+                test = f"{action} == {index}" if index else f"not {action}"
+                self.write(f"{'elif' if position else 'if'} {test}:")
+            self.write.indented(body)
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def _action(self, action: ActionDef, arguments: Sequence[Value], facts: frozenset[str]) -> None:
+        stores = self._stores()
+        for statement in action.body:
+            self._statement(statement, action, arguments, stores)
+        stores.flush(facts)
+        self.expressions.bounds.clear()
+
+    def _stores(self) -> Stores:
+        return Stores(self.write, self.context)
+
+    def _statement(self, statement: Statement, action: ActionDef, arguments: Sequence[Value], stores: Stores) -> None:
+        where = action.where
+        if isinstance(statement, Assign):
+            value = self.expressions.value(statement.value, where, arguments, wraps=True)
+            self._put(statement.target, fit(value, statement.target.width), stores)
+        elif isinstance(statement, Count):
+            counter = self.context.program.counters[statement.counter]
+            base = self.context.layout.counters[statement.counter]
+            with self._cell(statement.index, where, arguments, base, counter.size) as cell:
+                self.write(f"packets_counted[{cell}] += 1")
+                self.write(f"bytes_counted[{cell}] += n")
+        elif isinstance(statement, RegisterRead):
+            register = self.context.program.registers[statement.register]
+            base = self.context.layout.registers[statement.register]
+            with self._cell(statement.index, where, arguments, base, register.size) as cell:
+                value = Value(f"registers[{cell}]", 0, (1 << register.width) - 1)
+                self._put(statement.target, fit(value, statement.target.width), stores)
+        elif isinstance(statement, RegisterWrite):
+            register = self.context.program.registers[statement.register]
+            base = self.context.layout.registers[statement.register]
+            value = fit(self.expressions.value(statement.value, where, arguments, wraps=True), register.width)
+            with self._cell(statement.index, where, arguments, base, register.size) as cell:
+                self.write(f"registers[{cell}] = {value.text}")
+        elif isinstance(statement, Hash):
+            self._hash_into(statement, where, arguments, stores)
+        elif isinstance(statement, ExecuteMeter):
+            meter = self.context.program.meters[statement.meter]
+            base = self.context.layout.meters[statement.meter]
+            with self._cell(statement.index, where, arguments, base, meter.size) as cell:
+                self._put(statement.target, fit(self._colour(cell, meter), statement.target.width), stores)
+        else:
+            assert isinstance(statement, Exit)
+
+    @contextmanager
+    def _cell(self, index: Expr, where: str, arguments: Sequence[Value], base: int, size: int) -> Iterator[str]:
+        """Yield an index into a flat array; lines written in the ``with`` block run only if it is in range."""
+        value = self.expressions.value(index, where, arguments)
+        if value.constant is not None and 0 <= value.constant < size:
+            yield str(value.constant + base)
+        elif value.low >= 0 and value.high < size:
+            yield f"{value.text} + {base}" if base else value.text
+        else:
+            self.write(f"i = {value.text}")
+            with self.write.block(f"if {'0 <= ' if value.low < 0 else ''}i < {size}:"):
+                yield f"i + {base}" if base else "i"
+
+    def _put(self, target: Field, value: Value, stores: Stores) -> None:
+        """Assign within an action; header fields are written to the packet when the action ends."""
+        text = value.text
+        self.expressions.bounds[target] = value
+        if target in self.context.read:
+            if text != self.names(target):
+                self.write(f"{self.names(target)} = {bare(text)}")
+            text = self.names(target)
+        elif not target.metadata and value.constant is None:
+            self.write(f"{self.names(target)} = {bare(text)}")
+            text = self.names(target)
+        if not target.metadata:
+            stores.add(target, text)
+
+    def _set(self, target: Field, value: Value, facts: frozenset[str]) -> None:
+        stores = self._stores()
+        self._put(target, value, stores)
+        stores.flush(facts)
+
+    # ---------------------------------------------------------------------------------------- hashes and checksums
+
+    def _hash_into(self, statement: Hash, where: str, arguments: Sequence[Value], stores: Stores) -> None:
+        calculation = self.context.program.calculations[statement.calculation]
+        bits = self._hash(calculation, frozenset())
+        size = max(statement.size, 1)
+        text, high = "h", (1 << bits) - 1
+        if size <= high:
+            text = f"h & {hex(size - 1)}" if size & (size - 1) == 0 else f"h % {size}"
+            high = size - 1
+        base = self.expressions.value(statement.base, where, arguments)
+        if base.constant != 0:
+            text = f"({text}) + {base.text}"
+        if base.low < 0 or high + base.high >= 1 << 63:
+            raise UnsupportedFeatureError("hashes with a base that can be negative or exceed 63 bits", where)
+        self._put(statement.target, fit(Value(text, base.low, high + base.high), statement.target.width), stores)
+
+    def _hash(self, calculation: Calculation, facts: frozenset[str]) -> int:
+        """Set ``h`` to a hash over the fields of valid headers; return its width in bits."""
+        headers = frozenset(item.header for item in calculation.inputs if isinstance(item, Field) and not item.metadata)
+        choices = self.context.stacks.combinations(headers, facts) if headers else [frozenset[str]()]
+        bits = max(self._hash_bits(calculation, choice) for choice in choices)
+        for position, choice in enumerate(choices):
+            call = self._hash_call(calculation, choice)
+            if len(choices) == 1:
+                self.write(f"h = {call}")
+                break
+            tests = [self.names(Valid(header)) for header in sorted(choice - facts)]
+            last = position == len(choices) - 1
+            self.write("else:" if last else f"{'elif' if position else 'if'} {' and '.join(tests)}:")
+            self.write(f"    h = {call}")
+        return bits
+
+    @staticmethod
+    def _present(calculation: Calculation, valid: frozenset[str]) -> list[Field | Bits]:
+        return [item for item in calculation.inputs if isinstance(item, Bits) or item.metadata or item.header in valid]
+
+    def _hash_bits(self, calculation: Calculation, valid: frozenset[str]) -> int:
+        if calculation.algorithm in HASH_BITS:
+            return HASH_BITS[calculation.algorithm]
+        width = min((sum(item.width for item in self._present(calculation, valid)) + 7) // 8, 8) * 8
+        if width > 63:
+            raise UnsupportedFeatureError("identity hashes over more than 7 bytes", calculation.where)
+        return width
+
+    def _hash_call(self, calculation: Calculation, valid: frozenset[str]) -> str:
+        inputs = self._present(calculation, valid)
+        helper = self.context.helpers.name(HashOf(calculation.algorithm, tuple(item.width for item in inputs)))
+        texts = [
+            str(item.value) if isinstance(item, Bits) else self.expressions.value(item, calculation.where).text
+            for item in inputs
+        ]
+        return f"{helper}({', '.join(texts)})"
+
+    def verify(self, checksum: Checksum, flag: Field) -> None:
+        """Emit the verification of a checksum; a mismatch sets ``flag``."""
+        with self.write.block(f"if {bare(self._guard(checksum))}:"):
+            self._compute(checksum)
+            target = self.expressions.value(checksum.target, checksum.calculation.where).text
+            with self.write.block(f"if h != {target}:"):
+                self.write(f"{self.names(flag)} = 1")
+
+    def update(self, checksum: Checksum) -> None:
+        """Emit the update of a checksum in the packet."""
+        with self.write.block(f"if {bare(self._guard(checksum))}:"):
+            bits = self._compute(checksum)
+            value = fit(Value("h", 0, (1 << bits) - 1), checksum.target.width)
+            self._set(checksum.target, value, frozenset({checksum.target.header}))
+
+    def _compute(self, checksum: Checksum) -> int:
+        """Set ``h`` to the computed checksum; return its width in bits."""
+        covered = summed_range(checksum)
+        if covered is None:
+            return self._hash(checksum.calculation, frozenset({checksum.target.header}))
+        # 65536 is 1 modulo 65535, and so is its square. So the one's complement sum of all 16-bit words is the sum of
+        # 2- or 4-byte words modulo 65535, except that 0 means 65535 unless all words are zero.
+        load = self.context.helpers.name(LoadBytes(word_units(*covered)))
+        header = checksum.target.header
+        starts = self.context.stacks.offsets.get(header, frozenset({0}))
+        start = str(next(iter(starts))) if len(starts) == 1 else f"{self.names(Valid(header))} - 1"
+        self.write(f"h = sum({load}(p, {start}))")
+        self.write("k = h % 65535")
+        self.write("h = 65535 - k if k or not h else 0")
+        return 16
+
+    def _guard(self, checksum: Checksum) -> str:
+        valid = self.names(Valid(checksum.target.header))
+        if checksum.condition is None:
+            return valid
+        condition = self.expressions.condition(checksum.condition, checksum.calculation.where)
+        return condition if checksum.target.header in facts_of(checksum.condition, True) else f"{valid} and {condition}"
+
+
+def word_units(first: int, end: int, gap: int) -> tuple[tuple[int, int], ...]:
+    """Return (offset, size) units that cover bytes ``first`` to ``end`` except the two at ``gap``."""
+    units = []
+    for start, stop in ((first, gap), (gap + 2, end)):
+        while start < stop:
+            size = 4 if stop - start >= 4 else 2
+            units.append((start, size))
+            start += size
+    return tuple(units)
+
+
+# ---------------------------------------------------------------------------------------------------------- the program
+
+
+DROP_PORT: Final = 511
+"""BMv2's default drop port; packets that leave ingress or egress for this port are dropped."""
+
+_EGRESS_ARGUMENTS: Final = ("port", "enq_us", "deq_delta_us", "enq_depth", "deq_depth", "now_us")
+_INGRESS: Final = {
+    "standard_metadata.ingress_port": "ingress_port",
+    "standard_metadata.packet_length": "n",
+    "intrinsic_metadata.ingress_global_timestamp": "now_us & 0xffffffffffff",
+}
+_QUEUE: Final = {
+    "queueing_metadata.enq_timestamp": "enq_us & 0xffffffff",
+    "queueing_metadata.enq_qdepth": "enq_depth & 0x7ffff",
+    "queueing_metadata.deq_timedelta": "deq_delta_us & 0xffffffff",
+    "queueing_metadata.deq_qdepth": "deq_depth & 0x7ffff",
+}
+_EGRESS: Final = {
+    "standard_metadata.egress_port": "port",
+    # simple_switch sets it to one above the drop port, which overflows to 0.
+    "standard_metadata.egress_spec": "0",
+    "standard_metadata.instance_type": "0",
+    "standard_metadata.packet_length": "n",
+    "intrinsic_metadata.egress_global_timestamp": "now_us & 0xffffffffffff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The text of a program.
+
+    Attributes
+    ----------
+    carry
+        Variables that ingress passes to egress, in order.
+    ingress, egress
+        The bodies, one line each, indented by one level.
+    """
+
+    program: ProgramDef
+    layout: StateLayout
+    helpers: Helpers
+    carry: tuple[str, ...]
+    ingress: tuple[str, ...]
+    egress: tuple[str, ...]
+
+    def plain(self, namespace: dict[str, Any]) -> str:
+        """Return the plain text, and add the functions it calls to ``namespace``."""
+        namespace.update(
+            run_meter=run_meter,
+        )
+        # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
+        namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
+        functions = []
+        for helper, name in self.helpers.names.items():
+            if isinstance(helper, LoadBytes):
+                namespace[name] = struct.Struct(_load_format(helper)).unpack_from
+            elif isinstance(helper, StoreBytes):
+                namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in helper.units)).pack_into
+            else:
+                functions.append(plain_source(name, helper.algorithm, helper.widths, namespace))
+        unpack = f"    {', '.join(self.carry)}{',' if len(self.carry) == 1 else ''} = carry\n"
+        return "\n\n".join(
+            [
+                *functions,
+                "def ingress(p, ingress_port, now_us):\n    n = len(p)\n" + "\n".join(self.ingress) + "\n",
+                f"def egress(p, carry, {', '.join(_EGRESS_ARGUMENTS)}):\n    n = len(p)\n{unpack}"
+                + "\n".join(self.egress)
+                + "\n",
+            ]
+        )
+
+    def used(self, body: tuple[str, ...]) -> list[str]:
+        """Return the arrays that a body reads or writes."""
+        words = set(re.findall(r"\w+", "\n".join(body)))
+        return [name for name in (*self.layout.structures(), *FLAT) if name in words]
+
+    def unfold(self, used: list[str]) -> str:
+        """Return lines that slice the structures out of the combined array, by the offsets at its start."""
+        return "".join(
+            f"    {name} = structures[structures[{place}] : structures[{place + 1}]]\n"
+            for place, name in enumerate(self.layout.structures())
+            if name in used
+        )
+
+    def compiled(self) -> str:
+        """Return the text for Numba: a whole module with ``ingress_batch`` and ``egress_batch``."""
+        ingress_state, egress_state = self.used(self.ingress), self.used(self.egress)
+        functions: list[str] = [inspect.getsource(function) for function in (run_meter, *LOOKUPS)]
+        for helper, name in self.helpers.names.items():
+            if isinstance(helper, LoadBytes):
+                functions.append(_array_load(name, helper))
+            elif isinstance(helper, StoreBytes):
+                functions.append(_array_store(name, helper))
+            else:
+                functions.append(compiled_source(name, helper.algorithm, helper.widths))
+        egress = ", ".join(_EGRESS_ARGUMENTS)
+        unpack = f"    {', '.join(self.carry)}{',' if len(self.carry) == 1 else ''} = carry\n"
+        functions.append(
+            f"def ingress(p, n, ingress_port, now_us{_more(ingress_state)}):\n" + "\n".join(self.ingress) + "\n"
+        )
+        functions.append(
+            f"def egress(p, n, carry, {egress}{_more(egress_state)}):\n{unpack}" + "\n".join(self.egress) + "\n"
+        )
+        indices = range(len(self.carry))
+        carried = ", ".join(f"carry[i, {k}]" for k in indices)
+        keep = "".join(f"        carry[i, {k}] = kept[{k}]\n" for k in indices)
+        state = ", ".join(("structures", *FLAT))
+        columns = ", ".join(f"{name}[i]" for name in _EGRESS_ARGUMENTS)
+        batches = (
+            f"def ingress_batch(packets, lengths, ingress_ports, now_us, ports, priorities, carry, {state}):\n"
+            f"{self.unfold(ingress_state)}"
+            "    for i in range(lengths.shape[0]):\n"
+            "        ports[i], priorities[i], kept = ingress(\n"
+            f"            packets[i], lengths[i], ingress_ports[i], now_us[i]{_more(ingress_state)}\n"
+            f"        )\n{keep}",
+            f"def egress_batch(packets, lengths, carry, {egress}, sent, {state}):\n"
+            f"{self.unfold(egress_state)}"
+            "    for i in range(lengths.shape[0]):\n"
+            "        sent[i] = egress(\n"
+            f"            packets[i], lengths[i], ({carried},),\n"
+            f"            {columns}{_more(egress_state)}\n"
+            "        )\n",
+        )
+        head = "from __future__ import annotations\n\nimport numpy as np\nfrom numba import njit\n\nCACHE = False\n"
+        return "\n\n".join(
+            [
+                head + compiled_tables(),
+                *(f"@njit(nogil=True)\n{function}" for function in functions),
+                *(f"@njit(nogil=True, cache=CACHE)\n{function}" for function in batches),
+            ]
+        )
+
+
+def _more(names: list[str]) -> str:
+    return "".join(f", {name}" for name in names)
+
+
+_CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+def _load_format(helper: LoadBytes) -> str:
+    text, position = ">", 0
+    for offset, size in helper.units:
+        if offset > position:
+            text += f"{offset - position}x"
+        text += _CODES[size]
+        position = offset + size
+    return text
+
+
+def _array_load(name: str, helper: LoadBytes) -> str:
+    values = []
+    for offset, size in helper.units:
+        terms = []
+        for i in range(size):
+            shift = 8 * (size - 1 - i)
+            byte = f"np.int64(p[o + {offset + i}])"
+            terms.append(f"({byte} << {shift})" if shift else byte)
+        values.append(" | ".join(terms))
+    return f"def {name}(p, o):\n    return (\n        " + ",\n        ".join(values) + ",\n    )\n"
+
+
+def _array_store(name: str, helper: StoreBytes) -> str:
+    arguments = [f"v{i}" for i in range(len(helper.units))]
+    lines = [f"def {name}(p, o, {', '.join(arguments)}):"]
+    position = 0
+    for argument, size in zip(arguments, helper.units, strict=True):
+        for i in range(size):
+            shift = 8 * (size - 1 - i)
+            text = f"{argument} >> {shift}" if shift else argument
+            lines.append(f"    p[o + {position}] = ({text}) & 255")
+            position += 1
+    return "\n".join(lines) + "\n"
+
+
+def generate(program: ProgramDef) -> Generated:
+    """Turn a program into text.
+
+    Raises
+    ------
+    UnsupportedFeatureError
+        The program uses a feature that the built-in switch does not support.
+    """
+    return _Generator(program).generate()
+
+
+class _Generator:
+    def __init__(self, program: ProgramDef) -> None:
+        program = replace(program, ingress=shorten(program.ingress), egress=shorten(program.egress))
+        self.program = program
+        self.stacks = stacks(program)
+        self.usage = Usage(program)
+        self.layout = lay_out(program)
+        self.names = Names()
+        self.helpers = Helpers()
+        self.standard = program.standard
+        assigned = self.usage.assigned()
+        self.zero = frozenset(
+            constant_fields(program, self.usage) | {item for item in self._unset() if item not in assigned}
+        )
+        several = frozenset(name for name, places in self.stacks.offsets.items() if len(places) > 1)
+        self.expressions = Expressions(self.names, several, self.zero)
+        outputs = {item for item in (self._given("standard_metadata.egress_spec"), self._priority()) if item}
+        self.context = Context(
+            program=program,
+            stacks=self.stacks,
+            usage=self.usage,
+            layout=self.layout,
+            names=self.names,
+            helpers=self.helpers,
+            expressions=self.expressions,
+            read=frozenset(self.usage.all_reads() | outputs),
+        )
+        ports = {"standard_metadata.ingress_port": "ingress_port", "standard_metadata.packet_length": "n"}
+        for alias, name in {**ports, "standard_metadata.egress_port": "port"}.items():
+            item = self._given(alias)
+            if item is not None and item not in assigned:
+                self.names.give(item, name)
+
+    def _given(self, alias: str) -> Field | None:
+        return self.standard.get(alias)
+
+    def _priority(self) -> Field | None:
+        return self._given("intrinsic_metadata.priority")
+
+    def _queue(self) -> dict[str, str]:
+        """Return the queueing metadata for egress: all four fields or none, as in simple_switch."""
+        return _QUEUE if all(alias in self.standard for alias in _QUEUE) else {}
+
+    def _unset(self) -> set[Field]:
+        """Return the standard metadata fields that the target never sets."""
+        set_by_target = {*_INGRESS, *_EGRESS, *self._queue(), "intrinsic_metadata.priority"}
+        set_by_target |= {"standard_metadata.parser_error", "standard_metadata.checksum_error"}
+        set_by_target.discard("standard_metadata.instance_type")
+        kept = {self.standard[alias] for alias in set_by_target if alias in self.standard}
+        return {item for item in self.standard.values() if item not in kept}
+
+    def generate(self) -> Generated:
+        write = Writer()
+        egress_control = ControlText(self.context, self.program.egress, write)
+        carried = self._egress_live() - self._egress_given()
+        carry = sorted((item for item in carried if item not in self.zero), key=self.names)
+        mark = write.mark()
+        self._egress(egress_control, write)
+        egress = tuple(write.since(mark))
+        self._ingress(write, frozenset(carry))
+        # An empty tuple has no type under Numba.
+        names = tuple(self.names(item) for item in carry) or ("_",)
+        spec, priority = self._given("standard_metadata.egress_spec"), self._priority()
+        assert spec is not None
+        values = ", ".join(names) if carry else "0"
+        queue = self.names(priority) if priority is not None else "0"
+        write(f"return {self.names(spec)}, {queue}, ({values},)")
+        return Generated(self.program, self.layout, self.helpers, names, tuple(write.lines), egress)
+
+    # ------------------------------------------------------------------------------------------------------ egress
+
+    def _updates(self) -> list[Any]:
+        return [checksum for checksum in self.program.checksums if checksum.update]
+
+    def _can_drop(self, pipeline: Control) -> bool:
+        spec = self._given("standard_metadata.egress_spec")
+        return any(
+            target_of(statement) == spec
+            for node in pipeline.nodes.values()
+            for action in getattr(node, "actions", ())
+            for statement in action.body
+        )
+
+    def _egress_live(self) -> frozenset[Variable]:
+        after: frozenset[Variable] = frozenset()
+        for checksum in self._updates():
+            after |= self.usage.checksum_reads(checksum)
+        if self._can_drop(self.program.egress):
+            spec = self._given("standard_metadata.egress_spec")
+            assert spec is not None
+            after |= {spec}
+        return self.usage.pipeline_live(self.program.egress, after)
+
+    def _egress_given(self) -> frozenset[Variable]:
+        aliases = {**_EGRESS, **self._queue()}
+        return frozenset(item for alias in aliases if (item := self._given(alias)) is not None)
+
+    def _egress(self, control: ControlText, write: Writer) -> None:
+        live = self._egress_live()
+        self._set(write, {**_EGRESS, **self._queue()}, live)
+        control.emit()
+        if self._can_drop(self.program.egress):
+            spec = self._given("standard_metadata.egress_spec")
+            assert spec is not None
+            with write.block(f"if {self.names(spec)} == {DROP_PORT}:"):
+                write("return False")
+        for checksum in self._updates():
+            control.update(checksum)
+        write("return True")
+
+    def _set(self, write: Writer, values: dict[str, str], live: frozenset[Variable]) -> None:
+        for alias, text in values.items():
+            item = self._given(alias)
+            if item is not None and item in live and item not in self.zero and self.names(item) != text:
+                write(f"{self.names(item)} = {text}")
+
+    # ----------------------------------------------------------------------------------------------------- ingress
+
+    def _ingress(self, write: Writer, carry: frozenset[Variable]) -> None:
+        spec, priority = self._given("standard_metadata.egress_spec"), self._priority()
+        after = carry | {item for item in (spec, priority) if item is not None}
+        live = self.usage.pipeline_live(self.program.ingress, after)
+        flag = self._given("standard_metadata.checksum_error")
+        verified = [item for item in self.program.checksums if item.verify and flag in self.context.read]
+        for checksum in verified:
+            live |= self.usage.checksum_reads(checksum)
+        parser_reads = self.usage.parser_reads()
+        needed = frozenset(live | parser_reads)
+        parser = ParserText(self.context, write, needed)
+        given = {item for alias in _INGRESS if (item := self._given(alias)) is not None}
+        first = live | parser.initial() | {item for item in self._parser_sets() if item in needed}
+        initial = sorted(self.names(item) for item in first if item not in given and item not in self.zero)
+        for start in range(0, len(initial), 8):
+            write(f"{' = '.join(initial[start : start + 8])} = 0")
+        self._set(write, _INGRESS, needed)
+        parser.emit()
+        control = ControlText(self.context, self.program.ingress, write)
+        for checksum in verified:
+            assert flag is not None
+            control.verify(checksum, flag)
+        control.emit()
+
+    def _parser_sets(self) -> set[Variable]:
+        """Return the variables that the parser assigns or reads in expressions, which may have no value before."""
+        found: set[Variable] = set()
+        for state in self.program.states.values():
+            found |= self.usage.state_reads(state) - set(state.keys)
+            found |= {item.target for item in state.operations if isinstance(item, Assign)}
+        return found
+
+
+def forwarding(generated: Generated) -> str:
+    """Return the text of ``forward``, to append to ``generated.compiled()``; see `dlcp.switch.ports.queues`."""
+    ingress, egress = generated.used(generated.ingress), generated.used(generated.egress)
+    indices = range(len(generated.carry))
+    constants = "".join(f"{name} = {value}\n" for name, value in queues.CONSTANTS.items())
+    functions = "\n".join(f"@njit(nogil=True)\n{inspect.getsource(item)}\n" for item in queues.COMPILED)
+    text = queues.FORWARD.format(
+        compiled="@njit(nogil=True)",
+        cached="@njit(nogil=True, cache=CACHE)",
+        pool=queues.POOL,
+        state=_more(["structures", *FLAT]),
+        unfold=generated.unfold([*ingress, *(name for name in egress if name not in ingress)]),
+        received="rows[slot], slots[slot, LENGTH]",
+        queued=f"rows[slot], slots[slot, LENGTH], ({', '.join(f'carry[slot, {k}]' for k in indices)},)",
+        keep="".join(f"        carry[slot, {k}] = kept[{k}]\n" for k in indices),
+        ingress_state=_more(ingress),
+        egress_state=_more(egress),
+        drop_port=DROP_PORT,
+    )
+    return f"\n\n{constants}\n\n{functions}\n{text}"
