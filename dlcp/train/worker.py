@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
+from dlcp.torch import fsdp
 from dlcp.torch.hook import refuse_sparse
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
@@ -283,11 +284,10 @@ def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> I
             hooked(model, None)
             original(model, *arguments, **named)
 
-        @replacing(dlcp.torch.State, "attach")
+        @replacing(fsdp, "attach")
         def _(original: _Method, state: dlcp.torch.State, model: torch.nn.Module) -> None:
             original(state, model)
-            if not isinstance(model, DistributedDataParallel):
-                hooked(model, state)
+            hooked(model, state)
 
         if backend:
 
