@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
-from dlcp.torch import fsdp
 from dlcp.torch.hook import refuse_sparse
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
@@ -284,10 +283,12 @@ def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> I
             hooked(model, None)
             original(model, *arguments, **named)
 
-        @replacing(fsdp, "attach")
-        def _(original: _Method, state: dlcp.torch.State, model: torch.nn.Module) -> None:
-            original(state, model)
-            hooked(model, state)
+        @replacing(dlcp.torch, "enable")
+        def _(original: _Method, model: torch.nn.Module, *arguments: Any, **named: Any) -> object:
+            state = original(model, *arguments, **named)
+            if not isinstance(model, DistributedDataParallel):
+                hooked(model, state)
+            return state
 
         if backend:
 
