@@ -144,7 +144,7 @@ class Document:
         # YAML allows tabs as white space in some places only; JSON allows them everywhere.
         text = self._text.replace("\t", " ") if self.path.suffix == ".json" else self._text
         # PyYAML may have been built without libyaml.
-        events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        events: Iterator[Any] = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         try:
             _, first = next(events), next(events)
             if isinstance(first, yaml.StreamEndEvent):
@@ -166,13 +166,13 @@ class Document:
 class _YamlBuilder:
     """Builds a document's content from the events of PyYAML's parser, which come in the order of the text."""
 
-    def __init__(self, document: Document, events: Iterator[yaml.Event], lines: dict[Steps, int]) -> None:
+    def __init__(self, document: Document, events: Iterator[Any], lines: dict[Steps, int]) -> None:
         self._document, self._events, self._lines = document, events, lines
         self._anchors: dict[str, list[Any]] = {}
         """The value of each anchor, in a list that is empty until the value is complete."""
         self._repeated = 0
 
-    def value(self, event: yaml.Event, steps: Steps) -> Any:
+    def value(self, event: Any, steps: Steps) -> Any:
         """Return the value that begins with an event, and note its line."""
         self._lines.setdefault(steps, event.start_mark.line + 1)
         if isinstance(event, yaml.AliasEvent):
@@ -191,7 +191,7 @@ class _YamlBuilder:
         anchored.append(value)
         return value
 
-    def _members(self) -> Iterator[yaml.Event]:
+    def _members(self) -> Iterator[Any]:
         """Yield the first event of each member of a collection."""
         while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
             yield event
@@ -209,7 +209,7 @@ class _YamlBuilder:
             content[key.value] = self.value(next(self._events), inner)
         return content
 
-    def _alias(self, event: yaml.AliasEvent, steps: Steps) -> Any:
+    def _alias(self, event: Any, steps: Steps) -> Any:
         """Return a copy of an anchor's value."""
         anchored = self._anchors.get(event.anchor)
         if not anchored:
@@ -375,8 +375,8 @@ def _alternative(value: Any, kind: Any, steps: Steps) -> Any:
                 raise PlaceError(problem + nearest(name, tagged), *steps, *(["kind"] if name else []))
             return tagged[name]
         return next((each for each in kinds if _fields(each) is not None), kind)
-    wanted = {list: (tuple, list), str: (Literal,)}.get(type(value), ())
-    return next((each for each in kinds if typing.get_origin(each) in wanted), kind)
+    origins: tuple[Any, ...] = (tuple, list) if isinstance(value, list) else (Literal,)
+    return next((each for each in kinds if typing.get_origin(each) in origins), kind)
 
 
 def _tag(kind: Any) -> str:

@@ -58,17 +58,17 @@ class Diagnosis:
         }
 
 
-def ok(subject: str, text: str, fix: str = "", **data: Any) -> Diagnosis:
+def ok(subject: str, text: str, fix: str = "", /, **data: Any) -> Diagnosis:
     """Return a finding about something that works."""
     return Diagnosis(subject, Status.OK, text, fix, data)
 
 
-def note(subject: str, text: str, fix: str = "", **data: Any) -> Diagnosis:
+def note(subject: str, text: str, fix: str = "", /, **data: Any) -> Diagnosis:
     """Return a finding about something that works, and could work better."""
     return Diagnosis(subject, Status.NOTE, text, fix, data)
 
 
-def missing(subject: str, text: str, fix: str = "", **data: Any) -> Diagnosis:
+def missing(subject: str, text: str, fix: str = "", /, **data: Any) -> Diagnosis:
     """Return a finding about something required that is missing."""
     return Diagnosis(subject, Status.MISSING, text, fix, data)
 

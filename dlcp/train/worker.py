@@ -283,11 +283,12 @@ def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> I
             hooked(model, None)
             original(model, *arguments, **named)
 
-        @replacing(dlcp.torch.State, "attach")
-        def _(original: _Method, state: dlcp.torch.State, model: torch.nn.Module) -> None:
-            original(state, model)
+        @replacing(dlcp.torch, "enable")
+        def _(original: _Method, model: torch.nn.Module, *arguments: Any, **named: Any) -> object:
+            state = original(model, *arguments, **named)
             if not isinstance(model, DistributedDataParallel):
                 hooked(model, state)
+            return state
 
         if backend:
 

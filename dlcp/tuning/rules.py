@@ -536,10 +536,6 @@ class Survey:
         found: dict[str, Any] = losses(ledger.records, ledger, WORST_QUANTILE)
         return cls(rank, **found, rtt_s=rtt_s, rates_bps=rates_bps)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the survey as plain values."""
-        return asdict(self)
-
 
 def figures_of_surveys(
     surveys: Sequence[Survey], hosts: int, *, gradient_bytes: int, step_s: float, waited_s: float
