@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
-    from dlcp.sim.profiling import ProfileError
+    from dlcp.sim.models import ProfileError
     from dlcp.sim.report.results import ReportError
     from dlcp.sim.sweep import SweepError
 
@@ -186,8 +186,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.models import write_profile
-    from dlcp.sim.profiling import load_factory, measure
+    from dlcp.sim.models import load_factory, measure, write_profile
 
     try:
         shape = tuple(map(whole(1), arguments.input.split(",")))
