@@ -13,15 +13,19 @@ Rows have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s``
 rules of a transport, ``p`` a port, ``q`` a queue. ``packet``, ``stream``, ``message`` and so on are their indices.
 """
 
-import importlib
 from enum import IntEnum
 from typing import Any, Final
 
+import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import GOLDEN
-from dlcp.sim.jit import AVAILABLE, call
+from dlcp.sim.graph import row_type
+from dlcp.sim.jit import call
 from dlcp.sim.plan import PORT_QUEUES, SWITCH_RULES_ROW, TRANSPORT_ROW, Number, Row
 
 i8, i4, i2, i1, u4, u1, f8 = np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint8, np.float64
@@ -60,30 +64,29 @@ SPARE_ROWS: Final = 16
 """Rows of each array that one event may need, in addition to a stream's packets in flight and a node's followers."""
 
 
-def _row(*columns: tuple[Any, str]) -> np.dtype[Any]:
-    """Return a row type whose columns, given as (type, names), stand in this order."""
-    return np.dtype([(name, kind) for kind, names in columns for name in names.split()], align=True)
+LIST: Final = row_type((i4, "head tail"))
+"""A list of rows, which their ``next`` links; see `append`."""
 
+SWITCH_ROW: Final = row_type((i8, "random salt used"), (i4, "turn divisor"))
 
-SWITCH_ROW: Final = _row((i8, "random salt used"), (i4, "turn divisor"))
-
-PORT_ROW: Final = _row(
+PORT_ROW: Final = row_type(
     (i8, "busy_until delay sent_bytes bytes bytes_max"),
-    (i4, "kibibyte_ps node target control_head control_tail"),
+    (i4, "kibibyte_ps node target"),
+    (LIST, "control"),
     (u1, "nonempty"),
     (i1, "pending lossy pulling"),
     (i8, "loss random pull_next"),
-    (i4, "pull_head pull_tail"),
+    (LIST, "pulls"),
     (i8, "unused1 unused2 unused3 unused4"),
 )
 """One direction of a link; the first cache line has the fields that every packet needs. ``nonempty`` has a bit for each
 queue. ``pending``: a PORT_FREE event is scheduled. ``lossy``: ``loss`` is above 0."""
 
-QUEUE_ROW: Final = _row((i4, "head tail packets depth"), (i8, "waiting_bytes unused"))
+QUEUE_ROW: Final = row_type((i4, "head tail packets depth"), (i8, "waiting_bytes unused"))
 """A queue of a port, at ``port * PORT_QUEUES + queue``. At a host, ``head`` to ``tail`` are streams that are ready to
 send; at a switch they are packets. ``depth`` is the register with the queue depth that the P4 program reads."""
 
-PACKET_ROW: Final = _row(
+PACKET_ROW: Final = row_type(
     (i8, "serial"),
     (i4, "message index transmission next port target"),
     (u4, "path_hash"),
@@ -95,31 +98,32 @@ PACKET_ROW: Final = _row(
 more packets of the message. ``ecn_echo``: the acknowledged packet arrived with a mark. ``rank``: the packets that its
 message has left."""
 
-TRANSMISSION_ROW: Final = _row((i8, "serial number sent_at"), (i4, "message index previous next queue repeated"))
+TRANSMISSION_ROW: Final = row_type((i8, "serial number sent_at"), (i4, "message index previous next queue repeated"))
 """The sender's record of a packet: in flight (in a list by stream and queue) or to be retransmitted.
 
 ``serial`` is the packet's while in flight, otherwise -1, so that late acknowledgements do not match. ``number`` counts
 the stream's transmissions. ``repeated``: the packet was lost before."""
 
-STREAM_ROW: Final = _row(
+STREAM_ROW: Final = row_type(
     (f8, "window threshold"),
     (i8, "number deadline timer_at tail_due rtt rtt_var round_end"),
     (i4, "source target"),
     (u4, "path_hash reverse_path_hash"),
-    (i4, "in_flight next head retransmit_head repairing acked marked"),
+    (i4, "in_flight next head"),
+    (LIST, "retransmissions"),
+    (i4, "repairing acked marked"),
     (i1, "transport ready single_use dead probe_mode tail_probing spare backoff"),
-    (i4, "unused"),
     ((i4, PORT_QUEUES), "first last"),
     (f8, "alpha"),
     (i8, "recover reduced rtt_min cut_at epoch"),
     (f8, "peak reno"),
-    (i4, "tail retransmit_tail timers credit"),
+    (i4, "tail timers"),
     (i8, "tail_number"),
-    (i4, "tail_message tail_index"),
+    (i4, "tail_message tail_index credit unused"),
     (i8, "serial unused1 unused2 unused3"),
 )
 """A stream of messages: its window, its messages with unsent packets (``head``), its packets to be retransmitted
-(``retransmit_head``), and its packets in flight by queue (``first``).
+(``retransmissions``), and its packets in flight by queue (``first``).
 
 ``deadline``: when all packets in flight are declared lost. ``tail_due``: when the tail is probed. ``timer_at``: time of
 the only valid event among the ``timers`` scheduled. ``tail_probing``: the tail probe has not been acknowledged; its
@@ -127,7 +131,7 @@ number is ``tail_number``, and it repeats a packet of ``tail_message`` if that i
 beyond the window. ``repairing``: packets that were lost and not acknowledged since. ``probe_mode``: send probes instead
 of data (pFabric). ``credit``: packets that NDP's PULLs have requested."""
 
-MESSAGE_ROW: Final = _row(
+MESSAGE_ROW: Final = row_type(
     (i8, "offset"),
     (i4, "stream packets last_bytes next_index acked received in_flight refs sent retransmits holes"),
     (i1, "transport queue bounded listed done satisfied probed filling_holes probing closed"),
@@ -148,33 +152,26 @@ no more packets. ``listed``: the message is in its stream's list. At the receive
 sent everything and probed. ``refs`` counts packets in the network and timers that refer to the message; its row can be
 reused only when there are none."""
 
-GRAPH_ROW: Final = _row((i4, "remaining open"), (i8, "first"))
+GRAPH_ROW: Final = row_type((i4, "remaining open"), (i8, "first"))
 
-SLOT_ROW: Final = _row((u4, "owner used spent"))
+SLOT_ROW: Final = row_type((u4, "owner used spent"))
 """A switch's slot for a drop budget: the P4 program's three registers."""
 
-EVENT_ROW: Final = _row((i8, "time key next"))
+EVENT_ROW: Final = row_type((i8, "time key next"))
 """An event in the list of its bucket, or an unused row."""
 
 
-_carray: Any = None
-_pointer: Any = None
-if AVAILABLE:
-    _numba: Any = importlib.import_module("numba")
-    _ir: Any = importlib.import_module("llvmlite.ir")
-    _carray = _numba.carray
+def _make_pointer(typingctx: Any, address: Any) -> Any:
+    """Convert an address to a pointer."""
 
-    def _make_pointer(typingctx: Any, address: Any) -> Any:
-        """Convert an address to a pointer."""
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], _ir.IntType(8).as_pointer())
-
-        return _numba.core.types.voidptr(_numba.types.int64), generate
-
-    _pointer = importlib.import_module("numba.extending").intrinsic(_make_pointer)
+    return types.voidptr(types.int64), generate
 
 
+_carray: Any = numba.carray
+_pointer: Any = intrinsic(_make_pointer)
 ARRAYS: Final[dict[str, np.dtype[Any]]] = {}
 """The type of each array's rows, by the array's name. Arrays have one dimension here."""
 
@@ -217,7 +214,7 @@ choices_of = _array("choices", i4)
 rules_of = _array("rules", SWITCH_RULES_ROW)
 counts_of = _array("counts", i8)
 
-WORLD: Final = _row(
+WORLD: Final = row_type(
     (i8, "now sequence heap_length far_length bucketed events_waiting bucket_now bucket_shift free_event prefetched"),
     (i8, "free_packet_head free_packets free_transmission_head free_transmissions serial completed hosts free_stream"),
     (i8, "in_flight_max followers_max"),
@@ -239,6 +236,17 @@ def bind(world: Any, name: str, array: NDArray[Any]) -> None:
 _MULTIPLIER: Final = GOLDEN - (1 << 64)
 _BELOW_57: Final = (1 << 57) - 1
 _BELOW_31: Final = (1 << 31) - 1
+
+
+@call
+def append(rows: Row, listed: Row, index: int) -> None:
+    """Append a row to a list, or to a queue."""
+    rows[index].next = -1
+    if listed.head < 0:
+        listed.head = index
+    else:
+        rows[listed.tail].next = index
+    listed.tail = index
 
 
 @call
