@@ -1,45 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow ports: which they are, and how much is deferred because of them. Arithmetic alone, for real and simulated ranks.
+"""Arithmetic of slow ports, for real and simulated ranks: which ports are slow, and how much to defer for them.
 
-:mod:`dlcp.collectives.deferral` measures ports and chooses packets by value; :mod:`dlcp.sim.deferral` counts them.
+:mod:`dlcp.collectives.deferral` measures ports and chooses packets by value. :mod:`dlcp.sim.deferral` only counts
+packets.
 """
 
 from collections.abc import Container, Mapping
 from typing import Final, NamedTuple
 
-LIKE: Final = 0.5
-"""Chosen by us: rates vary by this much from step to step on ports without other traffic."""
-LIKE_AGAIN: Final = 0.75
-"""A rank that was slow counts as fast again above this share of the fastest one's rate. Chosen by us: rates vary."""
+SAME_SPEED_RATIO: Final = 0.5
+"""Ranks above this share of the fastest rate count as equally fast: without other traffic, rates vary by as much from
+step to step."""
+RECOVERED_RATIO: Final = 0.75
+"""A rank that was slow counts as fast again above this share of the fastest rate. It is higher than
+``SAME_SPEED_RATIO``, so that a rank does not switch between the two with every variation."""
 REFRESH_STEPS: Final = 8
-"""Each packet is sent in one of so many steps, whatever its values: no residual grows older. Chosen by us; well above
-the two steps that a bound of a half needs to send everything in turn, for that would leave no choice by value."""
+"""Each packet is sent in one of this many steps whatever its values, which limits the age of a residual. Not tuned, but
+well above 2: with a bound of one half, sending everything every other step would leave no choice by value."""
 SHARE_MIN: Final = 0.05
-"""Less than this is not worth what it costs to choose packets. Chosen by us."""
+"""Deferring a smaller share saves less than the choice of packets costs; not tuned."""
 
 
-def level(rates_bps: Mapping[int, float], slow: Container[int] = ()) -> dict[int, float]:
-    """Return rates without the differences that are noise: whoever is about as fast as the fastest counts as it.
+def snap_to_fastest(rates_bps: Mapping[int, float], slow: Container[int] = ()) -> dict[int, float]:
+    """Return the rates by rank, with those of equally fast ranks set to the fastest rate.
 
-    So does a rank whose rate is not known. About as fast is more than ``LIKE`` of the fastest, for ranks that were
-    ``slow`` before more than ``LIKE_AGAIN``.
+    A rank counts as equally fast if its rate is unknown (0), or above ``SAME_SPEED_RATIO`` of the fastest. Ranks that
+    were ``slow`` before must exceed ``RECOVERED_RATIO``.
     """
     fastest = max(rates_bps.values(), default=0.0)
     return {
-        rank: fastest if rate == 0 or rate > (LIKE_AGAIN if rank in slow else LIKE) * fastest else rate
+        rank: fastest if rate == 0 or rate > (RECOVERED_RATIO if rank in slow else SAME_SPEED_RATIO) * fastest else rate
         for rank, rate in rates_bps.items()
     }
 
 
 class PortLoads(NamedTuple):
-    """What a slow port and another one have to carry in a step, in any unit, if nothing is deferred.
+    """Traffic of a slow port and of another port in a step without deferral, both in the same unit.
 
     Parameters
     ----------
     slow
-        All that the slow port carries; it can be cut.
+        Traffic of the slow port. All of it can be deferred.
     whole, cut
-        What the other carries: what stays whole, and what is cut by the same share as the slow port's.
+        Traffic of the other port: the part that is never deferred, and the part of which the same share is deferred as
+        of the slow port's.
     """
 
     slow: float
@@ -50,29 +54,35 @@ class PortLoads(NamedTuple):
     def of_direct(cls, ranks: int, weight: float, largest: float) -> "PortLoads":
         """Return the loads of a direct all-reduce, in units of a buffer.
 
-        A rank with the weight w receives (n - 1) w in contributions and 1 - w in averages. If all that is sent to the
-        slow rank is cut to a share u, and so are averages to the others, it takes u ((n - 1) w + 1 - w), and they take
-        (n - 1) v + u (1 - v) with the largest weight v.
+        A rank with the weight w receives (n - 1) w in contributions and 1 - w in averages. If a share u of all traffic
+        to the slow rank is sent, and the same share of averages to the others, the slow rank receives
+        u ((n - 1) w + 1 - w), and the others receive (n - 1) v + u (1 - v) with the largest weight v.
         """
         others = ranks - 1
         return cls(others * weight + 1 - weight, others * largest, 1 - largest)
 
     @classmethod
     def of_reduce_scatter(cls, ranks: int, weight: float, largest: float) -> "PortLoads":
-        """Return the loads of a reduce-scatter, in units of a buffer: contributions to each rank's own shard alone."""
+        """Return the loads of a reduce-scatter, in units of a buffer: only the contributions to each rank's shard."""
         return cls((ranks - 1) * weight, (ranks - 1) * largest, 0.0)
 
     @classmethod
     def of_server(cls, workers: int, weight: float) -> "PortLoads":
-        """Return the loads of a parameter server with a weight, in units of a buffer, beside a worker's.
+        """Return the loads of a parameter server with the weight ``weight`` and of a worker, in units of a buffer.
 
         A server receives every worker's contribution to its shard, and sends as many averages. A worker sends one
-        buffer and receives one, and all of that is cut.
+        buffer and receives one, and a share of both can be deferred.
         """
         return cls(workers * weight, 0.0, 1.0)
 
 
 def share_to_defer(loads: PortLoads, slowness: float, ceiling: float) -> float:
-    """Return the share with which a port that is so many times slower than another is done when that one is."""
+    """Return the share to defer so that both ports finish together, at most ``ceiling``.
+
+    Parameters
+    ----------
+    slowness
+        The other port's rate over the slow port's.
+    """
     excess = slowness * loads.slow - loads.cut
     return min(ceiling, max(0.0, 1 - loads.whole / excess)) if excess > 0 else 0.0

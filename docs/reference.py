@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate parts of pages from the code: a function below replaces ``<!-- of: NAME -->`` with its result.
+"""Generate parts of pages from the code: the function NAME below replaces ``<!-- of: NAME -->`` with its result.
 
-So no fact is stated both in a page and in the code.
+A fact is then stated only in the code, and not in a page too.
 """
 
 import argparse

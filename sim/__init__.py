@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packet-level simulation of training jobs on a network; see README.md here."""
 
-from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario
+from dlcp.sim.scenario import CollectiveJob, FailureSpec, Scenario, TrafficSpec
 from dlcp.sim.simulation import Simulation, SimulationResult, simulate
-from dlcp.sim.traffic import TrafficSpec
 
 __all__ = ["CollectiveJob", "FailureSpec", "Scenario", "Simulation", "SimulationResult", "TrafficSpec", "simulate"]

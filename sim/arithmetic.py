@@ -2,11 +2,10 @@
 """Integer arithmetic shared by both engines: random numbers, hashes, and times in picoseconds."""
 
 import zlib
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 MASK64: Final = (1 << 64) - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -47,18 +46,13 @@ def mix(value: int, salt: int) -> int:
     return ((value ^ salt) * GOLDEN & MASK64) >> 33
 
 
-def _entropy_table() -> NDArray[np.int64]:
-    zero = zlib.crc32(bytes(17))
-    table = np.zeros((4, 256), np.int64)
-    for position in range(4):
-        for value in range(256):
-            data = bytearray(17)
-            data[13 + position] = value
-            table[position, value] = zlib.crc32(data) ^ zero
-    return table
-
-
-ENTROPY_TABLE: Final = _entropy_table()
+ENTROPY_TABLE: Final = np.array(
+    [
+        [zlib.crc32(bytes(13 + at) + bytes([value]) + bytes(3 - at)) ^ zlib.crc32(bytes(17)) for value in range(256)]
+        for at in range(4)
+    ],
+    np.int64,
+)
 """How each value of each entropy byte changes the hash by which the P4 program chooses paths. CRC-32 is affine, so the
 changes of single bytes combine by XOR."""
 
@@ -67,24 +61,21 @@ def path_hashes(
     source: NDArray[np.int64], target: NDArray[np.int64], source_port: NDArray[np.int64], target_port: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the hash of the P4 program's selector over (source, target, UDP, ports, entropy 0), shape (n,)."""
-    zero = np.zeros(len(source), np.int64)
-    addresses = (HOST_ADDRESS + source, 4), (HOST_ADDRESS + target, 4)
-    return _crc32((*addresses, (zero + 17, 1), (source_port, 2), (target_port, 2), (zero, 4)))
+    addresses = (">u4", HOST_ADDRESS + source), (">u4", HOST_ADDRESS + target)
+    return _crc32(*addresses, ("u1", 17), (">u2", source_port), (">u2", target_port), (">u4", 0))
 
 
 def slot_owners(
     job: NDArray[np.int64], step: NDArray[np.int64], message: NDArray[np.int64], sender: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the CRC-32 by which the P4 program identifies a message, shape (n,)."""
-    return _crc32(((job, 2), (step, 4), (message, 2), (sender, 2)))
+    return _crc32((">u2", job), (">u4", step), (">u2", message), (">u2", sender))
 
 
-def _crc32(fields: Sequence[tuple[NDArray[np.int64], int]]) -> NDArray[np.int64]:
-    """Return the CRC-32 of each row of (values, size in bytes) fields."""
-    # The plain state transition for each byte: zlib inverts the state before and after, so undo both.
-    table = np.array([zlib.crc32(bytes([value]), 0xFFFFFFFF) ^ 0xFFFFFFFF for value in range(256)], np.int64)
-    state = np.full(len(fields[0][0]), 0xFFFFFFFF, np.int64)
-    for values, size in fields:
-        for shift in range(8 * (size - 1), -1, -8):
-            state = table[(state ^ (np.asarray(values, np.int64) >> shift)) & 255] ^ state >> 8
-    return state ^ 0xFFFFFFFF
+def _crc32(*fields: tuple[str, ArrayLike]) -> NDArray[np.int64]:
+    """Return the CRC-32 of each row of (type, values) fields; values are cut to their type."""
+    columns = np.broadcast_arrays(*(np.asarray(values, np.int64) for _, values in fields))
+    rows = np.zeros(columns[0].shape, [(str(at), kind) for at, (kind, _) in enumerate(fields)])
+    for at, (kind, _) in enumerate(fields):
+        rows[str(at)] = columns[at].astype(kind)
+    return np.array([*map(zlib.crc32, rows)], np.int64)

@@ -38,7 +38,7 @@ class AllReduceSpec:
         Size of the buffer.
     transport
         Number of the transport in the simulation.
-    queue, order, lane, class_shares, layer, job, step
+    queue, order, lane, class_shares, job, step
         As in `GraphBuilder.messages`.
     loss_bound
         Loss bound of contributions.
@@ -54,7 +54,6 @@ class AllReduceSpec:
     lane: int = 0
     loss_bound: float = 0.0
     class_shares: int = -1
-    layer: int = 0
     job: int = 0
     step: int = 0
     message: int = 0
@@ -91,13 +90,7 @@ class AllReduceSpec:
             target,
             size_bytes,
             transport=self.transport,
-            queue=self.queue,
-            order=self.order,
-            lane=self.lane,
-            class_shares=self.class_shares,
-            layer=self.layer,
-            job=self.job,
-            step=self.step,
+            **{name: getattr(self, name) for name in ("queue", "order", "lane", "class_shares", "job", "step")},
             message=number | RESULT_MESSAGE if result else number,
             sender=sender,
             loss_bound=0.0 if result else self.loss_bound,
@@ -124,17 +117,13 @@ def all_reduce(
     """
     if collective == "parameter_server":
         return parameter_server(builder, spec, servers, after)
-    if collective == "ring":
-        return ring(builder, spec, after)
-    if collective == "direct":
-        return direct(builder, spec, after)
+    if collective in ("ring", "direct"):
+        return (ring if collective == "ring" else direct)(builder, spec, after)
     if after is None:
         after = builder.delays(np.zeros(len(spec.hosts), np.int64))
-    if collective == "halving_doubling":
-        return halving_doubling(builder, spec, after)
-    if collective == "tree":
-        return tree(builder, spec, after)
-    return hierarchical(builder, spec, group, after)
+    if collective == "hierarchical":
+        return hierarchical(builder, spec, group, after)
+    return (tree if collective == "tree" else halving_doubling)(builder, spec, after)
 
 
 def shard_sizes(size_bytes: int, shards: int) -> NDArray[np.int64]:

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.simulation import Simulation, SubmittedGraph
-from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, level, share_to_defer
+from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, share_to_defer, snap_to_fastest
 
 _ROUNDING: Final = 1e-9
 
 
 class DeferralSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a job may defer.
+    """Limits of a job's deferral.
 
     Parameters
     ----------
@@ -109,7 +109,8 @@ class SimulatedDeferral:
         if self._servers:
             share = share_to_defer(PortLoads.of_server(count, 1 / len(self._servers)), 1.0, ceiling)
             return dict.fromkeys(self._servers, (share, share))
-        rates = level({rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}, self._slow)
+        measured = {rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}
+        rates = snap_to_fastest(measured, self._slow)
         fastest = max(rates.values())
         self._slow = {rank for rank, rate in rates.items() if rate < fastest}
         loads = PortLoads.of_direct(count, 1 / count, 1 / count)

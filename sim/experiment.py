@@ -348,16 +348,11 @@ def _check_names(document: Document, experiment: Experiment) -> None:
             point(figure.series or figure.x, figure.relative_to, ("figures", number, "relative_to"))
         for axis, name in figure.where.items():
             point(axis, name, ("figures", number, "where", axis))
-        _check_fixed(document, axes, figure.where, {figure.x, figure.series}, number)
+        shown = {figure.x, figure.series, *figure.where}
+        for name, known in axes.items():
+            if name not in shown and len(known.points) > 1:
+                raise document.error(f"axis {name} is neither shown nor fixed; add it to where", ("figures", number))
     for number, claim in enumerate(experiment.claims):
         for key in ("ours", "theirs"):
             for axis, name in getattr(claim, key).items():
                 point(axis, name, ("claims", number, key, axis))
-
-
-def _check_fixed(
-    document: Document, axes: Mapping[str, Axis], where: Mapping[str, str], shown: set[str | None], number: int
-) -> None:
-    for name, axis in axes.items():
-        if name not in shown and name not in where and len(axis.points) > 1:
-            raise document.error(f"axis {name} is neither shown nor fixed; add it to where", ("figures", number))

@@ -16,38 +16,27 @@ from numpy.typing import ArrayLike, NDArray
 Nodes = NDArray[np.int64]
 OWN_LANE = -1
 
-NODE_ROW = np.dtype(
-    [
-        ("source", np.int32),
-        ("target", np.int32),
-        ("size_bytes", np.int64),
-        ("delay_ps", np.int64),
-        ("order", np.int64),
-        ("transport", np.int16),
-        ("lane", np.int16),
-        ("queue", np.int8),
-        ("layer", np.uint8),
-        ("watched", np.bool_),
-        ("class_shares", np.int16),
-        ("loss_bound", np.float64),
-        ("job", np.int32),
-        ("step", np.int64),
-        ("message", np.int32),
-        ("sender", np.int32),
-    ],
-    align=True,
+
+def row_type(*columns: tuple[Any, str]) -> np.dtype[Any]:
+    """Return a row type whose columns, given as (type, names), stand in this order."""
+    return np.dtype([(name, kind) for kind, names in columns for name in names.split()], align=True)
+
+
+NODE_ROW = row_type(
+    (np.int32, "source target"),
+    (np.int64, "size_bytes delay_ps order"),
+    (np.int16, "transport lane"),
+    (np.int8, "queue"),
+    (np.bool_, "watched"),
+    (np.int16, "class_shares"),
+    (np.float64, "loss_bound"),
+    (np.int32, "job"),
+    (np.int64, "step"),
+    (np.int32, "message sender"),
 )
 """A node's description; see `GraphBuilder.messages`."""
 
-NODE_RECORD = np.dtype(
-    [
-        ("begin_ps", np.int64),
-        ("end_ps", np.int64),
-        ("packets", np.int32),
-        ("missing_packets", np.int32),
-        ("sent_packets", np.int32),
-    ]
-)
+NODE_RECORD = row_type((np.int64, "begin_ps end_ps"), (np.int32, "packets missing_packets sent_packets"))
 """A node's outcome: when it began (packets could be sent) and ended, the number of the message's packets, how many of
 them never reached its target, and how many were sent, including retransmissions."""
 
@@ -65,26 +54,9 @@ class GraphBuilder:
         return self._count
 
     def messages(
-        self,
-        source: ArrayLike,
-        target: ArrayLike,
-        size_bytes: ArrayLike,
-        *,
-        transport: int,
-        queue: ArrayLike = -1,
-        lane: ArrayLike = 0,
-        order: ArrayLike = 0,
-        delay_ps: ArrayLike = 0,
-        loss_bound: ArrayLike = 0.0,
-        class_shares: ArrayLike = -1,
-        layer: ArrayLike = 0,
-        job: ArrayLike = 0,
-        step: ArrayLike = 0,
-        message: ArrayLike = 0,
-        sender: ArrayLike | None = None,
-        watched: ArrayLike = False,
+        self, source: ArrayLike, target: ArrayLike, size_bytes: ArrayLike, *, transport: int, **columns: ArrayLike
     ) -> Nodes:
-        """Add messages. A scalar parameter applies to all of them.
+        """Add messages. A scalar parameter applies to all of them; the default is 0 unless stated otherwise.
 
         Parameters
         ----------
@@ -93,7 +65,7 @@ class GraphBuilder:
         transport
             Number of the transport in `Simulation.transports`.
         queue
-            0 to 7, 7 the most urgent; -1 takes the transport's.
+            0 to 7, 7 the most urgent; -1, the default, takes the transport's.
         lane
             Messages with the same job, hosts, transport and lane share a stream: one window, and one sending order.
             `OWN_LANE` gives each message a stream of its own, like the flows of background traffic.
@@ -105,9 +77,10 @@ class GraphBuilder:
         loss_bound
             Share of its packets that may be lost, if the transport bounds loss.
         class_shares
-            Number of a distribution of drop classes, from `Simulation.class_shares`; -1 takes the transport's.
+            Number of a distribution of drop classes, from `Simulation.class_shares`; -1, the default, takes the
+            transport's.
         job, step, message, sender
-            Header fields. Together they identify the message to a switch.
+            Header fields. Together they identify the message to a switch. The default sender is ``source``.
         watched
             Whether a process can wait for its end.
 
@@ -115,26 +88,10 @@ class GraphBuilder:
         -------
         Node numbers, int64 (n,).
         """
-        given = {
-            "source": source,
-            "target": target,
-            "size_bytes": size_bytes,
-            "delay_ps": delay_ps,
-            "order": order,
-            "transport": transport,
-            "lane": lane,
-            "queue": queue,
-            "layer": layer,
-            "watched": watched,
-            "class_shares": class_shares,
-            "loss_bound": loss_bound,
-            "job": job,
-            "step": step,
-            "message": message,
-            "sender": source if sender is None else sender,
-        }
-        count = max(np.size(values) for values in given.values())
-        nodes = np.zeros(count, NODE_ROW)
+        defaults = {"queue": -1, "class_shares": -1, "sender": source}
+        own = {"source": source, "target": target, "size_bytes": size_bytes, "transport": transport}
+        given = {**defaults, **columns, **own}
+        nodes = np.zeros(max(np.size(values) for values in given.values()), NODE_ROW)
         for name, values in given.items():
             nodes[name] = values
         return self._add(nodes)
@@ -153,7 +110,7 @@ class GraphBuilder:
         return node
 
     def follow(self, before: ArrayLike, after: ArrayLike) -> None:
-        """Let each node of ``after`` wait for the node of ``before`` at the same position; shapes are broadcast."""
+        """Make each node of ``after`` wait for the node of ``before`` at the same position; shapes are broadcast."""
         first, second = np.broadcast_arrays(np.asarray(before, np.int64), np.asarray(after, np.int64))
         self._befores.append(first.ravel())
         self._afters.append(second.ravel())

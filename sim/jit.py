@@ -7,20 +7,18 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-AVAILABLE: Final = importlib.util.find_spec("numba") is not None
-"""Whether Numba is installed. Without it the functions stay plain Python, which is too slow to be useful."""
 _KEPT: Final = 8
 """How many compiled versions of the kernel stay on disk; not tuned."""
 _SHARED: Final = (
-    *("dlcp.sim.arithmetic", "dlcp.sim.jit", "dlcp.sim.packet_engine", "dlcp.sim.plan", "dlcp.sim.rules"),
-    "dlcp.wire.header",
+    *("dlcp.sim.arithmetic", "dlcp.sim.graph", "dlcp.sim.jit", "dlcp.sim.packet_engine", "dlcp.sim.plan"),
+    *("dlcp.sim.rules", "dlcp.wire.header"),
 )
 """Modules outside the kernel package whose constants and rules are compiled into it."""
 
@@ -36,8 +34,8 @@ def inlined(function: _F) -> _F:
 
 
 def shared(function: _F) -> _F:
-    """Make a Python function callable from the kernel too; the reference still calls it as Python."""
-    if not AVAILABLE:
+    """Make a Python function callable from the kernel too. The reference calls it as Python, even without Numba."""
+    if importlib.util.find_spec("numba") is None:
         return function
     import numba.extending
 
@@ -47,50 +45,47 @@ def shared(function: _F) -> _F:
 
 def entry(function: _F) -> _F:
     """Compile a function that Python calls, and cache the result on disk."""
-    with _cache_folder() as kept:
-        return _jit(function, cache=kept, nogil=True)
+    import numba
+
+    config: Any = numba.config
+    before, folder = config.CACHE_DIR, _cache_folder()
+    config.CACHE_DIR = str(folder) if folder else before
+    try:
+        return _jit(function, cache=folder is not None, nogil=True)
+    finally:
+        config.CACHE_DIR = before
 
 
 def _jit(function: _F, **options: Any) -> _F:
-    if not AVAILABLE:
-        return function
     import numba
 
     compiled: _F = numba.njit(**options)(function)
     return compiled
 
 
-@contextmanager
-def _cache_folder() -> Iterator[bool]:
-    """Point Numba's cache at a folder named after a hash of all kernel sources; yield whether results are cached.
+@cache
+def _cache_folder() -> Path | None:
+    """Return a folder for Numba's cache, named after a hash of all kernel sources; None if there is no safe place.
 
     By default, Numba checks only the file of the compiled function, not the files of the functions it calls.
     """
     from dlcp.switch import cache_directory
 
     base = cache_directory()
-    if base is None or not AVAILABLE:
-        yield False
-        return
-    config: Any = importlib.import_module("numba").config
+    if base is None:
+        return None
     numba_version = importlib.metadata.version("numba")
     digest = hashlib.sha256(f"{numba_version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
-    folder = Path(__file__).parent / "kernel"
     shared = (Path(str(importlib.import_module(name).__file__)) for name in _SHARED)
-    for source in (*sorted(folder.glob("*.py")), *shared):
+    for source in (*sorted((Path(__file__).parent / "kernel").glob("*.py")), *shared):
         digest.update(source.read_bytes())
     kernels = base.parent / "sim"
     kernels.mkdir(exist_ok=True, mode=0o700)
-    before = config.CACHE_DIR
     version = kernels / digest.hexdigest()[:16]
-    config.CACHE_DIR = str(version)
     if not version.is_dir():
         version.mkdir(exist_ok=True, mode=0o700)
         _prune(kernels)
-    try:
-        yield True
-    finally:
-        config.CACHE_DIR = before
+    return version
 
 
 def _prune(kernels: Path) -> None:

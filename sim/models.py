@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computing times of a worker, layer by layer.
+"""Computing times of a worker, layer by layer: from published throughput, or measured on a PyTorch model.
 
-Models are described by the parameters and multiplications of their layers, according to their papers and torchvision.
-Times come from published throughput with its source, or from a file.
+``models.yaml`` has the layers of published models, and the throughput of GPUs on them, each with its source.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import importlib
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import msgspec
 import yaml
@@ -17,8 +22,7 @@ from dlcp.document import Document
 from dlcp.error_text import nearest
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLayer:
+class ModelLayer(msgspec.Struct, frozen=True, array_like=True):
     """Parameters whose gradients become ready together.
 
     Parameters
@@ -34,21 +38,19 @@ class ModelLayer:
     macs: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModelArchitecture:
+class ModelArchitecture(msgspec.Struct, frozen=True):
     """A model as its authors describe it; layers from the input to the output.
 
     Parameters
     ----------
     sample
-        Unit of the batch size: ``image``, ``sequence`` or ``token``.
+        Unit of the batch size.
     source
         Publication that describes the architecture.
     """
 
-    name: str
     layers: tuple[ModelLayer, ...]
-    sample: str
+    sample: Literal["image", "sequence", "token"]
     source: str
 
     @property
@@ -62,203 +64,41 @@ class ModelArchitecture:
         return sum(layer.macs for layer in self.layers)
 
 
-@dataclass(slots=True)
-class _Stack:
-    """Layers so far, and the shape of their output."""
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """A published throughput.
 
-    channels: int
-    height: int
-    width: int
-    layers: list[ModelLayer] = field(default_factory=list)
+    Parameters
+    ----------
+    precision
+        ``single`` (TF32 on an A100) or ``mixed``.
+    batch
+        Samples per GPU and step.
+    samples_per_s
+        Throughput of a single GPU; 0 if ``flops_per_s`` is given.
+    flops_per_s
+        Achieved model floating-point operations per second (not the peak).
+    """
 
-    def branch(self) -> "_Stack":
-        """Return a stack that starts from here and adds to the same layers."""
-        return _Stack(self.channels, self.height, self.width, self.layers)
-
-    def conv(
-        self, out: int, kernel: int | tuple[int, int], *, stride: int = 1, same: bool = True, bias: bool = False
-    ) -> "_Stack":
-        """Add a convolution with a bias, or with a batch norm instead (a scale and a shift per channel)."""
-        high, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
-        self._shrink(high, wide, stride, same)
-        weights = self.channels * high * wide * out
-        macs = weights * self.height * self.width
-        self.layers.append(ModelLayer(f"conv{len(self.layers) + 1}", weights + (out if bias else 2 * out), macs))
-        self.channels = out
-        return self
-
-    def pool(self, kernel: int, stride: int, *, same: bool = False) -> "_Stack":
-        """Add a pooling layer, which has no parameters."""
-        self._shrink(kernel, kernel, stride, same)
-        return self
-
-    def dense(self, inputs: int, out: int) -> "_Stack":
-        """Add a fully connected layer with a bias."""
-        self.layers.append(ModelLayer(f"fc{len(self.layers) + 1}", inputs * out + out, inputs * out))
-        return self
-
-    def _shrink(self, high: int, wide: int, stride: int, same: bool) -> None:
-        pad_high, pad_wide = (high // 2, wide // 2) if same else (0, 0)
-        self.height = (self.height + 2 * pad_high - high) // stride + 1
-        self.width = (self.width + 2 * pad_wide - wide) // stride + 1
+    model: str
+    gpu: str
+    precision: Literal["single", "mixed"]
+    batch: int
+    source: str
+    samples_per_s: float = 0.0
+    flops_per_s: float = 0.0
 
 
-def resnet50() -> ModelArchitecture:
-    """Return ResNet-50 with the stride in the 3x3 convolutions (v1.5, as in torchvision)."""
-    stack = _Stack(3, 224, 224).conv(64, 7, stride=2).pool(3, 2, same=True)
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width = 64 << stage
-        for block in range(blocks):
-            stride = 2 if stage and not block else 1
-            if not block:
-                stack.branch().conv(4 * width, 1, stride=stride)
-            stack.conv(width, 1).conv(width, 3, stride=stride).conv(4 * width, 1)
-    stack.dense(2048, 1000)
-    return ModelArchitecture("resnet50", tuple(stack.layers), "image", "He et al., CVPR 2016, arXiv 1512.03385; v1.5")
+class _Published(msgspec.Struct, frozen=True):
+    models: dict[str, ModelArchitecture]
+    throughputs: tuple[Throughput, ...]
 
 
-def vgg16() -> ModelArchitecture:
-    """Return VGG-16 (configuration D, without batch norm)."""
-    stack = _Stack(3, 224, 224)
-    for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(convolutions):
-            stack.conv(width, 3, bias=True)
-        stack.pool(2, 2)
-    stack.dense(512 * 7 * 7, 4096).dense(4096, 4096).dense(4096, 1000)
-    return ModelArchitecture(
-        "vgg16", tuple(stack.layers), "image", "Simonyan and Zisserman, ICLR 2015, arXiv 1409.1556"
-    )
-
-
-def inception_v3() -> ModelArchitecture:
-    """Return Inception-v3 without its auxiliary classifier."""
-    stack = _Stack(3, 299, 299).conv(32, 3, stride=2, same=False).conv(32, 3, same=False).conv(64, 3)
-    stack.pool(3, 2).conv(80, 1).conv(192, 3, same=False).pool(3, 2)
-    for pooled in (32, 64, 64):
-        _branches(
-            stack,
-            [(64, 1)],
-            [(48, 1), (64, 5)],
-            [(64, 1), (96, 3), (96, 3)],
-            [(pooled, 1)],
-            out=64 + 64 + 96 + pooled,
-        )
-    _reduction(stack, [(384, 3)], [(64, 1), (96, 3), (96, 3)], out=384 + 96 + 288)
-    for inner in (128, 160, 160, 192):
-        _branches(
-            stack,
-            [(192, 1)],
-            [(inner, 1), (inner, (1, 7)), (192, (7, 1))],
-            [(inner, 1), (inner, (7, 1)), (inner, (1, 7)), (inner, (7, 1)), (192, (1, 7))],
-            [(192, 1)],
-            out=768,
-        )
-    _reduction(stack, [(192, 1), (320, 3)], [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3)], out=320 + 192 + 768)
-    for _ in range(2):
-        _branches(stack, [(320, 1)], out=stack.channels)
-        for first in ([(384, 1)], [(448, 1), (384, 3)]):
-            split = stack.branch()
-            for out, kernel in first:
-                split.conv(out, kernel)
-            split.branch().conv(384, (1, 3))
-            split.branch().conv(384, (3, 1))
-        _branches(stack, [(192, 1)], out=2048)
-    stack.dense(2048, 1000)
-    source = "Szegedy et al., CVPR 2016, arXiv 1512.00567"
-    return ModelArchitecture("inception_v3", tuple(stack.layers), "image", source)
-
-
-_Branch = list[tuple[int, int | tuple[int, int]]]
-
-
-def _branches(stack: _Stack, *branches: _Branch, out: int) -> None:
-    """Add branches that are concatenated to ``out`` channels."""
-    for branch in branches:
-        one = stack.branch()
-        for channels, kernel in branch:
-            one.conv(channels, kernel)
-    stack.channels = out
-
-
-def _reduction(stack: _Stack, *branches: _Branch, out: int) -> None:
-    """Add branches whose last convolution halves the image, beside a pooling layer that halves it too."""
-    one = stack
-    for branch in branches:
-        one = stack.branch()
-        for channels, kernel in branch[:-1]:
-            one.conv(channels, kernel)
-        one.conv(*branch[-1], stride=2, same=False)
-    stack.channels, stack.height, stack.width = out, one.height, one.width
-
-
-def _attention(name: str, width: int, context: int) -> ModelLayer:
-    """Return an attention layer for one token: four projections with biases, a layer norm, and ``context`` tokens."""
-    return ModelLayer(name, 4 * (width * width + width) + 2 * width, 4 * width * width + 2 * context * width)
-
-
-def _feed_forward(name: str, width: int, inner: int) -> ModelLayer:
-    """Return a feed-forward layer for one token: two dense layers with biases, and a layer norm."""
-    return ModelLayer(name, 2 * width * inner + inner + width + 2 * width, 2 * width * inner)
-
-
-def transformer() -> ModelArchitecture:
-    """Return the big Transformer with a shared vocabulary of 33,708, post-norm; a sample is a token."""
-    width, inner, length = 1024, 4096, 32  # about the mean length of a WMT sentence
-    layers = [ModelLayer("embedding", 33_708 * width, 0)]
-    for block in range(6):
-        layers += [_attention(f"encoder{block}.self", width, length), _feed_forward(f"encoder{block}.ff", width, inner)]
-    for block in range(6):
-        layers += [
-            _attention(f"decoder{block}.self", width, length),
-            _attention(f"decoder{block}.cross", width, length),
-            _feed_forward(f"decoder{block}.ff", width, inner),
-        ]
-    layers.append(ModelLayer("output", 0, 33_708 * width))  # shares the embedding's weights
-    return ModelArchitecture("transformer", tuple(layers), "token", "Vaswani et al., NIPS 2017, arXiv 1706.03762: big")
-
-
-def bert_large() -> ModelArchitecture:
-    """Return BERT-large, encoder and pooler; a sample is a sequence of 512 tokens."""
-    width, inner, length = 1024, 4096, 512
-    layers = [ModelLayer("embedding", (30_522 + 512 + 2) * width + 2 * width, 0)]
-    for block in range(24):
-        layers += [
-            _per_sequence(_attention(f"layer{block}.attention", width, length), length),
-            _per_sequence(_feed_forward(f"layer{block}.ff", width, inner), length),
-        ]
-    layers.append(ModelLayer("pooler", width * width + width, width * width))
-    return ModelArchitecture("bert_large", tuple(layers), "sequence", "Devlin et al., NAACL 2019, arXiv 1810.04805")
-
-
-def gpt_2_7b() -> ModelArchitecture:
-    """Return the GPT-3 of 2.7 billion parameters; a sample is a sequence of 2,048 tokens."""
-    width, length, vocabulary = 2560, 2048, 50_257
-    layers = [ModelLayer("embedding", (vocabulary + length) * width, 0)]
-    for block in range(32):
-        layers += [
-            _per_sequence(_attention(f"layer{block}.attention", width, length), length),
-            _per_sequence(_feed_forward(f"layer{block}.ff", width, 4 * width), length),
-        ]
-    layers += [
-        ModelLayer("norm", 2 * width, 0),
-        ModelLayer("output", 0, vocabulary * width * length),  # shares the embedding's weights
-    ]
-    source = "Brown et al., NeurIPS 2020, arXiv 2005.14165, table 2.1"
-    return ModelArchitecture("gpt_2_7b", tuple(layers), "sequence", source)
-
-
-def _per_sequence(layer: ModelLayer, length: int) -> ModelLayer:
-    return ModelLayer(layer.name, layer.parameters, layer.macs * length)
-
-
-MODELS: Final[dict[str, Callable[[], ModelArchitecture]]] = {
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "inception_v3": inception_v3,
-    "transformer": transformer,
-    "bert_large": bert_large,
-    "gpt_2_7b": gpt_2_7b,
-}
+_PUBLISHED: Final = msgspec.yaml.decode(Path(__file__).with_name("models.yaml").read_bytes(), type=_Published)
+MODELS: Final = _PUBLISHED.models
+THROUGHPUTS: Final = _PUBLISHED.throughputs
+BACKWARD_OVER_FORWARD: Final = 2.0
+"""The backward pass has two matrix products for each one of the forward pass: for the gradients of the inputs and of
+the weights (Narayanan et al., SC 2021, arXiv 2104.04473, appendix)."""
 
 
 def architecture(name: str) -> ModelArchitecture:
@@ -271,17 +111,12 @@ def architecture(name: str) -> ModelArchitecture:
     """
     if name not in MODELS:
         raise ValueError(f"there is no model {name!r}{nearest(name, MODELS)}")
-    return MODELS[name]()
-
-
-BACKWARD_OVER_FORWARD: Final = 2.0
-"""The backward pass has two matrix products for each one of the forward pass: for the gradients of the inputs and of
-the weights (Narayanan et al., SC 2021, arXiv 2104.04473, appendix)."""
+    return MODELS[name]
 
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
-    """A layer with its computing times in one step on one worker."""
+    """A layer's parameters, and the times of its forward and backward pass for a whole batch."""
 
     name: str
     parameters: int
@@ -317,18 +152,37 @@ class StepProfile:
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
 
-def timed(described: ModelArchitecture, batch: int, samples_per_s: float, source: str) -> StepProfile:
-    """Return the profile of a step that takes ``batch / samples_per_s``.
+def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | None = None) -> StepProfile:
+    """Return the step profile of a model on a GPU.
 
-    The forward pass takes a third of it. A layer's share of a pass is its share of the multiplications, which
+    The forward pass takes a third of the step. A layer's share of a pass is its share of the multiplications, which
     underestimates memory-bound layers; these take little of a step in these models.
+
+    Parameters
+    ----------
+    batch
+        Samples per worker and step; None takes the published batch. Time is proportional to it.
+
+    Raises
+    ------
+    ValueError
+        No throughput is published for that model on that GPU; the message lists the known ones.
     """
-    forward_s = batch / samples_per_s / (1 + BACKWARD_OVER_FORWARD)
-    layers = []
-    for layer in described.layers:
-        own = forward_s * layer.macs / described.macs
-        layers.append(TimedLayer(layer.name, layer.parameters, own, own * BACKWARD_OVER_FORWARD))
-    return StepProfile(described.name, tuple(layers), batch, source)
+    model = architecture(name)
+    entries = [entry for entry in THROUGHPUTS if entry.model == name]
+    for entry in entries:
+        if (entry.gpu, entry.precision) == (gpu, precision):
+            samples = batch or entry.batch
+            rate = entry.samples_per_s or entry.flops_per_s / (2 * model.macs * (1 + BACKWARD_OVER_FORWARD))
+            forward_s = samples / rate / (1 + BACKWARD_OVER_FORWARD)
+            forward = [forward_s * layer.macs / model.macs for layer in model.layers]
+            layers = [
+                TimedLayer(layer.name, layer.parameters, seconds, seconds * BACKWARD_OVER_FORWARD)
+                for layer, seconds in zip(model.layers, forward, strict=True)
+            ]
+            return StepProfile(name, tuple(layers), samples, entry.source)
+    known = ", ".join(f"{entry.gpu} {entry.precision}" for entry in entries)
+    raise ValueError(f"no published throughput of {name} on {gpu} in {precision} precision; choose from: {known}")
 
 
 def read_profile(path: Path) -> StepProfile:
@@ -354,91 +208,122 @@ def write_profile(profile: StepProfile, path: Path) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """A published throughput.
-
-    Parameters
-    ----------
-    precision
-        ``single`` (TF32 on an A100) or ``mixed``.
-    batch
-        Samples per GPU and step.
-    samples_per_s
-        Throughput of a single GPU; 0 if ``flops_per_s`` is given.
-    flops_per_s
-        Achieved model floating-point operations per second (not the peak).
-    """
-
-    model: str
-    gpu: str
-    precision: str
-    batch: int
-    source: str
-    samples_per_s: float = 0.0
-    flops_per_s: float = 0.0
+# ------------------------------------------------------------------------------------------- measuring a PyTorch model
 
 
-_TENSORFLOW: Final = "TensorFlow benchmarks, May 2017, DGX-1, synthetic data (tensorflow.org/performance/benchmarks)"
-_LAMBDA: Final = "github.com/lambdal/lambda-tensorflow-benchmark, logs of one GPU: "
-_V100: Final = _LAMBDA + "Tesla V100-SXM3-32GB"
-_A100: Final = _LAMBDA + "A100-PCIE-40GB"
-_EXAMPLES: Final = "github.com/NVIDIA/DeepLearningExamples, "
-_MEGATRON1: Final = "Shoeybi et al., arXiv 1909.08053: 39 TFLOP/s sustained on one V100"
-_MEGATRON2: Final = "Narayanan et al., arXiv 2104.04473, table 1: 137 TFLOP/s per A100 for 1.7 billion parameters"
-_MEGATRON3: Final = "github.com/NVIDIA/Megatron-LM, README: 41 % of an H100's 989 TFLOP/s for the smallest GPT"
-
-THROUGHPUTS: Final = (
-    Throughput("resnet50", "p100", "single", 64, _TENSORFLOW, 219.0),
-    Throughput("inception_v3", "p100", "single", 64, _TENSORFLOW, 142.0),
-    Throughput("vgg16", "p100", "single", 64, _TENSORFLOW, 154.0),
-    Throughput("resnet50", "v100", "single", 192, _V100, 432.16),
-    Throughput("inception_v3", "v100", "single", 192, _V100, 273.17),
-    Throughput("vgg16", "v100", "single", 192, _V100, 249.19),
-    Throughput("resnet50", "v100", "mixed", 384, _V100, 1276.24),
-    Throughput("inception_v3", "v100", "mixed", 384, _V100, 771.37),
-    Throughput("vgg16", "v100", "mixed", 384, _V100, 455.93),
-    Throughput("resnet50", "a100", "single", 224, _A100, 953.43),
-    Throughput("inception_v3", "a100", "single", 224, _A100, 627.35),
-    Throughput("vgg16", "a100", "single", 224, _A100, 503.61),
-    Throughput("resnet50", "a100", "mixed", 448, _A100, 2075.05),
-    Throughput("inception_v3", "a100", "mixed", 360, _A100, 1222.30),
-    Throughput("vgg16", "a100", "mixed", 448, _A100, 1189.76),
-    Throughput("transformer", "v100", "single", 2560, _EXAMPLES + "Transformer, DGX-1 16 GB, 1 GPU", 7635.0),
-    Throughput("transformer", "v100", "mixed", 5120, _EXAMPLES + "Transformer, DGX-1 16 GB, 1 GPU", 32153.0),
-    Throughput("bert_large", "v100", "single", 7, _EXAMPLES + "BERT (March 2019), DGX-2 32 GB, 1 GPU", 8.47),
-    Throughput("bert_large", "v100", "mixed", 14, _EXAMPLES + "BERT (March 2019), DGX-2 32 GB, 1 GPU", 28.28),
-    Throughput("gpt_2_7b", "v100", "mixed", 8, _MEGATRON1, flops_per_s=39e12),
-    Throughput("transformer", "a100", "mixed", 5120, _MEGATRON2, flops_per_s=137e12),
-    Throughput("bert_large", "a100", "mixed", 32, _MEGATRON2, flops_per_s=137e12),
-    Throughput("gpt_2_7b", "a100", "mixed", 16, _MEGATRON2, flops_per_s=137e12),
-    Throughput("transformer", "h100", "mixed", 5120, _MEGATRON3, flops_per_s=0.41 * 989e12),
-    Throughput("bert_large", "h100", "mixed", 64, _MEGATRON3, flops_per_s=0.41 * 989e12),
-    Throughput("gpt_2_7b", "h100", "mixed", 16, _MEGATRON3, flops_per_s=0.41 * 989e12),
-)
-"""On the A100 and the H100, a GPT's rate is used for other transformers too; the source names the GPT. Where FLOP/s are
-given, the batch is not published but sized to fit in memory."""
+class ProfileError(RuntimeError):
+    """A model cannot be loaded or measured."""
 
 
-def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | None = None) -> StepProfile:
-    """Return the step profile of a model on a GPU.
-
-    Parameters
-    ----------
-    batch
-        Samples per worker and step; None takes the published batch. Time is proportional to it.
+def load_factory(name: str) -> Callable[[], Any]:
+    """Return the function that ``MODULE:FUNCTION`` names.
 
     Raises
     ------
-    ValueError
-        No throughput is published for that model on that GPU; the message lists the known ones.
+    ProfileError
+        It cannot be imported, or is not callable.
     """
-    described = architecture(name)
-    for entry in THROUGHPUTS:
-        if (entry.model, entry.gpu, entry.precision) == (name, gpu, precision):
-            rate = entry.samples_per_s or entry.flops_per_s / (2 * described.macs * (1 + BACKWARD_OVER_FORWARD))
-            return timed(described, batch or entry.batch, rate, entry.source)
-    known = [f"{entry.gpu} {entry.precision}" for entry in THROUGHPUTS if entry.model == name]
-    raise ValueError(
-        f"no published throughput of {name} on {gpu} in {precision} precision; choose from: {', '.join(known)}"
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ProfileError(f"{name}: {error}; name a module and a function in it, as MODULE:FUNCTION") from error
+    if not callable(found):
+        raise ProfileError(f"{name} is not a function but a {type(found).__name__}; name a function")
+    return found
+
+
+def measure(
+    model: Any, sample_shape: tuple[int, ...], *, batch: int, name: str, device: str = "cpu", rounds: int = 5
+) -> StepProfile:
+    """Return a model's profile.
+
+    Each module with parameters of its own is a layer. Modules without parameters (activations, pooling) count towards
+    the layer before them, so that the layers' times add up to the step's.
+
+    Parameters
+    ----------
+    model
+        ``torch.nn.Module``, called with random numbers of shape (batch, *sample_shape).
+    rounds
+        Measured passes, after one to warm up; the profile has their medians.
+
+    Raises
+    ------
+    ProfileError
+        ``model`` is not a module, has no parameters, or cannot be moved to ``device``.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise ProfileError(f"{name} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    try:
+        model = model.to(device).train()
+    except RuntimeError as error:
+        raise ProfileError(f"{name} cannot be moved to device {device!r}: {error}") from None
+    layers = [(path, module) for path, module in model.named_modules() if _own(module)]
+    if not layers:
+        raise ProfileError(f"{name}: the model has no parameters to train")
+    marks: list[tuple[str, float]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+            marks.append((path, time.perf_counter()))
+
+        return hook
+
+    handles = []
+    for path, module in layers:
+        handles.append(module.register_forward_pre_hook(note(path)))
+        handles.append(module.register_full_backward_hook(note(path)))
+    inputs = torch.randn(batch, *sample_shape, device=device)
+    passes = []
+    try:
+        for _ in range(rounds + 1):
+            with warnings.catch_warnings():
+                # Inputs need no gradient, so the first layer's hook fires once its parameters' gradients are ready.
+                warnings.filterwarnings("ignore", "Full backward hook is firing")
+                passes.append(_pass(torch, model, inputs, marks, note))
+    finally:
+        for handle in handles:
+            handle.remove()
+    forward, backward = zip(*passes[1:], strict=True)
+    timed = tuple(
+        TimedLayer(path, _own(module), _median(forward, path), _median(backward, path)) for path, module in layers
     )
+    source = f"measured with PyTorch {torch.__version__} on {device}, median of {rounds} passes"
+    return StepProfile(name, timed, batch, source)
+
+
+def _own(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.requires_grad)
+
+
+def _median(passes: Sequence[Mapping[str, float]], path: str) -> float:
+    return statistics.median(seconds[path] for seconds in passes)
+
+
+def _pass(
+    torch: Any, model: Any, inputs: Any, marks: list[tuple[str, float]], note: Callable[[str], Callable[..., None]]
+) -> tuple[Counter[str], Counter[str]]:
+    """Return the seconds by layer of one forward and one backward pass.
+
+    A layer's forward pass ends where the next layer's begins. Its backward pass begins where the next layer's ends.
+    """
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    model.zero_grad()
+    marks.clear()
+    output = model(inputs)
+    loss = output.square().mean() if isinstance(output, torch.Tensor) else sum(part.square().mean() for part in output)
+    note("")()
+    for (path, begin), (_, end) in pairwise(marks):
+        forward[path] += end - begin
+    marks.clear()
+    note("")()
+    loss.backward()
+    for (_, begin), (path, end) in pairwise(marks):
+        backward[path] += end - begin
+    return forward, backward

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import path_hashes, slot_owners
-from dlcp.sim.graph import OWN_LANE, Graph
+from dlcp.sim.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
 from dlcp.sim.topology import Routes
 from dlcp.wire import UDP_PORT_BASE, Queue
@@ -69,7 +69,7 @@ def drops_by_class(counts: NDArray[np.int64]) -> list[int]:
 
 
 class CompletionKind(IntEnum):
-    """What has completed. A graph is closed when nothing in the network refers to it any more."""
+    """Types of completions. A graph is closed when nothing in the network refers to it any more."""
 
     NODE_DONE = 0
     GRAPH_DONE = 1
@@ -84,12 +84,9 @@ class Completion(NamedTuple):
     node: int = -1
 
 
-STREAM_START: Final = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("serial", "source", "target", "transport", "path_hash", "reverse_path_hash", "single_use")
-    ]
-)
+PORT_BYTES: Final = row_type((np.int64, "sent_bytes bytes bytes_max"))
+"""Bytes that a link has carried, and bytes queued for it at a switch: now, and the most ever."""
+STREAM_START: Final = row_type((np.int64, "serial source target transport path_hash reverse_path_hash single_use"))
 """A new stream, as engines need it. A single-use stream carries one message and is freed with it."""
 
 
@@ -171,14 +168,8 @@ class PacketEngine(Protocol):
     def set_routes(self, routes: Routes) -> None:
         """Replace the routes."""
 
-    def link_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes that each link has carried, int64 (links,)."""
-
-    def queue_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes queued at a switch for each link, int64 (links,)."""
-
-    def queue_bytes_max(self) -> NDArray[np.int64]:
-        """Return the most bytes ever queued at a switch for each link, int64 (links,)."""
+    def port_bytes(self) -> NDArray[Any]:
+        """Return the bytes at each link, `PORT_BYTES` (links,)."""
 
 
 def source_port(serial: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -231,7 +222,7 @@ class Submitter:
             new_streams=new_streams,
             bounded=bounded,
             allowed=allowed,
-            budget=np.minimum(allowed // rules["hops"][transport], 0xFFFF).astype(np.int32),
+            budget=np.minimum(allowed // rules["switch_hops"][transport], 0xFFFF).astype(np.int32),
             owner=owner,
             queue=np.where(preset, rules["queue"][transport], nodes["queue"]).astype(np.int8),
             profile=np.where(shares < 0, rules["profile"][transport], shares).astype(np.int16),

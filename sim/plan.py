@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
-from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.topology import NetworkTopology, Routes
 from dlcp.sim.transports import (
     TRANSPORTS_MAX,
@@ -78,7 +78,7 @@ class TransportKind(IntEnum):
 
 
 class Discipline(IntEnum):
-    """How ports queue and drop; names as in `dlcp.sim.switches.SwitchSpec.discipline`."""
+    """How ports queue and drop; names as in `dlcp.sim.scenario.SwitchSpec.discipline`."""
 
     FIFO = 0
     PRIORITY = 1
@@ -88,7 +88,7 @@ class Discipline(IntEnum):
 
 
 class BufferScope(IntEnum):
-    """What shares one buffer."""
+    """Scope of a buffer: a queue, a port, or the whole switch."""
 
     QUEUE = 0
     PORT = 1
@@ -117,14 +117,15 @@ class PacketKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransportRules:
-    """A transport's settings as numbers; `dlcp.sim.transports` explains them.
+    """A transport's settings as numbers.
+
+    A field with the name of a setting has its value, as `dlcp.sim.transports` explains it; 0 if the transport has no
+    such setting.
 
     Parameters
     ----------
-    payload, header, ack
-        Bytes of a packet's payload and headers, and of an acknowledgement.
-    probe_mode_after
-        pFabric: consecutive timeouts after which a flow sends probes instead of data.
+    payload
+        Most bytes of a message in a packet.
     profile
         Drop-class profile of messages that name none.
     levels, demotion
@@ -133,25 +134,25 @@ class TransportRules:
 
     kind: TransportKind
     payload: int
-    header: int
-    ack: int
-    reorder: int
+    header_bytes: int
+    ack_bytes: int
+    reorder_packets: int
     queue: int
     control_queue: int
     sprayed: bool
     ecn: bool
     immediate: bool
     tail_probe: bool
-    probe_mode_after: int
+    probe_after_timeouts: int
     profile: int
-    hops: int
+    switch_hops: int
     levels: int
-    window: float
-    window_max: float
+    initial_window_packets: float
+    max_window_packets: float
     gain: float
     beta: float
-    additive: float
-    decrease_max: float
+    additive_packets: float
+    max_decrease: float
     timeout_ps: int
     target_ps: int
     demotion: tuple[int, ...]
@@ -159,43 +160,33 @@ class TransportRules:
     @classmethod
     def of(cls, spec: TransportSpec, switches: SwitchSpec, profile: int) -> "TransportRules":
         """Return a transport's rules on these switches; ``profile`` is its default drop-class profile."""
-        # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
-        ordinary = switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport)
-        # pFabric and NDP reorder packets, so they detect losses by a timer or a NACK.
-        overtaken = isinstance(spec, PFabricTransport | NdpTransport)
-        # Settings that a transport lacks are 0, or () for thresholds.
+        settings = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
         demotion = getattr(spec, "demotion_bytes", ())
-        return cls(
-            kind=TransportKind[str(spec.__struct_config__.tag).upper()],
-            payload=spec.packet_bytes - spec.header_bytes,
-            header=spec.header_bytes,
-            ack=spec.ack_bytes,
-            reorder=1 << 30 if overtaken else spec.reorder_packets,
-            queue=Queue.ORDINARY if ordinary else spec.queue,
-            control_queue=Queue.ORDINARY if ordinary else Queue.CONTROL,
-            sprayed=spec.balancing == "packet" and not ordinary,
-            ecn=isinstance(spec, DctcpTransport | PiasTransport | DlcpTransport),
-            immediate=getattr(spec, "immediate", False),
-            tail_probe=getattr(spec, "tail_probe", False),
-            probe_mode_after=getattr(spec, "probe_after_timeouts", 0),
-            profile=profile,
-            hops=getattr(spec, "switch_hops", 1),
-            levels=0 if ordinary else len(demotion),
-            window=spec.initial_window_packets,
-            window_max=spec.max_window_packets,
-            gain=getattr(spec, "gain", 0.0),
-            beta=getattr(spec, "beta", 0.0),
-            additive=getattr(spec, "additive_packets", 0.0),
-            decrease_max=getattr(spec, "max_decrease", 0.0),
-            timeout_ps=round(spec.min_timeout_us * PS_PER_US),
-            target_ps=round(getattr(spec, "target_us", 0.0) * PS_PER_US),
-            demotion=(*demotion, *[0] * (8 - len(demotion))),
-        )
+        settings |= {
+            "kind": TransportKind[str(spec.__struct_config__.tag).upper()],
+            "payload": spec.packet_bytes - spec.header_bytes,
+            "control_queue": Queue.CONTROL,
+            "sprayed": spec.balancing == "packet",
+            "ecn": isinstance(spec, DctcpTransport | PiasTransport | DlcpTransport),
+            "profile": profile,
+            "switch_hops": getattr(spec, "switch_hops", 1),  # a divisor
+            "levels": len(demotion),
+            "timeout_ps": round(spec.min_timeout_us * PS_PER_US),
+            "target_ps": round(getattr(spec, "target_us", 0.0) * PS_PER_US),
+            "demotion": (*demotion, *[0] * (8 - len(demotion))),
+        }
+        if isinstance(spec, PFabricTransport | NdpTransport):
+            # They reorder packets, and detect losses by a timer or a NACK.
+            settings["reorder_packets"] = 1 << 30
+        if switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport):
+            # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
+            settings |= {"queue": Queue.ORDINARY, "control_queue": Queue.ORDINARY, "sprayed": False, "levels": 0}
+        return cls(**settings)
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchRules:
-    """`dlcp.sim.switches.SwitchSpec` as numbers.
+    """`dlcp.sim.scenario.SwitchSpec` as numbers.
 
     Parameters
     ----------
@@ -224,17 +215,17 @@ class SwitchRules:
     @classmethod
     def of(cls, spec: SwitchSpec) -> "SwitchRules":
         """Return the rules of a `SwitchSpec`."""
-        ecn = spec.ecn
-        marks = ecn is not None and spec.discipline in ("fifo", "priority")
+        # The P4 program marks by `mark_at`; the other disciplines do without marks.
+        ecn = spec.ecn if spec.discipline in ("fifo", "priority") else None
         return cls(
             discipline=Discipline[spec.discipline.upper()],
             buffer=BufferScope[spec.buffer.upper()],
             limit_bytes=spec.buffer_packets * spec.packet_bytes,
             limit_packets=spec.buffer_packets,
             alpha_1024=round(spec.alpha * 1024),
-            ecn_min=ecn.min_packets if ecn is not None and marks else NO_LIMIT,
-            ecn_max=ecn.max_packets if ecn is not None and marks else NO_LIMIT,
-            ecn_probability=round(ecn.max_probability * DRAW_LIMIT) if ecn is not None else 0,
+            ecn_min=ecn.min_packets if ecn else NO_LIMIT,
+            ecn_max=ecn.max_packets if ecn else NO_LIMIT,
+            ecn_probability=round(ecn.max_probability * DRAW_LIMIT) if ecn else 0,
             drop_incapable=ecn is not None and ecn.drop_incapable,
             trim_packets=spec.trim_packets,
             path_choice=PathChoice[spec.spraying.upper()],
@@ -330,18 +321,17 @@ def make_plan(
             ps_per_kibibyte(link.spec.rate_gbps),
             round(link.spec.delay_us * PS_PER_US),
             round(link.spec.loss_ratio * DRAW_LIMIT),
-            int(link_seeds[number]),
+            int(random),
         )
-        for number, link in enumerate(topology.links)
+        for link, random in zip(topology.links, link_seeds, strict=True)
     ]
-    shares: list[Sequence[float]] = list(class_shares)
+    # A DLCP transport's own shares follow those of the messages.
+    shares = [*class_shares, *(spec.class_shares for spec in transports.values() if isinstance(spec, DlcpTransport))]
+    profile = len(class_shares)
     rules = []
     for spec in transports.values():
-        profile = 0
-        if isinstance(spec, DlcpTransport):
-            profile = len(shares)
-            shares.append(spec.class_shares)
-        rules.append(TransportRules.of(spec, switches, profile))
+        rules.append(TransportRules.of(spec, switches, profile if isinstance(spec, DlcpTransport) else 0))
+        profile += isinstance(spec, DlcpTransport)
     return EnginePlan(
         topology,
         links,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host behaviour shared by both engines: congestion windows, timers, queues, and when a message is complete.
+"""Decisions that both engines share: congestion windows, timers, queues, and when a message is complete.
 
 `dlcp.sim.transports` names the sources of the formulas. ``s`` is a stream, ``t`` the rules of its transport, ``m`` a
 message: rows of the kernel's arrays, or objects of the reference with the same field names. The kernel compiles these
@@ -7,6 +7,7 @@ functions and the reference calls them as Python, so they may use nothing but nu
 Numba needs it.
 """
 
+from dlcp.sim.arithmetic import ENTROPY_TABLE
 from dlcp.sim.jit import shared
 from dlcp.sim.packet_engine import FOREVER_PS
 from dlcp.sim.plan import (
@@ -14,7 +15,10 @@ from dlcp.sim.plan import (
     CUBIC_SCALE,
     DLCP_BACKOFF_MAX,
     DLCP_LOSS_KEEP,
+    PROFILE_CELLS,
     TIMEOUT_BACKOFF_MAX,
+    BufferScope,
+    Discipline,
     Number,
     Row,
     TransportKind,
@@ -23,6 +27,9 @@ from dlcp.wire import Queue
 
 URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
 """The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
+
+
+# -------------------------------------------------------------------------------------------------- congestion windows
 
 
 @shared
@@ -41,7 +48,7 @@ def cube_root(value: float) -> float:
 
 def first_threshold(t: Row) -> float:
     """Return the initial slow-start threshold: the largest window; 0 for Swift and NDP, which have no slow start."""
-    return 0.0 if t.kind in (TransportKind.SWIFT, TransportKind.NDP) else float(t.window_max)
+    return 0.0 if t.kind in (TransportKind.SWIFT, TransportKind.NDP) else float(t.max_window_packets)
 
 
 @shared
@@ -75,44 +82,54 @@ def measure_rtt(s: Row, t: Row, rtt: int) -> None:
 @shared
 def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
     """Update the window after an acknowledgement of packet ``number``; ``limited``: the window was the limit."""
-    kind = t.kind
-    if kind == TransportKind.NDP:
+    if t.kind == TransportKind.NDP:
         return
-    if kind in (TransportKind.DCTCP, TransportKind.PIAS, TransportKind.DLCP):
-        s.acked += 1
-        s.marked += marked
-        if number >= s.round_end:
-            s.alpha = s.alpha * (1.0 - t.gain) + t.gain * (s.marked / s.acked)
-            s.acked = 0
-            s.marked = 0
-            s.round_end = s.number
+    if t.kind == TransportKind.SWIFT:
+        follow_delay(s, t, rtt, now, limited)
+        return
+    if t.ecn != 0:
+        follow_marks(s, t, marked, number)
         if marked != 0:
-            if number >= s.reduced:
-                s.window = max(1.0, s.window * (1.0 - s.alpha / 2.0))
-                s.threshold = s.window
-                s.reduced = s.number
             return
-    if kind == TransportKind.SWIFT:
-        target = t.target_ps
-        if target == 0:
-            target = 2 * s.rtt_min
-        if rtt < target:
-            if limited != 0:
-                s.window = min(t.window_max, s.window + t.additive / s.window)
-        elif now - s.cut_at >= s.rtt:
-            late = (rtt - target) / rtt
-            s.window = max(1.0, s.window * max(1.0 - t.beta * late, 1.0 - t.decrease_max))
-            s.cut_at = now
-        return
     if limited == 0 or number < s.recover:
         return
     if s.window < s.threshold:
-        s.window = min(t.window_max, s.window + 1.0)
-        return
-    if kind == TransportKind.CUBIC:
+        s.window = min(t.max_window_packets, s.window + 1.0)
+    elif t.kind == TransportKind.CUBIC:
         grow_cubic(s, t, now)
     else:
-        s.window = min(t.window_max, s.window + 1.0 / s.window)
+        s.window = min(t.max_window_packets, s.window + 1.0 / s.window)
+
+
+@shared
+def follow_marks(s: Row, t: Row, marked: int, number: int) -> None:
+    """Average the share of marked packets, and shrink the window by it once per round trip with marks (RFC 8257)."""
+    s.acked += 1
+    s.marked += marked
+    if number >= s.round_end:
+        s.alpha = s.alpha * (1.0 - t.gain) + t.gain * (s.marked / s.acked)
+        s.acked = 0
+        s.marked = 0
+        s.round_end = s.number
+    if marked != 0 and number >= s.reduced:
+        s.window = max(1.0, s.window * (1.0 - s.alpha / 2.0))
+        s.threshold = s.window
+        s.reduced = s.number
+
+
+@shared
+def follow_delay(s: Row, t: Row, rtt: int, now: int, limited: int) -> None:
+    """Grow the window below Swift's target delay; above it, shrink it in proportion, once per round trip."""
+    target = t.target_ps
+    if target == 0:
+        target = 2 * s.rtt_min
+    if rtt < target:
+        if limited != 0:
+            s.window = min(t.max_window_packets, s.window + t.additive_packets / s.window)
+    elif now - s.cut_at >= s.rtt:
+        late = (rtt - target) / rtt
+        s.window = max(1.0, s.window * max(1.0 - t.beta * late, 1.0 - t.max_decrease))
+        s.cut_at = now
 
 
 @shared
@@ -128,7 +145,7 @@ def grow_cubic(s: Row, t: Row, now: int) -> None:
     s.reno += 3.0 * (1.0 - CUBIC_KEEP) / (1.0 + CUBIC_KEEP) / s.window
     goal = max(target, s.reno)
     if goal > s.window:
-        s.window = min(t.window_max, s.window + min((goal - s.window) / s.window, 0.5))
+        s.window = min(t.max_window_packets, s.window + min((goal - s.window) / s.window, 0.5))
 
 
 @shared
@@ -140,7 +157,7 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     s.recover = s.number
     if kind == TransportKind.SWIFT:
         if now - s.cut_at >= s.rtt:
-            s.window = max(1.0, s.window * (1.0 - t.decrease_max))
+            s.window = max(1.0, s.window * (1.0 - t.max_decrease))
             s.cut_at = now
         return
     if kind == TransportKind.DLCP:
@@ -159,20 +176,23 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
 
 @shared
 def on_timeout(s: Row, t: Row) -> None:
-    """Shrink the window and back off after a timeout."""
+    """Shrink the window and back off after a timeout. An NDP sender may send as much as it had in flight."""
     kind = t.kind
     s.recover = s.number
+    s.tail_probing = 0
+    s.spare = 0
     if s.backoff < (DLCP_BACKOFF_MAX if kind == TransportKind.DLCP else TIMEOUT_BACKOFF_MAX):
         s.backoff += 1
     if kind == TransportKind.NDP:
+        s.credit += max(1, s.in_flight)
         return
-    if kind == TransportKind.PFABRIC and s.backoff >= t.probe_mode_after:
+    if kind == TransportKind.PFABRIC and s.backoff >= t.probe_after_timeouts:
         s.probe_mode = 1
     if kind == TransportKind.DLCP:
         s.window = max(1.0, s.window / 2.0)
         s.threshold = s.window
     elif kind == TransportKind.SWIFT:
-        s.window = max(1.0, s.window * (1.0 - t.decrease_max))
+        s.window = max(1.0, s.window * (1.0 - t.max_decrease))
     else:
         keep = CUBIC_KEEP if kind == TransportKind.CUBIC else 0.5
         s.threshold = max(2.0, s.window * keep)
@@ -214,6 +234,45 @@ def needs_reply(s: Row, t: Row) -> Number:
 
 
 @shared
+def restart_timers(s: Row, t: Row, now: int) -> None:
+    """Restart the timeout and the tail probe timer of a stream, after something arrived."""
+    s.deadline = now + timeout_ps(s, t)
+    restart_tail_timer(s, t, now)
+
+
+@shared
+def restart_tail_timer(s: Row, t: Row, now: int) -> None:
+    """Restart the tail probe timer of a stream, or stop it where no probe is allowed (RFC 8985, section 7.2)."""
+    s.tail_due = FOREVER_PS
+    if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
+        s.tail_due = now + 2 * s.rtt
+
+
+@shared
+def begin_tail_probe(s: Row, t: Row, now: int) -> None:
+    """Allow one packet beyond the window. Its acknowledgement will show what was lost before it."""
+    s.tail_probing = 1
+    s.tail_number = s.number
+    s.spare = 1
+    restart_timers(s, t, now)
+
+
+# -------------------------------------------------------------------------------------------------------------- packets
+
+
+@shared
+def protected_packets(zeros: int, count: int) -> Number:
+    """Return how many of ``count`` packets are in class 0, which has ``zeros`` cells of the drop-class profile."""
+    return (zeros * count + PROFILE_CELLS // 2) // PROFILE_CELLS
+
+
+@shared
+def packet_bytes(t: Row, m: Row, index: int) -> Number:
+    """Return the size of a message's packet, headers included."""
+    return t.header_bytes + (m.last_bytes if index == m.packets - 1 else t.payload)
+
+
+@shared
 def queue_of(t: Row, m: Row, index: int) -> Number:
     """Return a packet's queue: its message's, or for PIAS by the bytes of the message before it."""
     queue = int(m.queue)
@@ -227,18 +286,48 @@ def queue_of(t: Row, m: Row, index: int) -> Number:
 
 
 @shared
-def restart_timers(s: Row, t: Row, now: int) -> None:
-    """Restart the timeout and the tail probe timer of a stream, after something arrived."""
-    s.deadline = now + timeout_ps(s, t)
-    restart_tail_timer(s, t, now)
+def sprayed_hash(path_hash: int, entropy: int) -> Number:
+    """Return a flow's path hash with a packet's 32 bits of entropy, which the P4 program's hash covers too."""
+    for position in range(4):
+        path_hash ^= ENTROPY_TABLE[position, (entropy >> (24 - 8 * position)) & 255]
+    return path_hash
 
 
 @shared
-def restart_tail_timer(s: Row, t: Row, now: int) -> None:
-    """Restart the tail probe timer of a stream, or stop it where no probe is allowed (RFC 8985, section 7.2)."""
-    s.tail_due = FOREVER_PS
-    if t.tail_probe != 0 and s.rtt > 0 and s.repairing == 0 and s.tail_probing == 0:
-        s.tail_due = now + 2 * s.rtt
+def on_send(s: Row, t: Row, m: Row, now: int) -> None:
+    """Count a packet as in flight, and restart the stream's timers.
+
+    The timeout starts with the oldest packet in flight. Acknowledgements restart it; further packets do not.
+    """
+    s.number += 1
+    s.spare = 0
+    if s.in_flight == 0:
+        restart_timers(s, t, now)
+    else:
+        restart_tail_timer(s, t, now)
+    s.in_flight += 1
+    if t.kind == TransportKind.NDP:
+        s.credit -= 1
+    m.in_flight += 1
+    m.sent += 1
+    m.refs += 1
+
+
+@shared
+def grant_first_window(s: Row, t: Row, m: Row) -> None:
+    """Let an NDP sender send the first window of a message without PULLs."""
+    if t.kind == TransportKind.NDP:
+        m.pulls = min(int(t.initial_window_packets), m.packets)
+        s.credit += m.pulls
+
+
+@shared
+def may_pull(t: Row, m: Row) -> Number:
+    """Return whether an NDP receiver has packets of a message left to request."""
+    return t.kind == TransportKind.NDP and m.pulls < m.packets + m.trims
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
 
 
 @shared
@@ -264,6 +353,42 @@ def may_probe(m: Row) -> Number:
 
 
 @shared
+def on_probe(s: Row, t: Row, m: Row, now: int) -> None:
+    """Wait for a receiver's reply to a probe, and schedule the next probe in case none comes."""
+    m.probing = 1
+    m.probe_at = now + (timeout_ps(s, t) << m.probe_backoff)
+
+
+@shared
+def on_probe_timeout(s: Row, t: Row, m: Row, now: int) -> None:
+    """Back off if no reply has come, and allow another probe."""
+    if m.probing != 0 and m.probe_backoff < TIMEOUT_BACKOFF_MAX:
+        m.probe_backoff += 1
+    m.probing = 0
+    m.probe_at = now + timeout_ps(s, t)
+
+
+@shared
+def on_probe_reply(s: Row, t: Row, m: Row, satisfied: int) -> Number:
+    """Stop if the receiver needs no more, otherwise send the holes again. A pFabric flow leaves probe mode.
+
+    Returns whether the message has to be put into its stream's list again.
+    """
+    m.probing = 0
+    m.probe_backoff = 0
+    if satisfied != 0:
+        m.satisfied = 1
+    if t.kind == TransportKind.PFABRIC:
+        leave_probe_mode(s)
+        return False
+    if m.satisfied != 0:
+        return False
+    m.filling_holes = 1
+    m.next_index = 0
+    return m.listed == 0
+
+
+@shared
 def may_close(m: Row) -> Number:
     """Return whether a message is done and nothing refers to it any more.
 
@@ -273,3 +398,25 @@ def may_close(m: Row) -> Number:
     if m.closed != 0 or m.done == 0 or m.refs != 0 or m.in_flight != 0 or m.retransmits != 0 or m.listed != 0:
         return False
     return m.acked >= m.packets or m.satisfied != 0
+
+
+# ------------------------------------------------------------------------------------------------------------- switches
+
+
+@shared
+def is_full(rules: Row, queue_packets: int, queue_bytes: int, port_bytes: int, switch_bytes: int, size: int) -> Number:
+    """Return whether a queue has no room for ``size`` bytes, given what waits in it, at its port, and in its switch.
+
+    With DLCP an empty queue always has room: the program assumes that a tail-dropped packet has others before it.
+    """
+    if rules.discipline == Discipline.DLCP and queue_packets == 0:
+        return False
+    if rules.discipline == Discipline.PFABRIC:
+        return queue_packets >= rules.limit_packets
+    limit = rules.limit_bytes
+    if rules.buffer == BufferScope.QUEUE:
+        return queue_bytes + size > limit
+    if rules.buffer == BufferScope.PORT:
+        return port_bytes + size > limit
+    free = limit - switch_bytes
+    return size > free or (port_bytes + size) * 1024 > rules.alpha_1024 * free

@@ -19,7 +19,7 @@ import dlcp
 from dlcp.convergence import curve
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
-from dlcp.sim.packet_engine import EngineCounter, EngineName, counts_by_name, drops_by_class
+from dlcp.sim.packet_engine import EngineName, counts_by_name, drops_by_class
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
@@ -29,7 +29,7 @@ FORMAT: Final = 3
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
-_INDIFFERENT: Final = ("report/", "experiments/", "sweep.py")
+_INDIFFERENT: Final = ("report.py", "results.py", "sweep.py", "experiments/")
 """Parts of the simulator that do not change results: they start runs, show results, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
@@ -40,14 +40,6 @@ _SHARED: Final = (
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
 """Prefixes of the time metrics: all training messages, contributions, results; flows of other traffic, and the small
 ones among these."""
-_DROPS: Final = (
-    EngineCounter.DROPS_POLICY,
-    EngineCounter.DROPS_TAIL,
-    EngineCounter.DROPS_EARLY,
-    EngineCounter.DROPS_LINK,
-    EngineCounter.DROPS_ROUTE,
-)
-
 PRECISION: Final = 0.002
 """Largest relative error of quantiles; not tuned."""
 QUANTILES: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -259,7 +251,7 @@ def _document(
         "jobs": [
             {
                 "name": job.job.name,
-                "compute_s": significant(job.compute_s),
+                "compute_s": significant(job.profile.compute_s),
                 "step_s": [significant(seconds) for seconds in job.step_s],
                 "profile": job.profile.source,
             }
@@ -286,13 +278,14 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
     found["loss_ratio"] = messages.loss_ratio
     if any(job.job.spec.deferral for job in jobs):
         found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios
-    found["dropped_packets"] = float(sum(int(counts[cell]) for cell in _DROPS))
+    dropped = [count for name, count in counts_by_name(counts).items() if name.startswith("drops_")]
+    found["dropped_packets"] = float(sum(dropped))
     # The first step does not count: it begins with empty queues and small windows.
     steady = {job.job.name: job.step_s[1:] or job.step_s for job in jobs if job.step_s}
     if steady:
         every = [seconds for steps in steady.values() for seconds in steps]
         found["step_s"] = sum(every) / len(every)
-        found["compute_s"] = sum(job.compute_s for job in jobs) / len(jobs)
+        found["compute_s"] = sum(job.profile.compute_s for job in jobs) / len(jobs)
         found["waiting_s"] = found["step_s"] - found["compute_s"]
         found["samples_per_s"] = sum(
             job.profile.batch * job.job.spec.workers * len(steps) / sum(steps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe a simulation: the network, its transports, failures, and the seed. Nothing here runs.
+"""Describe a simulation: switches, transports, background traffic, failures, and the seed. Nothing here runs.
 
 A `NetworkSetting` describes everything but the jobs. Jobs say what is sent: a `CollectiveJob` in a `Scenario`, training
 jobs in an experiment (`dlcp.sim.experiment.RunSetting`), or any SimPy process that submits graphs to a
@@ -7,20 +7,151 @@ jobs in an experiment (`dlcp.sim.experiment.RunSetting`), or any SimPy process t
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from dlcp.document import PlaceError
 from dlcp.error_text import nearest
-from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import Star, TopologySpec
-from dlcp.sim.traffic import TrafficSpec
 from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
+_Ratio = Annotated[float, Meta(ge=0, le=1)]
+
+
+class EcnSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When an arriving packet is marked, by the number of packets in its queue.
+
+    Between ``min_packets`` and ``max_packets`` the probability grows from 0 to ``max_probability`` (RED on the
+    instantaneous queue); from ``max_packets`` on, every packet is marked. Equal values give DCTCP's step. With
+    ``drop_incapable``, packets that do not support ECN are dropped instead, as in RED.
+    """
+
+    min_packets: _Count = 65
+    max_packets: _Count = 65
+    max_probability: _Ratio = 1.0
+    drop_incapable: bool = False
+
+
+class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How every switch treats packets: queueing, dropping, marking and load balancing. Queue 7 is the most urgent.
+
+    Parameters
+    ----------
+    discipline
+        ``fifo``; ``priority`` (eight queues, the most urgent first); ``dlcp`` (the same queues, with the decisions of
+        the compiled P4 program: drops by queue and drop class within each message's budget, marks by depth);
+        ``pfabric`` (sends the flow with the fewest packets left first, drops from the flow with the most left);
+        ``trim`` (NDP: a packet that does not fit loses its payload, and headers go first).
+    buffer_packets
+        Buffer size in packets of ``packet_bytes``.
+    buffer
+        Scope of the buffer: each queue, each port, or the whole switch. With ``dlcp``, an empty queue accepts a packet
+        even if the buffer is full.
+    alpha
+        With a buffer for the whole switch: a port may use this multiple of the free space (dynamic thresholds,
+        Choudhury and Hahne, 1998).
+    ecn
+        Marking thresholds; None means no marks. With ``dlcp``, the program marks by ``mark_at`` instead.
+    drop_at
+        With ``dlcp``: the shares of ``buffer_packets`` above which a queue drops classes 1 to 7.
+    mark_at
+        With ``dlcp``: the share of ``buffer_packets`` above which a queue marks.
+    trim_packets
+        With ``trim``: how many packets wait with their payload. NDP's authors use 8.
+    spraying
+        How a switch chooses the path of a sprayed packet: by the P4 program's hash over packet index and step, at
+        random, round robin, or by the shortest queue.
+    """
+
+    discipline: Literal["fifo", "priority", "dlcp", "pfabric", "trim"] = "fifo"
+    buffer_packets: _Count = 240
+    packet_bytes: Annotated[int, Meta(ge=64)] = 1500
+    buffer: Literal["queue", "port", "switch"] = "port"
+    alpha: Annotated[float, Meta(gt=0)] = 1.0
+    ecn: EcnSpec | None = msgspec.field(default_factory=EcnSpec)
+    drop_at: tuple[float, ...] = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+    mark_at: _Ratio = 0.27
+    trim_packets: _Count = 8
+    spraying: Literal["hash", "random", "round_robin", "least_queue"] = "hash"
+
+    def __post_init__(self) -> None:
+        """Reject thresholds that would drop valuable packets first."""
+        if len(self.drop_at) != 7 or not all(0 <= share <= 1 for share in self.drop_at):
+            raise ValueError(f"drop_at takes 7 shares between 0 and 1, for drop classes 1 to 7, got {self.drop_at}")
+        if list(self.drop_at) != sorted(self.drop_at, reverse=True):
+            raise ValueError(f"drop_at has to fall from class 1 to class 7, got {self.drop_at}")
+        if self.ecn is not None and self.ecn.max_packets < self.ecn.min_packets:
+            raise ValueError(f"ecn: max_packets {self.ecn.max_packets} is less than min_packets {self.ecn.min_packets}")
+
+
+FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
+"""A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
+Values in between are interpolated."""
+
+_PACKET_BYTES: Final = 1460
+_WEB_SEARCH: Final = (
+    (6, 6, 13, 19, 33, 53, 133, 667, 1333, 3333, 6667, 20000),
+    (0.0, 0.15, 0.2, 0.3, 0.4, 0.53, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0),
+)
+_DATA_MINING: Final = (
+    (1, 2, 3, 7, 267, 2107, 66667, 666667),
+    (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0),
+)
+WORKLOADS: Final = {
+    name: tuple((float(size * _PACKET_BYTES), share) for size, share in zip(sizes, shares, strict=True))
+    for name, (sizes, shares) in (("web_search", _WEB_SEARCH), ("data_mining", _DATA_MINING))
+}
+"""(bytes, share of flows no larger). Web search: DCTCP (SIGCOMM 2010); data mining: VL2 (SIGCOMM 2009); both in packets
+of 1,460 bytes as PIAS' public simulations tabulate them (PIAS-NS2, ``scripts/CDF_dctcp.tcl`` and ``CDF_vl2.tcl``)."""
+
+
+class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Flows of other applications between random hosts, arriving as a Poisson process.
+
+    Parameters
+    ----------
+    load
+        Offered load of the flows, as a share of the sum of the hosts' link rates.
+    sizes
+        A workload in `WORKLOADS`, or a distribution of flow sizes.
+    most_bytes
+        Larger flows are cut to this size; 0 means no limit. More flows make up for it, so the load stays the same. Use
+        it to exclude flows that would take longer than the run.
+    """
+
+    name: str = "background"
+    load: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    sizes: Literal["web_search", "data_mining"] | FlowSizes = "web_search"
+    most_bytes: Annotated[int, Meta(ge=0)] = 0
+    transport: str = "dctcp"
+    start_s: _Seconds = 0.0
+    stop_s: Annotated[float, Meta(gt=0)] = 0.01
+
+    @property
+    def flow_sizes(self) -> FlowSizes:
+        """Return the distribution of flow sizes."""
+        table = WORKLOADS[self.sizes] if isinstance(self.sizes, str) else self.sizes
+        return tuple((min(size, float(self.most_bytes)), share) for size, share in table) if self.most_bytes else table
+
+
+def draw_sizes(sizes: FlowSizes, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return flow sizes in bytes for numbers between 0 and 1, by the inverse of the distribution."""
+    values, probabilities = np.array(sizes, float).T
+    drawn: NDArray[np.int64] = np.maximum(1, np.interp(uniform, probabilities, values)).astype(np.int64)
+    return drawn
+
+
+def mean_size(sizes: FlowSizes) -> float:
+    """Return the mean of a distribution in bytes."""
+    values, probabilities = np.array(sizes, float).T
+    middle = (values[1:] + values[:-1]) / 2
+    return float(values[0] * probabilities[0] + (middle * np.diff(probabilities)).sum())
 
 
 class CollectiveJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,7 +200,7 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     nodes: tuple[str, str]
-    loss_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    loss_ratio: _Ratio = 1.0
     start_s: _Seconds = 0.0
     stop_s: Annotated[float, Meta(gt=0)] = float("inf")
     reroute_s: _Seconds = 0.0

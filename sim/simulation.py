@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes
+from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes, row_type
 from dlcp.sim.packet_engine import (
     FOREVER_PS,
     Completion,
@@ -34,9 +34,16 @@ from dlcp.sim.packet_engine import (
     drops_by_class,
 )
 from dlcp.sim.plan import EnginePlan, make_plan
-from dlcp.sim.scenario import CollectiveJob, FailureSpec, NetworkSetting, Scenario
+from dlcp.sim.scenario import (
+    CollectiveJob,
+    FailureSpec,
+    NetworkSetting,
+    Scenario,
+    TrafficSpec,
+    draw_sizes,
+    mean_size,
+)
 from dlcp.sim.topology import build_topology
-from dlcp.sim.traffic import TrafficSpec, draw_sizes, mean_size
 from dlcp.sim.transports import DlcpTransport, TransportSpec
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
@@ -267,7 +274,7 @@ def _submit_flows(
 
 
 def failure(simulation: Simulation, spec: FailureSpec) -> Process:
-    """Let a link lose packets for a while. If it loses all of them, route around it."""
+    """Make a link lose packets for a while. If it loses all of them, route around it."""
     env, engine, topology = simulation.env, simulation.engine, simulation.topology
     links = topology.between(*spec.nodes)
     yield env.timeout(seconds_to_ps(spec.start_s))
@@ -288,15 +295,10 @@ def failure(simulation: Simulation, spec: FailureSpec) -> Process:
 
 # ----------------------------------------------------------------------------------------- a scenario and its result
 
-MESSAGE_RECORD: np.dtype[Any] = np.dtype(
-    [
-        ("label", np.int32),
-        ("step", np.int32),
-        ("source", np.int32),
-        ("target", np.int32),
-        ("size_bytes", np.int64),
-        *NODE_RECORD.descr,
-    ]
+MESSAGE_RECORD = row_type(
+    (np.int32, "label step source target"),
+    (np.int64, "size_bytes begin_ps end_ps"),
+    (np.int32, "packets missing_packets sent_packets"),
 )
 """A message's outcome: it began when it could be sent, and ended when its target had what it needed."""
 
@@ -425,6 +427,6 @@ def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
         from dlcp.sim.kernel.kernel_engine import KernelEngine
 
         return KernelEngine(plan)
-    from dlcp.sim.reference.reference_engine import ReferenceEngine
+    from dlcp.sim.reference import ReferenceEngine
 
     return ReferenceEngine(plan)

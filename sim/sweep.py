@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -83,50 +83,67 @@ def sweep(
     _say(progress, f"{len(runs)} runs, {len(runs) - len(missing)} of them already in {folder}")
     if not missing:
         return 0
-    results = _on_dask(missing, dask, engine) if dask else _here(missing, processes, engine)
-    for count, (item, document) in enumerate(results, 1):
+    for count, (item, document) in enumerate(_results(missing, processes, dask, engine), 1):
         write(document, result_file(folder, item))
         _say(progress, f"[{count}/{len(missing)}] {item.name}{_summary(document)}")
     return len(missing)
 
 
-def _here(
-    missing: Sequence[ExperimentRun], processes: int, engine: EngineName
+def _results(
+    missing: Sequence[ExperimentRun], processes: int, dask: str | None, engine: EngineName
 ) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
-    if processes == 1:
+    """Run everything and return the results as they come; with one process, in this one."""
+    if processes == 1 and not dask:
         for item in missing:
             document = run(item, engine)
             yield item, document
             if not document["complete"] and _was_interrupted(document, item):
                 raise KeyboardInterrupt
         return
+    pool, stop = _dask_pool(dask) if dask else _process_pool(min(processes, len(missing)))
+    waiting = {pool.submit(run, item, engine): item for item in missing}
+    try:
+        while waiting:
+            done, _ = wait(waiting, WAIT_S, FIRST_COMPLETED)
+            if not done:
+                raise SweepError(f"no run ended within {WAIT_S:.0f} s; finished runs are kept: sweep again")
+            for future in done:
+                yield waiting.pop(future), future.result()
+        pool.shutdown()
+    except BrokenProcessPool:
+        raise SweepError(
+            "a process of the pool was killed, probably out of memory; sweep again with fewer --processes: "
+            "finished runs are kept"
+        ) from None
+    finally:
+        stop()
+
+
+def _process_pool(processes: int) -> tuple[Executor, Callable[[], None]]:
+    """Return a pool of processes, and a function that terminates them without waiting for their runs."""
     # Spawned processes inherit no state from this one, so results cannot depend on it.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(missing)), context, initializer=_ignore_interrupts) as pool:
-        waiting = {pool.submit(run, item, engine): item for item in missing}
-        try:
-            while waiting:
-                done, _ = wait(waiting, WAIT_S, FIRST_COMPLETED)
-                if not done:
-                    raise SweepError(f"no run ended within {WAIT_S:.0f} s; finished runs are kept: sweep again")
-                for future in done:
-                    yield waiting.pop(future), future.result()
-        except BrokenProcessPool:
-            raise SweepError(
-                "a process of the pool was killed, probably out of memory; sweep again with fewer --processes: "
-                "finished runs are kept"
-            ) from None
-        except BaseException:
-            _stop(pool, waiting)
-            raise
+    pool = ProcessPoolExecutor(processes, context, initializer=_ignore_interrupts)
+
+    def stop() -> None:
+        for process in list((getattr(pool, "_processes", None) or {}).values()):
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+    return pool, stop
 
 
-def _stop(pool: ProcessPoolExecutor, waiting: dict[Future[dict[str, Any]], ExperimentRun]) -> None:
-    """Terminate the pool's processes without waiting for their runs."""
-    for future in waiting:
-        future.cancel()
-    for process in list((getattr(pool, "_processes", None) or {}).values()):
-        process.terminate()
+def _dask_pool(address: str) -> tuple[Executor, Callable[[], None]]:
+    """Return a pool of a Dask scheduler's workers, and a function that cancels its runs."""
+    try:
+        distributed: Any = importlib.import_module("distributed")  # has no type annotations
+    except ImportError:
+        raise SweepError("Dask is not installed; install it with `pip install distributed`") from None
+    try:
+        client = distributed.Client(address, timeout=DASK_TIMEOUT_S)
+    except OSError as error:
+        raise SweepError(f"no Dask scheduler answers at {address}: {error}") from None
+    return client.get_executor(pure=False), client.close
 
 
 def _ignore_interrupts() -> None:
@@ -137,27 +154,6 @@ def _ignore_interrupts() -> None:
 def _was_interrupted(document: dict[str, Any], item: ExperimentRun) -> bool:
     simulated_s: float = document["metrics"].get("simulated_s", 0.0)
     return simulated_s < item.setting.stop_s
-
-
-def _on_dask(
-    missing: Sequence[ExperimentRun], address: str, engine: EngineName
-) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
-    try:
-        distributed: Any = importlib.import_module("distributed")  # has no type annotations
-    except ImportError:
-        raise SweepError("Dask is not installed; install it with `pip install distributed`") from None
-    try:
-        client = distributed.Client(address, timeout=DASK_TIMEOUT_S)
-    except OSError as error:
-        raise SweepError(f"no Dask scheduler answers at {address}: {error}") from None
-    with client:
-        futures = {client.submit(run, item, engine, pure=False): item for item in missing}
-        try:
-            for future in distributed.as_completed(futures, timeout=WAIT_S):
-                yield futures[future], future.result()
-        except BaseException:
-            client.cancel(list(futures))
-            raise
 
 
 def _summary(document: dict[str, Any]) -> str:

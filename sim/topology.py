@@ -2,7 +2,7 @@
 """Topologies: their descriptions, the nodes and links built from these, and the shortest paths."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Annotated
@@ -32,82 +32,6 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rate_gbps: Annotated[float, Meta(gt=0, le=10_000)] = 100.0
     delay_us: Annotated[float, Meta(ge=0, le=1_000_000)] = 1.0
     loss_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-
-
-class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
-    host_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
-    host_links: dict[str, LinkSpec] = {}
-    """Links that differ from ``host_link``, by host name: ``host3``."""
-
-    def link_of(self, host: int) -> LinkSpec:
-        """Return a host's link."""
-        return self.host_links.get(f"host{host}", self.host_link)
-
-
-class Star(_Spec, frozen=True, tag="star"):
-    """Hosts around one switch."""
-
-    hosts: Annotated[int, Meta(ge=2)] = 16
-
-
-class LeafSpine(_Spec, frozen=True, tag="leaf_spine"):
-    """Racks of hosts under leaves; each leaf is linked to each spine.
-
-    With equal link rates, the oversubscription is ``hosts_per_leaf / spines``.
-    """
-
-    leaves: _Count = 9
-    spines: _Count = 4
-    hosts_per_leaf: _Count = 16
-    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
-
-
-class FatTree(_Spec, frozen=True, tag="fat_tree"):
-    """A three-level fat tree of switches with ``ports`` ports: ports^3 / 4 hosts (Al-Fares, SIGCOMM 2008).
-
-    Each edge switch has ``oversubscription`` times as many hosts as uplinks.
-    """
-
-    ports: Annotated[int, Meta(ge=2, le=64)] = 4
-    oversubscription: _Count = 1
-    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
-
-    def __post_init__(self) -> None:
-        """Reject an odd number of ports."""
-        if self.ports % 2:
-            raise ValueError(f"a fat tree needs an even number of ports, got {self.ports}")
-
-
-class Dragonfly(_Spec, frozen=True, tag="dragonfly"):
-    """Groups of fully meshed routers, and one link between every two groups (Kim, ISCA 2008); minimal routing."""
-
-    groups: Annotated[int, Meta(ge=2)] = 9
-    routers_per_group: _Count = 4
-    hosts_per_router: _Count = 2
-    local_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
-    global_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
-
-
-class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
-    """GPU servers: GPU i of each server in a pod is linked to the pod's leaf i, and each leaf to each spine.
-
-    Hosts are GPUs, numbered server by server. The GPUs of a server reach each other over ``server_link``.
-    """
-
-    servers: _Count = 8
-    gpus_per_server: _Count = 8
-    servers_per_pod: _Count = 8
-    spines: _Count = 4
-    server_link: LinkSpec = msgspec.field(default_factory=lambda: LinkSpec(rate_gbps=3600.0, delay_us=0.5))
-    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
-
-    def __post_init__(self) -> None:
-        """Reject pods that are not full."""
-        if self.servers % self.servers_per_pod:
-            raise ValueError(f"{self.servers} servers do not fill pods of {self.servers_per_pod}")
-
-
-TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised
 
 
 class TopologyError(ValueError):
@@ -181,7 +105,56 @@ class NetworkTopology:
 
     def routes(self, failed: Collection[int] = ()) -> "Routes":
         """Return the shortest paths that avoid the links in ``failed``."""
-        return _find_routes(self, frozenset(failed))
+        links, hosts = self.links, self.hosts
+        every: list[list[int]] = [[] for _ in self.names]
+        for number, link in enumerate(links):
+            every[link.source].append(number)
+        out = [[number for number in numbers if number not in failed] for numbers in every]
+        row = np.empty(len(every), np.int32)
+        routed: list[int] = []
+        for node, numbers in enumerate(every):
+            if node < hosts and len(numbers) == 1:
+                row[node] = -1 - numbers[0]
+            else:
+                row[node] = len(routed)
+                routed.append(node)
+        table = np.zeros((len(routed), hosts, 2), np.int32)
+        choices: list[int] = []
+        # Paths to hosts at the same switches differ only in the last link, so one search serves all of these hosts.
+        last: dict[tuple[int, int], list[int]] = {}
+        for node in range(hosts, len(every)):
+            for number in out[node]:
+                if links[number].target < hosts:
+                    last.setdefault((node, links[number].target), []).append(number)
+        attached: list[list[int]] = [[] for _ in range(hosts)]
+        for node, host in last:
+            attached[host].append(node)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for host, switches in enumerate(attached):
+            groups.setdefault(tuple(switches), []).append(host)
+        into: list[list[int]] = [[] for _ in every]
+        for numbers in out:
+            for number in numbers:
+                into[links[number].target].append(links[number].source)
+        for nearest, members in groups.items():
+            distance = _distances(into, nearest, hosts)
+            for node in routed:
+                if node >= hosts and distance[node] == 0:
+                    for host in members:
+                        own = last.get((node, host), [])
+                        table[row[node], host] = (len(choices), len(own))
+                        choices += own
+                    continue
+                nearer = [
+                    number
+                    for number in out[node]
+                    if (target := links[number].target) >= hosts and 0 <= distance[target] == distance[node] - 1
+                ]
+                if node < hosts and not nearer:
+                    nearer = every[node][:1]  # an isolated host still sends, and its packets are lost
+                table[row[node], members] = (len(choices), len(nearer))
+                choices += nearer
+        return Routes(row, table, np.array(choices or [0], np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,65 +185,12 @@ class Routes:
         return [int(link) for link in self.choices[start : start + count]]
 
 
-def _find_routes(topology: NetworkTopology, failed: frozenset[int]) -> Routes:
-    nodes, hosts = len(topology.names), topology.hosts
-    out: list[list[int]] = [[] for _ in range(nodes)]
-    for number, link in enumerate(topology.links):
-        if number not in failed:
-            out[link.source].append(number)
-    every: list[list[int]] = [[] for _ in range(hosts)]
-    for number, link in enumerate(topology.links):
-        if link.source < hosts:
-            every[link.source].append(number)
-    row = np.full(nodes, -1, np.int32)
-    routed = [node for node in range(nodes) if node >= hosts or len(every[node]) != 1]
-    for node in range(hosts):
-        if len(every[node]) == 1:
-            row[node] = -1 - every[node][0]
-    row[routed] = np.arange(len(routed), dtype=np.int32)
-    table = np.zeros((len(routed), hosts, 2), np.int32)
-    choices: list[int] = []
-    # Paths to hosts at the same switches differ only in the last link, so one search serves all of these hosts.
-    groups: dict[tuple[int, ...], list[int]] = {}
-    last: dict[tuple[int, int], list[int]] = {}
-    for node in range(hosts, nodes):
-        for number in out[node]:
-            if topology.links[number].target < hosts:
-                last.setdefault((node, topology.links[number].target), []).append(number)
-    attached: list[list[int]] = [[] for _ in range(hosts)]
-    for node, host in last:
-        attached[host].append(node)
-    for host in range(hosts):
-        groups.setdefault(tuple(attached[host]), []).append(host)
-    for switches, members in groups.items():
-        distance = _distances(topology, out, switches)
-        for node in routed:
-            step = distance[node]
-            if node >= hosts and step == 0:
-                for host in members:
-                    links = last.get((node, host), [])
-                    table[row[node], host] = (len(choices), len(links))
-                    choices += links
-                continue
-            links = [
-                number
-                for number in out[node]
-                if (target := topology.links[number].target) >= hosts and 0 <= distance[target] == step - 1
-            ]
-            if node < hosts and not links:
-                links = every[node][:1]  # an isolated host still sends, and its packets are lost
-            table[row[node], members] = (len(choices), len(links))
-            choices += links
-    return Routes(row, table, np.array(choices or [0], np.int32))
+def _distances(into: Sequence[Sequence[int]], targets: Collection[int], hosts: int) -> list[int]:
+    """Return each node's distance in links to the nearest of ``targets``; -2 if it can reach none.
 
-
-def _distances(topology: NetworkTopology, out: list[list[int]], targets: Collection[int]) -> list[int]:
-    """Return each node's distance in links to the nearest of ``targets``; -2 if it can reach none."""
-    into: list[list[int]] = [[] for _ in topology.names]
-    for numbers in out:
-        for number in numbers:
-            into[topology.links[number].target].append(topology.links[number].source)
-    distance = [-2] * len(topology.names)
+    ``into`` has the neighbours with a link to each node. Hosts, numbered below ``hosts``, do not forward.
+    """
+    distance = [-2] * len(into)
     waiting = deque(targets)
     for node in targets:
         distance[node] = 0
@@ -279,9 +199,168 @@ def _distances(topology: NetworkTopology, out: list[list[int]], targets: Collect
         for other in into[node]:
             if distance[other] == -2:
                 distance[other] = distance[node] + 1
-                if other >= topology.hosts:
+                if other >= hosts:
                     waiting.append(other)
     return distance
+
+
+class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    host_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+    host_links: dict[str, LinkSpec] = {}
+    """Links that differ from ``host_link``, by host name: ``host3``."""
+
+    def link_of(self, host: int) -> LinkSpec:
+        """Return a host's link."""
+        return self.host_links.get(f"host{host}", self.host_link)
+
+
+class Star(_Spec, frozen=True, tag="star"):
+    """Hosts around one switch."""
+
+    hosts: Annotated[int, Meta(ge=2)] = 16
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links."""
+        topology = NetworkTopology(self.hosts)
+        switch = topology.add_switch("switch0")
+        for host in range(self.hosts):
+            topology.connect(host, switch, self.link_of(host))
+        return topology
+
+
+class LeafSpine(_Spec, frozen=True, tag="leaf_spine"):
+    """Racks of hosts under leaves; each leaf is linked to each spine.
+
+    With equal link rates, the oversubscription is ``hosts_per_leaf / spines``.
+    """
+
+    leaves: _Count = 9
+    spines: _Count = 4
+    hosts_per_leaf: _Count = 16
+    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links."""
+        topology = NetworkTopology(self.leaves * self.hosts_per_leaf)
+        leaves = [topology.add_switch(f"leaf{i}") for i in range(self.leaves)]
+        spines = [topology.add_switch(f"spine{i}") for i in range(self.spines)]
+        for host in range(topology.hosts):
+            topology.connect(host, leaves[host // self.hosts_per_leaf], self.link_of(host))
+        for leaf in leaves:
+            for spine in spines:
+                topology.connect(leaf, spine, self.fabric_link)
+        return topology
+
+
+class FatTree(_Spec, frozen=True, tag="fat_tree"):
+    """A three-level fat tree of switches with ``ports`` ports: ports^3 / 4 hosts (Al-Fares, SIGCOMM 2008).
+
+    Each edge switch has ``oversubscription`` times as many hosts as uplinks.
+    """
+
+    ports: Annotated[int, Meta(ge=2, le=64)] = 4
+    oversubscription: _Count = 1
+    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+    def __post_init__(self) -> None:
+        """Reject an odd number of ports."""
+        if self.ports % 2:
+            raise ValueError(f"a fat tree needs an even number of ports, got {self.ports}")
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links."""
+        half = self.ports // 2
+        hosts_per_edge = half * self.oversubscription
+        topology = NetworkTopology(self.ports * half * hosts_per_edge)
+        edges = [[topology.add_switch(f"edge{pod}_{i}") for i in range(half)] for pod in range(self.ports)]
+        aggregations = [
+            [topology.add_switch(f"aggregation{pod}_{i}", half) for i in range(half)] for pod in range(self.ports)
+        ]
+        cores = [[topology.add_switch(f"core{i}_{j}") for j in range(half)] for i in range(half)]
+        for host in range(topology.hosts):
+            edge = host // hosts_per_edge
+            topology.connect(host, edges[edge // half][edge % half], self.link_of(host))
+        for pod in range(self.ports):
+            for edge in edges[pod]:
+                for aggregation in aggregations[pod]:
+                    topology.connect(edge, aggregation, self.fabric_link)
+            for i, aggregation in enumerate(aggregations[pod]):
+                for core in cores[i]:
+                    topology.connect(aggregation, core, self.fabric_link)
+        return topology
+
+
+class Dragonfly(_Spec, frozen=True, tag="dragonfly"):
+    """Groups of fully meshed routers, and one link between every two groups (Kim, ISCA 2008); minimal routing."""
+
+    groups: Annotated[int, Meta(ge=2)] = 9
+    routers_per_group: _Count = 4
+    hosts_per_router: _Count = 2
+    local_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+    global_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links."""
+        groups, routers = self.groups, self.routers_per_group
+        topology = NetworkTopology(groups * routers * self.hosts_per_router)
+        nodes = [[topology.add_switch(f"router{group}_{i}") for i in range(routers)] for group in range(groups)]
+        for host in range(topology.hosts):
+            router = host // self.hosts_per_router
+            topology.connect(host, nodes[router // routers][router % routers], self.link_of(host))
+        for group in nodes:
+            for one, other in combinations(group, 2):
+                topology.connect(one, other, self.local_link)
+        # In each of the two groups, a global link goes to the router with the fewest global links so far.
+        used = [[0] * routers for _ in range(groups)]
+        for one, other in combinations(range(groups), 2):
+            ends = []
+            for number in (one, other):
+                router = used[number].index(min(used[number]))
+                used[number][router] += 1
+                ends.append(nodes[number][router])
+            topology.connect(ends[0], ends[1], self.global_link)
+        return topology
+
+
+class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
+    """GPU servers: GPU i of each server in a pod is linked to the pod's leaf i, and each leaf to each spine.
+
+    Hosts are GPUs, numbered server by server. The GPUs of a server reach each other over ``server_link``.
+    """
+
+    servers: _Count = 8
+    gpus_per_server: _Count = 8
+    servers_per_pod: _Count = 8
+    spines: _Count = 4
+    server_link: LinkSpec = msgspec.field(default_factory=lambda: LinkSpec(rate_gbps=3600.0, delay_us=0.5))
+    fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
+
+    def __post_init__(self) -> None:
+        """Reject pods that are not full."""
+        if self.servers % self.servers_per_pod:
+            raise ValueError(f"{self.servers} servers do not fill pods of {self.servers_per_pod}; use a multiple of it")
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links."""
+        rails = self.gpus_per_server
+        topology = NetworkTopology(self.servers * rails)
+        servers = [topology.add_switch(f"server{i}") for i in range(self.servers)]
+        pods = self.servers // self.servers_per_pod
+        leaves = [[topology.add_switch(f"leaf{pod}_{rail}") for rail in range(rails)] for pod in range(pods)]
+        spines = [topology.add_switch(f"spine{i}") for i in range(self.spines)]
+        for host in range(topology.hosts):
+            server, rail = divmod(host, rails)
+            topology.connect(host, leaves[server // self.servers_per_pod][rail], self.link_of(host))
+            if rails > 1:  # a server with one GPU needs no switch inside
+                topology.connect(host, servers[server], self.server_link)
+        for pod in leaves:
+            for leaf in pod:
+                for spine in spines:
+                    topology.connect(leaf, spine, self.fabric_link)
+        return topology
+
+
+TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised
 
 
 def build_topology(spec: TopologySpec) -> NetworkTopology:
@@ -292,101 +371,9 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     TopologyError
         The number of hosts is out of range, or ``host_links`` names an unknown host.
     """
-    if isinstance(spec, Star):
-        topology = _star(spec)
-    elif isinstance(spec, LeafSpine):
-        topology = _leaf_spine(spec)
-    elif isinstance(spec, FatTree):
-        topology = _fat_tree(spec)
-    elif isinstance(spec, Dragonfly):
-        topology = _dragonfly(spec)
-    else:
-        topology = _rail_optimised(spec)
+    topology = spec.build()
     if not 2 <= topology.hosts <= HOSTS_MAX:
         raise TopologyError(f"the topology has {topology.hosts} hosts; it needs 2 to {HOSTS_MAX}")
     for name in sorted(spec.host_links.keys() - topology.names[: topology.hosts]):
         raise TopologyError(f"host_links: there is no host {name!r}; there are host0 to host{topology.hosts - 1}")
-    return topology
-
-
-def _star(spec: Star) -> NetworkTopology:
-    topology = NetworkTopology(spec.hosts)
-    switch = topology.add_switch("switch0")
-    for host in range(spec.hosts):
-        topology.connect(host, switch, spec.link_of(host))
-    return topology
-
-
-def _leaf_spine(spec: LeafSpine) -> NetworkTopology:
-    topology = NetworkTopology(spec.leaves * spec.hosts_per_leaf)
-    leaves = [topology.add_switch(f"leaf{i}") for i in range(spec.leaves)]
-    spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
-    for host in range(topology.hosts):
-        topology.connect(host, leaves[host // spec.hosts_per_leaf], spec.link_of(host))
-    for leaf in leaves:
-        for spine in spines:
-            topology.connect(leaf, spine, spec.fabric_link)
-    return topology
-
-
-def _fat_tree(spec: FatTree) -> NetworkTopology:
-    half = spec.ports // 2
-    hosts_per_edge = half * spec.oversubscription
-    topology = NetworkTopology(spec.ports * half * hosts_per_edge)
-    edges = [[topology.add_switch(f"edge{pod}_{i}") for i in range(half)] for pod in range(spec.ports)]
-    aggregations = [
-        [topology.add_switch(f"aggregation{pod}_{i}", half) for i in range(half)] for pod in range(spec.ports)
-    ]
-    cores = [[topology.add_switch(f"core{i}_{j}") for j in range(half)] for i in range(half)]
-    for host in range(topology.hosts):
-        edge = host // hosts_per_edge
-        topology.connect(host, edges[edge // half][edge % half], spec.link_of(host))
-    for pod in range(spec.ports):
-        for edge in edges[pod]:
-            for aggregation in aggregations[pod]:
-                topology.connect(edge, aggregation, spec.fabric_link)
-        for i, aggregation in enumerate(aggregations[pod]):
-            for core in cores[i]:
-                topology.connect(aggregation, core, spec.fabric_link)
-    return topology
-
-
-def _dragonfly(spec: Dragonfly) -> NetworkTopology:
-    groups, routers = spec.groups, spec.routers_per_group
-    topology = NetworkTopology(groups * routers * spec.hosts_per_router)
-    nodes = [[topology.add_switch(f"router{group}_{i}") for i in range(routers)] for group in range(groups)]
-    for host in range(topology.hosts):
-        router = host // spec.hosts_per_router
-        topology.connect(host, nodes[router // routers][router % routers], spec.link_of(host))
-    for group in nodes:
-        for one, other in combinations(group, 2):
-            topology.connect(one, other, spec.local_link)
-    # In each of the two groups, a global link goes to the router with the fewest global links so far.
-    used = [[0] * routers for _ in range(groups)]
-    for one, other in combinations(range(groups), 2):
-        ends = []
-        for number in (one, other):
-            router = used[number].index(min(used[number]))
-            used[number][router] += 1
-            ends.append(nodes[number][router])
-        topology.connect(ends[0], ends[1], spec.global_link)
-    return topology
-
-
-def _rail_optimised(spec: RailOptimised) -> NetworkTopology:
-    rails = spec.gpus_per_server
-    topology = NetworkTopology(spec.servers * rails)
-    servers = [topology.add_switch(f"server{i}") for i in range(spec.servers)]
-    pods = spec.servers // spec.servers_per_pod
-    leaves = [[topology.add_switch(f"leaf{pod}_{rail}") for rail in range(rails)] for pod in range(pods)]
-    spines = [topology.add_switch(f"spine{i}") for i in range(spec.spines)]
-    for host in range(topology.hosts):
-        server, rail = divmod(host, rails)
-        topology.connect(host, leaves[server // spec.servers_per_pod][rail], spec.link_of(host))
-        if rails > 1:  # a server with one GPU needs no switch inside
-            topology.connect(host, servers[server], spec.server_link)
-    for pod in leaves:
-        for leaf in pod:
-            for spine in spines:
-                topology.connect(leaf, spine, spec.fabric_link)
     return topology

@@ -149,7 +149,9 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.collective == "halving_doubling" and self.workers & (self.workers - 1):
             raise ValueError(f"halving_doubling needs a power of two as the number of workers, got {self.workers}")
         if self.collective == "hierarchical" and self.workers % self.group:
-            raise ValueError(f"hierarchical: {self.workers} workers do not fill groups of {self.group}")
+            raise ValueError(
+                f"hierarchical: {self.workers} workers do not fill groups of {self.group}; use a multiple of it"
+            )
         if self.deferral and (self.collective not in ("parameter_server", "direct") or self.steps < 2):
             raise ValueError(
                 f"deferral is for parameter_server and direct, and begins with the second step; got collective "
@@ -211,7 +213,9 @@ def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[Place
     """
     needed = sum((job.workers + job.servers) * job.copies for job in jobs)
     if needed > hosts:
-        raise ValueError(f"the jobs need {needed} hosts, but the topology has {hosts}")
+        raise ValueError(
+            f"the jobs need {needed} hosts, but the topology has {hosts}; use fewer workers, or more hosts"
+        )
     free = list(range(hosts))
     placed: list[PlacedJob] = []
     for job in jobs:
@@ -329,15 +333,9 @@ def pieces(
 
 def class_shares() -> tuple[tuple[float, ...], ...]:
     """Return the shares of drop classes 0 to 7: those of `dlcp.tags` by layer position, then `UNIFORM_SHARES`."""
-    return (
-        *(
-            tuple(
-                (1 - at / 255) * front + at / 255 * back for front, back in zip(FRONT_SHARES, BACK_SHARES, strict=True)
-            )
-            for at in range(UNIFORM_PROFILE)
-        ),
-        UNIFORM_SHARES,
-    )
+    positions = (at / 255 for at in range(UNIFORM_PROFILE))
+    ends = list(zip(FRONT_SHARES, BACK_SHARES, strict=True))
+    return (*(tuple((1 - at) * front + at * back for front, back in ends) for at in positions), UNIFORM_SHARES)
 
 
 def _buckets(sizes: Sequence[int], most: int) -> list[GradientPiece]:
@@ -423,7 +421,6 @@ def step_graph(
                 order=piece.order,
                 loss_bound=job.spec.loss_bound,
                 class_shares=piece.shares,
-                layer=min(max(piece.shares, 0), 255),
                 job=job.number,
                 step=first_step + offset,
                 message=_message_number(number, shards),
@@ -475,8 +472,6 @@ class Progress:
 
     Attributes
     ----------
-    compute_s
-        Duration of a step without communication.
     step_s
         Duration of each step, including the forward pass after it.
     """
@@ -484,11 +479,6 @@ class Progress:
     job: PlacedJob
     profile: StepProfile
     step_s: list[float] = field(default_factory=list)
-
-    @property
-    def compute_s(self) -> float:
-        """Return the computing time of a step on one worker."""
-        return self.profile.compute_s
 
 
 def profile_of(job: TrainingJob) -> StepProfile:
@@ -537,7 +527,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
             progress.step_s.append((int(env.now) - before) / 1e12)
             before = int(env.now)
             if deferral:
-                compute_s = progress.compute_s * float(factors[step].max())
+                compute_s = progress.profile.compute_s * float(factors[step].max())
                 deferral.learn(running, simulation.records(running), step, compute_s)
                 deferral.apply(simulation, running)
         yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dlcp.collectives.bucket import Bucket, RankContext
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, level, share_to_defer
+from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, share_to_defer, snap_to_fastest
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound
 
@@ -137,7 +137,7 @@ class Deferral:
         slowness: dict[int, float] = {}
         # Two steps, since a port looks fast when less is sent to it: otherwise every other step would be sent in full.
         for rates in (self._rates, {**self._rates, **live}):
-            level_rates = level(rates, self._slow)
+            level_rates = snap_to_fastest(rates, self._slow)
             fastest = max(level_rates.values(), default=0.0)
             for rank, rate in level_rates.items():
                 if rate < fastest and rank != self._rank:

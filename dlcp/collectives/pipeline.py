@@ -43,7 +43,7 @@ class MeasuringReducer(Reducer, Protocol):
         Parameters
         ----------
         slow
-            Ranks that were slow before: see :func:`dlcp.slow_ports.level`.
+            Ranks that were slow before: see :func:`dlcp.slow_ports.snap_to_fastest`.
         """
 
 

@@ -152,9 +152,9 @@ class RingAllReduce:
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
-        from dlcp.slow_ports import level  # only needed for a choice by rates
+        from dlcp.slow_ports import snap_to_fastest  # only needed for a choice by rates
 
-        return level(self.rates_bps, slow) if len(self.rates_bps) == self.ranks else {}
+        return snap_to_fastest(self.rates_bps, slow) if len(self.rates_bps) == self.ranks else {}
 
     def note_rate(self, receiver: int, piece: tuple[int, int], rate_bps: float) -> None:
         """Record a rank's receive rate that arrived with a piece, unless a later piece's is known."""

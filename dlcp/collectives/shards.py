@@ -75,7 +75,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
 
     Returns
     -------
-    Rates in bit/s, levelled: see :func:`dlcp.slow_ports.level`. A rank without a congested path to it counts as fast:
+    Rates in bit/s by :func:`dlcp.slow_ports.snap_to_fastest`. A rank without a congested path to it counts as fast:
     if it is slow, the reason is its processor. If shards followed that, they would change from step to step, and with
     them the order of summation and the last bit of sums.
     """
@@ -93,9 +93,9 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     fastest = rates.max(initial=0.0)
     if clear.all():
         return dict.fromkeys(ranks, float(fastest))
-    from dlcp.slow_ports import level  # needed once a port is congested
+    from dlcp.slow_ports import snap_to_fastest  # needed once a port is congested
 
-    levelled = level(dict(zip(ranks, rates.tolist(), strict=True)), slow)
+    levelled = snap_to_fastest(dict(zip(ranks, rates.tolist(), strict=True)), slow)
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
 
 

@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
-    from dlcp.sim.profiling import ProfileError
-    from dlcp.sim.report.results import ReportError
+    from dlcp.sim.models import ProfileError
+    from dlcp.sim.results import ReportError
     from dlcp.sim.sweep import SweepError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
@@ -167,7 +167,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.report.page import write_report
+    from dlcp.sim.report import write_report
 
     described = _read_all(arguments)
     kept = [item for item in described if not (arguments.quick and item.experiment.quick.skip)]
@@ -180,14 +180,13 @@ def _all(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.report.results import compare
+    from dlcp.sim.results import compare
 
     return compare(arguments.old, arguments.new, arguments.above / 100)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.models import write_profile
-    from dlcp.sim.profiling import load_factory, measure
+    from dlcp.sim.models import load_factory, measure, write_profile
 
     try:
         shape = tuple(map(whole(1), arguments.input.split(",")))

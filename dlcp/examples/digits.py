@@ -39,29 +39,19 @@ def load(seed: int) -> DigitTensors:
 def network(seed: int) -> nn.Module:
     """Return a network of 514,314 parameters, initialised from the seed."""
     torch.manual_seed(seed)
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(1, 32, 3, padding=1)),
-        ("norm1", nn.GroupNorm(8, 32)),
-        ("relu1", nn.ReLU()),
-        ("conv2", nn.Conv2d(32, 64, 3, padding=1)),
-        ("norm2", nn.GroupNorm(8, 64)),
-        ("relu2", nn.ReLU()),
-        ("pool2", nn.MaxPool2d(2)),
-        ("conv3", nn.Conv2d(64, 128, 3, padding=1)),
-        ("norm3", nn.GroupNorm(8, 128)),
-        ("relu3", nn.ReLU()),
-        ("conv4", nn.Conv2d(128, 192, 3, padding=1)),
-        ("norm4", nn.GroupNorm(8, 192)),
-        ("relu4", nn.ReLU()),
-        ("pool4", nn.MaxPool2d(2)),
-        ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(768, 256)),
-        ("relu5", nn.ReLU()),
-        ("fc2", nn.Linear(256, 10)),
-    ]
     model = nn.Sequential()
-    for name, layer in layers:
-        model.add_module(name, layer)
+    inputs = 1
+    for number, outputs in enumerate((32, 64, 128, 192), 1):
+        model.add_module(f"conv{number}", nn.Conv2d(inputs, outputs, 3, padding=1))
+        model.add_module(f"norm{number}", nn.GroupNorm(8, outputs))
+        model.add_module(f"relu{number}", nn.ReLU())
+        if number % 2 == 0:
+            model.add_module(f"pool{number}", nn.MaxPool2d(2))
+        inputs = outputs
+    model.add_module("flatten", nn.Flatten())
+    model.add_module("fc1", nn.Linear(768, 256))
+    model.add_module("relu5", nn.ReLU())
+    model.add_module("fc2", nn.Linear(256, 10))
     return model
 
 

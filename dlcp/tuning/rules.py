@@ -24,7 +24,7 @@ from dlcp.collectives.step_metadata import StepMetadata
 from dlcp.configuration import Range, check
 from dlcp.convergence import COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, COST_OF_LOSS, steps_factor
 from dlcp.ledger import Ledger, MessageRecord
-from dlcp.slow_ports import SHARE_MIN, PortLoads, level, share_to_defer
+from dlcp.slow_ports import SHARE_MIN, PortLoads, share_to_defer, snap_to_fastest
 from dlcp.transport import Connection
 
 LOSS_MATTERS: Final = 0.001
@@ -384,7 +384,7 @@ class DeferralEstimate:
         collective, size = chosen.collective, float(figures.gradient_bytes)
         loads, slowness, what, seen = None, 1.0, COST_OF_DEFERRAL, ""
         slowest_s = math.inf
-        rates = level(figures.rates_bps)
+        rates = snap_to_fastest(figures.rates_bps)
         slow = sorted((rate, rank) for rank, rate in rates.items() if rate < max(rates.values()))
         if figures.ranks < 2:
             seen = "one rank exchanges nothing"
@@ -573,7 +573,7 @@ def figures_of_steps(
         rates = {rank: median(by_rank[rank] for by_rank in received) for rank in received[0]}
     # Time spent waiting for the network: that of the rank behind a slow port, which waits until its packets are
     # through; without a slow port that of the rank that waits least, since the others also wait for that rank.
-    slow = [rank for rank, rate in level(rates).items() if rate < max(rates.values())]
+    slow = [rank for rank, rate in snap_to_fastest(rates).items() if rate < max(rates.values())]
     waited_s = median(
         max(step[rank].waited_s for rank in slow) if slow else min(one.waited_s for one in step.values())
         for step in steps

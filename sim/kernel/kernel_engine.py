@@ -13,7 +13,7 @@ from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.kernel.loop import begin_nodes, run
-from dlcp.sim.packet_engine import COUNTER_CELLS, STREAM_START, Completion, CompletionKind, Submission
+from dlcp.sim.packet_engine import COUNTER_CELLS, PORT_BYTES, STREAM_START, Completion, CompletionKind, Submission
 from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
 from dlcp.sim.rules import first_threshold
 from dlcp.sim.topology import Routes
@@ -36,11 +36,8 @@ class KernelEngine:
         self._w["hosts"] = plan.hosts
         self._w["free_stream"] = -1
         # The arrays of the record, by their names in `k.ARRAYS`. Growing an array replaces it.
-        a = self._a = SimpleNamespace()
+        a = self._a = SimpleNamespace(**{name: np.zeros(0, row) for name, row in k.ARRAYS.items()})
         a.counts, a.profiles = np.zeros(COUNTER_CELLS, np.int64), plan.profiles
-        a.times, a.keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        a.far_times, a.far_keys = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        a.events = np.zeros(0, k.EVENT_ROW)
         a.buckets = np.full(TIME_BUCKETS, -1, np.int32)
         a.occupied = np.zeros(TIME_BUCKETS // BUCKETS_PER_WORD, np.int64)
         self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
@@ -54,15 +51,10 @@ class KernelEngine:
         switches = len(plan.topology.names) - plan.hosts
         has_slots = plan.switches.discipline == Discipline.DLCP
         a.slots = np.zeros((switches, SLOT_REGISTER_SIZE) if has_slots else (1, 1), k.SLOT_ROW)
-        a.streams = np.zeros(0, k.STREAM_ROW)
         self._stream_count = 0
         self._stream_rows: dict[int, int] = {-1: -1}
-        a.messages = np.zeros(0, k.MESSAGE_ROW)
         a.graphs = np.zeros(16, k.GRAPH_ROW)
-        a.followers = np.zeros(0, np.int32)
         a.completions = np.zeros((_COMPLETIONS, 2), np.int64)
-        a.states = np.zeros(0, np.uint8)
-        a.packets, a.transmissions = np.zeros(0, k.PACKET_ROW), np.zeros(0, k.TRANSMISSION_ROW)
         a.rules, a.transports = as_rows([plan.switches]), as_rows(plan.transports)
         self.set_routes(plan.routes)
         self._free_graphs = list(range(15, -1, -1))
@@ -70,8 +62,8 @@ class KernelEngine:
         self._graph_numbers: dict[int, int] = {}
         self._message_room, self._state_room, self._follower_room = _Room(), _Room(), _Room()
         self._bound: dict[str, NDArray[Any]] = {}
-        self._grow_packets()
-        self._grow_transmissions()
+        self._grow_pool("packet")
+        self._grow_pool("transmission")
 
     # ------------------------------------------------------------------------------------------------------ running
 
@@ -216,25 +208,13 @@ class KernelEngine:
                 self._a.streams = _enlarged(self._a.streams, self._stream_count)
             indices[number] = self._stream_rows[serial] = index
         rows = np.zeros(len(new), k.STREAM_ROW)
-        for name in (
-            "head",
-            "tail",
-            "retransmit_head",
-            "retransmit_tail",
-            "next",
-            "first",
-            "last",
-            "epoch",
-            "timer_at",
-        ):
+        for name in ("head", "tail", "retransmissions", "next", "first", "last", "epoch", "timer_at"):
             rows[name] = -1
         for name in STREAM_START.names or ():
             rows[name] = new[name]
         chosen = self._a.transports[new["transport"]]
-        rows["window"], rows["alpha"] = chosen["window"], 1.0
-        rows["threshold"] = [
-            first_threshold(rules) for rules in map(self.plan.transports.__getitem__, new["transport"])
-        ]
+        rows["window"], rows["alpha"] = chosen["initial_window_packets"], 1.0
+        rows["threshold"] = [first_threshold(self.plan.transports[number]) for number in new["transport"]]
         self._a.streams[indices] = rows
 
     def _take_graph(self) -> int:
@@ -255,26 +235,18 @@ class KernelEngine:
         """Replace the routes."""
         self._a.route_row, self._a.route_table, self._a.choices = routes.row, routes.table, routes.choices
 
-    def link_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes that each link has carried, int64 (links,)."""
-        return np.array(self._a.ports["sent_bytes"])
-
-    def queue_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes queued at a switch for each link, int64 (links,)."""
-        return np.array(self._a.ports["bytes"])
-
-    def queue_bytes_max(self) -> NDArray[np.int64]:
-        """Return the most bytes ever queued at a switch for each link, int64 (links,)."""
-        return np.array(self._a.ports["bytes_max"])
+    def port_bytes(self) -> NDArray[Any]:
+        """Return the bytes at each link, `dlcp.sim.packet_engine.PORT_BYTES` (links,)."""
+        return np.array(self._a.ports[list(PORT_BYTES.names or ())])
 
     # ------------------------------------------------------------------------------------------------------- growth
 
     def _grow(self) -> None:
         spare = k.SPARE_ROWS + int(self._w["in_flight_max"])
         while self._w["free_packets"] < spare:
-            self._grow_packets()
+            self._grow_pool("packet")
         while self._w["free_transmissions"] < k.SPARE_ROWS:
-            self._grow_transmissions()
+            self._grow_pool("transmission")
         self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
         self._a.completions = _enlarged(self._a.completions, int(self._w["completed"]) + spare)
         if self._w["sequence"] > k.SEQUENCE_MAX:
@@ -308,26 +280,18 @@ class KernelEngine:
             self._a.events["next"][-1] = self._w["free_event"]
             self._w["free_event"] = before
 
-    def _grow_packets(self) -> None:
-        self._a.packets = self._grow_pool(self._a.packets, "free_packet_head", "free_packets")
-
-    def _grow_transmissions(self) -> None:
-        self._a.transmissions = self._grow_pool(self._a.transmissions, "free_transmission_head", "free_transmissions")
-
-    def _grow_pool(self, pool: NDArray[Any], first_free: str, free: str) -> NDArray[Any]:
+    def _grow_pool(self, pool: str) -> None:
         """Double a pool, and put its new rows at the head of its free list."""
-        before = len(pool)
-        larger = _enlarged(pool, max(_POOL, 2 * before))
+        rows, free = getattr(self._a, f"{pool}s"), f"free_{pool}"
+        before = len(rows)
+        larger = _enlarged(rows, max(_POOL, 2 * before))
         _refuse_beyond(len(larger), "packets in flight")
         larger["next"][before:] = np.arange(before + 1, len(larger) + 1)
         larger["serial"][before:] = -1
-        if before:
-            larger["next"][-1] = self._w[first_free]
-        else:
-            larger["next"][-1] = -1
-        self._w[first_free] = before
-        self._w[free] += len(larger) - before
-        return larger
+        larger["next"][-1] = self._w[f"{free}_head"] if before else -1
+        self._w[f"{free}_head"] = before
+        self._w[f"{free}s"] += len(larger) - before
+        setattr(self._a, f"{pool}s", larger)
 
 
 class _Room:
@@ -367,17 +331,11 @@ class _Room:
 
 def _make_ports(plan: EnginePlan) -> NDArray[Any]:
     ports = _zeros(len(plan.links), np.zeros(0, k.PORT_ROW))
-    for row, link in zip(ports, plan.links, strict=True):
-        row["kibibyte_ps"], row["delay"], row["loss"], row["random"] = (
-            link.kibibyte_ps,
-            link.delay_ps,
-            link.loss,
-            link.random,
-        )
-        row["lossy"] = link.loss > 0
-        row["node"], row["target"] = link.source, link.target
-    for name in ("control_head", "control_tail", "pull_head", "pull_tail"):
-        ports[name] = -1
+    columns = {"node": "source", "target": "target", "kibibyte_ps": "kibibyte_ps", "delay": "delay_ps"}
+    for column, name in {**columns, "loss": "loss", "random": "random"}.items():
+        ports[column] = [getattr(link, name) for link in plan.links]
+    ports["lossy"] = ports["loss"] > 0
+    ports["control"] = ports["pulls"] = -1
     return ports
 
 

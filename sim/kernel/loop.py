@@ -3,25 +3,9 @@
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.jit import call, entry, inlined
+from dlcp.sim.kernel import hosts
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import advance, pop, push
-from dlcp.sim.kernel.messages import close_message, complete_node, free_stream_if_dead, remove_packet
-from dlcp.sim.kernel.receiver import receive_data, receive_probe, send_pull
-from dlcp.sim.kernel.sender import (
-    NOTHING_TO_SEND,
-    begin_message,
-    make_ready,
-    may_send,
-    move_smallest_first,
-    next_queue,
-    next_transmission,
-    probe_timer,
-    receive_ack,
-    receive_nack,
-    receive_probe_reply,
-    stream_timer,
-    transmit,
-)
 from dlcp.sim.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import PORT_QUEUES, Discipline, Number, PacketKind, Row
@@ -48,12 +32,12 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
     transports = k.transports_of(w)
     p = k.ports_of(w)[interface]
     leaving = -1
-    while leaving < 0 and p.control_head < 0 and p.nonempty != 0:
+    while leaving < 0 and p.control.head < 0 and p.nonempty != 0:
         queue = PORT_QUEUES - 1
         while (p.nonempty >> queue) & 1 == 0:
             queue -= 1
         if k.rules_of(w)[0].discipline == Discipline.PFABRIC:
-            move_smallest_first(w, interface, queue)
+            hosts.move_smallest_first(w, interface, queue)
         q = k.queues_of(w)[interface * PORT_QUEUES + queue]
         stream = q.head
         s = streams[stream]
@@ -61,16 +45,16 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
         if s.next < 0:
             p.nonempty &= ~(1 << queue)
         s.ready = 0
-        what = next_transmission(w, interface, stream, now)
-        if what != NOTHING_TO_SEND:
-            leaving = transmit(w, stream, what, now)
-        if may_send(s, transports[s.transport]):
-            make_ready(w, interface, stream, next_queue(w, stream))
+        what = hosts.next_transmission(w, interface, stream, now)
+        if what != hosts.NOTHING_TO_SEND:
+            leaving = hosts.transmit(w, stream, what, now)
+        if hosts.may_send(s, transports[s.transport]):
+            hosts.make_ready(w, interface, stream, hosts.next_queue(w, stream))
         else:
-            free_stream_if_dead(w, stream)
-    if leaving < 0 and p.control_head >= 0:
-        leaving = p.control_head
-        p.control_head = packets[leaving].next
+            hosts.free_stream_if_dead(w, stream)
+    if leaving < 0 and p.control.head >= 0:
+        leaving = p.control.head
+        p.control.head = packets[leaving].next
     return leaving
 
 
@@ -90,10 +74,10 @@ def send_packet(w: Row, port: int, packet: int, now: int) -> None:
     if p.lossy != 0 and k.draw(p) < p.loss:
         counts[EngineCounter.DROPS_LINK] += 1
         counts[EngineCounter.DROPS_BY_CLASS + x.drop_class] += 1
-        remove_packet(w, packet)
+        hosts.remove_packet(w, packet)
     else:
         push(w, p.busy_until + p.delay, k.EventKind.ARRIVE, packet)
-    if p.control_head >= 0 or p.nonempty != 0:
+    if p.control.head >= 0 or p.nonempty != 0:
         p.pending = 1
         push(w, p.busy_until, k.EventKind.PORT_FREE, port)
 
@@ -116,7 +100,7 @@ def run(world: Row, limit: int) -> Number:
     transports = k.transports_of(w)
     route_row = k.route_row_of(w)
     counts = k.counts_of(w)
-    hosts = w.hosts
+    host_count = w.hosts
     while True:
         if w.heap_length == 0 and advance(w) == 0:
             return True
@@ -148,7 +132,7 @@ def run(world: Row, limit: int) -> Number:
         if kind == k.EventKind.ARRIVE:
             x = packets[number]
             node = ports[x.port].target
-            if node >= hosts:
+            if node >= host_count:
                 port = choose_port(w, node, x.target, x.path_hash, x.sprayed)
                 if port < 0:
                     counts[EngineCounter.DROPS_ROUTE] += 1
@@ -168,23 +152,23 @@ def run(world: Row, limit: int) -> Number:
                 if interface < 0:
                     interface = interface_of(w, stream, node)
                 if x.kind == PacketKind.DATA:
-                    receive_data(w, interface, number, now)
+                    hosts.receive_data(w, interface, number, now)
                 elif x.kind == PacketKind.PROBE:
-                    receive_probe(w, interface, number, now)
+                    hosts.receive_probe(w, interface, number, now)
                 else:
                     active = stream
                     gone = number
                     if x.kind == PacketKind.ACK:
-                        receive_ack(w, interface, number, now)
+                        hosts.receive_ack(w, interface, number, now)
                     elif x.kind == PacketKind.NACK:
-                        receive_nack(w, interface, number, now)
+                        hosts.receive_nack(w, interface, number, now)
                     elif x.kind == PacketKind.PULL:
                         streams[stream].credit += 1
                     else:
-                        receive_probe_reply(w, number)
+                        hosts.receive_probe_reply(w, number)
         elif kind == k.EventKind.PORT_FREE:
             ports[number].pending = 0
-            if ports[number].node < hosts:
+            if ports[number].node < host_count:
                 interface = number
             else:
                 out = number
@@ -192,29 +176,29 @@ def run(world: Row, limit: int) -> Number:
         elif kind == k.EventKind.BEGIN:
             if messages[number].packets == 0:
                 messages[number].begin = now
-                complete_node(w, number, now)
-                close_message(w, number)
+                hosts.complete_node(w, number, now)
+                hosts.close_message(w, number)
             else:
-                begin_message(w, number, now)
+                hosts.begin_message(w, number, now)
                 active = messages[number].stream
                 interface = interface_of(w, active, streams[active].source)
         elif kind == k.EventKind.PULL_DUE:
             interface = number
-            send_pull(w, number, now)
+            hosts.send_pull(w, number, now)
         else:
             stream = number if kind == k.EventKind.STREAM_TIMER else messages[number].stream
             interface = interface_of(w, stream, streams[stream].source)
             if kind == k.EventKind.PROBE_DUE:
-                probe_timer(w, interface, number, now)
-            elif stream_timer(w, interface, stream, now):
+                hosts.probe_timer(w, interface, number, now)
+            elif hosts.stream_timer(w, interface, stream, now):
                 active = stream
         if active >= 0:
             s = streams[active]
-            if s.ready == 0 and may_send(s, transports[s.transport]):
-                make_ready(w, interface, active, next_queue(w, active))
+            if s.ready == 0 and hosts.may_send(s, transports[s.transport]):
+                hosts.make_ready(w, interface, active, hosts.next_queue(w, active))
         if interface >= 0:
             p = ports[interface]
-            if p.pending == 0 and (p.control_head >= 0 or p.nonempty != 0):
+            if p.pending == 0 and (p.control.head >= 0 or p.nonempty != 0):
                 if p.busy_until > now:
                     p.pending = 1
                     push(w, p.busy_until, k.EventKind.PORT_FREE, interface)
@@ -225,7 +209,7 @@ def run(world: Row, limit: int) -> Number:
             send_packet(w, out, leaving, now)
         # Do this last: it may close the graph, and nothing above may use freed rows.
         if gone >= 0:
-            remove_packet(w, gone)
+            hosts.remove_packet(w, gone)
 
 
 @entry

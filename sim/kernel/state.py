@@ -13,18 +13,22 @@ Rows have the same names everywhere: ``x`` a packet, ``r`` a transmission, ``s``
 rules of a transport, ``p`` a port, ``q`` a queue. ``packet``, ``stream``, ``message`` and so on are their indices.
 """
 
-import importlib
 from enum import IntEnum
 from typing import Any, Final
 
+import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import GOLDEN
-from dlcp.sim.jit import AVAILABLE, call
+from dlcp.sim.graph import row_type
+from dlcp.sim.jit import call
 from dlcp.sim.plan import PORT_QUEUES, SWITCH_RULES_ROW, TRANSPORT_ROW, Number, Row
 
-i8, i4, i2, i1, f8 = np.int64, np.int32, np.int16, np.int8, np.float64
+i8, i4, i2, i1, u4, u1, f8 = np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint8, np.float64
 
 
 class EventKind(IntEnum):
@@ -59,149 +63,67 @@ STATE_RECEIVED: Final = 0x40
 SPARE_ROWS: Final = 16
 """Rows of each array that one event may need, in addition to a stream's packets in flight and a node's followers."""
 
-SWITCH_ROW: Final = np.dtype(
-    [("random", i8), ("salt", i8), ("used", i8), ("turn", i4), ("divisor", i4)],
-    align=True,
-)
 
-PORT_ROW: Final = np.dtype(
-    [
-        ("busy_until", i8),
-        ("delay", i8),
-        ("sent_bytes", i8),
-        ("bytes", i8),
-        ("bytes_max", i8),
-        ("kibibyte_ps", i4),
-        ("node", i4),
-        ("target", i4),
-        ("control_head", i4),
-        ("control_tail", i4),
-        ("nonempty", np.uint8),
-        ("pending", i1),
-        ("lossy", i1),
-        ("pulling", i1),
-        ("loss", i8),
-        ("random", i8),
-        ("pull_next", i8),
-        ("pull_head", i4),
-        ("pull_tail", i4),
-        ("unused", i8, (4,)),
-    ],
-    align=True,
+LIST: Final = row_type((i4, "head tail"))
+"""A list of rows, which their ``next`` links; see `append`."""
+
+SWITCH_ROW: Final = row_type((i8, "random salt used"), (i4, "turn divisor"))
+
+PORT_ROW: Final = row_type(
+    (i8, "busy_until delay sent_bytes bytes bytes_max"),
+    (i4, "kibibyte_ps node target"),
+    (LIST, "control"),
+    (u1, "nonempty"),
+    (i1, "pending lossy pulling"),
+    (i8, "loss random pull_next"),
+    (LIST, "pulls"),
+    (i8, "unused1 unused2 unused3 unused4"),
 )
 """One direction of a link; the first cache line has the fields that every packet needs. ``nonempty`` has a bit for each
 queue. ``pending``: a PORT_FREE event is scheduled. ``lossy``: ``loss`` is above 0."""
 
-QUEUE_ROW: Final = np.dtype(
-    [("head", i4), ("tail", i4), ("packets", i4), ("depth", i4), ("waiting_bytes", i8), ("unused", i8)],
-    align=True,
-)
+QUEUE_ROW: Final = row_type((i4, "head tail packets depth"), (i8, "waiting_bytes unused"))
 """A queue of a port, at ``port * PORT_QUEUES + queue``. At a host, ``head`` to ``tail`` are streams that are ready to
 send; at a switch they are packets. ``depth`` is the register with the queue depth that the P4 program reads."""
 
-PACKET_ROW: Final = np.dtype(
-    [
-        ("serial", i8),
-        ("message", i4),
-        ("index", i4),
-        ("transmission", i4),
-        ("next", i4),
-        ("port", i4),
-        ("target", i4),
-        ("path_hash", np.uint32),
-        ("size", i4),
-        ("rank", i4),
-        ("kind", i1),
-        ("queue", i1),
-        ("drop_class", i1),
-        ("ecn", i1),
-        ("sprayed", i1),
-        ("satisfied", i1),
-        ("retransmission", i1),
-        ("trimmed", i1),
-        ("ecn_echo", i1),
-        ("unused", i8),
-    ],
-    align=True,
+PACKET_ROW: Final = row_type(
+    (i8, "serial"),
+    (i4, "message index transmission next port target"),
+    (u4, "path_hash"),
+    (i4, "size rank"),
+    (i1, "kind queue drop_class ecn sprayed satisfied retransmission trimmed ecn_echo"),
+    (i8, "unused"),
 )
 """A packet in the network, or an unused row. ``satisfied`` (in an ACK or a reply to a probe): the receiver needs no
 more packets of the message. ``ecn_echo``: the acknowledged packet arrived with a mark. ``rank``: the packets that its
 message has left."""
 
-TRANSMISSION_ROW: Final = np.dtype(
-    [
-        ("serial", i8),
-        ("number", i8),
-        ("sent_at", i8),
-        ("message", i4),
-        ("index", i4),
-        ("previous", i4),
-        ("next", i4),
-        ("queue", i4),
-        ("repeated", i4),
-    ],
-    align=True,
-)
+TRANSMISSION_ROW: Final = row_type((i8, "serial number sent_at"), (i4, "message index previous next queue repeated"))
 """The sender's record of a packet: in flight (in a list by stream and queue) or to be retransmitted.
 
 ``serial`` is the packet's while in flight, otherwise -1, so that late acknowledgements do not match. ``number`` counts
 the stream's transmissions. ``repeated``: the packet was lost before."""
 
-STREAM_ROW: Final = np.dtype(
-    [
-        ("window", f8),
-        ("threshold", f8),
-        ("number", i8),
-        ("deadline", i8),
-        ("timer_at", i8),
-        ("tail_due", i8),
-        ("rtt", i8),
-        ("rtt_var", i8),
-        ("round_end", i8),
-        ("source", i4),
-        ("target", i4),
-        ("path_hash", np.uint32),
-        ("reverse_path_hash", np.uint32),
-        ("in_flight", i4),
-        ("next", i4),
-        ("head", i4),
-        ("retransmit_head", i4),
-        ("repairing", i4),
-        ("acked", i4),
-        ("marked", i4),
-        ("transport", i1),
-        ("ready", i1),
-        ("single_use", i1),
-        ("dead", i1),
-        ("probe_mode", i1),
-        ("tail_probing", i1),
-        ("spare", i1),
-        ("backoff", i1),
-        ("unused", i4),
-        ("first", i4, (PORT_QUEUES,)),
-        ("last", i4, (PORT_QUEUES,)),
-        ("alpha", f8),
-        ("recover", i8),
-        ("reduced", i8),
-        ("rtt_min", i8),
-        ("cut_at", i8),
-        ("epoch", i8),
-        ("peak", f8),
-        ("reno", f8),
-        ("tail", i4),
-        ("retransmit_tail", i4),
-        ("timers", i4),
-        ("credit", i4),
-        ("tail_number", i8),
-        ("tail_message", i4),
-        ("tail_index", i4),
-        ("serial", i8),
-        ("unused_too", i8, (3,)),
-    ],
-    align=True,
+STREAM_ROW: Final = row_type(
+    (f8, "window threshold"),
+    (i8, "number deadline timer_at tail_due rtt rtt_var round_end"),
+    (i4, "source target"),
+    (u4, "path_hash reverse_path_hash"),
+    (i4, "in_flight next head"),
+    (LIST, "retransmissions"),
+    (i4, "repairing acked marked"),
+    (i1, "transport ready single_use dead probe_mode tail_probing spare backoff"),
+    ((i4, PORT_QUEUES), "first last"),
+    (f8, "alpha"),
+    (i8, "recover reduced rtt_min cut_at epoch"),
+    (f8, "peak reno"),
+    (i4, "tail timers"),
+    (i8, "tail_number"),
+    (i4, "tail_message tail_index credit unused"),
+    (i8, "serial unused1 unused2 unused3"),
 )
 """A stream of messages: its window, its messages with unsent packets (``head``), its packets to be retransmitted
-(``retransmit_head``), and its packets in flight by queue (``first``).
+(``retransmissions``), and its packets in flight by queue (``first``).
 
 ``deadline``: when all packets in flight are declared lost. ``tail_due``: when the tail is probed. ``timer_at``: time of
 the only valid event among the ``timers`` scheduled. ``tail_probing``: the tail probe has not been acknowledged; its
@@ -209,56 +131,17 @@ number is ``tail_number``, and it repeats a packet of ``tail_message`` if that i
 beyond the window. ``repairing``: packets that were lost and not acknowledged since. ``probe_mode``: send probes instead
 of data (pFabric). ``credit``: packets that NDP's PULLs have requested."""
 
-MESSAGE_ROW: Final = np.dtype(
-    [
-        ("offset", i8),
-        ("stream", i4),
-        ("packets", i4),
-        ("last_bytes", i4),
-        ("next_index", i4),
-        ("acked", i4),
-        ("received", i4),
-        ("in_flight", i4),
-        ("refs", i4),
-        ("sent", i4),
-        ("retransmits", i4),
-        ("holes", i4),
-        ("transport", i1),
-        ("queue", i1),
-        ("bounded", i1),
-        ("listed", i1),
-        ("done", i1),
-        ("satisfied", i1),
-        ("probed", i1),
-        ("filling_holes", i1),
-        ("probing", i1),
-        ("closed", i1),
-        ("profile", i2),
-        ("begin", i8),
-        ("end", i8),
-        ("delay", i8),
-        ("order", i8),
-        ("step", i8),
-        ("followers", i8),
-        ("follower_count", i4),
-        ("waits", i4),
-        ("graph", i4),
-        ("next_in_stream", i4),
-        ("owner", i8),
-        ("salt", i8),
-        ("probe_at", i8),
-        ("protected", i4),
-        ("required", i4),
-        ("budget", i4),
-        ("missing", i4),
-        ("pulls", i4),
-        ("trims", i4),
-        ("watched", i1),
-        ("probe_timer", i1),
-        ("probe_backoff", i1),
-        ("unused", i8),
-    ],
-    align=True,
+MESSAGE_ROW: Final = row_type(
+    (i8, "offset"),
+    (i4, "stream packets last_bytes next_index acked received in_flight refs sent retransmits holes"),
+    (i1, "transport queue bounded listed done satisfied probed filling_holes probing closed"),
+    (i2, "profile"),
+    (i8, "begin end delay order step followers"),
+    (i4, "follower_count waits graph next_in_stream"),
+    (i8, "owner salt probe_at"),
+    (i4, "protected required budget missing pulls trims"),
+    (i1, "watched probe_timer probe_backoff"),
+    (i8, "unused"),
 )
 """A node of a graph. Its packets' states begin at ``offset``; a node that sends nothing has none.
 
@@ -269,76 +152,73 @@ no more packets. ``listed``: the message is in its stream's list. At the receive
 sent everything and probed. ``refs`` counts packets in the network and timers that refer to the message; its row can be
 reused only when there are none."""
 
-GRAPH_ROW: Final = np.dtype([("remaining", i4), ("open", i4), ("first", i8)], align=True)
+GRAPH_ROW: Final = row_type((i4, "remaining open"), (i8, "first"))
 
-SLOT_ROW: Final = np.dtype([("owner", np.uint32), ("used", np.uint32), ("spent", np.uint32)], align=True)
+SLOT_ROW: Final = row_type((u4, "owner used spent"))
 """A switch's slot for a drop budget: the P4 program's three registers."""
 
-EVENT_ROW: Final = np.dtype([("time", i8), ("key", i8), ("next", i8)])
+EVENT_ROW: Final = row_type((i8, "time key next"))
 """An event in the list of its bucket, or an unused row."""
 
-_INT: Final = np.dtype(np.int64)
-_INT32: Final = np.dtype(np.int32)
-_BYTE: Final = np.dtype(np.uint8)
 
-ARRAYS: Final = {
-    "times": _INT,
-    "keys": _INT,
-    "far_times": _INT,
-    "far_keys": _INT,
-    "events": EVENT_ROW,
-    "buckets": _INT32,
-    "occupied": _INT,
-    "ports": PORT_ROW,
-    "queues": QUEUE_ROW,
-    "packets": PACKET_ROW,
-    "switches": SWITCH_ROW,
-    "slots": SLOT_ROW,
-    "streams": STREAM_ROW,
-    "messages": MESSAGE_ROW,
-    "graphs": GRAPH_ROW,
-    "followers": _INT32,
-    "completions": _INT,
-    "transmissions": TRANSMISSION_ROW,
-    "states": _BYTE,
-    "transports": TRANSPORT_ROW,
-    "profiles": _BYTE,
-    "route_row": _INT32,
-    "route_table": _INT32,
-    "choices": _INT32,
-    "rules": SWITCH_RULES_ROW,
-    "counts": _INT,
-}
-"""The arrays by name, flattened to one dimension."""
+def _make_pointer(typingctx: Any, address: Any) -> Any:
+    """Convert an address to a pointer."""
 
-WORLD: Final = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "now",
-            "sequence",
-            "heap_length",
-            "far_length",
-            "bucketed",
-            "events_waiting",
-            "bucket_now",
-            "bucket_shift",
-            "free_event",
-            "prefetched",
-            "free_packet_head",
-            "free_packets",
-            "free_transmission_head",
-            "free_transmissions",
-            "serial",
-            "completed",
-            "hosts",
-            "free_stream",
-            "in_flight_max",
-            "followers_max",
-            *(f"{name}_at" for name in ARRAYS),
-            *(f"{name}_len" for name in ARRAYS),
-        )
-    ]
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+_carray: Any = numba.carray
+_pointer: Any = intrinsic(_make_pointer)
+ARRAYS: Final[dict[str, np.dtype[Any]]] = {}
+"""The type of each array's rows, by the array's name. Arrays have one dimension here."""
+
+
+def _array(name: str, row_type: Any) -> Any:
+    """Declare an array; return the compiled function that turns its address in the record into the array."""
+    at, length, row = f"{name}_at", f"{name}_len", np.dtype(row_type)
+    ARRAYS[name] = row
+
+    def array_of(w: Row) -> Row:
+        return _carray(_pointer(w[at]), w[length], row)
+
+    return call(array_of)
+
+
+times_of = _array("times", i8)
+keys_of = _array("keys", i8)
+far_times_of = _array("far_times", i8)
+far_keys_of = _array("far_keys", i8)
+events_of = _array("events", EVENT_ROW)
+buckets_of = _array("buckets", i4)
+occupied_of = _array("occupied", i8)
+ports_of = _array("ports", PORT_ROW)
+queues_of = _array("queues", QUEUE_ROW)
+packets_of = _array("packets", PACKET_ROW)
+switches_of = _array("switches", SWITCH_ROW)
+slots_of = _array("slots", SLOT_ROW)
+streams_of = _array("streams", STREAM_ROW)
+messages_of = _array("messages", MESSAGE_ROW)
+graphs_of = _array("graphs", GRAPH_ROW)
+followers_of = _array("followers", i4)
+completions_of = _array("completions", i8)
+transmissions_of = _array("transmissions", TRANSMISSION_ROW)
+states_of = _array("states", u1)
+transports_of = _array("transports", TRANSPORT_ROW)
+profiles_of = _array("profiles", u1)
+route_row_of = _array("route_row", i4)
+route_table_of = _array("route_table", i4)
+choices_of = _array("choices", i4)
+rules_of = _array("rules", SWITCH_RULES_ROW)
+counts_of = _array("counts", i8)
+
+WORLD: Final = row_type(
+    (i8, "now sequence heap_length far_length bucketed events_waiting bucket_now bucket_shift free_event prefetched"),
+    (i8, "free_packet_head free_packets free_transmission_head free_transmissions serial completed hosts free_stream"),
+    (i8, "in_flight_max followers_max"),
+    *((i8, f"{name}_at {name}_len") for name in ARRAYS),
 )
 """Network-wide numbers, then addresses and lengths of the arrays. ``free_packet_head`` is the first of ``free_packets``
 unused packets, and so on. ``completed`` counts rows of ``completions``. ``in_flight_max`` and ``followers_max`` bound
@@ -353,64 +233,20 @@ def bind(world: Any, name: str, array: NDArray[Any]) -> None:
     world[f"{name}_len"] = array.size
 
 
-_carray: Any = None
-_pointer: Any = None
-if AVAILABLE:
-    _numba: Any = importlib.import_module("numba")
-    _ir: Any = importlib.import_module("llvmlite.ir")
-    _carray = _numba.carray
-
-    def _make_pointer(typingctx: Any, address: Any) -> Any:
-        """Convert an address to a pointer."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], _ir.IntType(8).as_pointer())
-
-        return _numba.core.types.voidptr(_numba.types.int64), generate
-
-    _pointer = importlib.import_module("numba.extending").intrinsic(_make_pointer)
-
-
-def _accessor(name: str) -> Any:
-    """Return the compiled function that turns the address in the record into an array."""
-    at, length, row = f"{name}_at", f"{name}_len", ARRAYS[name]
-
-    def array_of(w: Row) -> Row:
-        return _carray(_pointer(w[at]), w[length], row)
-
-    return call(array_of)
-
-
-times_of = _accessor("times")
-keys_of = _accessor("keys")
-far_times_of = _accessor("far_times")
-far_keys_of = _accessor("far_keys")
-events_of = _accessor("events")
-buckets_of = _accessor("buckets")
-occupied_of = _accessor("occupied")
-ports_of = _accessor("ports")
-queues_of = _accessor("queues")
-packets_of = _accessor("packets")
-switches_of = _accessor("switches")
-slots_of = _accessor("slots")
-streams_of = _accessor("streams")
-messages_of = _accessor("messages")
-graphs_of = _accessor("graphs")
-followers_of = _accessor("followers")
-completions_of = _accessor("completions")
-transmissions_of = _accessor("transmissions")
-states_of = _accessor("states")
-transports_of = _accessor("transports")
-profiles_of = _accessor("profiles")
-route_row_of = _accessor("route_row")
-route_table_of = _accessor("route_table")
-choices_of = _accessor("choices")
-rules_of = _accessor("rules")
-counts_of = _accessor("counts")
-
 _MULTIPLIER: Final = GOLDEN - (1 << 64)
 _BELOW_57: Final = (1 << 57) - 1
 _BELOW_31: Final = (1 << 31) - 1
+
+
+@call
+def append(rows: Row, listed: Row, index: int) -> None:
+    """Append a row to a list, or to a queue."""
+    rows[index].next = -1
+    if listed.head < 0:
+        listed.head = index
+    else:
+        rows[listed.tail].next = index
+    listed.tail = index
 
 
 @call

@@ -12,14 +12,13 @@ from dlcp.sim.plan import (
     SLOT_OWNED,
     SLOT_REGISTER_SIZE,
     TRIMMED_BYTES,
-    BufferScope,
     Discipline,
     Number,
     PacketKind,
     PathChoice,
     Row,
 )
-from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE
+from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full
 
 SEND_NOW, WAITS = -2, -1
 """Results of `enqueue` when no packet was dropped."""
@@ -115,16 +114,16 @@ def least_urgent(w: Row, port: int, arriving: int) -> Number:
         previous = at
         at = packets[at].next
     if worst != arriving:
-        remove_from_queue(w, port, worst, before_worst)
+        remove_from_queue(w, port, 0, worst, before_worst)
     return worst
 
 
 @call
-def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
-    """Remove a packet from queue 0; ``before`` is the one in front of it, or -1."""
+def remove_from_queue(w: Row, port: int, queue: int, packet: int, before: int) -> None:
+    """Remove a packet from a queue of a switch's port; ``before`` is the one in front of it, or -1."""
     packets = k.packets_of(w)
     p = k.ports_of(w)[port]
-    q = k.queues_of(w)[port * PORT_QUEUES]
+    q = k.queues_of(w)[port * PORT_QUEUES + queue]
     following = packets[packet].next
     if before < 0:
         q.head = following
@@ -133,10 +132,12 @@ def remove_from_queue(w: Row, port: int, packet: int, before: int) -> None:
     if following < 0:
         q.tail = before
         if before < 0:
-            p.nonempty &= ~1
+            p.nonempty &= ~(1 << queue)
+    size = packets[packet].size
     q.packets -= 1
-    p.bytes -= packets[packet].size
-    q.waiting_bytes -= packets[packet].size
+    q.waiting_bytes -= size
+    p.bytes -= size
+    k.switches_of(w)[p.node].used -= size
 
 
 @call
@@ -160,7 +161,7 @@ def dequeue_smallest(w: Row, port: int) -> Number:
         while at != best:
             before = at
             at = packets[at].next
-    remove_from_queue(w, port, at, before)
+    remove_from_queue(w, port, 0, at, before)
     return at
 
 
@@ -179,26 +180,6 @@ def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
         x.size = TRIMMED_BYTES
         k.counts_of(w)[EngineCounter.TRIMS] += 1
     return URGENT_QUEUE
-
-
-@inlined
-def is_full(w: Row, p: Row, q: Row, size: int) -> Number:
-    """Return whether a port's queue has no room for ``size`` bytes.
-
-    Under DLCP an empty queue always has room: the program assumes that a tail-dropped packet has others before it.
-    """
-    rules = k.rules_of(w)[0]
-    if rules.discipline == Discipline.DLCP and q.packets == 0:
-        return False
-    if rules.discipline == Discipline.PFABRIC:
-        return q.packets >= rules.limit_packets
-    limit = rules.limit_bytes
-    if rules.buffer == BufferScope.QUEUE:
-        return q.waiting_bytes + size > limit
-    if rules.buffer == BufferScope.PORT:
-        return p.bytes + size > limit
-    used = k.switches_of(w)[p.node].used
-    return used + size > limit or (p.bytes + size) * 1024 > rules.alpha_1024 * (limit - used)
 
 
 @call
@@ -231,14 +212,13 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     q = queues[first + queue]
     size = x.size
     dropped = WAITS
-    if is_full(w, p, q, size):
+    if is_full(rules, q.packets, q.waiting_bytes, p.bytes, switches[p.node].used, size):
         counts[EngineCounter.DROPS_TAIL] += 1
         if discipline != Discipline.PFABRIC:
             return packet
         dropped = least_urgent(w, port, packet)
         if dropped == packet:
             return packet
-        switches[p.node].used -= packets[dropped].size
     waiting = q.packets
     if waiting >= rules.ecn_min:
         low = rules.ecn_min
@@ -251,12 +231,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
                 # Marks and pFabric exclude each other, so no other packet has been dropped for this one.
                 counts[EngineCounter.DROPS_EARLY] += 1
                 return packet
-    x.next = -1
-    if q.head < 0:
-        q.head = packet
-    else:
-        packets[q.tail].next = packet
-    q.tail = packet
+    k.append(packets, q, packet)
     p.nonempty |= 1 << queue
     q.packets = waiting + 1
     p.bytes += size
@@ -273,32 +248,20 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
 @call
 def dequeue(w: Row, port: int) -> Number:
     """Remove and return the next packet of a switch's port, which must have one."""
-    packets = k.packets_of(w)
-    switches = k.switches_of(w)
     rules = k.rules_of(w)[0]
-    counts = k.counts_of(w)
-    p = k.ports_of(w)[port]
     if rules.discipline == Discipline.PFABRIC:
-        packet = dequeue_smallest(w, port)
-        switches[p.node].used -= packets[packet].size
-        return packet
+        return dequeue_smallest(w, port)
+    p = k.ports_of(w)[port]
     queue = PORT_QUEUES - 1
     while (p.nonempty >> queue) & 1 == 0:
         queue -= 1
     q = k.queues_of(w)[port * PORT_QUEUES + queue]
     packet = q.head
-    x = packets[packet]
-    q.head = x.next
-    if x.next < 0:
-        p.nonempty &= ~(1 << queue)
-    depth = q.packets - 1
-    q.packets = depth
-    p.bytes -= x.size
-    q.waiting_bytes -= x.size
-    switches[p.node].used -= x.size
+    remove_from_queue(w, port, queue, packet, -1)
     if rules.discipline == Discipline.DLCP:
-        q.depth = depth
-        if x.ecn != 0 and queue != URGENT_QUEUE and depth > rules.mark_above:
+        q.depth = q.packets
+        x = k.packets_of(w)[packet]
+        if x.ecn != 0 and queue != URGENT_QUEUE and q.packets > rules.mark_above:
             x.ecn = 3
-            counts[EngineCounter.MARKS] += 1
+            k.counts_of(w)[EngineCounter.MARKS] += 1
     return packet

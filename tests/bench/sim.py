@@ -26,7 +26,7 @@ from dlcp.bench.results import BenchResult, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star
 from dlcp.sim.transports import DctcpTransport, DlcpTransport, NewRenoTransport
 from tests.bench.harness import Benchmark, int_option

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps: which cells there are, what their results are called, what is reported, and a tiny real one."""
 
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -260,9 +259,8 @@ def test_a_path_of_loss_is_a_router_without_a_round_trip_and_a_switch_with_one()
 
 def test_the_plot_and_the_text_are_of_the_same_cells():
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("plot_sweep", ROOT / "docs" / "plot_sweep.py")
-    plot_sweep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot_sweep)
+    from tests.bench import plots
+
     entries = [
         each
         for loss in (0, 5)
@@ -277,16 +275,16 @@ def test_the_plot_and_the_text_are_of_the_same_cells():
     for each in entries:
         each["details"]["cell"]["loss_percent"] = float(each["name"].split(".")[1][4:])
     failed = {"allreduce.loss5.n8.mb25": "rank 3 ended"}
-    kept = plot_sweep.keep([{"machine": {"cores": 2, "processor": "P"}, "results": entries, "failed": failed}])
+    kept = plots.keep([{"machine": {"cores": 2, "processor": "P"}, "results": entries, "failed": failed}])
     assert len(kept["cells"]) == 8
-    words = plot_sweep.sentences(kept)
+    words = plots.sentences(kept)
     assert "In 8 combinations" in words
     assert "**0.50** (25 MB, 2 ranks, no loss) and 21.50 times (4 kB, 4 ranks, 5 % loss)" in words
     assert "slower in 2 of them" in words
     assert "Not measured, as a run failed: `allreduce.loss5.n8.mb25`" in words
-    picture = plot_sweep.draw(kept["cells"])
+    picture = plots.draw(kept["cells"])
     assert "worst: 0.50x" in picture
     assert "best: 21.50x" in picture
-    assert picture == plot_sweep.draw(kept["cells"]), "the same each time"
-    whole = plot_sweep.block(kept, "", whole=True)
+    assert picture == plots.draw(kept["cells"]), "the same each time"
+    whole = plots.block(kept, "", whole=True)
     assert "| 5 % | 4 kB | 11.50x (0.90x): 1.74 ms, 20 ms | 21.50x" in whole

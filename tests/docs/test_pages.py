@@ -162,23 +162,22 @@ def test_the_readme_is_short_and_its_figures_stand_among_the_benchmarks():
 
 def test_the_picture_in_the_readme_shows_its_table():
     pytest.importorskip("matplotlib")
-    done = subprocess.run(
-        [sys.executable, "docs/plot_results.py", "-"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout == (ROOT / "docs" / "results.svg").read_text(), "run: python docs/plot_results.py"
+    plots = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))
+    drawn = plots["draw_results"]((ROOT / "README.md").read_text())
+    assert drawn == (ROOT / "docs" / "results.svg").read_text(), "run: python -m tests.bench.plots"
 
 
 def test_the_sweep_on_the_pages_is_the_one_that_is_kept():
     pytest.importorskip("matplotlib")
     pages_with_it = [(ROOT / name).read_text() for name in ("README.md", "docs/benchmarks.md")]
-    assert all(text.count("<!-- sweep: by docs/plot_sweep.py -->") == 1 for text in pages_with_it)
+    assert all(text.count("<!-- sweep: by tests/bench/plots.py -->") == 1 for text in pages_with_it)
     if not (ROOT / "docs" / "sweep.json").exists():
-        pytest.skip("no sweep is kept; python docs/plot_sweep.py keeps one")
-    plot = runpy.run_path(str(ROOT / "docs" / "plot_sweep.py"))
+        pytest.skip("no sweep is kept; python -m tests.bench.plots keeps one")
+    plot = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))
     kept = json.loads(plot["KEPT"].read_text())
-    assert plot["draw"](kept["cells"]) == (ROOT / "docs" / "sweep.svg").read_text(), "run: python docs/plot_sweep.py"
+    assert plot["draw"](kept["cells"]) == (ROOT / "docs" / "sweep.svg").read_text(), "run: python -m tests.bench.plots"
     for page in plot["PAGES"]:
-        assert plot["fill"](page, page.read_text(), kept) == page.read_text(), "run: python docs/plot_sweep.py"
+        assert plot["fill"](page, page.read_text(), kept) == page.read_text(), "run: python -m tests.bench.plots"
 
 
 def test_tshark_shows_what_the_page_promises():

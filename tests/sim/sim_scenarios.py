@@ -4,7 +4,7 @@
 import random
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, TrafficSpec
-from dlcp.sim.switches import EcnSpec, SwitchSpec
+from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec, build_topology
 from dlcp.sim.transports import (
     CubicTransport,

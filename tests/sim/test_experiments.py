@@ -12,8 +12,8 @@ from dlcp.cli import main
 from dlcp.commands.sim import experiment_files
 from dlcp.document import DocumentError
 from dlcp.sim.experiment import read
-from dlcp.sim.report.plots import draw
-from dlcp.sim.report.results import Spread, findings, load, series_of
+from dlcp.sim.report import draw
+from dlcp.sim.results import Spread, findings, load, series_of
 from dlcp.sim.running import digest, write
 from dlcp.sim.sweep import SweepError, existing, result_file, sweep
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
@@ -129,7 +129,7 @@ def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
     import dlcp.sim.running as module
 
-    copied = [("sim", module._SIMULATOR, name) for name in ("kernel/loop.py", "report/page.py")]
+    copied = [("sim", module._SIMULATOR, name) for name in ("kernel/loop.py", "report.py")]
     copied += [("dlcp", module._DLCP, name) for name in module._SHARED]
     for folder, source, name in copied:
         (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does
 
     assert changed("sim/kernel/loop.py")
     assert changed("dlcp/tags.py")
-    assert not changed("sim/report/page.py")
+    assert not changed("sim/report.py")
     program = tmp_path / "dlcp.json"
     program.write_text("{}")
     before = module.sources_digest.__wrapped__()

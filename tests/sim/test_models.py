@@ -67,7 +67,7 @@ def test_unknown_names_are_reported_with_the_known_ones() -> None:
 
 def test_a_pytorch_model_is_measured(tmp_path) -> None:
     torch = pytest.importorskip("torch")
-    from dlcp.sim.profiling import ProfileError, measure
+    from dlcp.sim.models import ProfileError, measure
 
     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
     profile = measure(model, (512,), batch=64, name="own", rounds=3)

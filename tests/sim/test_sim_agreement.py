@@ -16,9 +16,9 @@ from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.kernel.kernel_engine import KernelEngine
 from dlcp.sim.kernel.state import SEQUENCE_MAX
 from dlcp.sim.packet_engine import EngineCounter, counts_by_name
-from dlcp.sim.reference.program import chooses_paths
+from dlcp.sim.reference import chooses_paths
+from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.transports import DlcpTransport, NewRenoTransport, PFabricTransport
 from tests.p4.p4source import constants

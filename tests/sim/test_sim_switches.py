@@ -7,7 +7,7 @@ import pytest
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.switches import SwitchSpec
+from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star
 from dlcp.sim.transports import NewRenoTransport
 
@@ -42,7 +42,7 @@ def at_ports(simulation: Simulation, values: np.ndarray, targets: tuple[int, ...
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_port_holds_what_it_has_room_for(engine: str) -> None:
     simulation = flood(engine, SwitchSpec(buffer="port", buffer_packets=ROOM, ecn=None), (8, 9))
-    assert at_ports(simulation, simulation.engine.queue_bytes_max(), (8, 9)).tolist() == [ROOM * PACKET] * 2
+    assert at_ports(simulation, simulation.engine.port_bytes()["bytes_max"], (8, 9)).tolist() == [ROOM * PACKET] * 2
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -50,7 +50,7 @@ def test_each_queue_has_room_of_its_own(engine: str) -> None:
     switches = SwitchSpec(discipline="priority", buffer="queue", buffer_packets=ROOM, ecn=None)
     for queues in ((2,), (2, 5)):
         simulation = flood(engine, switches, (8,), queues)
-        most = at_ports(simulation, simulation.engine.queue_bytes_max(), (8,))
+        most = at_ports(simulation, simulation.engine.port_bytes()["bytes_max"], (8,))
         assert most.tolist() == [len(queues) * ROOM * PACKET]
 
 
@@ -62,7 +62,7 @@ def test_a_shared_buffer_leaves_room_by_dynamic_thresholds(engine: str, targets:
     # Each host sends for 9.6 us to each target, and all ports are full long before that is over.
     simulation = flood(engine, switches, targets, stop_s=9e-6 * len(targets))
     share = alpha / (1 + len(targets) * alpha) * ROOM * 2 * PACKET
-    waiting = at_ports(simulation, simulation.engine.queue_bytes(), targets)
+    waiting = at_ports(simulation, simulation.engine.port_bytes()["bytes"], targets)
     # The eight send to one target after the other, so that packets come by eights.
     np.testing.assert_allclose(waiting, share, atol=4 * PACKET)
 
@@ -82,7 +82,7 @@ def uplink_packets(engine: str, spraying: str, balancing: str, fabric_gbps: floa
     simulation.submit(builder.build())
     simulation.run()
     assert simulation.engine.counts[EngineCounter.RETRANSMITTED] == 0
-    carried = simulation.engine.link_bytes()
+    carried = simulation.engine.port_bytes()["sent_bytes"]
     names = simulation.topology.names
     ups = [simulation.topology.between("leaf0", name) for name in names if name.startswith("spine")]
     source = names.index("leaf0")

@@ -8,7 +8,7 @@ import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.switches import EcnSpec, SwitchSpec
+from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star
 from dlcp.sim.transports import (
     CubicTransport,
@@ -134,11 +134,11 @@ def test_dctcp_keeps_its_queue_and_shares_as_published():
         downward = next(link for link in last if simulation.topology.links[link].target == 0)
         upward = [link for link, item in enumerate(simulation.topology.links) if item.source in range(1, flows + 1)]
         yield simulation.env.timeout(100_000_000_000)
-        before = simulation.engine.link_bytes()
+        before = simulation.engine.port_bytes()["sent_bytes"]
         while simulation.env.now < 299_000_000_000:
             yield simulation.env.timeout(5_000_000)
-            samples.append(simulation.engine.queue_bytes()[downward] / 1500)
-        received.extend((simulation.engine.link_bytes() - before)[upward])
+            samples.append(simulation.engine.port_bytes()["bytes"][downward] / 1500)
+        received.extend((simulation.engine.port_bytes()["sent_bytes"] - before)[upward])
 
     simulation.process(watch())
     simulation.run()

@@ -10,10 +10,10 @@ from dlcp.sim import FailureSpec, Scenario, Simulation
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import TransportRules, make_plan
-from dlcp.sim.reference.parts import MessageStream
+from dlcp.sim.reference import MessageStream
 from dlcp.sim.rules import first_threshold, measure_rtt, on_ack, on_loss, on_timeout, timeout_ps
+from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.simulation import failure
-from dlcp.sim.switches import EcnSpec, SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star, build_topology
 from dlcp.sim.transports import (
     CubicTransport,
@@ -135,7 +135,7 @@ def test_swift_holds_the_delay_that_it_aims_at():
 
     assert counts[EngineCounter.DECLARED_LOST] == 0
     # 30 us hold some 25 packets, of which 4 us are on the wire.
-    assert simulation.engine.queue_bytes_max().max() < 50 * 1500
+    assert simulation.engine.port_bytes()["bytes_max"].max() < 50 * 1500
 
 
 @pytest.mark.parametrize("transport", [NewRenoTransport(), CubicTransport()])
@@ -240,7 +240,7 @@ def test_ndp_trims_instead_of_dropping_and_paces_by_pulls():
     bound = records["packets"].sum() * PACKET_PS
     assert records["end_ps"].max() < 1.1 * bound
     # Eight packets whole, and headers of 64 bytes.
-    assert simulation.engine.queue_bytes_max().max() <= 8 * 1500 + 64 * counts[EngineCounter.TRIMS]
+    assert simulation.engine.port_bytes()["bytes_max"].max() <= 8 * 1500 + 64 * counts[EngineCounter.TRIMS]
 
 
 BOUND = {"loss_bound": 0.1, "queue": 4}

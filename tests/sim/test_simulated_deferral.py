@@ -12,8 +12,8 @@ from dlcp.sim.graph import NODE_RECORD, GraphBuilder
 from dlcp.sim.models import StepProfile, TimedLayer
 from dlcp.sim.packet_engine import counts_by_name
 from dlcp.sim.running import run
+from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.switches import SwitchSpec
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.training import Progress, TrainingJob, class_shares, place_jobs, training
 from dlcp.sim.transports import DlcpTransport
@@ -53,7 +53,7 @@ class Outcome:
         self.nodes = np.concatenate([submitted.graph.nodes for submitted, _ in kept])
         self.records = np.concatenate([records for _, records in kept])
         self.whole = np.concatenate([submitted.packets for submitted, _ in kept])
-        self.link_bytes = simulation.engine.link_bytes().tolist()
+        self.link_bytes = simulation.engine.port_bytes()["sent_bytes"].tolist()
 
     def deferred(self, *, result, step=None):
         """Return the share of the packets of contributions, or of averages, that were deferred."""

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.sim.traffic import WORKLOADS, TrafficSpec, draw_sizes, mean_size
+from dlcp.sim.scenario import WORKLOADS, TrafficSpec, draw_sizes, mean_size
 
 
 # ``meanFlowSize`` of run_pias_dctcp.py and run_pias_vl2.py in PIAS-NS2, in packets of 1,460 bytes.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scikit-learn's handwritten digits, for the examples in this folder."""
+"""scikit-learn's handwritten digits, and the options of the examples in this folder."""
 
+import argparse
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,3 +31,13 @@ def load() -> tuple[Digits, Digits]:
     images = (data.images[order, :, :, np.newaxis] / 16).astype(np.float32)
     labels = data.target[order].astype(np.int32)
     return Digits(images[_TEST_IMAGES:], labels[_TEST_IMAGES:]), Digits(images[:_TEST_IMAGES], labels[:_TEST_IMAGES])
+
+
+def parser(framework: str, rate: float) -> argparse.ArgumentParser:
+    """Return a parser of the options that all examples have; ``rate`` is the default learning rate."""
+    parser = argparse.ArgumentParser(description=f"Handwritten digits with {framework}")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=rate, help="learning rate")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser

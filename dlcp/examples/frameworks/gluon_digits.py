@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from numpy.typing import NDArray
 
 import dlcp.mxnet  # DLCP: there is a kvstore "dist_dlcp" now
-from dlcp.examples.frameworks.digits import Digits, load
+from dlcp.examples.frameworks.digits import Digits, load, parser
 
 
 def network(seed: int) -> Any:
@@ -75,14 +75,10 @@ def predict(model: Any, digits: Digits) -> NDArray[np.int64]:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(description="Handwritten digits with Gluon")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kvstore", default=dlcp.mxnet.NAME)  # DLCP: instead of "dist_sync"
-    parser.add_argument("--save", metavar="FILE", help="write the parameters to FILE")
-    return parser.parse_args(given)
+    options = parser("Gluon", rate=0.1)
+    options.add_argument("--kvstore", default=dlcp.mxnet.NAME)  # DLCP: instead of "dist_sync"
+    options.add_argument("--save", metavar="FILE", help="write the parameters to FILE")
+    return options.parse_args(given)
 
 
 def main() -> None:

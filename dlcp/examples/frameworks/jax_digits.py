@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 import dlcp.jax  # DLCP
 import dlcp.session  # DLCP
-from dlcp.examples.frameworks.digits import Digits, load
+from dlcp.examples.frameworks.digits import Digits, load, parser
 
 Params = dict[str, dict[str, jax.Array]]
 SHAPES = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "fc1": (512, 128), "fc2": (128, 10)}
@@ -87,12 +87,7 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace, group: dl
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(description="Handwritten digits with JAX")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(given)
+    return parser("JAX", rate=0.03).parse_args(given)
 
 
 def main() -> None:

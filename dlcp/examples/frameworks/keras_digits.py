@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 import dlcp.tensorflow as dlcp  # DLCP
-from dlcp.examples.frameworks.digits import Digits, load
+from dlcp.examples.frameworks.digits import Digits, load, parser
 
 
 def network() -> Any:
@@ -61,13 +61,9 @@ def train(training: Digits, testing: Digits, args: argparse.Namespace) -> Any:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(description="Handwritten digits with Keras")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", metavar="FILE", help="write the model to FILE, which must end in .keras")
-    return parser.parse_args(given)
+    options = parser("Keras", rate=0.05)
+    options.add_argument("--save", metavar="FILE", help="write the model to FILE, which must end in .keras")
+    return options.parse_args(given)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch  # DLCP
-from dlcp.examples.frameworks.digits import Digits, load
+from dlcp.examples.frameworks.digits import Digits, load, parser
 
 
 def network(seed: int) -> nn.Module:
@@ -67,13 +67,9 @@ def train(model: DistributedDataParallel, training: Digits, args: argparse.Names
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(description="Handwritten digits with PyTorch")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", metavar="FILE", help="write the model to FILE")
-    return parser.parse_args(given)
+    options = parser("PyTorch", rate=0.1)
+    options.add_argument("--save", metavar="FILE", help="write the model to FILE")
+    return options.parse_args(given)
 
 
 def main() -> None:

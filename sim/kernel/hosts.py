@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts as senders: messages in their streams, the next packet, acknowledgements, losses, and timers.
+"""Hosts: messages in their streams, packets and their acknowledgements, losses and timers, and receiving.
 
 A stream's messages with unsent packets are in a list by order. Its packets in flight are in lists by queue, in the
 order of sending, because packets of one queue are not reordered unless they are sprayed. A packet is declared lost when
@@ -12,42 +12,20 @@ fires before a timer is due is scheduled again, and a replaced event does nothin
 
 from typing import Final
 
-from dlcp.sim.arithmetic import ENTROPY_TABLE
+from dlcp.sim import rules
+from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.jit import call
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import push
-from dlcp.sim.kernel.messages import (
-    allocate_packet,
-    close_message,
-    free_stream_if_dead,
-    free_transmission,
-    take_from_flight,
-)
-from dlcp.sim.packet_engine import FOREVER_PS, EngineCounter
+from dlcp.sim.packet_engine import CompletionKind, EngineCounter
 from dlcp.sim.plan import (
     PORT_QUEUES,
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
-    TIMEOUT_BACKOFF_MAX,
     Number,
     PacketKind,
     Row,
     TransportKind,
-)
-from dlcp.sim.rules import (
-    is_limited,
-    leave_probe_mode,
-    may_probe,
-    measure_rtt,
-    needs_reply,
-    on_ack,
-    on_loss,
-    on_timeout,
-    queue_of,
-    restart_tail_timer,
-    restart_timers,
-    timeout_ps,
-    window_is_open,
 )
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
@@ -56,12 +34,131 @@ CONTROL_RANK: Final = -1
 """Rank of control packets, below that of all data, so that pFabric's switches send them first."""
 
 
+# ------------------------------------------------------------------------------------- packets, graph nodes and streams
+
+
+@call
+def allocate_packet(w: Row) -> Number:
+    """Return an unused packet row. The loop ensures before each event that there is one."""
+    packet = w.free_packet_head
+    w.free_packet_head = k.packets_of(w)[packet].next
+    w.free_packets -= 1
+    return packet
+
+
+@call
+def free_packet(w: Row, packet: int) -> None:
+    """Free a packet's row."""
+    k.packets_of(w)[packet].next = w.free_packet_head
+    w.free_packet_head = packet
+    w.free_packets += 1
+
+
+@call
+def remove_packet(w: Row, packet: int) -> None:
+    """Remove a packet from the network. Close its message if this was the last reference."""
+    message = k.packets_of(w)[packet].message
+    free_packet(w, packet)
+    m = k.messages_of(w)[message]
+    m.refs -= 1
+    if m.refs == 0 and m.done != 0:
+        close_message(w, message)
+
+
+@call
+def free_transmission(w: Row, transmission: int) -> None:
+    """Free a transmission's row. Its serial number becomes -1, so that no late acknowledgement matches it."""
+    transmissions = k.transmissions_of(w)
+    transmissions[transmission].serial = -1
+    transmissions[transmission].next = w.free_transmission_head
+    w.free_transmission_head = transmission
+    w.free_transmissions += 1
+
+
+@call
+def take_from_flight(w: Row, s: Row, m: Row, transmission: int) -> None:
+    """Remove a transmission from the packets in flight of its stream and its message."""
+    transmissions = k.transmissions_of(w)
+    r = transmissions[transmission]
+    if r.previous >= 0:
+        transmissions[r.previous].next = r.next
+    else:
+        s.first[r.queue] = r.next
+    if r.next >= 0:
+        transmissions[r.next].previous = r.previous
+    else:
+        s.last[r.queue] = r.previous
+    s.in_flight -= 1
+    m.in_flight -= 1
+
+
+@call
+def complete_node(w: Row, message: int, now: int) -> None:
+    """Mark a node as done, report it if watched, and start the nodes that have waited for it."""
+    messages = k.messages_of(w)
+    followers = k.followers_of(w)
+    m = messages[message]
+    m.done = 1
+    m.end = now
+    m.missing = m.packets - m.received
+    k.counts_of(w)[EngineCounter.MESSAGES_DONE] += 1
+    if m.watched != 0:
+        report_completion(w, CompletionKind.NODE_DONE, message)
+    for position in range(m.followers, m.followers + m.follower_count):
+        other = followers[position]
+        n = messages[other]
+        n.waits -= 1
+        if n.waits == 0:
+            push(w, now + n.delay, k.EventKind.BEGIN, other)
+    graph = k.graphs_of(w)[m.graph]
+    graph.remaining -= 1
+    if graph.remaining == 0:
+        report_completion(w, CompletionKind.GRAPH_DONE, m.graph)
+
+
+@call
+def report_completion(w: Row, kind: int, number: int) -> None:
+    """Record a completion for Python. The loop ensures before each event that there is room."""
+    completions = k.completions_of(w)
+    completions[2 * w.completed] = kind
+    completions[2 * w.completed + 1] = number
+    w.completed += 1
+
+
+@call
+def close_message(w: Row, message: int) -> None:
+    """Close a message if it is done and nothing refers to it any more."""
+    streams = k.streams_of(w)
+    m = k.messages_of(w)[message]
+    if not rules.may_close(m):
+        return
+    m.closed = 1
+    if m.packets > 0 and streams[m.stream].single_use != 0:
+        streams[m.stream].dead = 1
+        free_stream_if_dead(w, m.stream)
+    graph = k.graphs_of(w)[m.graph]
+    graph.open -= 1
+    if graph.open == 0:
+        report_completion(w, CompletionKind.GRAPH_CLOSED, m.graph)
+
+
+@call
+def free_stream_if_dead(w: Row, stream: int) -> None:
+    """Free the row of a dead single-use stream, unless an interface's list or a timer still refers to it."""
+    s = k.streams_of(w)[stream]
+    if s.dead != 0 and s.ready == 0 and s.timers == 0:
+        s.next = w.free_stream
+        w.free_stream = stream
+        s.dead = 0
+
+
+# -------------------------------------------------------------------------------------------------------------- sending
+
+
 @call
 def begin_message(w: Row, message: int, now: int) -> None:
     """Assign drop classes to a message's packets, and put the message into its stream."""
-    streams = k.streams_of(w)
     states = k.states_of(w)
-    transports = k.transports_of(w)
     profiles = k.profiles_of(w)
     m = k.messages_of(w)[message]
     m.begin = now
@@ -73,16 +170,12 @@ def begin_message(w: Row, message: int, now: int) -> None:
         for index in range(m.packets):
             # In each block the packets of class 0 come first, as DLCP's hosts send them (dlcp/native/tags.c).
             start = index & ~(PROTECTED_BLOCK_PACKETS - 1)
-            keep = (zeros * min(PROTECTED_BLOCK_PACKETS, m.packets - start) + PROFILE_CELLS // 2) // PROFILE_CELLS
-            if index - start < keep or zeros == PROFILE_CELLS:
+            keep = rules.protected_packets(zeros, min(PROTECTED_BLOCK_PACKETS, m.packets - start))
+            if index - start < keep:
                 m.protected += 1
             else:
                 states[m.offset + index] = profiles[first + zeros + k.mix(index, m.salt) % (PROFILE_CELLS - zeros)]
-    s = streams[m.stream]
-    t = transports[m.transport]
-    if t.kind == TransportKind.NDP:
-        s.credit += min(int(t.window), m.packets)
-        m.pulls = min(int(t.window), m.packets)
+    rules.grant_first_window(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m)
     enqueue_message(w, m.stream, message)
 
 
@@ -118,7 +211,7 @@ def enqueue_message(w: Row, stream: int, message: int) -> None:
 @call
 def may_send(s: Row, t: Row) -> Number:
     """Return whether a stream's window is open and its lists are not empty."""
-    return (s.retransmit_head >= 0 or s.head >= 0) and window_is_open(s, t)
+    return (s.retransmissions.head >= 0 or s.head >= 0) and rules.window_is_open(s, t)
 
 
 @call
@@ -135,8 +228,8 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
     if not may_send(s, k.transports_of(w)[s.transport]):
         return NOTHING_TO_SEND
     found = NOTHING_TO_SEND
-    while s.retransmit_head >= 0 and found == NOTHING_TO_SEND:
-        transmission = s.retransmit_head
+    while s.retransmissions.head >= 0 and found == NOTHING_TO_SEND:
+        transmission = s.retransmissions.head
         message = transmissions[transmission].message
         m = messages[message]
         cell = m.offset + transmissions[transmission].index
@@ -149,12 +242,12 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
                 m.holes += 1
             m.retransmits -= 1
             s.repairing -= 1
-            s.retransmit_head = transmissions[transmission].next
+            s.retransmissions.head = transmissions[transmission].next
             free_transmission(w, transmission)
             # It was acknowledged late, or the receiver needs no more. It may have been the last to delay a probe.
             probe_receiver(w, port, message, now)
             close_message(w, message)
-            if k.ports_of(w)[port].control_head >= 0:
+            if k.ports_of(w)[port].control.head >= 0:
                 return NOTHING_TO_SEND
     while s.head >= 0 and found == NOTHING_TO_SEND:
         message = s.head
@@ -184,28 +277,20 @@ def next_queue(w: Row, stream: int) -> Number:
     messages = k.messages_of(w)
     transports = k.transports_of(w)
     s = k.streams_of(w)[stream]
-    if s.retransmit_head >= 0:
-        r = k.transmissions_of(w)[s.retransmit_head]
-        return queue_of(transports[s.transport], messages[r.message], r.index)
+    if s.retransmissions.head >= 0:
+        r = k.transmissions_of(w)[s.retransmissions.head]
+        return rules.queue_of(transports[s.transport], messages[r.message], r.index)
     m = messages[s.head]
-    return queue_of(transports[s.transport], m, m.next_index)
+    return rules.queue_of(transports[s.transport], m, m.next_index)
 
 
 @call
 def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
     """Append a stream to an interface's list of ready streams."""
     streams = k.streams_of(w)
-    q = k.queues_of(w)[port * PORT_QUEUES + queue]
-    p = k.ports_of(w)[port]
-    s = streams[stream]
-    s.ready = 1
-    s.next = -1
-    if q.head < 0:
-        q.head = stream
-    else:
-        streams[q.tail].next = stream
-    q.tail = stream
-    p.nonempty |= 1 << queue
+    streams[stream].ready = 1
+    k.append(streams, k.queues_of(w)[port * PORT_QUEUES + queue], stream)
+    k.ports_of(w)[port].nonempty |= 1 << queue
 
 
 @call
@@ -249,9 +334,9 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     t = k.transports_of(w)[s.transport]
     retransmission = 0
     if what == RETRANSMISSION:
-        transmission = s.retransmit_head
+        transmission = s.retransmissions.head
         r = transmissions[transmission]
-        s.retransmit_head = r.next
+        s.retransmissions.head = r.next
         message = r.message
         index = r.index
         m = messages[message]
@@ -275,7 +360,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
         elif m.next_index == m.packets:
             s.head = m.next_in_stream
             m.listed = 0
-    queue = queue_of(t, m, index)
+    queue = rules.queue_of(t, m, index)
     cell = m.offset + index
     state = states[cell]
     states[cell] = (state & ~k.STATE_MASK) | k.STATE_IN_FLIGHT
@@ -285,7 +370,6 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     r.serial = serial
     r.queue = queue
     r.number = s.number
-    s.number += 1
     r.sent_at = now
     r.next = -1
     r.previous = s.last[queue]
@@ -294,21 +378,10 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     else:
         s.first[queue] = transmission
     s.last[queue] = transmission
-    s.spare = 0
-    # The timeout starts with the oldest packet in flight. Acknowledgements restart it; further packets do not.
-    if s.in_flight == 0:
-        restart_timers(s, t, now)
-    else:
-        restart_tail_timer(s, t, now)
+    rules.on_send(s, t, m, now)
     arm_timer(w, s, stream)
-    s.in_flight += 1
     if s.in_flight > w.in_flight_max:
         w.in_flight_max = s.in_flight
-    if t.kind == TransportKind.NDP:
-        s.credit -= 1
-    m.in_flight += 1
-    m.sent += 1
-    m.refs += 1
     counts[EngineCounter.SENT] += 1
     counts[EngineCounter.RETRANSMITTED] += retransmission
     packet = allocate_packet(w)
@@ -318,7 +391,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.index = index
     x.transmission = transmission
     x.target = s.target
-    x.size = t.header + (m.last_bytes if index == m.packets - 1 else t.payload)
+    x.size = rules.packet_bytes(t, m, index)
     x.rank = m.packets - m.acked
     x.kind = PacketKind.DATA
     x.queue = queue
@@ -329,13 +402,10 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.satisfied = 0
     x.retransmission = retransmission
     x.trimmed = 0
-    path_hash = s.path_hash
+    x.path_hash = s.path_hash
     if t.sprayed != 0:
-        # The P4 program's hash covers this entropy too. A retransmission gets another path.
-        entropy = (index + m.step + retransmission) & 0xFFFFFFFF
-        path_hash ^= ENTROPY_TABLE[0, entropy >> 24] ^ ENTROPY_TABLE[1, (entropy >> 16) & 255]
-        path_hash ^= ENTROPY_TABLE[2, (entropy >> 8) & 255] ^ ENTROPY_TABLE[3, entropy & 255]
-    x.path_hash = path_hash
+        # A retransmission gets another path.
+        x.path_hash = rules.sprayed_hash(s.path_hash, (index + m.step + retransmission) & 0xFFFFFFFF)
     return packet
 
 
@@ -345,14 +415,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
 @call
 def send_control(w: Row, port: int, packet: int) -> None:
     """Append a packet to an interface's control queue, which is sent before everything else."""
-    packets = k.packets_of(w)
-    p = k.ports_of(w)[port]
-    packets[packet].next = -1
-    if p.control_head < 0:
-        p.control_head = packet
-    else:
-        packets[p.control_tail].next = packet
-    p.control_tail = packet
+    k.append(k.packets_of(w), k.ports_of(w)[port].control, packet)
 
 
 @call
@@ -362,7 +425,7 @@ def make_control(w: Row, s: Row, t: Row, packet: int, kind: int, back: int) -> N
     x.kind = kind
     x.target = s.source if back != 0 else s.target
     x.path_hash = s.reverse_path_hash if back != 0 else s.path_hash
-    x.size = t.ack
+    x.size = t.ack_bytes
     x.rank = CONTROL_RANK
     x.ecn = t.ecn
     x.satisfied = 0
@@ -392,14 +455,11 @@ def new_control(w: Row, message: int, kind: int, back: int) -> Number:
 def probe_receiver(w: Row, port: int, message: int, now: int) -> None:
     """Ask a receiver whether it needs the holes, once every packet is sent and answered."""
     m = k.messages_of(w)[message]
-    if not may_probe(m):
+    if not rules.may_probe(m):
         return
-    s = k.streams_of(w)[m.stream]
-    t = k.transports_of(w)[m.transport]
-    m.probing = 1
+    rules.on_probe(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m, now)
     k.counts_of(w)[EngineCounter.PROBES] += 1
     send_control(w, port, new_control(w, message, PacketKind.PROBE, 0))
-    m.probe_at = now + (timeout_ps(s, t) << m.probe_backoff)
     if m.probe_timer == 0:
         m.probe_timer = 1
         m.refs += 1
@@ -416,11 +476,7 @@ def probe_timer(w: Row, port: int, message: int, now: int) -> None:
         close_message(w, message)
         return
     if now >= m.probe_at:
-        if m.probing != 0 and m.probe_backoff < TIMEOUT_BACKOFF_MAX:
-            m.probe_backoff += 1
-        m.probing = 0
-        s = k.streams_of(w)[m.stream]
-        m.probe_at = now + timeout_ps(s, k.transports_of(w)[m.transport])
+        rules.on_probe_timeout(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m, now)
         probe_receiver(w, port, message, now)
     push(w, m.probe_at, k.EventKind.PROBE_DUE, message)
 
@@ -430,17 +486,8 @@ def receive_probe_reply(w: Row, packet: int) -> None:
     """Stop if the receiver needs no more, otherwise retransmit the holes. A pFabric flow leaves probe mode."""
     x = k.packets_of(w)[packet]
     m = k.messages_of(w)[x.message]
-    m.probing = 0
-    m.probe_backoff = 0
-    if x.satisfied != 0:
-        m.satisfied = 1
-    if k.transports_of(w)[m.transport].kind == TransportKind.PFABRIC:
-        leave_probe_mode(k.streams_of(w)[m.stream])
-    elif m.satisfied == 0:
-        m.filling_holes = 1
-        m.next_index = 0
-        if m.listed == 0:
-            enqueue_message(w, m.stream, x.message)
+    if rules.on_probe_reply(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m, x.satisfied):
+        enqueue_message(w, m.stream, x.message)
 
 
 # ------------------------------------------------------------------------------------ acknowledgements and lost packets
@@ -462,9 +509,9 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
     cell = m.offset + x.index
     state = states[cell]
     r = transmissions[x.transmission]
-    leave_probe_mode(s)
+    rules.leave_probe_mode(s)
     if r.serial == x.serial:
-        limited = is_limited(s)
+        limited = rules.is_limited(s)
         queue = r.queue
         number = r.number
         rtt = now - r.sent_at
@@ -473,25 +520,25 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         states[cell] = (state & ~k.STATE_MASK) | k.STATE_ACKED
         m.acked += 1
         free_transmission(w, x.transmission)
-        measure_rtt(s, t, rtt)
+        rules.measure_rtt(s, t, rtt)
         s.backoff = 0
-        on_ack(s, t, x.ecn_echo, rtt, number, now, limited)
+        rules.on_ack(s, t, x.ecn_echo, rtt, number, now, limited)
         # If the tail probe has been answered, every unacknowledged packet sent before it is lost.
         before = -1
         if s.tail_probing != 0 and number >= s.tail_number:
             before = s.tail_number
             s.tail_probing = 0
             if number == before and s.tail_message >= 0:
-                on_loss(s, t, number, now)  # the repeated packet was lost, and the probe has replaced it
+                rules.on_loss(s, t, number, now)  # the repeated packet was lost, and the probe has replaced it
         first = s.first[queue]
         while first >= 0:
             sent = transmissions[first].number
-            if sent + t.reorder > number and sent >= before:
+            if sent + t.reorder_packets > number and sent >= before:
                 break
-            on_loss(s, t, sent, now)
+            rules.on_loss(s, t, sent, now)
             lose(w, port, first, now)
             first = s.first[queue]
-        restart_timers(s, t, now)
+        rules.restart_timers(s, t, now)
         arm_timer(w, s, m.stream)
     else:
         counts[EngineCounter.LATE_ACKS] += 1
@@ -515,7 +562,7 @@ def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
     s = k.streams_of(w)[m.stream]
     if k.transmissions_of(w)[x.transmission].serial == x.serial:
         s.backoff = 0
-        restart_timers(s, k.transports_of(w)[m.transport], now)
+        rules.restart_timers(s, k.transports_of(w)[m.transport], now)
         arm_timer(w, s, m.stream)
         declare_lost(w, x.transmission)
         probe_receiver(w, port, x.message, now)
@@ -563,12 +610,7 @@ def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
     s.repairing += 1 - r.repeated
     r.repeated = 1
     r.serial = -1
-    r.next = -1
-    if s.retransmit_head < 0:
-        s.retransmit_head = transmission
-    else:
-        transmissions[s.retransmit_tail].next = transmission
-    s.retransmit_tail = transmission
+    k.append(transmissions, s.retransmissions, transmission)
 
 
 # --------------------------------------------------------------------------------------------------------------- timers
@@ -587,7 +629,7 @@ def arm_timer(w: Row, s: Row, stream: int) -> None:
 @call
 def awaits_reply(s: Row, t: Row) -> Number:
     """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
-    return (s.retransmit_head >= 0 or s.head >= 0) and needs_reply(s, t)
+    return (s.retransmissions.head >= 0 or s.head >= 0) and rules.needs_reply(s, t)
 
 
 @call
@@ -616,30 +658,19 @@ def time_out_stream(w: Row, port: int, stream: int, now: int) -> None:
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]
     k.counts_of(w)[EngineCounter.TIMEOUTS] += 1
-    on_timeout(s, t)
-    s.tail_probing = 0
-    s.spare = 0
-    if t.kind == TransportKind.NDP:
-        s.credit += max(1, s.in_flight)
+    rules.on_timeout(s, t)
     for queue in range(PORT_QUEUES):
         while s.first[queue] >= 0:
             lose(w, port, s.first[queue], now)
     if s.probe_mode != 0 and awaits_reply(s, t):
-        send_flow_probe(w, port, stream)
-        restart_timers(s, t, now)
+        # A pFabric flow's probe has the priority of its data.
+        message = k.transmissions_of(w)[s.retransmissions.head].message if s.retransmissions.head >= 0 else s.head
+        packet = new_control(w, message, PacketKind.PROBE, 0)
+        k.packets_of(w)[packet].rank = k.messages_of(w)[message].packets - k.messages_of(w)[message].acked
+        k.counts_of(w)[EngineCounter.PROBES] += 1
+        send_control(w, port, packet)
+        rules.restart_timers(s, t, now)
         arm_timer(w, s, stream)
-
-
-@call
-def send_flow_probe(w: Row, port: int, stream: int) -> None:
-    """Send a pFabric flow's probe with the priority of its data."""
-    s = k.streams_of(w)[stream]
-    message = k.transmissions_of(w)[s.retransmit_head].message if s.retransmit_head >= 0 else s.head
-    m = k.messages_of(w)[message]
-    packet = new_control(w, message, PacketKind.PROBE, 0)
-    k.packets_of(w)[packet].rank = m.packets - m.acked
-    k.counts_of(w)[EngineCounter.PROBES] += 1
-    send_control(w, port, packet)
 
 
 @call
@@ -649,16 +680,12 @@ def probe_tail(w: Row, stream: int, now: int) -> None:
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]
     if s.ready != 0:
-        restart_tail_timer(s, t, now)
+        rules.restart_tail_timer(s, t, now)
         return
     k.counts_of(w)[EngineCounter.TAIL_PROBES] += 1
-    s.tail_probing = 1
-    s.tail_number = s.number
     s.tail_message = -1
-    s.tail_due = FOREVER_PS
-    s.spare = 1
-    s.deadline = now + timeout_ps(s, t)
-    if s.retransmit_head < 0 and s.head < 0:
+    rules.begin_tail_probe(s, t, now)
+    if s.retransmissions.head < 0 and s.head < 0:
         latest = -1
         for queue in range(PORT_QUEUES):
             transmission = s.last[queue]
@@ -668,3 +695,81 @@ def probe_tail(w: Row, stream: int, now: int) -> None:
         s.tail_index = transmissions[latest].index
         take_from_flight(w, s, k.messages_of(w)[s.tail_message], latest)
         queue_retransmission(w, s, latest)
+
+
+# ------------------------------------------------------------------------------------------------------------ receiving
+
+
+@call
+def receive_data(w: Row, port: int, packet: int, now: int) -> None:
+    """Receive a packet at its target, and return its row through ``port`` as the acknowledgement."""
+    states = k.states_of(w)
+    counts = k.counts_of(w)
+    x = k.packets_of(w)[packet]
+    m = k.messages_of(w)[x.message]
+    t = k.transports_of(w)[m.transport]
+    kind = PacketKind.ACK
+    if x.trimmed != 0:
+        kind = PacketKind.NACK
+        m.trims += 1
+    else:
+        cell = m.offset + x.index
+        state = states[cell]
+        if state & k.STATE_RECEIVED != 0:
+            counts[EngineCounter.DUPLICATES] += 1
+        else:
+            states[cell] = state | k.STATE_RECEIVED
+            counts[EngineCounter.ARRIVED] += 1
+            m.received += 1
+            if m.bounded != 0 and state & k.CLASS_MASK == 0:
+                m.protected -= 1
+            if m.done == 0 and rules.is_complete(t, m):
+                complete_node(w, x.message, now)
+    # The row becomes the acknowledgement, so read its mark before it is overwritten.
+    marked = x.ecn == 3
+    make_control(w, k.streams_of(w)[m.stream], t, packet, kind, 1)
+    x.ecn_echo = 1 if marked else 0
+    x.satisfied = 1 if m.done != 0 and m.missing > 0 else 0
+    send_control(w, port, packet)
+    if rules.may_pull(t, m):
+        request_packet(w, port, x.message, now)
+
+
+@call
+def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
+    """Answer a sender's probe: whether the message is complete within its loss bound."""
+    x = k.packets_of(w)[packet]
+    m = k.messages_of(w)[x.message]
+    m.probed = 1
+    if m.done == 0 and rules.has_enough(m):
+        complete_node(w, x.message, now)
+    make_control(w, k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], packet, PacketKind.PROBE_REPLY, 1)
+    x.satisfied = m.done
+    send_control(w, port, packet)
+
+
+@call
+def request_packet(w: Row, port: int, message: int, now: int) -> None:
+    """Queue a PULL for one more packet of a message."""
+    k.messages_of(w)[message].pulls += 1
+    p = k.ports_of(w)[port]
+    k.append(k.packets_of(w), p.pulls, new_control(w, message, PacketKind.PULL, 1))
+    if p.pulling == 0:
+        p.pulling = 1
+        push(w, max(now, p.pull_next), k.EventKind.PULL_DUE, port)
+
+
+@call
+def send_pull(w: Row, port: int, now: int) -> None:
+    """Send the first waiting PULL. The next one follows after the serialization time of the requested packet."""
+    packets = k.packets_of(w)
+    p = k.ports_of(w)[port]
+    packet = p.pulls.head
+    p.pulls.head = packets[packet].next
+    t = k.transports_of(w)[k.messages_of(w)[packets[packet].message].transport]
+    p.pull_next = now + (((t.header_bytes + t.payload) * p.kibibyte_ps) >> RATE_SHIFT)
+    send_control(w, port, packet)
+    if p.pulls.head >= 0:
+        push(w, p.pull_next, k.EventKind.PULL_DUE, port)
+    else:
+        p.pulling = 0

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw ``sweep.svg``, and write the sweep's text into README.md and benchmarks.md, from ``sweep.json``.
+"""Draw the plots of README.md and docs/benchmarks.md, and write the text about the sweep, from measurements.
 
-``python -m docs.plot_sweep FILE...`` first rebuilds ``sweep.json`` from the output of ``python -m tests.bench loss
---sweep``; later files replace cells of earlier ones. ``python -m docs.plot_sweep -`` only prints the plot.
+``python -m tests.bench.plots [FILE...]`` does all of it.
+``results.svg`` shows the table in README.md. ``sweep.svg`` and the text come from ``sweep.json``. Given files are
+documents of ``python -m tests.bench loss --sweep``, which replace ``sweep.json``; if a cell is in several files, the
+last one counts.
 """
 
 import io
@@ -22,20 +24,57 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 
 from tests.bench.sweep import ratios, size_words, time_words
 
-HERE = Path(__file__).parent
-KEPT = HERE / "sweep.json"
-PAGES = {HERE.parent / "README.md": "docs/", HERE / "benchmarks.md": ""}
-"""The pages with a block of the sweep, and the folder of the plot relative to each."""
-_BLOCK = re.compile(r"(<!-- sweep: by docs/plot_sweep.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+KEPT = DOCS / "sweep.json"
+README = ROOT / "README.md"
+PAGES = {README: "docs/", DOCS / "benchmarks.md": ""}
+"""The pages with a block about the sweep, and the path from each to the plot."""
+_BLOCK = re.compile(r"(<!-- sweep: by tests/bench/plots.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
+_ROW = re.compile(r"^\| (.*?) \|.*?\|.*?\| \**([\d.]+)x", re.MULTILINE)
+_LABEL_CHARACTERS = 44
 _LINES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 """Okabe and Ito's colours, distinguishable with deuteranopia; the markers differ, too."""
 _FONT_POINTS = 8.5  # of a plot 576 points wide: 12 pixels where it is shown 830 wide
 _TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "dlcp", "font.family": "sans-serif"}
 Cell = dict[str, Any]
 
 
+def draw_results(readme: str) -> str:
+    """Return the plot of README.md's table as SVG: a bar per row, which begins at 1, the speed of Gloo."""
+    rows = _ROW.findall(readme)
+    mpl.rcParams.update(_SETTINGS | {"font.size": 10})
+    figure = Figure(figsize=(8, 2.4), layout="constrained")
+    axes = figure.add_subplot()
+    speeds = [float(ratio) for _, ratio in rows]
+    colours = ["#2f6f4f" if ratio >= 1 else "#b5543a" for ratio in speeds]
+    axes.barh(range(len(rows)), [ratio - 1 for ratio in speeds], left=1, color=colours, height=0.6)
+    axes.set_yticks(range(len(rows)), [_short(name) for name, _ in rows])
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=1)
+    for place, ratio in enumerate(speeds):
+        axes.text(max(ratio, 1) + 0.02, place, f"{ratio:g}x", va="center")
+    axes.set_xlim(0.5, 2.4)
+    axes.set_xlabel("speed of DLCP; 1 is the speed of Gloo")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    return _svg(figure)
+
+
+def _short(name: str) -> str:
+    words, _, rest = name.partition(",")
+    return f"{words},{rest}" if len(name) <= _LABEL_CHARACTERS else f"{words},\n{rest.strip()}"
+
+
+def _svg(figure: Figure) -> str:
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
 def keep(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of ``sweep.json``: the machine, one entry for each cell, and the cells that failed."""
+    """Return the contents of ``sweep.json``: the machine, one entry per cell, and the cells that failed."""
     cells: dict[tuple[float, int, float], Cell] = {}
     failed: dict[str, str] = {}
     for document in documents:
@@ -70,9 +109,7 @@ def keep(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def draw(cells: Sequence[Cell]) -> str:
     """Return the plot as SVG: a panel for each loss rate, a line for each number of ranks."""
-    mpl.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "dlcp", "font.family": "sans-serif", "font.size": _FONT_POINTS}
-    )
+    mpl.rcParams.update(_SETTINGS | {"font.size": _FONT_POINTS})
     losses = sorted({cell["loss_percent"] for cell in cells})
     counts = sorted({cell["ranks"] for cell in cells})
     columns = min(3, len(losses) + 1)
@@ -102,9 +139,7 @@ def draw(cells: Sequence[Cell]) -> str:
         axes.set_axis_off()
     figure.suptitle("Speed of DLCP, in times that of Gloo at its best: above 1, DLCP is faster", fontweight="bold")
     figure.supylabel("times Gloo's speed (higher is better)", fontsize=_FONT_POINTS)
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+    return _svg(figure)
 
 
 def _draw_line(axes: Axes, line: Sequence[Cell], colour: str, marker: str) -> None:
@@ -158,7 +193,7 @@ def _draw_legend(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def sentences(kept: dict[str, Any]) -> str:
-    """Return a summary of the sweep, worst first."""
+    """Return a summary of the sweep, worst cell first."""
     cells = kept["cells"]
     worst, best = (choose(cells, key=lambda cell: cell["ratio"]) for choose in (min, max))
     worst_mean = min(cells, key=lambda cell: cell["ratio_of_means"])
@@ -199,7 +234,7 @@ def _figures(cell: Cell) -> str:
 
 
 def block(kept: dict[str, Any], way: str, whole: bool) -> str:
-    """Return the text between the marks of a page, with the table if ``whole``."""
+    """Return the text for the block of a page; ``whole``: with the table of all cells."""
     picture = f"![Speed of DLCP relative to Gloo over size, ranks and loss]({way}sweep.svg)"
     parts = [picture, textwrap.fill(sentences(kept), 120, break_long_words=False, break_on_hyphens=False)]
     if whole:
@@ -214,20 +249,18 @@ def block(kept: dict[str, Any], way: str, whole: bool) -> str:
 
 
 def fill(page: Path, text: str, kept: dict[str, Any]) -> str:
-    """Return a page's text with its block filled in."""
+    """Return a page's text with its block replaced."""
     words = block(kept, PAGES[page], whole=page.name == "benchmarks.md")
     return _BLOCK.sub(lambda marks: marks[1] + words + marks[2], text)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["-"]:
-        print(draw(json.loads(KEPT.read_text())["cells"]), end="")
-    else:
-        if sys.argv[1:]:
-            made = keep([json.loads(Path(name).read_text()) for name in sys.argv[1:]])
-            KEPT.write_text(json.dumps(made, indent=1) + "\n")
-        made = json.loads(KEPT.read_text())
-        (HERE / "sweep.svg").write_text(draw(made["cells"]))
-        for page in PAGES:
-            page.write_text(fill(page, page.read_text(), made))
-        print(sentences(made))
+    (DOCS / "results.svg").write_text(draw_results(README.read_text()))
+    if sys.argv[1:]:
+        made = keep([json.loads(Path(name).read_text()) for name in sys.argv[1:]])
+        KEPT.write_text(json.dumps(made, indent=1) + "\n")
+    made = json.loads(KEPT.read_text())
+    (DOCS / "sweep.svg").write_text(draw(made["cells"]))
+    for page in PAGES:
+        page.write_text(fill(page, page.read_text(), made))
+    print(sentences(made))

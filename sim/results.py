@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
 from dlcp import __version__
-from dlcp.document import DocumentError, read_json
 from dlcp.sim.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
 from dlcp.sim.running import sources_digest
 from dlcp.sim.sweep import existing
@@ -117,17 +118,19 @@ def _relative(
     found: Mapping[str, Mapping[str, Mapping[int, float]]], figure: Figure
 ) -> dict[str, dict[str, dict[int, float]]]:
     """Divide each number by that of ``relative_to``, seed by seed."""
+    base = figure.relative_to or ""
     changed: dict[str, dict[str, dict[int, float]]] = {}
-    base_name = figure.relative_to or ""
     for name, line in found.items():
         changed[name] = {}
-        for x, by_seed in line.items():
-            bases = found.get(base_name, {}).get(x, {}) if figure.series else line.get(base_name, {})
-            pairs = {seed: (value, bases[seed]) for seed, value in by_seed.items() if value and bases.get(seed)}
-            changed[name][x] = {
-                seed: base / value if figure.inverse else value / base for seed, (value, base) in pairs.items()
-            }
+        for x, values in line.items():
+            bases = found.get(base, {}).get(x, {}) if figure.series else line.get(base, {})
+            changed[name][x] = _by_seed(bases, values) if figure.inverse else _by_seed(values, bases)
     return changed
+
+
+def _by_seed(values: Mapping[int, float], bases: Mapping[int, float]) -> dict[int, float]:
+    """Return the ratio of two metrics by seed: runs with the same seed have the same hosts and the same jitter."""
+    return {seed: value / bases[seed] for seed, value in values.items() if value and bases.get(seed)}
 
 
 class ReportError(RuntimeError):
@@ -180,21 +183,12 @@ def _finding(results: Results, claim: Claim) -> ClaimFinding:
     found: dict[Combination, dict[int, float]] = {}
     for rest, values in ours.items():
         # Both share the other axes; an axis that only ``theirs`` names is where they differ.
-        where = {axis: name for axis, name in rest if axis not in claim.theirs} | _shared(claim) | claim.theirs
-        theirs = results.value(claim.metric, where)
-        # Compare seed by seed: with the same seed, both have the same hosts and the same jitter.
-        pairs = {seed: (value, theirs[seed]) for seed, value in values.items() if value and theirs.get(seed)}
-        if pairs:
-            found[rest] = {seed: _percent(claim, *pair) for seed, pair in pairs.items()}
+        shared = {axis: name for axis, name in (*rest, *claim.ours.items()) if axis not in claim.theirs}
+        theirs = results.value(claim.metric, shared | claim.theirs)
+        ratios = _by_seed(values, theirs) if claim.form == "change_percent" else _by_seed(theirs, values)
+        if ratios:
+            found[rest] = {seed: 100 * (ratio - 1) for seed, ratio in ratios.items()}
     return _chosen(results, claim, found)
-
-
-def _percent(claim: Claim, ours: float, theirs: float) -> float:
-    return 100 * (ours / theirs - 1 if claim.form == "change_percent" else theirs / ours - 1)
-
-
-def _shared(claim: Claim) -> dict[str, str]:
-    return {axis: name for axis, name in claim.ours.items() if axis not in claim.theirs}
 
 
 def _rounded(value: float, unit: str) -> float:
@@ -275,18 +269,15 @@ def _pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
     return [(str(name), old / name, new / name) for name in both]
 
 
+class _ResultFile(msgspec.Struct):
+    metrics: dict[str, float]
+
+
 def _metrics(path: Path) -> dict[str, float]:
     try:
-        document = read_json(path)
-    except DocumentError as error:
+        return msgspec.json.decode(path.read_bytes(), type=_ResultFile).metrics
+    except (OSError, msgspec.DecodeError) as error:
         raise ReportError(f"{path} is not a result file: {error}") from None
-    found = document.get("metrics") if isinstance(document, dict) else None
-    if not isinstance(found, dict):
-        raise ReportError(f"{path} is not a result file: it has no metrics")
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ReportError(f"{path} is not a result file: metric {name} is {value!r}, not a number")
-    return found
 
 
 def _lines(one: dict[str, Any], other: dict[str, Any], above: float) -> list[str]:

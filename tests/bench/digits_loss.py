@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the additional training steps that loss costs: the demo's network on handwritten digits, with packet loss.
 
-``python -m dlcp.sim.convergence`` trains and rewrites ``dlcp/convergence/measured.json``. It needs PyTorch and
+``python -m tests.bench.digits_loss`` trains and rewrites ``dlcp/convergence/measured.json``. It needs PyTorch and
 scikit-learn. Four workers average their gradients. Each worker loses a share of its packets of 350 values: the least
 valuable ones as in DLCP's switches, or random ones. Averages leave out the lost values, as in DLCP's receivers.
 """
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mode, points in measure(options.seeds, options.target, options.most).items():
         errors = ", ".join(f"{loss:.0%} {error:.3f}" for loss, _, error in points[1:])
         source = (
-            f"Measured with python -m dlcp.sim.convergence --seeds {options.seeds} --target {options.target:g}:"
+            f"Measured with python -m tests.bench.digits_loss --seeds {options.seeds} --target {options.target:g}:"
             f" the demo's network on scikit-learn's digits, {WORKERS} workers, {MODES[mode]}. Mean over "
             f"{options.seeds} seeds of the ratio of steps to a test accuracy of {options.target:.0%}; "
             f"standard errors: {errors}."
