@@ -6,6 +6,7 @@ is left out. A fast test starts no process, trains nothing and takes well below 
 """
 
 import fnmatch
+import functools
 import os
 import subprocess
 from multiprocessing.process import BaseProcess
@@ -17,6 +18,7 @@ HERE = Path(__file__).parent
 LINES = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
 
 
+@functools.cache
 def is_fast(path: Path) -> bool:
     """Return whether a module is among the fast ones; the last line that matches its path decides."""
     name = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
