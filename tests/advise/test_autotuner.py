@@ -117,13 +117,10 @@ def test_all_ranks_choose_the_same_bound_at_the_same_step():
     assert not any(by_step[step] for step in range(FIRST_CHOICE, FIRST_CHOICE + WINDOW_STEPS - 1))
 
 
-HALF_SIZES = {name: size // 2 for name, size in SIZES.items()}
-
-
 class Deferring(Autotuned):
     """Three ranks, the last of them behind a port of a third of the others' rate, that may defer."""
 
-    sizes = HALF_SIZES
+    sizes = SIZES
     allowed = 0.0  # nothing is lost, so another bound would be chosen, and deferral begin anew with whole steps
 
     def __init__(self, bound):
@@ -141,7 +138,7 @@ class Deferring(Autotuned):
     def compute(self, seconds):
         due_s = self.network.now + seconds
         self.network.at(due_s, lambda: None)
-        self.network.run(lambda: self.network.now >= due_s)
+        self.network.run(lambda: self.network.now >= due_s, step_s=0.01)
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.75])
