@@ -29,6 +29,9 @@ class SlowPort(Selective):
 
     slowness = 3.0
 
+    def run(self, until, step_s=0.001, **limits):  # in which the slow port sends a packet
+        super().run(until, step_s, **limits)
+
     def transmit(self, target):
         usual = self.rate_bps
         self.rate_bps = usual / self.slowness if target == len(self.ranks) - 1 else usual
