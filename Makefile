@@ -41,7 +41,9 @@ test: $(STAMP) ## set up, check style and types, and run every test
 	@setsid $(MAKE) --no-print-directory -j2 --output-sync=target test-mxnet test-tensorflow test-jax \
 		>out/frameworks.log 2>&1 & frameworks=$$!; \
 	trap 'kill -- -$$frameworks 2>/dev/null || true' EXIT; \
+	$(BIN)/python -m tests.compile_ahead & compiling=$$!; \
 	$(MAKE) --no-print-directory lint; \
+	wait $$compiling; \
 	$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
 	status=0; wait $$frameworks || status=$$?; cat out/frameworks.log; exit $$status
 
