@@ -6,6 +6,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo docs check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
 
+# Python keeps compiled modules even if the user's environment says no: else each process of the tests compiles all that
+# it imports, TensorFlow for 5 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
@@ -28,18 +32,23 @@ check: $(STAMP) ## check style, types and layers, and run the fast tests: a minu
 fast:
 	@$(BIN)/python -m pytest -m fast -n auto --maxprocesses 2 --dist loadfile
 
-# The frameworks are fetched while the other tests run; what goes wrong with that is said when their tests begin.
+# The frameworks are fetched and tested beside the rest, and what their tests say comes last. Tests wait a lot, for
+# processes and networks, so two workers share a core. Modules are not reordered: the one with the fewest tests, which
+# would come last, takes minutes.
 test: $(STAMP) ## set up, check style and types, and run every test
 	@.ci/packages ip tshark clang
-	@setsid nice bash -c 'for name in mxnet tensorflow jax; do .ci/set-up-framework $$name; done' & fetching=$$!; \
-	trap 'kill -- -$$fetching 2>/dev/null || true' EXIT; \
+	@mkdir -p out
+	@setsid $(MAKE) --no-print-directory -j2 --output-sync=target test-mxnet test-tensorflow test-jax \
+		>out/frameworks.log 2>&1 & frameworks=$$!; \
+	trap 'kill -- -$$frameworks 2>/dev/null || true' EXIT; \
+	$(BIN)/python -m tests.compile_ahead & compiling=$$!; \
 	$(MAKE) --no-print-directory lint; \
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile; \
-	wait $$fetching || true
-	@$(MAKE) --no-print-directory -j3 --output-sync=target test-mxnet test-tensorflow test-jax
+	wait $$compiling; \
+	$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
+	status=0; wait $$frameworks || status=$$?; cat out/frameworks.log; exit $$status
 
 test-mxnet test-tensorflow test-jax: test-%: $(STAMP) ## train with MXNet, in an environment of its own; test-tensorflow and test-jax likewise
-	@status=0; .ci/set-up-framework $* || status=$$?; \
+	@status=0; nice .ci/set-up-framework $* || status=$$?; \
 	if [ $$status = 3 ]; then echo "SKIPPED tests/frameworks/with_$*: $* cannot be installed here"; exit 0; fi; \
 	[ $$status = 0 ] || exit $$status; \
 	.venv-$*/bin/python -m pytest tests/frameworks/with_$*

@@ -6,6 +6,8 @@ is left out. A fast test starts no process, trains nothing and takes well below 
 """
 
 import fnmatch
+import functools
+import gc
 import os
 import subprocess
 from multiprocessing.process import BaseProcess
@@ -19,6 +21,7 @@ HERE = Path(__file__).parent
 LINES = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
 
 
+@functools.cache
 def is_fast(path: Path) -> bool:
     """Return whether a module is among the fast ones; the last line that matches its path decides."""
     name = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
@@ -33,6 +36,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: is_fast(item.path))  # last: what is short evens out how long workers take
     for item in items:
         if is_fast(item.path):
             item.add_marker(pytest.mark.fast)
@@ -49,6 +53,13 @@ def _own_configuration_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collector_skips_what_stays():
+    """Spare Python's collector the modules and the collected tests: tests that call it would take seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

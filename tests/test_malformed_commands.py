@@ -216,7 +216,7 @@ def test_what_cannot_work_is_refused_in_a_few_words(line, files):
     assert said.strip(), "it says why"
     assert "Traceback" not in out.getvalue() + said
     assert len(said) < 8000
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 60
 
 
 def test_a_command_whose_package_is_missing_names_the_extra_even_when_asked_for_help(monkeypatch, capsys):

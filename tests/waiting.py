@@ -13,9 +13,12 @@ _POLL_S = 0.005
 def until(condition, what="what the test waits for did not come", deadline_s=DEADLINE_S):
     """Return what ``condition`` returns as soon as that is true; fail with ``what`` if it is not in time."""
     end_s = time.monotonic() + deadline_s
+    asked_s = time.monotonic()
     while not (found := condition()):
-        assert time.monotonic() < end_s, what() if callable(what) else what
-        time.sleep(_POLL_S)
+        now_s = time.monotonic()
+        assert now_s < end_s, what() if callable(what) else what
+        time.sleep(max(_POLL_S, 4 * (now_s - asked_s)))  # what takes long to find out is asked less often
+        asked_s = time.monotonic()
     return found
 
 

@@ -35,7 +35,7 @@ class Ranks:
                  deferral_bound=0.0, **fields):  # fmt: skip
         self.count, self.value_type = count, value_type
         rescale = not error_feedback if rescale is None else rescale
-        self.network = network(count + server, lose or (lambda *_: False), **fields)
+        self.network = network(count + server, lose, **fields)
         self.connections = self.network.ranks[:]
         options = self.options = ReduceOptions(
             LossBound(bound, immediate, deferral_bound), error_feedback, rescale, adaptive_shards

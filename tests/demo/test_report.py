@@ -54,15 +54,33 @@ class Page(html.parser.HTMLParser):
             self.text.append(data)
 
 
-def page_of(runs, tmp_path):
-    return Page(report.write_report(runs, summarize(runs), tmp_path).read_text())
+def write(runs, folder):
+    """Write the report on runs into a folder; return the folder."""
+    return report.write_report(runs, summarize(runs), folder).parent
 
 
-def test_the_page_holds_every_figure_and_how_to_make_it_again(runs, tmp_path):
-    page = page_of(runs, tmp_path)
+def page_of(runs, folder):
+    return Page((write(runs, folder) / "report.html").read_text())
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """The folder of the report on the runs that ``runs`` returns; drawing its figures takes a second."""
+    return write(make_runs(steps=60), tmp_path_factory.mktemp("usual"))
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """The figures on these runs."""
+    runs = make_runs(steps=60)
+    return draw_all(runs, summarize(runs))
+
+
+def test_the_page_holds_every_figure_and_how_to_make_it_again(runs, drawn, usual):
+    page = Page((usual / "report.html").read_text())
     summary = summarize(runs)
     assert page.ids >= FIGURES
-    for figure in draw_all(runs, summary).values():
+    for figure in drawn.values():
         assert figure.caption.replace("\u00a0", " ") in page.text
         assert figure.caption.endswith(".")
     assert style.sentence("headline", summary).replace("\u00a0", " ") in page.text
@@ -70,12 +88,11 @@ def test_the_page_holds_every_figure_and_how_to_make_it_again(runs, tmp_path):
         assert fact in page.text
     for name in style.SHORT_NAMES.values():
         assert name in page.text
-    assert {path.stem for path in tmp_path.glob("*.svg")} == FIGURES
+    assert {path.stem for path in usual.glob("*.svg")} == FIGURES
 
 
-def test_the_page_needs_nothing_but_itself(runs, tmp_path):
-    path = report.write_report(runs, summarize(runs), tmp_path)
-    text = path.read_text()
+def test_the_page_needs_nothing_but_itself(usual):
+    text = (usual / "report.html").read_text()
     page = Page(text)
     assert page.tags & {"script", "link", "iframe", "img", "object", "embed", "image"} == set()
     assert page.attributes & {"src", "xlink:href", "srcset", "onclick", "onload"} == set()
@@ -85,10 +102,9 @@ def test_the_page_needs_nothing_but_itself(runs, tmp_path):
     assert len(text) < 400_000
 
 
-def test_figures_are_files_of_their_own(runs, tmp_path):
-    report.write_report(runs, summarize(runs), tmp_path)
+def test_figures_are_files_of_their_own(usual):
     for name in FIGURES:
-        text = (tmp_path / f"{name}.svg").read_text()
+        text = (usual / f"{name}.svg").read_text()
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert [child.tag.partition("}")[2] for child in root][:3] == ["title", "style", "desc"]
@@ -97,8 +113,8 @@ def test_figures_are_files_of_their_own(runs, tmp_path):
         assert "nan" not in text.lower()
 
 
-def test_drawings_stay_within_their_frames(runs):
-    for plot in draw_all(runs, summarize(runs)).values():
+def test_drawings_stay_within_their_frames(drawn):
+    for plot in drawn.values():
         width, height = (float(size) for size in re.search(r'viewBox="0 0 (\S+) (\S+)"', plot.inline).groups())
         corners = re.findall(
             r"[ML] (-?[.\d]+) (-?[.\d]+)", re.sub(r"<defs>.*?</defs>", "", plot.inline, flags=re.DOTALL)
@@ -111,20 +127,19 @@ def test_drawings_stay_within_their_frames(runs):
             assert 0 <= float(y) <= height
 
 
-def test_the_same_runs_give_the_same_page(runs, tmp_path):
-    texts = [report.write_report(runs, summarize(runs), tmp_path / name).read_text() for name in "ab"]
+def test_the_same_runs_give_the_same_page(runs, usual, tmp_path):
+    texts = [(folder / "report.html").read_text() for folder in (usual, write(runs, tmp_path))]
     assert texts[0] == texts[1]
     assert "matplotlib" not in texts[0].lower()
 
 
-def test_marks_say_what_they_show(runs):
-    plots = draw_all(runs, summarize(runs))
+def test_marks_say_what_they_show(runs, drawn):
     curve = runs["gloo"]["curve"]
-    tips = re.findall(r"<title>(.*?)</title>", plots["accuracy"].inline)
+    tips = re.findall(r"<title>(.*?)</title>", drawn["accuracy"].inline)
     assert len([tip for tip in tips if tip.startswith("Gloo: ")]) == len(curve)
     packets, lost, _ = runs["dlcp"]["ledger"]["by_class"][7]
-    assert f"DLCP, class 7: {lost:,} of {packets:,} packets lost" in plots["loss_by_class"].inline
-    for plot in plots.values():
+    assert f"DLCP, class 7: {lost:,} of {packets:,} packets lost" in drawn["loss_by_class"].inline
+    for plot in drawn.values():
         assert f'role="img" aria-label="{plot.title}"' in plot.inline
         assert "var(--" in plot.inline
         assert not re.search(r"#[0-9a-f]{6}", re.sub(r'"#m[0-9a-f]+"', "", plot.inline)), "a colour of no mode"
@@ -143,8 +158,8 @@ def test_without_gloo_the_page_says_so_and_why_it_matters(tmp_path):
     assert page.ids >= FIGURES
 
 
-def test_with_gloo_there_is_no_excuse(runs, tmp_path):
-    assert "There is no run with Gloo" not in page_of(runs, tmp_path).text
+def test_with_gloo_there_is_no_excuse(usual):
+    assert "There is no run with Gloo" not in Page((usual / "report.html").read_text()).text
 
 
 def test_a_slower_dlcp_is_called_slower(runs, tmp_path):

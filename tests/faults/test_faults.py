@@ -341,4 +341,4 @@ def test_a_rank_lost_for_good_is_an_error_that_names_it(how, way):
         assert "parts." in message, "the layers"
         assert "TransportError" in message, "DDP shows what the hook's future failed with"
         assert "the framework's own all-reduce cannot take over" in message
-        assert seconds < 12
+        assert seconds < 25

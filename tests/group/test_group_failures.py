@@ -20,6 +20,8 @@ from tests.transport.free_ports import free_port, free_udp_ports
 
 PROCESSES_LIMIT_S = 100
 QUICK = Options(silence_s=1.2, deadline_s=5.0, meet_s=30.0, payload_bytes=1440)
+PATIENT = QUICK.with_(silence_s=10 * LIMIT_S, deadline_s=20 * LIMIT_S)
+"""Longer than ranks may take in all: who needs to wait for neither is told at once."""
 NAMES = ["front", "middle", "back"]
 TRAINING = """
 import os, signal, sys, time
@@ -101,16 +103,14 @@ def test_a_rank_that_raises_tells_the_others_why():
     master = f"127.0.0.1:{free_port()}"
 
     def one(rank):
-        with dlcp.session.join(QUICK, rank=rank, size=3, master=master) as group:
+        with dlcp.session.join(PATIENT, rank=rank, size=3, master=master) as group:
             group.register(NAMES)
             group.average(gradients(rank, 0))
             if rank == 1:
                 raise ZeroDivisionError("out of luck")
             group.average(gradients(rank, 1))
 
-    began_s = time.monotonic()
     found = on_ranks(3, one)
-    assert time.monotonic() - began_s < 10
     assert isinstance(found[1], ZeroDivisionError)
     for rank in (0, 2):
         assert isinstance(found[rank], TransportError)
@@ -120,9 +120,7 @@ def test_a_rank_that_raises_tells_the_others_why():
 def test_a_rank_that_does_not_come_is_named():
     master = f"127.0.0.1:{free_port()}"
     options = QUICK.with_(meet_s=0.8, fallback=False)
-    began_s = time.monotonic()
     found = on_ranks(3, lambda rank: dlcp.session.join(options, rank=rank, size=3, master=master), only=[0, 2])
-    assert time.monotonic() - began_s < 10
     for error in found.values():
         assert isinstance(error, NotJoinedError)
         assert "rank 1 has not called dlcp.session.join" in str(error)
@@ -244,11 +242,9 @@ def test_a_parameter_that_nobody_starts_is_named_by_the_deadline():
     def train(group):
         group.register(NAMES)
         group.average(gradients(group.rank, 0))
-        began_s = time.monotonic()
         future = group.start("front", gradients(group.rank, 1)["front"])
         with pytest.raises(TransportError, match=r"step 1: rank . has not started back, middle in 0\.7 s"):
             future.result(LIMIT_S)
-        assert time.monotonic() - began_s < 5
         with pytest.raises(TransportError, match="has not started"):
             group.end_step()
 
@@ -272,7 +268,7 @@ def test_rank_0_keeps_the_store_until_the_others_have_left():
 import time, dlcp.session
 from dlcp.session.store import StoreChannel
 def take_late(channel, name, rank, end_s, take=StoreChannel._take):
-    time.sleep(0.7 * channel.rank)
+    time.sleep(0.4 * channel.rank)
     return take(channel, name, rank, end_s)
 group = dlcp.session.join()
 StoreChannel._take = take_late
@@ -285,7 +281,7 @@ group.barrier()
 
 
 def test_a_rank_that_lags_behind_can_use_dlcp_though_rank_0_has_long_been_done():
-    """The store is there as long as somebody may need it; here for eight times what counts as silence."""
+    """The store is there as long as somebody may need it; here for four times what counts as silence."""
     code = """
 import os, time, numpy as np, dlcp.session
 group = dlcp.session.join(dlcp.session.Options(silence_s=0.5, deadline_s=30, meet_s=30))
@@ -293,7 +289,7 @@ group.register(["w"])
 group.average({"w": np.ones(50_000, np.float32)})
 group.barrier()
 if group.rank == 1:
-    time.sleep(4)
+    time.sleep(2)
     print(group.active, group.reason)
 """
     port = free_port()
@@ -329,7 +325,7 @@ def test_rank_0_waits_for_one_that_stays_no_longer_than_it_was_told():
     groups = on_ranks(2, lambda rank: dlcp.session.join(brief, rank=rank, size=2, master=master))
     began_s = time.monotonic()
     groups[0].close()
-    assert brief.deadline_s <= time.monotonic() - began_s < brief.deadline_s + 5
+    assert brief.deadline_s <= time.monotonic() - began_s < brief.meet_s
     groups[1].close()
 
 
@@ -362,13 +358,11 @@ def test_models_that_differ_are_an_error_on_all_ranks():
     master = f"127.0.0.1:{free_port()}"
 
     def one(rank):
-        with dlcp.session.join(QUICK, rank=rank, size=2, master=master) as group:
+        with dlcp.session.join(PATIENT, rank=rank, size=2, master=master) as group:
             group.register(["w"])
             group.average({"w": np.zeros(5000 + rank * 7, np.float32)})
 
-    began_s = time.monotonic()
     found = on_ranks(2, one)
-    assert time.monotonic() - began_s < 10
     for error in found.values():
         assert isinstance(error, TransportError)
         assert "w" in str(error)

@@ -21,7 +21,7 @@ from dlcp.session.joining import Agreement
 from dlcp.session.secret import job_secret, proof
 from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, serve
 from dlcp.transport import DeadlineError, PeerSilentError
-from tests.group.group_ranks import on_ranks
+from tests.group.group_ranks import LIMIT_S, on_ranks
 
 SECRET = b"of the job"
 
@@ -74,17 +74,18 @@ def test_what_is_waited_for_comes_or_time_is_up(server, store):
     began_s = time.monotonic()
     with pytest.raises(StoreError, match=r"nobody has written never in 0.2 s"):
         store.get("never", 0.2)
-    assert 0.15 < time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s > 0.15
     other.close()
 
 
 def test_whoever_waits_does_not_keep_others_of_the_same_connection(store):
-    waiting = threading.Thread(target=store.first, args=(["never"], 2))
+    waiting = threading.Thread(target=store.first, args=(["b"], LIMIT_S))
     waiting.start()
-    began_s = time.monotonic()
     store.set("a", "1")
-    assert time.monotonic() - began_s < 1
-    waiting.join()
+    assert waiting.is_alive()
+    store.set("b", "1")
+    waiting.join(LIMIT_S / 2)
+    assert not waiting.is_alive()
 
 
 def test_a_last_will_is_written_however_a_connection_ends(server, store):
@@ -99,10 +100,8 @@ def test_nobody_serving_is_told_within_the_deadline_with_what_to_check():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = probe.getsockname()
-        began_s = time.monotonic()
         with pytest.raises(StoreError, match=r"no answer from the store of rank 0 at 127\.0\.0\.1:\d+ .*MASTER_PORT"):
             Store(address, 0.3, SECRET)
-    assert time.monotonic() - began_s < 3
 
 
 def test_a_port_in_use_is_told_with_what_to_do():
@@ -249,9 +248,7 @@ def test_what_a_rank_may_ask_is_limited(store, monkeypatch):
     store.delete(["k"])
     store.set("l", bytes(61))
     monkeypatch.setattr(store_module, "WAIT_S_MAX", 0.1)
-    began_s = time.monotonic()
     store._link.call("first", {"keys": ["never"], "wait_s": 1e9})
-    assert time.monotonic() - began_s < 5
 
 
 def test_two_jobs_do_not_mix(server):
@@ -366,9 +363,7 @@ def test_the_store_does_not_fill_up(server):
 
 def test_a_rank_that_has_ended_is_named_at_once(server):
     Store(server.address, 5, SECRET).set(ended_key(1), "it was killed")
-    began_s = time.monotonic()
-    found = on_channel(server, 3, lambda ranks: ranks.gather(0), only=[0, 2])
-    assert time.monotonic() - began_s < 3
+    found = on_channel(server, 3, lambda ranks: ranks.gather(0), only=[0, 2], deadline_s=10 * LIMIT_S)
     for error in found.values():
         assert isinstance(error, PeerSilentError)
         assert "rank 1 has ended: it was killed (test)" in str(error)

@@ -60,15 +60,14 @@ def straggles(first, second):
     return waits_s > max(0.05, sum(second["present"]["waiting_s"].values()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path, way):
+def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path):
     script, stop = tmp_path / "script.py", tmp_path / "stop"
     script.write_text(SCRIPT)
     environment = {name: text for name, text in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
     words = ["train", "--live", "0", "--nproc-per-node", "2", "--", str(script), str(stop)]
     with (tmp_path / "said").open("w") as said:
         training = subprocess.Popen(
-            [sys.executable, "-m", "dlcp.cli", *words], cwd=REPOSITORY, env=environment | WAYS[way], stderr=said
+            [sys.executable, "-m", "dlcp.cli", *words], cwd=REPOSITORY, env=environment | WAYS["memory"], stderr=said
         )
     try:
         told = until(lambda: re.search(r"http://127\.0\.0\.1:\d+/", (tmp_path / "said").read_text()))
@@ -82,7 +81,7 @@ def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path, wa
         until(lambda: straggles(*members(url)), "rank 0 waits for the straggler, who waits less")
         assert second["present"]["computing_s"] > 0.09
         assert [peer["rank"] for peer in first["peers"]] == [1]
-        assert first["peers"][0]["local"] is (way == "memory")
+        assert first["peers"][0]["local"]
         assert 0 < first["packets"]["delivered"] <= first["packets"]["sent"]
         layers = json.loads(ask(f"{url}state"))["sessions"][0]["layers"]
         assert [layer["names"] for layer in layers] == [["0"], ["1"]]
@@ -155,6 +154,7 @@ def fall_back(worker, folder):
 def test_after_a_fall_back_steps_go_on_to_be_counted_and_the_reason_is_told(tmp_path):
     for before, after, ended in values(launch(2, fall_back, str(tmp_path))):
         assert (before["phase"], before["reason"], list(before["peers"])) == ("ready", "", [str(1 - before["rank"])])
+        assert not before["peers"][str(1 - before["rank"])]["local"], "through sockets"
         assert "the test cuts the path <here>" in after["reason"]
         assert after["fallback"] == "the framework's own all-reduce"
         assert after["peers"] == {}

@@ -469,4 +469,4 @@ def test_a_killed_rank_ends_the_others_with_rank_step_and_layer():
         assert f"rank {rank} has no average of 0.weight..0.bias" in message
         assert "rank 2 has been silent" in message
         assert "0.weight..0.bias" in again, "and every further forward pass says so at once"
-        assert seconds < SILENCE_S + 5
+        assert seconds < SILENCE_S + 30

@@ -278,7 +278,7 @@ def test_a_worker_that_hangs_ends_the_others_with_its_name_and_says_where_it_is(
     for message, seconds in values(outcomes[:2]):
         assert "step 2: rank 2" in message
         assert others_say in message
-        assert seconds < 2 * DEADLINE_S + 3
+        assert seconds < 10 * DEADLINE_S
     said = log.read_text()
     assert it_says in said
     assert not it_says or f"in {hang.__name__}" in said

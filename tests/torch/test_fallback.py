@@ -110,7 +110,7 @@ def test_a_stranger_who_writes_and_deletes_in_the_store_of_ranks_with_a_secret_h
 def test_a_rank_that_does_not_come_is_named_by_the_deadline(store):
     began_s = time.monotonic()
     results = together(store, [LOCAL, None, LOCAL], deadline_s=0.6)
-    assert 0.5 < time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s > 0.5
     assert "rank 1 has not called dlcp.torch.enable" in reasons(results)
 
 
@@ -121,9 +121,7 @@ def test_the_lowest_of_those_who_came_speaks(store):
 
 def test_a_late_rank_hears_what_was_decided_at_once(store):
     early = together(store, [None, LOCAL], deadline_s=0.3)
-    began_s = time.monotonic()
-    late = together(store, [LOCAL, None], deadline_s=30)
-    assert time.monotonic() - began_s < 5
+    late = together(store, [LOCAL, None], deadline_s=10 * LIMIT_S)
     assert late[0][0] == early[1][0]
 
 
@@ -131,9 +129,8 @@ def test_a_port_in_use_stops_all_at_once(store):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        began_s = time.monotonic()
-        results = together(store, [LOCAL, Options(bind=f"127.0.0.1:{port}"), LOCAL], delays={1: 0.1})
-    assert time.monotonic() - began_s < 5, "nobody waits for the deadline"
+        options = [LOCAL, Options(bind=f"127.0.0.1:{port}"), LOCAL]
+        results = together(store, options, delays={1: 0.1}, deadline_s=10 * LIMIT_S)
     reason = reasons(results)
     assert "rank 1: cannot bind UDP at 127.0.0.1" in reason
     assert str(port) in reason
@@ -151,12 +148,10 @@ def test_whatever_stops_one_rank_the_others_know_at_once_and_why(store, monkeypa
     monkeypatch.setattr(joining, "bind", bind_or_break)
 
     def one(rank):
-        return join([LOCAL, BROKEN, LOCAL][rank], Agreement(store, rank, 3, 10.0), call="dlcp.torch.enable")
+        return join([LOCAL, BROKEN, LOCAL][rank], Agreement(store, rank, 3, 10 * LIMIT_S), call="dlcp.torch.enable")
 
-    began_s = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         errors = [waiting.exception(LIMIT_S) for waiting in [pool.submit(one, rank) for rank in range(3)]]
-    assert time.monotonic() - began_s < 5, "nobody waits for the deadline"
     assert isinstance(errors[1], ZeroDivisionError)
     for error in (errors[0], errors[2]):
         assert isinstance(error, NotJoinedError)

@@ -2,12 +2,11 @@
 """Scripts that end without closing anything: the other ranks get their averages, and hear who has left."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.torch.workers import start_module
 from tests.transport.free_ports import free_port
 
 LIMIT_S = 100
@@ -17,35 +16,43 @@ STEPS = 4
 WAYS = ["ddp", "cross_step", "fsdp", "backend", "group"]
 
 
-def run(way, ending, steps):
-    """Run a rank for each of ``steps``, which says how many it takes; return exit statuses and what they printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(steps))}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DLCP_SHARED_MEMORY": "0"}
-    environment |= {"DLCP_BIND": "127.0.0.1:0", "DLCP_SILENCE_S": str(SILENCE_S), "DLCP_FALLBACK": "0"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.torch.leaving_script", way, ending, str(count)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, count in enumerate(steps)
-    ]
-    try:
+@pytest.fixture
+def run(tmp_path):
+    def run(way, ending, steps):
+        """Run a rank for each number of ``steps``; return exit statuses and what the ranks printed."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(steps))}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DLCP_SHARED_MEMORY": "0"}
+        environment |= {"DLCP_BIND": "127.0.0.1:0", "DLCP_SILENCE_S": str(SILENCE_S), "DLCP_FALLBACK": "0"}
+        outputs = [tmp_path / f"rank {rank}" for rank in range(len(steps))]
+        processes = [
+            start_module(
+                "tests.torch.leaving_script",
+                [way, ending, str(count)],
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                outputs[rank],
+            )
+            for rank, count in enumerate(steps)
+        ]
         end_s = time.monotonic() + LIMIT_S
-        printed = [process.communicate(timeout=end_s - time.monotonic())[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in processes], printed
+        try:
+            for process in processes:
+                process.join(max(0.0, end_s - time.monotonic()))
+            statuses = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        printed = [output.read_text() for output in outputs]
+        assert None not in statuses, "\n".join(printed)
+        return statuses, printed
+
+    return run
 
 
 @pytest.mark.parametrize("ending", ["returned", "destroyed"])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_last_step_is_not_lost_with_a_rank_that_ends(way, ending):
+def test_the_last_step_is_not_lost_with_a_rank_that_ends(run, way, ending):
     if way == "group" and ending == "destroyed":
         pytest.skip("a group of its own has no process group")
     statuses, printed = run(way, ending, [STEPS] * 3)
@@ -54,7 +61,7 @@ def test_the_last_step_is_not_lost_with_a_rank_that_ends(way, ending):
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "fsdp"])  # Gloo, which gathers parameters, sees it first
-def test_ranks_hear_at_once_that_another_has_left(way):
+def test_ranks_hear_at_once_that_another_has_left(run, way):
     statuses, printed = run(way, "returned", [STEPS, STEPS, STEPS - 2])
     assert 0 not in statuses[:2], "\n".join(printed)
     for text in printed[:2]:

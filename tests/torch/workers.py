@@ -4,9 +4,13 @@
 Workers are forked from a process that has imported PyTorch once, so that starting them takes no seconds.
 """
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
+import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -52,6 +56,7 @@ class Outcome:
 
 
 def _run(worker, store, function, arguments, pipe):
+    gc.freeze()  # looking through all of PyTorch's objects takes half a second
     common = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **WAYS["sockets"]}
     os.environ.update(common | worker.environment)
     import torch
@@ -124,3 +129,29 @@ def values(outcomes):
         if outcome.error or outcome.exit_status is not None:
             raise AssertionError(f"rank {rank} failed (exit status {outcome.exit_status}):\n{outcome.error}")
     return [outcome.value for outcome in outcomes]
+
+
+def start_module(module, arguments, environment, output):
+    """Start ``python -m module``, but from a process that has imported PyTorch; write what it prints to a file."""
+    process = CONTEXT.Process(target=_run_module, args=(module, arguments, environment, output))
+    process.start()
+    return process
+
+
+def _run_module(module, arguments, environment, output):
+    gc.freeze()
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    status, kept = 0, None
+    try:
+        kept = runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # End as an interpreter does, with atexit's functions and after all threads, which multiprocessing would skip.
+    ctypes.pythonapi.Py_Exit(status)
+    del kept  # until then, as a main module's variables

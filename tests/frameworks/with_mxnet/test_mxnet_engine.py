@@ -59,7 +59,7 @@ def test_a_sum_is_there_while_another_gradient_is_still_computed(store):
     began_s = time.monotonic()
     store.pushpull(0, slow, priority=0)
     store.pushpull(1, quick, priority=-1)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < LIMIT_S / 2, "nothing waits for the slow one"
     assert quick.asnumpy().tolist() == [4] * 8
     assert not computed.is_set()
     computed.set()
