@@ -89,7 +89,9 @@ class Ledger:
             More was lost or deferred than the bound allows, or a protected packet was lost; the message is recorded
             nevertheless.
         """
-        packets, arrived, deferred = len(delivery.delivered), delivery.arrived, delivery.deferred_count
+        packets, arrived = len(delivery.delivered), int(np.count_nonzero(delivery.delivered))
+        deferred = 0 if delivery.deferred is None else int(np.count_nonzero(delivery.deferred))
+        recovered = min(delivery.resent, arrived)  # after a loss and a retransmission
         lost = packets - arrived - deferred
         entry = MessageRecord(
             key.step,
@@ -100,7 +102,7 @@ class Ledger:
             delivery.sent,
             delivery.resent,
             arrived,
-            delivery.recovered,
+            recovered,
             lost,
             bound.ratio,
             delivery.seconds,

@@ -197,24 +197,10 @@ class Delivery(NamedTuple):
     deferred: NDArray[np.bool_] | None = None
 
     @property
-    def arrived(self) -> int:
-        """Number of packets that arrived."""
-        return int(np.count_nonzero(self.delivered))
-
-    @property
-    def deferred_count(self) -> int:
-        """Number of packets that were deferred."""
-        return 0 if self.deferred is None else int(np.count_nonzero(self.deferred))
-
-    @property
     def lost(self) -> int:
         """Number of packets that were sent but never arrived."""
-        return len(self.delivered) - self.arrived - self.deferred_count
-
-    @property
-    def recovered(self) -> int:
-        """Number of packets that arrived after a loss and retransmission; at most ``resent``."""
-        return min(self.resent, self.arrived) if self.resent else 0
+        deferred = 0 if self.deferred is None else np.count_nonzero(self.deferred)
+        return int(len(self.delivered) - np.count_nonzero(self.delivered) - deferred)
 
 
 class Arrival(NamedTuple):
