@@ -7,8 +7,8 @@ import pytest
 
 from tests.architecture.walk import ROOT, walk_of_a_bucket
 
-FILES_MAX = 25
-MOVES_MAX = 120
+FILES_MAX = 18
+MOVES_MAX = 100
 C_FUNCTIONS_MAX = 7
 FRAMES_MAX = 14
 """What was reached (38, 154 and 12 before), and what a late confirmation adds."""
