@@ -277,7 +277,7 @@ bool flight_next_burst(io *io, flow *self, burst *into, double now_s) {
         io->view.failed = true;
         return false;
     }
-    tx_fill(io, into);
+    tx_fill(io, self, into);
     return true;
 }
 

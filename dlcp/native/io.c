@@ -208,16 +208,11 @@ static int send_one_by_one(io *self, flow *to, const burst *sent) {
     return 0;
 }
 
-static bool is_exported(const io *self, const burst *sent) {
-    return self->exported && sent->payload && sent->payload >= self->exported &&
-           sent->payload + sent->bytes <= self->exported + self->exported_bytes;
-}
-
 static int send_through_ring(io *self, flow *to, const burst *sent) {
-    int result = is_exported(self, sent) ? ring_send_exported(&to->local, sent->headers, sent->count * HEADER_BYTES,
-                                                              HEADER_BYTES, sent->payload - self->exported, sent->bytes)
-                                         : ring_send_burst(&to->local, sent->pieces, sent->piece_count,
-                                                           HEADER_BYTES + self->config.payload_bytes);
+    int64_t segment = HEADER_BYTES + self->config.payload_bytes;
+    int result = sent->exported ? ring_send_exported(&to->local, sent->headers, sent->count * HEADER_BYTES,
+                                                     HEADER_BYTES, sent->exported - self->exported, sent->message_bytes)
+                                : ring_send_burst(&to->local, sent->pieces, sent->piece_count, segment);
     self->view.counters.sent_bursts += !result;
     return result;
 }

@@ -30,10 +30,10 @@ typedef struct {
     int64_t way, count;
     uint32_t packets[SEGMENTS_MAX];
     uint8_t headers[SEGMENTS_MAX][HEADER_BYTES];
+    const uint8_t *exported; /* the message, of `message_bytes`, in memory that the peer reads; NULL: see `pieces` */
+    int64_t message_bytes;
     struct iovec pieces[3 * SEGMENTS_MAX]; /* each packet's header, then its payload in one or two pieces */
     int64_t piece_count;
-    const uint8_t *payload; /* of the message, `bytes` bytes that hold these packets; NULL: some are in its tail */
-    int64_t bytes;
 } burst;
 
 double clock_s(void);

@@ -233,18 +233,28 @@ static void add_payload(const io *io, const tx_message *self, uint32_t index, bu
         into->pieces[into->piece_count++] = (struct iovec){(void *)(self->payload + offset), (size_t)direct};
     else
         direct = 0;
-    if (direct == size)
-        return;
-    into->payload = NULL;
-    into->pieces[into->piece_count++] =
-        (struct iovec){(void *)(self->tail + (offset + direct - self->bytes)), (size_t)(size - direct)};
+    if (direct < size)
+        into->pieces[into->piece_count++] =
+            (struct iovec){(void *)(self->tail + (offset + direct - self->bytes)), (size_t)(size - direct)};
+}
+
+/* Return whether a burst's packets are in memory that the peer can read. */
+static bool is_exported(const io *io, const flow *to, const burst *sent) {
+    const tx_message *self = sent->message;
+    if (!to->local.out.bytes || !io->exported || self->payload < io->exported ||
+        self->payload + self->bytes > io->exported + io->exported_bytes)
+        return false;
+    for (int64_t k = 0; k < sent->count && self->tail_bytes; k++)
+        if (((int64_t)sent->packets[k] + 1) * io->config.payload_bytes > self->bytes)
+            return false;
+    return true;
 }
 
 /* Write the headers of a burst's packets, and point at their payloads. */
-void tx_fill(const io *io, burst *into) {
+void tx_fill(const io *io, const flow *to, burst *into) {
     const tx_message *self = into->message;
-    into->payload = self->payload;
-    into->bytes = self->bytes;
+    into->exported = is_exported(io, to, into) ? self->payload : NULL;
+    into->message_bytes = self->bytes;
     into->piece_count = 0;
     for (int64_t k = 0; k < into->count; k++) {
         uint8_t *header = into->headers[k], *tags = self->tags[into->packets[k]];
@@ -253,6 +263,8 @@ void tx_fill(const io *io, burst *into) {
         memcpy(header, self->head, HEADER_BYTES);
         memcpy(header + 1, tags, 3);
         put32(header + 16, into->packets[k]);
+        if (into->exported)
+            continue;
         into->pieces[into->piece_count++] = (struct iovec){header, HEADER_BYTES};
         add_payload(io, self, into->packets[k], into);
     }

@@ -63,7 +63,7 @@ int64_t tx_all_delivered(flow *to, tx_message *self, double now_s);
 void tx_lost(flow *to, tx_message *self, uint32_t index);
 uint32_t tx_next_packet(tx_message *self);
 void tx_gather(const io *io, tx_message *self, int64_t limit, burst *into);
-void tx_fill(const io *io, burst *into);
+void tx_fill(const io *io, const flow *to, burst *into);
 void tx_note_sent(flow *to, const burst *sent, double now_s);
 bool tx_wants_probe(const flow *to, const tx_message *self);
 /* flight.c */
