@@ -53,7 +53,7 @@ class AutoAllReduce:
     Parameters
     ----------
     reducers
-        By ``direct`` and ``ring``; both with one context.
+        The reducers for ``direct`` and ``ring``, which share one context.
     ranks
         The ranks that contribute.
     topology, costs
@@ -335,7 +335,7 @@ def check_server_defers(compression: str, layer_bounds: object) -> None:
 def _plain(
     collective: str, context: RankContext, topology: Topology, costs: Costs | None, *, one_hop: bool = True
 ) -> Reducer:
-    """Return the reducer for buckets as they are."""
+    """Return the reducer that averages buckets, without compression or another rule."""
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if collective == SERVER and topology.server is None:

@@ -28,7 +28,7 @@ class _LayerResidual:
             values[positions] += residual
 
     def moved_to(self, segments: Sequence[Segment]) -> "_LayerResidual":
-        """Return the same residual at the positions of a buffer that holds the whole parameter, in shards."""
+        """Return the residual for a buffer that holds the whole parameter in shards, at its positions there."""
         ordered = sorted(segments, key=lambda segment: segment.offset)
         offsets, starts, stops = np.array([(each.offset, each.start, each.stop) for each in ordered]).T
         moved = _LayerResidual(stops.max())

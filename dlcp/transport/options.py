@@ -78,7 +78,7 @@ class TransportOptions:
             raise ValueError(f"payload_bytes must be a multiple of 8 from 64 to 65000, got {self.payload_bytes}")
 
     def rate_control(self, senders: int) -> RateControl:
-        """Return the window control of one flow, where ``senders`` ranks send to its receiver."""
+        """Return the window control of one flow to a receiver with ``senders`` senders."""
         weight = weight_of(self.flow_weight, senders)
         if self.congestion == "cubic":
             return CubicWindow(weight)

@@ -134,7 +134,7 @@ class Peer:
     local: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
     sending: dict[MessageKey, Sending] = field(default_factory=dict)
-    """Messages that it has not acknowledged, in the order of their deadlines, because all have the same timeout."""
+    """Messages that it has not acknowledged. All have the same timeout, so the earliest deadline comes first."""
     receiving: dict[MessageKey, Receiving] = field(default_factory=dict)
     """Receives posted for its messages, in the same order."""
     greeted: bool = False
