@@ -56,7 +56,7 @@ def test_it_fits_the_chip(resources):
 
 
 def test_the_readme_has_the_figures_of_the_compiler(resources):
-    text = (P4 / "README.md").read_text().split("### What it takes of the chip")[1].split("### Setting")[0]
+    text = (P4 / "README.md").read_text().split("### Resources on the chip")[1].split("### Setting")[0]
     rows = {name.strip(): (int(used), int(of)) for name, used, of in re.findall(r"\| (.+?) \| (\d+) \| (\d+) \|", text)}
     assert rows.pop("stages") == (resources["stages"]["used"], resources["stages"]["of"])
     for width, containers in resources["phv_containers"].items():

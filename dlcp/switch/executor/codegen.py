@@ -1,8 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates a program as text, plain or for Numba.
+"""Generates a program as text: one body each for ingress and egress, wrapped as plain code or for Numba.
 
-From top to bottom: names, lines and expressions; loads and stores of packet fields; the parser; the controls; the
-whole program.
+From top to bottom: names, lines and expressions; loads and stores of packet fields; the parser as nested ifs; the
+controls, with the graph of tables and conditions as nested ifs, tables as lookups and actions inline; the whole
+program.
+
+BMv2 computes with numbers of any size and truncates them on assignment. So does plain Python, but under Numba a number
+has 64 bits. Therefore every expression carries its range of values. A mask that changes nothing is omitted. An
+expression that could exceed 64 bits is refused, unless a mask around it keeps only low bits, which wrap-around leaves
+intact.
+
+Every path through the parser has its own text, so every offset is a constant. A header's fields are read once, when
+the header is extracted, and only if they are needed. An assigned field is written back into the packet at once, so
+the packet always equals the deparser's output.
+
+Plain: ``ingress(p, ingress_port, now_us)`` and ``egress(p, carry, port, ...)`` over bytearrays, with lists and
+dictionaries as globals. For Numba: the same bodies over arrays passed in, with loops over batches, and ``forward``,
+which takes a batch through ingress, queues, egress and lines; `dlcp.switch.ports.queues` has the queues and lines.
 """
 
 import inspect
