@@ -8,7 +8,7 @@ import importlib
 import statistics
 import time
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -307,13 +307,13 @@ def _median(passes: Sequence[Mapping[str, float]], path: str) -> float:
 
 def _pass(
     torch: Any, model: Any, inputs: Any, marks: list[tuple[str, float]], note: Callable[[str], Callable[..., None]]
-) -> tuple[Counter[str], Counter[str]]:
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds by layer of one forward and one backward pass.
 
     A layer's forward pass ends where the next layer's begins. Its backward pass begins where the next layer's ends.
     """
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
+    forward: defaultdict[str, float] = defaultdict(float)
+    backward: defaultdict[str, float] = defaultdict(float)
     model.zero_grad()
     marks.clear()
     output = model(inputs)

@@ -160,7 +160,7 @@ class TransportRules:
     @classmethod
     def of(cls, spec: TransportSpec, switches: SwitchSpec, profile: int) -> "TransportRules":
         """Return a transport's rules on these switches; ``profile`` is its default drop-class profile."""
-        settings = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
+        settings: dict[str, Any] = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
         demotion = getattr(spec, "demotion_bytes", ())
         settings |= {
             "kind": TransportKind[str(spec.__struct_config__.tag).upper()],

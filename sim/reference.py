@@ -624,9 +624,13 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
         count=message.packets,
         token=0,
     )
-    addresses = (socket.inet_ntoa(address.to_bytes(4, "big")) for address in (HOST_ADDRESS + source, destination))
+    sender_ip, receiver_ip = (
+        socket.inet_ntoa(each.to_bytes(4, "big")) for each in (HOST_ADDRESS + source, destination)
+    )
     ports = int(source_port(np.int64(stream.serial))), UDP_PORT_BASE if dlcp else ORDINARY_PORT
-    return bytearray(udp_headers(_MAC, _MAC, *addresses, *ports, packet.ecn, HEADER_BYTES) + header.encode())
+    return bytearray(
+        udp_headers(_MAC, _MAC, sender_ip, receiver_ip, *ports, packet.ecn, HEADER_BYTES) + header.encode()
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- hosts

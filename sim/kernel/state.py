@@ -170,7 +170,7 @@ def _make_pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-_carray: Any = numba.carray
+_carray: Any = numba.carray  # type: ignore[attr-defined]  # it is exported, but not declared so
 _pointer: Any = intrinsic(_make_pointer)
 ARRAYS: Final[dict[str, np.dtype[Any]]] = {}
 """The type of each array's rows, by the array's name. Arrays have one dimension here."""
