@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def test_without_rank_0_there_is_no_store():
-    with pytest.raises(StoreError, match="is rank 0 started"):
+    with pytest.raises(StoreError, match="check that rank 0 is running"):
         dlcp.session.join(QUICK.with_(meet_s=0.3), rank=1, size=2, master=f"127.0.0.1:{free_port()}")
 
 

@@ -206,7 +206,7 @@ def test_whoever_has_no_certificate_of_the_job_does_not_even_come_to_its_secret(
                 Store(server.address, 0.5, SECRET, tls)
         Store(server.address, 5, SECRET, ours).close()
         assert server.refused == 0
-        with pytest.raises(OSError, match=r"TLS needs gone/tls.key, and it cannot be read"):
+        with pytest.raises(OSError, match=r"TLS needs gone/tls.key, which cannot be read"):
             Store(server.address, 5, SECRET, "gone")
     finally:
         server.close()
