@@ -124,7 +124,7 @@ def test_a_rank_with_another_secret_or_none_is_named_and_nobody_uses_dlcp():
         found = joined(OpenStore(), (SECRET, other, SECRET), deadline_s=0.6)
         for rank in (0, 2):
             assert found[rank].startswith("rank 1 has not called enable with the job's secret (waited 1 s)")
-            assert re.search(r"show no knowledge of its secret \(.*here/1.*\): give all ranks the same", found[rank])
+            assert re.search(r"carry no valid proof of its secret \(.*here/1.*\): give all ranks the same", found[rank])
         assert isinstance(found[1], str)
 
 
