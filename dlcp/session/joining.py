@@ -166,7 +166,7 @@ class Agreement:
         if not refused:
             return ""
         return (
-            f"; {len(refused)} values in the job's store carry no valid proof of its secret "
+            f"; {len(refused)} values in the job's store have no valid proof of its secret "
             f"({', '.join(refused[:3])}): give all ranks the same DLCP_SECRET_FILE, and block MASTER_PORT for strangers"
         )
 

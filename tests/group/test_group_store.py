@@ -276,7 +276,7 @@ def test_the_key_of_a_user_is_made_once_and_is_nobody_elses(tmp_path, monkeypatc
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
     path.chmod(0o640)
-    with pytest.raises(OSError, match=r"others may read it; chmod 600.*set DLCP_SECRET_FILE"):
+    with pytest.raises(OSError, match=r"other users can access it; chmod 600.*set DLCP_SECRET_FILE"):
         job_secret(Options())
     monkeypatch.setenv("DLCP_SECRET", "a secret of thirty-two characters")
     assert job_secret(Options()) == b"a secret of thirty-two characters"
