@@ -60,8 +60,8 @@ _registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
 
 CALL: Final = "dlcp.session.join"
 FAREWELL_S: Final = 3.0
-"""If rank 0 gives up, its store outlives it this long, so that the other ranks can read the reason. They look every
-0.25 s (:data:`dlcp.session.session.WATCH_S`)."""
+"""If rank 0 gives up, it keeps its store open up to this long, so that the other ranks can read the reason. They look
+every 0.25 s (:data:`dlcp.session.session.WATCH_S`)."""
 CLOSED: Final = "it has left the group"
 """The reason that a rank leaves in the store when it closes its group normally."""
 RANKS: Final = "ranks"

@@ -68,7 +68,7 @@ class KeyValueStore(Protocol):
 
 
 class Agreement:
-    """A decision that all ranks of a group take alike, within a deadline.
+    """A common decision of all ranks of a group, within a deadline.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
         agreement.meet(call)
         # The order of topics is the protocol: here, place, entry, then server or path, local peers, ready. Every rank
         # publishes and collects them in this order; otherwise two ranks could wait for each other until the deadline.
-        # Each rank skips the same topics: options and entries, which decide that, are alike on all. A rank that fails
+        # Each rank skips the same topics: options and entries, which decide that, agree on all. A rank that fails
         # publishes the verdict instead.
         try:
             missing = f"has not called {call}; call it on every rank, with the same options"
