@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of its addresses a rank has for which peer: the kernel's routes decide, never the name of a host.
+"""Which of a rank's addresses each peer uses: the kernel's routes decide, never host names.
 
-A host's name often leads to its slowest network, or to 127.0.1.1. So each rank says from which address the kernel would
-send to where the ranks meet. A rank of the machine where they meet cannot learn its address that way, for a machine
-reaches itself at any of them; it asks for the route to each other rank instead. A rank between two networks has an
-address for either, and then one socket for all of them.
+A host name often resolves to the host's slowest network, or to 127.0.1.1. So each rank publishes the source address of
+its route to the meeting host, which serves the ranks' store. On the meeting host itself this does not work, because a
+machine reaches itself at any of its addresses; ranks there look up the routes to the other ranks instead. A rank
+between two networks has an address in each, and one socket for both.
 """
 
 import os
@@ -22,21 +22,21 @@ from dlcp.transport import Address, bind_socket, parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 ANY_ADDRESS: Final = "0.0.0.0"
-"""What a socket is bound to that has several addresses: the kernel then sends from the one that a route says."""
+"""Bind address of a socket with several addresses: the kernel then chooses the source address by route."""
 _DISCARD_PORT: Final = 9
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is, as far as it finds by itself.
+    """A rank's address, as far as the rank can find it by itself.
 
     Attributes
     ----------
     address
-        By the route to where the ranks meet, or as the options say.
+        The source address of the route to the meeting host, or the address that the options set.
     settled
-        Whether it is the address for all peers.
+        Whether all peers use this address.
     at_meeting
-        Whether the ranks meet on this machine, so that no route tells which address others reach.
+        Whether this machine is the meeting host, so that its route does not tell which address other ranks reach.
     """
 
     address: str
@@ -51,9 +51,9 @@ class OwnAddresses:
     Attributes
     ----------
     main
-        The one for every peer that no other is for.
+        The address for all peers that are not in ``toward``.
     toward
-        The others, by peer.
+        Other addresses, by the rank of the peer that uses them.
     """
 
     main: str
@@ -61,30 +61,30 @@ class OwnAddresses:
 
 
 def meeting_host(options: Options, host: str | None = None) -> str:
-    """Return the host whose route decides: a parameter server, else ``host``, else ``MASTER_ADDR``."""
+    """Return the host to which ranks look up their route: a parameter server, else ``host``, else ``MASTER_ADDR``."""
     if options.collective == SERVER:
         return parse_address(options.server)[0]
     return host or os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def own_place(options: Options, toward: str) -> RankPlace:
-    """Return where this rank is, by its options or the route to a host.
+    """Return this rank's place from its options, or from the route to the host ``toward``.
 
     Raises
     ------
     OSError
-        There is no such host, or no route to it.
+        The host is unknown, or there is no route to it.
     """
     if options.bind:
         return RankPlace(parse_address(options.bind)[0], settled=True)
     source, destination = _route(toward)
-    # All that a parameter server's worker sends goes to the server.
+    # A parameter server's workers send only to the server.
     settled = options.collective == SERVER
     return RankPlace(source, settled=settled, at_meeting=_is_loopback(source) or source == destination)
 
 
 def own_addresses(rank: int, places: Mapping[int, RankPlace]) -> OwnAddresses:
-    """Return a rank's addresses for its peers, from where all ranks are."""
+    """Return a rank's addresses for its peers, from the places of all ranks."""
     own = places[rank]
     if own.settled:
         return OwnAddresses(own.address)
@@ -92,29 +92,32 @@ def own_addresses(rank: int, places: Mapping[int, RankPlace]) -> OwnAddresses:
     for peer, place in places.items():
         if peer == rank or (place.at_meeting and own.at_meeting):
             continue
-        # Where ranks meet this rank has come to: by the route that its own place is from.
+        # own.address is already the source address of the route to the meeting host.
         source = own.address if place.at_meeting else source_toward(place.address, own.address)
-        if source != place.address:  # else it is a rank of this machine
+        if source != place.address:  # otherwise, the peer is on this machine
             remote[peer] = source
     found = sorted(set(remote.values()))
-    main = own.address if own.address in found or not found else found[0]  # alike on all ranks of a machine
+    main = own.address if own.address in found or not found else found[0]  # the same on all ranks of a machine
     return OwnAddresses(main, {peer: source for peer, source in remote.items() if source != main})
 
 
 def source_toward(host: str, otherwise: str) -> str:
-    """Return the address from which the kernel sends to a host, or ``otherwise`` where it knows no route."""
+    """Return the address from which the kernel sends to a host, or ``otherwise`` if there is no route."""
     with suppress(OSError):
         return _route(host)[0]
     return otherwise
 
 
 def bind(options: Options, addresses: OwnAddresses) -> socket.socket:
-    """Bind the port that the options name; else the first free one of DLCP's ports; else, with a warning, any port.
+    """Bind the rank's UDP socket.
+
+    Its port is the one in ``options.bind``, otherwise the first free one of DLCP's ports; if none of these is free, any
+    port, with a warning.
 
     Raises
     ------
     OSError
-        The named port is in use, or the address is not this host's.
+        The port in ``options.bind`` is in use, or the address does not belong to this host.
     """
     host = ANY_ADDRESS if addresses.toward else addresses.main
     port = parse_address(options.bind)[1] if options.bind else 0
@@ -129,9 +132,9 @@ def bind(options: Options, addresses: OwnAddresses) -> socket.socket:
 
 
 def advertised(options: Options, addresses: OwnAddresses, port: int) -> tuple[Address, Mapping[int, str]]:
-    """Return where other ranks reach this one, and the hosts that single peers reach it at instead.
+    """Return the address at which other ranks reach this one, and other hosts for single peers, by rank.
 
-    It is the advertised address, with the socket's own port if that has none.
+    ``options.advertise`` replaces both; if it has no port, the socket's own ``port`` is used.
     """
     if not options.advertise:
         return (addresses.main, port), addresses.toward
@@ -142,14 +145,15 @@ def advertised(options: Options, addresses: OwnAddresses, port: int) -> tuple[Ad
 def _route(host: str) -> tuple[str, str]:
     """Return the address from which the kernel sends to a host, and the host's address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, _DISCARD_PORT))  # sends nothing; asks the routing table
+        probe.connect((host, _DISCARD_PORT))  # sends nothing; only looks up the route
         return str(probe.getsockname()[0]), str(probe.getpeername()[0])
 
 
 def listening_host(host: str) -> str:
-    """Return where to listen for those who know this machine as ``host``.
+    """Return the address to listen on for clients that know this machine as ``host``.
 
-    That is there, unless it is a name that leads this machine alone to itself, as 127.0.1.1 does: then everywhere.
+    That is ``host``, unless it is a name that resolves to loopback only on this machine (127.0.1.1 in ``/etc/hosts``);
+    then it is every address.
     """
     if host == "localhost" or _is_loopback(host):
         return host
@@ -166,7 +170,7 @@ def _is_loopback(address: str) -> bool:
 def _warn_ports_in_use(host: str) -> None:
     warnings.warn(
         f"DLCP's UDP ports {UDP_PORT_BASE}-{UDP_PORT_BASE + UDP_PORT_COUNT - 1} on {host} are all in use: some groups "
-        "use other ports, and switches treat their packets as ordinary traffic",
+        "use other ports, where switches treat their packets as ordinary traffic",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters travel together: buckets in the order in which backward reaches parameters, as DDP has them."""
+"""Which parameters are sent together: buckets in the order in which backward produces gradients, as DDP does."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -14,15 +14,27 @@ from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
-"""The first bucket is small, so that communication begins early; PyTorch's DistributedDataParallel has the same."""
+"""Size of the first bucket: small, so that communication begins early. The same as in PyTorch's DDP."""
 BUCKET_BYTES: Final = 25 << 20
-"""The others hold so much, or one parameter that is larger; PyTorch's DistributedDataParallel has the same."""
+"""Largest size of the other buckets, unless a single parameter is larger. The same as in PyTorch's DDP."""
 _BY_NAME: Final = {kind.value: kind for kind in ValueType}
 
 
 @dataclass(slots=True, eq=False)
 class Gradient:
-    """A parameter's gradients in one step: as given, the same memory as their format is held, and who waits."""
+    """A parameter's gradient in one step.
+
+    Attributes
+    ----------
+    given
+        The caller's array, which receives the average.
+    stored
+        A view of it in the storage type of ``value_type``.
+    value_type
+        The format of its values.
+    future
+        Resolved with ``given`` when that holds the average.
+    """
 
     given: NDArray[Any]
     stored: NDArray[np.generic]
@@ -31,26 +43,26 @@ class Gradient:
 
     @classmethod
     def of(cls, name: str, values: NDArray[Any]) -> "Gradient":
-        """Return a parameter's gradients as they will be exchanged.
+        """Wrap the array of a parameter's gradient.
 
         Raises
         ------
         TypeError
-            It is no format that is exchanged; bfloat16 is that of the package ``ml_dtypes``.
+            DLCP does not exchange this format. For bfloat16, use that of the package ``ml_dtypes``.
         ValueError
-            The array cannot be written.
+            The array is read-only.
         """
         kind = _BY_NAME.get(values.dtype.name)
         if kind is None or not values.dtype.isnative:
             raise TypeError(f"parameter {name} is {values.dtype}; DLCP exchanges {', '.join(_BY_NAME)}")
         if not values.flags.writeable:
-            raise ValueError(f"the gradient of {name} cannot be written; give a copy of it, such as np.array(gradient)")
+            raise ValueError(f"the gradient of {name} is read-only; pass a copy, such as np.array(gradient)")
         return cls(values, values.view(kind.storage), kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies: in which bucket, and which of its values."""
+    """A parameter's place: the number of its bucket, and the range of its values there."""
 
     bucket: int
     start: int
@@ -59,7 +71,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """A bucket of every step: its number, its format and its layers."""
+    """A bucket that every step has: its number within the step, its format and its layers."""
 
     sequence: int
     value_type: ValueType
@@ -67,25 +79,31 @@ class PlannedBucket:
 
     @property
     def values(self) -> int:
-        """How many values it holds."""
+        """Number of values in the bucket."""
         return self.segments[-1].stop
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The buckets of every step, the same on all ranks."""
+    """The buckets that every step has, and each parameter's place in them; the same on all ranks."""
 
     buckets: tuple[PlannedBucket, ...]
     slots: Mapping[str, Slot]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes a step has."""
+        """Size of a step's gradients, in bytes."""
         return sum(bucket.values * bucket.value_type.storage.itemsize for bucket in self.buckets)
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[Layer, int, ValueType]]) -> "BucketPlan":
-        """Divide parameters, given in forward order with their sizes in values, into buckets."""
+        """Divide parameters into buckets.
+
+        Parameters
+        ----------
+        parameters
+            Layer, number of values and format of each parameter, in forward order.
+        """
         buckets: list[PlannedBucket] = []
         segments: list[Segment] = []
         kind: ValueType | None = None
@@ -113,23 +131,23 @@ class BucketPlan:
 
 
 class FillingBucket:
-    """A bucket of one step, from its first parameter on until it is averaged.
+    """A bucket of one step, from its first gradient until it is averaged.
 
     Parameters
     ----------
     planned
-        Which bucket.
+        The bucket's plan.
     buffer
-        A buffer for it; None for a parameter that is averaged where it is.
+        Memory for its values; None for a single parameter that is averaged in place.
 
     Attributes
     ----------
     gradients
-        The parameters that are there.
+        The gradients that have been put in so far, by parameter.
     sent
-        Whether it is on its way.
+        Whether it has been passed on to be averaged, or has failed.
     done
-        Resolved when its averages are back where the gradients came from.
+        Resolved when the averages have been copied back to the gradients.
     """
 
     def __init__(self, planned: PlannedBucket, buffer: NDArray[np.generic] | None) -> None:
@@ -140,7 +158,7 @@ class FillingBucket:
         self.done: Future[None] = Future()
 
     def put(self, name: str, slot: Slot, gradient: Gradient) -> None:
-        """Take a parameter's gradients in."""
+        """Put a parameter's gradient in."""
         self.gradients[name] = gradient
         if self.buffer is None:
             self.buffer = gradient.stored.reshape(-1)
@@ -149,11 +167,11 @@ class FillingBucket:
 
     @property
     def full(self) -> bool:
-        """Whether all of its parameters are there."""
+        """Whether it has the gradients of all its parameters."""
         return len(self.gradients) == len(self.planned.segments)
 
     def fill_gaps(self) -> None:
-        """Put zeros for parameters that this rank has no gradient of."""
+        """Fill in zeros for parameters without a gradient on this rank."""
         if self.buffer is None:
             self.buffer = np.zeros(self.planned.values, self.planned.value_type.storage)
         for segment in self.planned.segments:
@@ -161,12 +179,12 @@ class FillingBucket:
                 self.buffer[segment.start : segment.stop] = np.zeros((), self.buffer.dtype)
 
     def bucket(self) -> Bucket:
-        """Return what is to be averaged."""
+        """Return the bucket to be averaged, which shares this one's buffer."""
         assert self.buffer is not None
         return Bucket(self.buffer, self.planned.value_type, self.planned.segments)
 
     def finish(self, error: BaseException | None) -> None:
-        """Write the averages where the gradients came from, or pass an error on, and tell whoever waits."""
+        """Copy the averages back to the gradients, and resolve all futures; with an error, only set that on them."""
         for segment in self.planned.segments:
             gradient = self.gradients.get(segment.layer.name)
             if gradient is None:
@@ -185,12 +203,15 @@ class FillingBucket:
 
 
 class Buckets:
-    """The buckets of a model, step after step. The first step, unless it is planned, has one for each parameter.
+    """The buckets of a model, step after step.
+
+    The first step determines the plan of all later ones. If its gradients are not announced with :meth:`expect`, it
+    has a bucket for each parameter.
 
     Parameters
     ----------
     layers
-        The parameters in forward order.
+        The parameters in forward order, by name.
     """
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
@@ -202,7 +223,7 @@ class Buckets:
         self._buffers: dict[int, NDArray[np.generic]] = {}
 
     def expect(self, gradients: Mapping[str, Gradient]) -> None:
-        """BucketPlan the buckets of every step for the parameters of this, the first one."""
+        """Plan every step's buckets from the gradients of the first step; later calls do nothing."""
         if self.plan is None:
             self.plan = BucketPlan.of(
                 (_shaped(layer, gradients[name]), gradients[name].stored.size, gradients[name].value_type)
@@ -211,12 +232,12 @@ class Buckets:
             )
 
     def check(self, name: str, gradient: Gradient) -> None:
-        """Raise what is wrong with a parameter's gradients.
+        """Check that a parameter's gradient has the same size and format as in the first step.
 
         Raises
         ------
         ValueError
-            It had none in the first step, or other ones; the message says which.
+            It differs, or the parameter had no gradient in the first step; the message says which.
         """
         if self.plan is None:
             return
@@ -224,7 +245,7 @@ class Buckets:
         if slot is None and not gradient.stored.size:
             return
         if slot is None:
-            raise ValueError(f"{name} had no gradient in the first step, so none is expected of it now")
+            raise ValueError(f"{name} had no gradient in the first step, so it may not have one now")
         kind = self.plan.buckets[slot.bucket].value_type
         if gradient.stored.size != slot.stop - slot.start or gradient.value_type is not kind:
             raise ValueError(
@@ -233,7 +254,13 @@ class Buckets:
             )
 
     def put(self, name: str, gradient: Gradient) -> FillingBucket:
-        """Take a parameter's gradients into their bucket, and return that."""
+        """Put a parameter's gradient into its bucket; return that bucket.
+
+        Raises
+        ------
+        ValueError
+            See :meth:`check`.
+        """
         self.check(name, gradient)
         if self.plan is None:
             number = self._numbers[name]
@@ -248,7 +275,7 @@ class Buckets:
         return filling
 
     def rest(self) -> list[FillingBucket]:
-        """Return the buckets of this step that have not been sent, with zeros for what is not there."""
+        """Return this step's buckets that have not been sent, with zeros for missing gradients."""
         if self.plan:
             for planned in self.plan.buckets:
                 if planned.sequence not in self.filling:
@@ -260,12 +287,12 @@ class Buckets:
 
     @property
     def all_sent(self) -> bool:
-        """Whether all buckets of this step are on their way, as far as they are planned."""
+        """Whether all planned buckets of this step have been sent; False before there is a plan."""
         sent = sum(filling.sent for filling in self.filling.values())
         return self.plan is not None and sent == len(self.plan.buckets)
 
     def lacking(self) -> list[str]:
-        """Return parameters that buckets of this step wait for."""
+        """Return the parameters that this step's open buckets still lack."""
         waiting = [filling for filling in self.filling.values() if not filling.sent]
         return [
             segment.layer.name
@@ -275,14 +302,14 @@ class Buckets:
         ]
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever waits for a bucket that has not been sent."""
+        """Fail this step's buckets that have not been sent, with an error."""
         for filling in self.filling.values():
             if not filling.sent:
                 filling.sent = True
                 filling.finish(error)
 
     def end_step(self) -> None:
-        """Begin the next step."""
+        """Begin the next step; after the first one, plan the buckets if they are not planned yet."""
         if self.plan is None and self._first:
             seen = [self._first[name] for name in self.layers if name in self._first]
             self.plan = BucketPlan.of((bucket.segments[0].layer, bucket.values, bucket.value_type) for bucket in seen)
@@ -299,5 +326,5 @@ class Buckets:
 
 
 def _shaped(layer: Layer, gradient: Gradient) -> Layer:
-    """Return a layer with the shape that its gradients have: some compressors take it for a matrix."""
+    """Return a layer with the shape of its gradient, which low-rank compressors need."""
     return replace(layer, shape=gradient.stored.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of ranks that averages gradients, whatever framework they come from: parameters by name, values in NumPy."""
+"""A group of ranks that averages gradients of any framework: parameters by name, values as NumPy arrays."""
 
 import contextlib
 import logging
@@ -56,30 +56,32 @@ from dlcp.transport import (
 
 log = logging.getLogger("dlcp")
 _registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
-"""The parameters of each group with a :class:`GraphAverager`: a group takes them once."""
+"""Parameter names of each group with a :class:`GraphAverager`, because a group registers only one model's."""
 
 CALL: Final = "dlcp.session.join"
 FAREWELL_S: Final = 3.0
-"""So long others may take to learn why rank 0 gives up, before its store ends with it. Chosen by us."""
+"""If rank 0 gives up, it keeps its store open up to this long, so that the other ranks can read the reason. They look
+every 0.25 s (:data:`dlcp.session.session.WATCH_S`)."""
 CLOSED: Final = "it has left the group"
-"""Why a rank has ended that has closed its group in order."""
+"""The reason that a rank leaves in the store when it closes its group normally."""
 RANKS: Final = "ranks"
-"""The channel of what ranks do together between steps."""
+"""Name of the channel for collective operations between steps."""
 PART_BYTES: Final = 1 << 24
-"""Longer broadcasts go in messages of this size: what comes before somebody waits for it is held. Chosen by us."""
+"""Longer broadcasts are split into messages of this size, because the endpoint buffers whatever arrives before its
+receive is posted. Not tuned."""
 
 
 class StoreWatch(PeerWatch):
-    """Ranks notice in their store, which rank 0 serves, that another one has left DLCP or ended; they recover over it.
+    """Watches the other ranks through the store that rank 0 serves, and recovers over that store.
 
     Parameters
     ----------
     store
-        The ranks' store. It knows when a rank has ended.
+        The ranks' store. It records when a rank has ended.
     rank, size
         This rank, and the number of ranks.
     deadline_s
-        Time limit of each exchange over the store.
+        Time limit of each exchange over the store, in seconds.
     """
 
     def __init__(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
@@ -89,7 +91,7 @@ class StoreWatch(PeerWatch):
         self._channels: dict[str, StoreChannel] = {}
 
     def channel(self, topic: str = "recovery") -> StoreChannel:
-        """Return this rank's channel with this name."""
+        """Return this rank's channel named ``topic``."""
         if topic not in self._channels:
             self._channels[topic] = StoreChannel(self._store, topic, self._rank, range(self._size), self._deadline_s)
         return self._channels[topic]
@@ -115,21 +117,21 @@ class StoreWatch(PeerWatch):
         self._store.compare_set(LEFT, "", reason)
 
     def publish_failed(self, reason: str) -> None:
-        """Write into the store that this rank has ended: the others may wait for it."""
+        """Write into the store that this rank has ended, so that the others stop waiting for it."""
         with contextlib.suppress(StoreError):
             self._store.set(ended_key(self._rank), reason)
             self._store.compare_set(LEFT, "", reason)
 
 
 def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
-    """Return the fallback of ranks without a framework: rank 0 adds up over the store, slowly but to the end."""
+    """Return the fallback of a group: rank 0 sums gradients over the store, which is slow but lossless."""
 
     def add_up(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
         assert pending.bucket
         bucket = pending.bucket
         try:
             values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
-            feedback.apply(values, bucket.segments)  # nothing is lost on this way, so this is the last time
+            feedback.apply(values, bucket.segments)  # the store loses nothing, so no new residual arises
             channel = watch.channel(f"average of bucket {pending.sequence}")
             total = channel.add(values)
             bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(len(channel.ranks)))
@@ -139,23 +141,23 @@ def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
             done(None)
 
     def average(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
-        # In a thread of its own: ranks need not come to buckets in the same order.
+        # In its own thread, because ranks need not reach buckets in the same order.
         threading.Thread(target=add_up, args=(pending, done), name="dlcp-store-add", daemon=True).start()
 
     return Fallback("the store, which is slow", average, watch)
 
 
 class Group:
-    """Ranks that average gradients; :func:`dlcp.session.join` makes it. Its methods may be called from any thread.
+    """One rank's membership in a group that averages gradients; see :func:`dlcp.session.join`. Thread-safe.
 
     Attributes
     ----------
     rank, size
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     options, ledger
-        The options in force; what was sent, delivered and lost.
+        The options in force, and the record of packets sent, delivered and lost.
     step
-        Number of the step that is being exchanged.
+        Number of the current step.
     """
 
     def __init__(self, options: Options, rank: int, size: int, store: Store | None) -> None:
@@ -175,7 +177,18 @@ class Group:
         self._exit = ExitCallback(self._at_exit)
 
     def join(self, master: str) -> None:
-        """Open this rank's endpoint together with the other ranks; :func:`dlcp.session.join` does that."""
+        """Join the other ranks, and open this rank's endpoint; called by :func:`dlcp.session.join`.
+
+        Parameters
+        ----------
+        master
+            The host that serves the store.
+
+        Raises
+        ------
+        NotJoinedError
+            Not all ranks can use DLCP, and ``options.fallback`` is off.
+        """
         assert self._store
         options, feedback = self.options, Residual()
         self._watch = StoreWatch(self._store, self.rank, self.size, options.deadline_s)
@@ -198,7 +211,7 @@ class Group:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """The endpoint; None in a group of one, and where DLCP could not be used."""
+        """The endpoint of this rank; None in a group of one, and if DLCP could not be used."""
         return self._session.endpoint if self._session else None
 
     @property
@@ -214,42 +227,46 @@ class Group:
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def register(self, names: Iterable[str]) -> None:
-        """Register the model's parameters in forward order, which tags follow; all ranks the same ones, between steps.
+        """Register the model's parameters. All ranks must call this between two steps, with the same names.
+
+        Parameters
+        ----------
+        names
+            The parameters' names in forward order, which determines how their packets are tagged.
 
         Raises
         ------
         ValueError
-            A name comes twice, or the ranks have registered different names; the message says which.
+            A name occurs twice, there are none, or the ranks registered different names; the message says which.
         RuntimeError
             A step is under way.
         """
         listed = list(names)
         twice = [name for name, count in Counter(listed).items() if count > 1]
         if twice or not listed:
-            raise ValueError(f"parameter {twice[0]} is registered twice" if twice else "there are no parameters")
-        self._check_idle("parameters are registered")
+            raise ValueError(f"parameter {twice[0]} is registered twice" if twice else "no parameters to register")
+        self._check_idle("registering parameters")
         if self._watch:
             for rank, theirs in sorted(self._watch.channel(RANKS).gather(listed).items()):
                 _compare_names(listed, theirs, self.rank, rank)
         self._buckets = Buckets(layers_in_order(listed))
 
     def average(self, gradients: Mapping[str, NDArray[Any]]) -> None:
-        """Average the gradients of a whole step over all ranks, in place; return when all are in.
+        """Average the gradients of a whole step over all ranks, in place; return when all averages have arrived.
 
-        With ``options.combine`` they become the sum, or what Adasum makes of them, instead.
-
-        A rank may leave out parameters that it has no gradient of: it counts as zeros there.
+        ``options.combine`` can replace the average by the sum or by Adasum.
 
         Parameters
         ----------
         gradients
-            By parameter name; any shapes, of float32, float64, float16 or bfloat16, the same on all ranks and at all
-            steps. The first step decides which parameters are exchanged.
+            Arrays by parameter name, of any shapes; of float32, float64, float16 or bfloat16. Shapes and types must be
+            the same on all ranks and in all steps. The first step determines which parameters are exchanged. A
+            parameter that this rank omits counts as zeros.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            A parameter is not known, or its values cannot be exchanged; nothing has been sent then.
+            A parameter is unknown, or its values cannot be exchanged. Nothing was sent.
         TransportError
             Ranks were not reached, or not in time; the message names rank, step and layer.
         """
@@ -265,17 +282,22 @@ class Group:
         self.end_step()
 
     def start(self, name: str, values: NDArray[Any]) -> "Future[NDArray[Any]]":
-        """Average one parameter of the current step; the future's result is ``values``, averaged in place.
+        """Start to average one parameter of the current step; the future's result is ``values``, averaged in place.
 
-        It goes out with its bucket, once that is full or the step ends: so start all before waiting for one, in any
-        order. In the first step, which shows what there is, each goes by itself.
+        A parameter is sent with its bucket, when that is full or the step ends. So start all parameters, in any order,
+        before you wait for one. In the first step, before the buckets are planned, each is sent by itself.
+
+        Parameters
+        ----------
+        name, values
+            The parameter, and its gradient; see :meth:`average`.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            The parameter is not known, or its values cannot be exchanged.
+            The parameter is unknown, or its values cannot be exchanged.
         RuntimeError
-            It has been started in this step, or the group is closed.
+            It has already been started in this step, or the group is closed.
         TransportError
             Averaging has failed before.
         """
@@ -291,22 +313,26 @@ class Group:
         return gradient.future
 
     def samples(self, count: int) -> None:
-        """Say how many samples this rank's gradients of the coming step will be the mean of.
+        """Set how many samples this rank's gradients are the mean of, from the next step on.
 
-        Every sample then counts the same, whichever rank has it; a rank may have none. It holds until another number is
-        given. All ranks have to say ``Options(samples=...)``, for then they expect it. The sooner before the first
-        gradient, the less others wait for it.
+        Ranks are weighted by it, so that every sample counts the same. All ranks must set ``Options(samples=...)``.
+        The other ranks wait for this number, so call this well before the step's first gradient.
+
+        Parameters
+        ----------
+        count
+            The number of samples; 0 is allowed. It stays in force until the next call.
 
         Raises
         ------
         ValueError
-            It is no whole number of samples, or the options do not say ``samples``.
+            ``count`` is not a whole number, or the options do not set ``samples``.
         RuntimeError
-            The step is under way.
+            A step is under way.
         """
         with self._lock:
             self._check_open()
-            self._check_idle("the next samples")
+            self._check_idle("setting samples")
             if self._session is None:
                 check_samples(count)
                 return
@@ -314,14 +340,14 @@ class Group:
             self._session.begin_step(self.step)
 
     def flush(self) -> None:
-        """Let the coming step be whole, with what was lost or deferred before. All ranks must call it.
+        """Send the next step in full, with everything lost or deferred before. All ranks must call this.
 
-        To be called before the last step, and before one after which parameters are saved or tested.
+        Call it before the last step, and before each step after which parameters are saved or tested.
 
         Raises
         ------
         RuntimeError
-            The step is under way.
+            A step is under way.
         """
         with self._lock:
             self._check_open()
@@ -330,7 +356,7 @@ class Group:
                 self._session.flush(self.step)
 
     def _expire(self, buckets: Buckets, step: int) -> None:
-        """Fail if a bucket still waits for a parameter that nobody starts: whoever waits for the others must know."""
+        """Fail the step if this rank has still not started a parameter of an open bucket: other ranks wait for it."""
         with self._lock:
             lacking = buckets.lacking()
             if self.step != step or not lacking or not self._session:
@@ -338,7 +364,7 @@ class Group:
             error = DeadlineError(
                 f"job {self.options.job}, step {step}: rank {self.rank} has not started {', '.join(lacking[:3])}"
                 f"{' ...' if len(lacking) > 3 else ''} in {self.options.deadline_s:g} s, as it did in the first step; "
-                "start all parameters at every step, or call end_step"
+                "start all parameters in every step, or call end_step"
             )
             buckets.fail(error)
         self._session.fail(str(error))
@@ -369,11 +395,11 @@ class Group:
         averaged.add_done_callback(partial(self._on_averaged, filling))
 
     def _on_averaged(self, filling: FillingBucket, averaged: "Future[Any]") -> None:
-        """Let what takes long be done in a thread of its own: the endpoint has other things to do."""
+        """Copy the averages back in another thread, because this one, the endpoint's, must not be held up."""
         self._writer.submit(filling.finish, averaged.exception())
 
     def end_step(self) -> None:
-        """End this step on this rank: wait for all that was started, and begin the next one.
+        """End this step on this rank: send the rest, wait for all averages, and begin the next step.
 
         Raises
         ------
@@ -393,7 +419,7 @@ class Group:
                 name = filling.planned.segments[0].layer.name
                 raise DeadlineError(
                     f"job {self.options.job}, step {self.step}: rank {self.rank} has waited {self._limit_s:g} s "
-                    f"for {name}"
+                    f"for the average of {name}"
                 )
             filling.done.result()
         with self._lock:
@@ -409,7 +435,7 @@ class Group:
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:
-            raise RuntimeError("the group does not know the parameters: call register(names) first, on every rank")
+            raise RuntimeError("no parameters are registered: call register(names) first, on every rank")
         for name in names:
             if name not in self._buckets.layers:
                 raise KeyError(f"parameter {name!r} has not been registered{closest(name, self._buckets.layers)}")
@@ -425,20 +451,22 @@ class Group:
         if self._session:
             self._session.check()
 
-    # Other things that ranks do together ------------------------------------------------------------------------------
+    # Other collective operations --------------------------------------------------------------------------------------
 
     def broadcast(self, values: NDArray[Any], root: int = 0) -> None:
-        """Write the root's values into every rank's array, whole; between steps, and on all ranks.
+        """Copy the root's values into every rank's array, without loss. All ranks must call this between two steps.
 
         Parameters
         ----------
         values
-            Contiguous and writable; of any type, of one size on all ranks.
+            A contiguous, writable array of any type and shape, of the same size in bytes on all ranks.
+        root
+            The rank whose values are copied.
 
         Raises
         ------
         ValueError
-            The array cannot be written to as it is.
+            The array is not contiguous or not writable.
         RuntimeError
             A step is under way.
         TransportError
@@ -452,19 +480,21 @@ class Group:
             data = values.reshape(-1).view(np.uint8)
             if self._session is None or not len(data):
                 return
-            if self.active and self.endpoint and self.options.collective != SERVER:  # whose workers reach only that
+            if (
+                self.active and self.endpoint and self.options.collective != SERVER
+            ):  # its workers have no path to each other
                 broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
                 self.step += 1
             elif self._watch:
                 self._watch.channel(RANKS).broadcast(data, root)
 
     def barrier(self) -> None:
-        """Return when all ranks have come this far.
+        """Wait until all ranks have called this.
 
         Raises
         ------
         TransportError
-            A rank has ended, or not come within the deadline; the message names it.
+            A rank has ended, or did not call it within ``options.deadline_s``; the message names it.
         """
         self._check_open()
         if self._watch:
@@ -473,10 +503,10 @@ class Group:
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.
 
-        Rank 0, whose process has the ranks' store, waits for the others to leave too: for ``options.deadline_s`` at
-        most, or with a ``reason`` until they are likely to know it.
+        Rank 0, whose process serves the store, waits until the others have left too, for up to ``options.deadline_s``;
+        with a ``reason``, for up to :data:`FAREWELL_S`, so that they can read it.
         """
-        if self._exit.is_fork:  # which has none of the threads, and must not take the job's part
+        if self._exit.is_fork:  # a forked child lacks the threads, and must not act for the rank
             return
         with self._lock:
             if self._closed:
@@ -497,7 +527,7 @@ class Group:
         self._writer.shutdown(wait=True)
 
     def _let_others_leave(self, store: Store, reason: str | None) -> None:
-        """Wait until the others have ended: the store ends with this process, and they may still read it."""
+        """Wait until the other ranks have ended: they may still read the store, which ends with this process."""
         patience_s = self.options.deadline_s if reason is None else min(FAREWELL_S, self.options.deadline_s)
         end_s = time.monotonic() + patience_s
         with contextlib.suppress(StoreError):
@@ -518,12 +548,12 @@ class Group:
 
 
 class GraphAverager:
-    """Averages the gradients of a compiled graph, whose callbacks hand them over; for one model.
+    """Averages the gradients of a compiled graph, which passes them in callbacks. A group serves one model.
 
     Parameters
     ----------
     group
-        The ranks.
+        The group that averages.
     """
 
     def __init__(self, group: Group) -> None:
@@ -531,12 +561,12 @@ class GraphAverager:
         self._step: dict[str, NDArray[Any]] = {}
 
     def register(self, names: Sequence[str]) -> None:
-        """Register the parameters, in forward order.
+        """Register the parameters, in forward order; a repeated call with the same names does nothing.
 
         Raises
         ------
         ValueError
-            The group has the parameters of another model; the message names some.
+            The group already has the parameters of another model; the message names some that differ.
         """
         known = _registered.get(self.group)
         if known is None:
@@ -545,17 +575,17 @@ class GraphAverager:
         elif list(names) != known:
             odd = sorted(set(names) ^ set(known)) or names
             raise ValueError(
-                f"the group averages the gradients of another model, which differs in {', '.join(odd[:3])}; join "
-                "another group for this one"
+                f"the group already averages another model, whose parameters differ in {', '.join(odd[:3])}; join "
+                "another group for this model"
             )
 
     def hand_over(self, name: str, gradient: Any) -> None:
-        """Start to average a gradient; a callback for each."""
-        self._step[name] = np.array(gradient)  # the framework's own memory is read only, or is used again
+        """Start to average a copy of one gradient; called once per parameter and step."""
+        self._step[name] = np.array(gradient)  # the framework's memory is read-only, or will be reused
         self.group.start(name, self._step[name])
 
     def collect(self, names: Sequence[str]) -> list[NDArray[Any]]:
-        """End the step, and return the averages of these parameters; one callback that waits for all."""
+        """End the step, and return the averages of these parameters, in the given order; called once per step."""
         self.group.end_step()
         return [self._step.pop(name) for name in names]
 
@@ -571,23 +601,27 @@ def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) ->
 
 
 def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8], root: int, deadline_s: float) -> None:
-    """Write the root's ``data`` into that of all ranks; done when this rank has it, and those who get it from this one.
+    """Copy the root's ``data`` into that of all ranks, along a binomial tree.
+
+    Returns when this rank has the data, and when its children in the tree have it.
 
     Parameters
     ----------
     endpoint, size
-        This rank's endpoint, and how many ranks there are.
+        This rank's endpoint, and the number of ranks.
     step
-        A step in which nothing else is sent.
+        Number of a step in which nothing else is sent.
     data
-        Shape (m,); of one length on all ranks.
+        Shape (m,), m bytes; the same m on all ranks.
+    root
+        The rank whose data is copied.
     deadline_s
-        How long each message may take.
+        Time limit of each message, in seconds.
 
     Raises
     ------
     ValueError
-        The array has more parts than messages of a step can be numbered for; the message says what to do.
+        The data has more parts than a step has message numbers; the message says what to do.
     TransportError
         A rank did not answer, or not in time; the message names it.
     """
@@ -595,7 +629,7 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
     label = f"broadcast of rank {root}"
     parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
     if parts:
-        broadcast_number(len(parts) - 1, max(0, (size - 1).bit_length() - 1), size)  # refused before anything is sent
+        broadcast_number(len(parts) - 1, max(0, (size - 1).bit_length() - 1), size)  # raises before anything is sent
     arriving = []
     if parent is not None:
         for index, part in enumerate(parts):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process's place in its job: how it joins, and what scripts ask without handing a group around.
+"""How a process joins its job, and functions for scripts that do not pass a group around.
 
-Rank, size and where rank 0 serves the store come from the environment that a launcher sets.
+The rank, the number of ranks and the address of rank 0's store come from the environment that a launcher sets.
 """
 
 import os
@@ -19,11 +19,11 @@ from dlcp.session.store import Store, ended_key, serve
 from dlcp.transport import Address
 
 DEFAULT_MASTER_PORT: Final = 29500
-"""What PyTorch's launcher takes, too."""
+"""The default of PyTorch's launcher."""
 _joined: list[Group] = []
-"""The group that :func:`init` has joined."""
+"""The group that :func:`init` has joined, if any."""
 _counts: Counter[tuple[Address, int]] = Counter()
-"""How many groups this process has joined, by store and rank: the ranks join them in the same order."""
+"""How many groups this process has joined, by store and rank. It numbers groups, which all ranks join in one order."""
 
 
 def join(
@@ -33,26 +33,31 @@ def join(
     size: int | None = None,
     master: str | None = None,
 ) -> Group:
-    """Join the other ranks of this job; all must call it, and as often as each other.
+    """Join the other ranks of this job in a group. All ranks must call this, equally often.
 
     Parameters
     ----------
     options
         By default :meth:`Options.from_environment`.
     rank, size
-        This rank and how many there are; by default ``RANK`` and ``WORLD_SIZE``, and without either a group of one.
+        This rank, and the number of ranks; by default ``RANK`` and ``WORLD_SIZE``. If neither is set, the group has one
+        rank.
     master
-        ``host:port`` where rank 0 serves the store that ranks meet by; by default ``MASTER_ADDR:MASTER_PORT``.
+        Address ``host:port`` of the store that rank 0 serves; by default ``MASTER_ADDR:MASTER_PORT``.
+
+    Returns
+    -------
+    The group. If not all ranks can use DLCP and ``options.fallback`` is on, it averages over the store, slowly.
 
     Raises
     ------
     ValueError
-        Ranks are not known, or not in 0..size-1.
+        The rank or the size is unknown, or the rank is not in 0..size-1.
     OSError, StoreError
-        Rank 0 cannot serve the store, or is not reached; or this rank does not know the job's secret, see
+        Rank 0 cannot serve the store, or cannot be reached; or this rank does not have the job's secret, see
         :func:`dlcp.session.secret.job_secret`.
     NotJoinedError
-        Not all ranks can use DLCP, and ``options.fallback`` is off. Otherwise gradients go over the store: slowly.
+        Not all ranks can use DLCP, and ``options.fallback`` is off.
     """
     options = options or Options.from_environment()
     rank, size = _who(rank, size)
@@ -67,7 +72,7 @@ def join(
     _counts[address, rank] += 1
     store = Store(address, options.meet_s, secret, options.tls).under(f"dlcp/{number}")
     try:
-        store.leave(ended_key(rank), "its process or its connection is gone")
+        store.leave(ended_key(rank), "its process ended, or its connection broke")
         group = Group(options, rank, size, store)
         group.join(host)
     except BaseException:
@@ -77,7 +82,7 @@ def join(
 
 
 def _who(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Return rank and size as given, or as the environment has them."""
+    """Return rank and size as given, or from the environment."""
     found: dict[str, int] = {}
     for what, given, variable in (("rank", rank, "RANK"), ("size", size, "WORLD_SIZE")):
         text = os.environ.get(variable)
@@ -92,9 +97,9 @@ def _who(rank: int | None, size: int | None) -> tuple[int, int]:
         return 0, 1
     for what in ("rank", "size"):
         if what not in found:
-            raise ValueError(f"the {what} is not known: set RANK and WORLD_SIZE, or start with `dlcp launch`")
+            raise ValueError(f"the {what} is unknown: set RANK and WORLD_SIZE, or start with `dlcp launch`")
     if not 0 <= found["rank"] < found["size"]:
-        raise ValueError(f"the rank must lie in 0..{found['size'] - 1}, got {found['rank']}")
+        raise ValueError(f"the rank must be in 0..{found['size'] - 1}, got {found['rank']}")
     return found["rank"], found["size"]
 
 
@@ -106,9 +111,9 @@ def _master() -> str:
 
 
 def init(options: Options | None = None, **where: Any) -> Group:
-    """Join the other ranks; call it once, before anything else here. See :func:`join`."""
+    """Join the other ranks, once per process and before any other function below. See :func:`join` for arguments."""
     if _joined:
-        raise RuntimeError("this process has joined its group already; call shutdown() before another init()")
+        raise RuntimeError("this process has already joined its group; call shutdown() before another init()")
     _joined.append(join(options, **where))
     return _joined[0]
 
@@ -119,17 +124,17 @@ def current() -> Group:
     Raises
     ------
     RuntimeError
-        It has not been called.
+        :func:`init` has not been called.
     """
     if not _joined:
         raise RuntimeError(
-            "this process has joined no group: call init() first, such as dlcp.tensorflow.init(), once in every process"
+            "this process has not joined a group: call init() first, e.g. dlcp.tensorflow.init(), once in every process"
         )
     return _joined[0]
 
 
 def shutdown(reason: str | None = None) -> None:
-    """Leave the other ranks; with a ``reason``, tell them that this one gives up."""
+    """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
     while _joined:
         _joined.pop().close(reason)
 
@@ -140,25 +145,27 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return how many ranks there are."""
+    """Return the number of ranks."""
     return current().size
 
 
 def local_rank() -> int:
-    """Return the rank among those of this host (``LOCAL_RANK``), to choose a GPU by; without that the rank itself."""
+    """Return this process's rank on its host (``LOCAL_RANK``), for example to choose a GPU; by default :func:`rank`."""
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
-# Means of what every rank has of its own, such as the loss on its part of the data ------------------------------------
+# Means over ranks, such as that of the losses on their parts of the data ----------------------------------------------
 
 
 def mean_over_ranks(values: NDArray[Any], group: Group) -> NDArray[np.float64]:
-    """Return the mean of an array over all ranks, nothing lost, bit by bit the same on all; between steps.
+    """Return the mean of an array over all ranks, without loss, with identical bits on all. Call it between steps.
 
     Parameters
     ----------
     values
-        Of one shape on all ranks.
+        An array of any shape, the same on all ranks.
+    group
+        The ranks.
 
     Raises
     ------
@@ -174,7 +181,7 @@ def mean_over_ranks(values: NDArray[Any], group: Group) -> NDArray[np.float64]:
 
 
 def average_metrics(metrics: Mapping[str, Any], group: Group) -> dict[str, float]:
-    """Return the mean of each metric over all ranks; all ranks must give metrics of the same names.
+    """Return the mean of each metric over all ranks, by name. All ranks must pass the same names.
 
     Raises
     ------

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a job agree to use DLCP, or not to: no rank is left waiting for one that does not.
+"""How the ranks of a job agree whether to use DLCP, so that no rank waits for one that does not.
 
-A collective operation cannot ask whether everybody is there: it hangs if somebody is not. A store of keys and values
-can be asked. So ranks publish each step of joining there, and wait for the others with a deadline: who is there and at
-which address, which packets get through, whose endpoint every peer has answered. The first rank that finds something
-wrong decides against DLCP, and all stop.
+A collective operation hangs if a rank is missing. A key-value store can be polled instead, so ranks join through one:
+each publishes its progress there, and waits for the others with a deadline. They exchange addresses, find the largest
+packets that get through, and wait until every peer has answered. The first rank that finds a problem decides against
+DLCP, and all stop.
 """
 
 import json
@@ -31,61 +31,62 @@ if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.timeline import Timeline
 
 USE_DLCP: Final = "use DLCP"
+"""The verdict for DLCP; every other verdict is the reason against it."""
 JOIN_TURN_S: Final = 0.01
 REACH_SHARE: Final = 0.3
-"""Share of the deadline within which a peer that is there must answer over UDP. Chosen by us."""
+"""Share of the deadline within which a reachable peer must answer; the rest remains for agreeing. Not tuned."""
 POLL_S: Final = 0.005
 POLL_MAX_S: Final = 0.1
 
 
 class NotJoinedError(RuntimeError):
-    """The ranks have agreed not to use DLCP; the message says why, and what to do about it."""
+    """The ranks have agreed not to use DLCP; the message says why and what to do."""
 
 
 # Agreement ------------------------------------------------------------------------------------------------------------
 
 
 class KeyValueStore(Protocol):
-    """What ranks agree over: a store of PyTorch's, or :class:`dlcp.session.store.Store`."""
+    """The store through which ranks agree: one of PyTorch's, or :class:`dlcp.session.store.Store`."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return a value that has been written."""
+        """Return the value of a key that has one."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell whether all these keys have a value."""
+        """Return whether all these keys have a value."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write ``desired`` if the value is ``expected``, or if there is none and that is ``""``.
+        """Write ``desired`` if the value is ``expected``; ``""`` means no value.
 
         Returns
         -------
-        The value that the key has afterwards.
+        The key's value afterwards.
         """
 
 
 class Agreement:
-    """One matter that the ranks of a group decide alike, within a deadline.
+    """A common decision of all ranks of a group, within a deadline.
 
     Parameters
     ----------
     store
-        What the ranks agree over; values stay once they are written.
+        The store through which the ranks agree. Values are never deleted.
     rank, size
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     deadline_s
-        How long the agreement may take altogether, from now on.
+        Time limit of the whole agreement, in seconds from now on.
     secret
-        The job's secret, for a store that others can write to: then only what those write who know it counts.
+        The job's secret, for a store that strangers can write to: only values with proof of it count.
     host
-        The host that serves the store; by default ``MASTER_ADDR``. Ranks have the addresses that lead to it.
+        The host that serves the store; by default ``MASTER_ADDR``. A rank's route to it gives the rank's own address.
 
     Attributes
     ----------
     token
-        The session token that follows from the secret, once the ranks have met; 0 without a secret.
+        The session token derived from the secret, once the ranks have met; 0 without a secret.
     """
 
     VERDICT: Final = "verdict"
@@ -115,15 +116,20 @@ class Agreement:
         return max(0.0, self._end_s - time.monotonic())
 
     def meet(self, call: str) -> None:
-        """Say that this rank is here; with a secret, find the session's key and token together with the others.
+        """Announce this rank; with a secret, wait for all ranks and derive the session's key and token.
 
-        Both follow from the secret and what each rank has just drawn: they are never sent, and nothing that was written
-        in another session counts in this one.
+        Key and token are derived from the secret and a random value of each rank. They are never sent, and values from
+        another session are worthless in this one.
+
+        Parameters
+        ----------
+        call
+            The function that users call to join, for messages.
 
         Raises
         ------
         NotJoinedError
-            A rank is not there, or does not know the secret.
+            A rank is missing, or does not know the secret.
         """
         self.publish("here", secrets.token_hex(16))
         if self._sealed and self._secret is not None:
@@ -134,14 +140,14 @@ class Agreement:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """In a thread, write again what of this rank others have altered; with a secret only."""
+        """While the context is open, restore this rank's values if others alter them. Only with a secret."""
         sealed, done = self._sealed, threading.Event()
         if sealed is None:
             yield
             return
 
         def restore() -> None:
-            with suppress(RuntimeError):  # the store is gone, as the calls that ask it will find
+            with suppress(RuntimeError):  # the store is gone; the joining thread's own calls report that
                 while not done.wait(POLL_MAX_S):
                     sealed.restore()
 
@@ -155,30 +161,35 @@ class Agreement:
 
     @property
     def disturbance(self) -> str:
-        """Which values of the store were refused, in words that end a sentence; ``""`` if none."""
+        """The refused values of the store, as text to append to a message; ``""`` if none."""
         refused = self._sealed.refused if self._sealed else []
         if not refused:
             return ""
         return (
-            f"; {len(refused)} values in the job's store show no knowledge of its secret ({', '.join(refused[:3])}): "
-            "give all ranks the same DLCP_SECRET_FILE, and strangers no access to MASTER_PORT"
+            f"; {len(refused)} values in the job's store have no valid proof of its secret "
+            f"({', '.join(refused[:3])}): give all ranks the same DLCP_SECRET_FILE, and block MASTER_PORT for strangers"
         )
 
     def publish(self, topic: str, value: Any) -> None:
-        """Publish this rank's value on a topic, once; any value that JSON can hold."""
+        """Publish this rank's value on a topic: any value that JSON can represent, once per topic."""
         self.store.set(f"{topic}/{self.rank}", json.dumps(value))
         self.store.set(topic, str(self.rank))
 
     def published(self, topic: str, ranks: Iterable[int]) -> bool:
-        """Tell whether all these ranks have published a value on a topic."""
+        """Return whether all these ranks have published a value on a topic."""
         return bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
 
     def anyone_published(self, topic: str) -> bool:
-        """Tell whether any rank has published a value on a topic."""
+        """Return whether any rank has published a value on a topic."""
         return bool(self.store.check([topic]))
 
     def collect(self, topic: str) -> dict[int, Any]:
-        """Return each rank's value, as soon as all are there, a verdict is in force, or time is up."""
+        """Wait until all ranks have published a value, a verdict is in force, or time is up.
+
+        Returns
+        -------
+        The values that are there by then, by rank.
+        """
         wait_s = POLL_S
         while not self.published(topic, range(self.size)) and self.verdict() is None and self.left_s:
             time.sleep(min(wait_s, self.left_s))
@@ -187,8 +198,11 @@ class Agreement:
         return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in present}
 
     def verdict(self) -> str | None:
-        """Return the verdict in force; None if there is none, or this rank has not met the others yet."""
-        # Sealed by the secret alone, a verdict could be a recording of another session: there is none such.
+        """Return the verdict in force; None if there is none.
+
+        With a secret, it is also None before the ranks have met. Without the session key, a verdict could be a replay
+        from another session of the same secret.
+        """
         if (self._sealed and not self.token) or not self.store.check([self.VERDICT]):
             return None
         return bytes(self.store.get(self.VERDICT)).decode()
@@ -198,14 +212,14 @@ class Agreement:
         return bytes(self.store.compare_set(self.VERDICT, "", proposal)).decode()
 
     def speaker(self) -> bool:
-        """Tell whether this rank is the one that logs the verdict: the lowest that comes within the deadline."""
+        """Return whether this rank logs the verdict: the lowest rank that joins within the deadline does."""
         lower = range(self.rank)
         while lower and self.left_s and not self.published("here", [0]):
             time.sleep(JOIN_TURN_S)
         return not any(self.published("here", [rank]) for rank in lower)
 
     def all_publish(self, topic: str) -> bool:
-        """Wait until all ranks have published a value on a topic; tell whether they did before the deadline."""
+        """Wait until all ranks have published a value on a topic; return whether they did before the deadline."""
         while self.left_s and not self.published(topic, range(self.size)):
             time.sleep(min(POLL_MAX_S, self.left_s))
         return self.published(topic, range(self.size))
@@ -216,18 +230,18 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What ranks have once they have joined.
+    """The result of joining.
 
     Attributes
     ----------
     endpoint
-        This rank's endpoint, which every peer has answered.
+        This rank's endpoint; every peer has answered it.
     options
-        The options, with what was found out.
+        The options, with the measured ``payload_bytes``.
     remark
-        What a user should know about that; ``""`` if nothing.
+        A warning for the user about the measured payload; ``""`` if none.
     topology
-        Which ranks share a host, and which one is the server.
+        Which ranks share a host, and which rank is the server.
     link
         Rank 0's connection to the parameter server, if there is one.
     """
@@ -246,29 +260,30 @@ class Joined:
 
 
 def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> Joined:
-    """Open this rank's endpoint together with all other ranks.
+    """Agree with all other ranks to use DLCP, and open this rank's endpoint.
 
     A parameter server has the rank after the last worker's.
 
     Parameters
     ----------
     options, agreement
-        This rank's options, and what the ranks agree over.
+        This rank's options, and its agreement with the other ranks.
     call
-        What a user calls to join, for messages about ranks that have not.
+        The function that users call to join, for messages about ranks that have not called it.
     export_bytes
-        How much memory this rank wants to send from without copies to ranks of its host.
+        How much memory, in bytes, this rank may send from without copies to ranks on its host.
 
     Raises
     ------
     NotJoinedError
-        The ranks have agreed to do without DLCP; all ranks raise it, with the same message.
+        The ranks have agreed not to use DLCP; all ranks raise it, with the same message.
     """
     with agreement.guarded(), ExitStack() as undo:
         agreement.meet(call)
-        # The order of topics is the protocol: here, place, entry, server, local peers, path, ready. Every rank
-        # publishes and collects them in this order, so that no two wait for each other. A rank that fails publishes
-        # the verdict instead.
+        # The order of topics is the protocol: here, place, entry, then server or path, local peers, ready. Every rank
+        # publishes and collects them in this order; otherwise two ranks could wait for each other until the deadline.
+        # Each rank skips the same topics: options and entries, which decide that, agree on all. A rank that fails
+        # publishes the verdict instead.
         try:
             missing = f"has not called {call}; call it on every rank, with the same options"
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
@@ -279,14 +294,14 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
             with _memory_rendezvous(options, export_bytes) as memory:
                 joined = _connect(options, agreement, addresses, sock, undo, memory)
             agreement.publish("ready", True)
-            _collect_from_all(agreement, "ready", "has not been greeted by every peer")
+            _collect_from_all(agreement, "ready", "has no answer from every peer")
             verdict = agreement.decide(USE_DLCP)
         except (OSError, TransportError) as problem:
             verdict = agreement.decide(f"rank {agreement.rank}: {problem}")
         except NotJoinedError as problem:
             verdict = agreement.decide(str(problem))
         except BaseException as problem:
-            # Whatever it is, the others must not wait for this rank until the deadline, and then blame something else.
+            # After any error, the others must learn the cause now, rather than report a missed deadline later.
             with suppress(Exception):
                 agreement.decide(f"rank {agreement.rank} gave up: {problem!r}")
             raise
@@ -304,12 +319,12 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
 
 
 def label_of(job: int, token: int) -> str:
-    """Return a name of the session that its ranks have in common, and that may be shown: the token is a secret."""
+    """Return a name of the session, the same on all its ranks. It is safe to show, whereas the token is a secret."""
     return f"{job}-{sha256(token.to_bytes(8, 'big')).hexdigest()[:8]}"
 
 
 def _timeline(folder: str, rank: int) -> "Timeline | None":
-    """Return where this rank notes what it does, if the options say so."""
+    """Open this rank's timeline in a folder; return None if ``folder`` is ``""``."""
     if not folder:
         return None
     from dlcp.timeline import Timeline
@@ -336,7 +351,7 @@ def _connect(
         "memory": memory.name if memory else "",
     }
     agreement.publish("entry", entry)
-    entries = _collect_from_all(agreement, "entry", "has not said where it is")
+    entries = _collect_from_all(agreement, "entry", "has not published its address")
     _compare_terms(entries)
     peers: dict[int, Address] = {
         peer: (entry["toward"].get(str(rank), entry["address"][0]), entry["address"][1])
@@ -344,7 +359,8 @@ def _connect(
         if peer != rank
     }
     token = (options.token or agreement.token) if agreement.token else entries[0]["token"]
-    # Ranks share a port if they share a host and its address: network namespaces of one machine do not.
+    # Ranks share a network port if they share a host name and an address. Network namespaces of one machine have
+    # different addresses.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
     topology = Topology(hosts, server=size if options.collective == SERVER else None)
     remark, link = "", None
@@ -357,14 +373,14 @@ def _connect(
         options = options.with_(payload_bytes=payload_bytes)
     shared = None
     names = {peer: entry["memory"] for peer, entry in entries.items() if entry["memory"]}
-    if len(names) > 1:  # as all ranks find alike
+    if len(names) > 1:  # the same on all ranks, so all or none take part
         shared = _share_memory(agreement, memory, names, options.job, token, undo)
     endpoint = Endpoint(
         rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology), shared=shared
     )
-    undo.pop_all()  # the socket is the endpoint's now
+    undo.pop_all()  # the endpoint and joined own the socket, memory and link now
     joined = Joined(endpoint, options, remark, topology, link)
-    undo.callback(joined.close, "the ranks have agreed to do without DLCP")
+    undo.callback(joined.close, "the ranks have agreed not to use DLCP")
     endpoint.greet(max(1.0, agreement.left_s))
     return joined
 
@@ -372,23 +388,28 @@ def _connect(
 def _invite_server(
     options: Options, agreement: Agreement, workers: Sequence[Address], token: int, undo: ExitStack
 ) -> "tuple[ServerLink | None, Address]":
-    """Let rank 0 invite the parameter server; return its connection, on rank 0, and the server's address."""
+    """Have rank 0 invite the parameter server.
+
+    Returns
+    -------
+    On rank 0 the connection to the server, else None; and the server's address.
+    """
     link, address = None, None
     if agreement.rank == 0:
         from dlcp.session.serving import ServerLink  # most jobs have none
 
-        # The others wait for what comes of it: if nobody answers, this rank says so before they are out of time.
+        # The other ranks wait for the result, so rank 0 must report a missing server before their deadline.
         link = ServerLink(options, (1 - REACH_SHARE) * agreement.left_s)
-        undo.callback(link.close, "the ranks have agreed to do without DLCP")
+        undo.callback(link.close, "the ranks have agreed not to use DLCP")
         address = link.invite(workers, token)
     agreement.publish("server", address)
-    missing = f"has no answer of the parameter server at {options.server}"
+    missing = f"has no answer from the parameter server at {options.server}"
     host, port = _collect_from_all(agreement, "server", missing)[0]
     return link, (host, port)
 
 
 def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
-    """Return where ranks of this host find this one; None if it shares no memory."""
+    """Return the rendezvous through which ranks on this host find this one; None if it shares no memory."""
     wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == SERVER)
     if wanted and shared_memory.supported():
         with suppress(OSError):  # not permitted in this container
@@ -404,22 +425,33 @@ def _share_memory(
     token: int,
     undo: ExitStack,
 ) -> SharedMemory:
-    """Return memory that is shared with those other ranks that share it with this one as well."""
+    """Map the memory of the ranks on this host; keep only mappings that both ranks of a pair have."""
     rank, shared = agreement.rank, SharedMemory()
     if memory:
         others = {peer: name for peer, name in names.items() if peer != rank}
         timeout_s = REACH_SHARE * agreement.left_s
-        with suppress(OSError):  # sockets do as well
+        with suppress(OSError):  # without shared memory, the ranks use sockets
             shared = memory.connect(rank, others, job=job, token=token, timeout_s=timeout_s)
         undo.callback(shared.close)
     agreement.publish("local peers", sorted(shared.ranks))
-    local_peers = _collect_from_all(agreement, "local peers", "has not said which ranks are on its host")
+    local_peers = _collect_from_all(agreement, "local peers", "has not published which ranks share its memory")
     shared.keep([peer for peer in shared.ranks if rank in local_peers[peer]])
     return shared
 
 
 def _collect_from_all(agreement: Agreement, topic: str, missing: str) -> dict[int, Any]:
-    """Return what all ranks published; raise the verdict against DLCP, or which ranks published nothing in time."""
+    """Return the values that all ranks published on a topic.
+
+    Parameters
+    ----------
+    missing
+        What a rank without a value has failed to do, for the message: "has not ...".
+
+    Raises
+    ------
+    NotJoinedError
+        The verdict is against DLCP, or ranks published nothing in time; the message names them.
+    """
     found = agreement.collect(topic)
     verdict = agreement.verdict()
     if verdict not in (None, USE_DLCP):
@@ -444,13 +476,18 @@ def _compare_terms(entries: dict[int, Any]) -> None:
 def _probe_paths(
     options: Options, agreement: Agreement, sock: socket.socket, peers: dict[int, Address], token: int
 ) -> tuple[int, str]:
-    """Return the largest payload that passes on every path between ranks, and a remark if it is less than wanted."""
+    """Find the largest payload, in bytes, that passes on every path between ranks.
+
+    Returns
+    -------
+    The payload, and a warning for the user if it is smaller than wanted, else ``""``.
+    """
     mtu = min(first_hop_mtu(address) for address in peers.values())
     candidates = candidate_payloads(mtu, options.payload_bytes)
     probe = PathProbe(agreement.rank, sock, peers, options.job, token, candidates)
     published = False
     give_up_s = agreement.left_s - REACH_SHARE * agreement.deadline_s
-    while not agreement.published("path", range(agreement.size)):  # a rank that is done still answers the others
+    while not agreement.published("path", range(agreement.size)):  # a rank that has finished still answers the others
         probe.turn(JOIN_TURN_S)
         if probe.done and not published:
             agreement.publish("path", [probe.payload_bytes, candidates[0]])
@@ -462,20 +499,21 @@ def _probe_paths(
         where = ", ".join(f"rank {peer} at {peers[peer][0]}:{peers[peer][1]}" for peer in probe.unreachable)
         raise NotJoinedError(
             f"rank {agreement.rank} gets no UDP packet through to {where}, or none back; "
-            "let UDP pass in the firewall, or set DLCP_BIND to an address that the other ranks reach"
+            "allow UDP in the firewall, or set DLCP_BIND to an address that the other ranks can reach"
         )
-    found = _collect_from_all(agreement, "path", "has not found out which packets get through")
+    found = _collect_from_all(agreement, "path", "has not found which packet sizes get through")
     payload_bytes = min(passed for passed, _ in found.values())
     wanted = max(largest for _, largest in found.values())
     least = min(payload_for_mtu(min(COMMON_MTUS)), wanted)
     if payload_bytes < least:
         raise NotJoinedError(
-            f"packets of {least} bytes do not get through, only of {payload_bytes}; check the MTU on the path"
+            f"packets with {least} bytes of payload do not get through, only with {payload_bytes}; check the MTU on "
+            "the path"
         )
     remark = ""
     if payload_bytes < wanted:
         remark = (
-            f"packets of {wanted} bytes of payload do not get through, those of {payload_bytes} do; "
-            "going on with these. Check the MTU on the path, or set payload_bytes."
+            f"packets with {wanted} bytes of payload do not get through, so DLCP uses {payload_bytes} bytes. "
+            "Check the MTU on the path, or set payload_bytes."
         )
     return payload_bytes, remark

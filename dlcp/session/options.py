@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options: an argument beats the environment (``DLCP_*``), which beats a file, which beats the default."""
+"""The options of a session. In order of precedence: arguments, the environment (``DLCP_*``), a file, defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -26,96 +26,100 @@ PACKETS = Unit("of a message's packets")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How DLCP exchanges gradients. Every field of a simple type can be set as ``DLCP_<NAME>``.
+    """How DLCP exchanges gradients. Each field of a simple type can also be set as ``DLCP_<NAME>``.
 
     Parameters
     ----------
     loss_bound
-        The largest share of a message's packets that may be lost, 0 to 1. It is a ceiling, used under congestion only.
-        0.1 leaves convergence unharmed (DLCP, arXiv 2008.08445); with error feedback nothing is lost for good.
+        The largest share of a message's packets that may be lost, 0 to 1. Losses are accepted only under congestion.
+        0.1 does not harm convergence (DLCP, arXiv 2008.08445). With error feedback, lost gradients are sent later.
     deferral_bound
-        The largest share of a message's packets that may be deferred to a later step, 0 to 1: the least valuable ones,
-        and only for ranks behind a port far slower than the others', or through a parameter server with a congested
-        port (:mod:`dlcp.collectives.deferral`). Of a whole step about two thirds of that share are at most. Only with
-        ``error_feedback``, and not around a ring. 0: none.
+        The largest share of a message's packets that may be deferred to a later step, 0 to 1; 0, the default, defers
+        none. The packets with the smallest values are deferred, and only if a rank's port is far slower than the
+        others', or if a parameter server's port is congested (:mod:`dlcp.collectives.deferral`). A whole step defers at
+        most about two thirds of this share. Requires ``error_feedback``; has no effect with ``ring``.
     immediate
-        Stop at the bound even without congestion, as the paper does.
+        End a message as soon as its bound is met, even without congestion, as the paper does.
     error_feedback
-        Send what was lost with the next step.
+        Send lost gradients with the next step.
     rescale
-        Divide sums by how many ranks delivered. By default (None) exactly where ``error_feedback`` is off. Both at once
-        are refused, because they are not stable: the next step would take back what the division counts too much. Of a
-        packet that one of four ranks delivers in every step, the average would be three times as large, with the other
-        sign, in each step after.
+        Divide each sum by the number of ranks whose contributions arrived. The default, None, does so if
+        ``error_feedback`` is off. The two cannot be combined, because together they diverge: the next step would
+        subtract what the division had added. If only one of four ranks delivers a packet in every step, its average
+        would change sign and triple from step to step.
     adaptive_shards
-        Ranks behind a congested port add up less. FSDP2 decides itself what ranks add up.
+        Give ranks behind a congested port smaller shards to sum. No effect with FSDP2, which assigns the shards itself.
     collective
-        ``direct`` (every rank adds up a shard), ``ring``, ``server`` (a parameter server adds up), or
-        ``auto``: whichever of direct and ring suits the size.
+        ``direct`` (every rank sums a shard), ``ring``, ``server`` (a parameter server sums), or ``auto`` (direct or
+        ring, whichever is faster for the size).
     bind
-        Address of this rank's UDP socket, ``host:port``; port 0 is the first free DLCP port. By default that, at the
-        addresses that the kernel's routes to the rendezvous and to the other ranks say (``docs/cluster.md``).
+        Address of this rank's UDP socket, ``host:port``; port 0 means the first free DLCP port. The default is that
+        port at the addresses that the kernel's routes to the rendezvous and to the other ranks use
+        (``docs/cluster.md``).
     advertise
-        Address where others reach this rank, if not ``bind``.
+        Address at which other ranks reach this one, if not ``bind``.
     server
-        Address of the parameter server, ``host:port``: what ``dlcp server --bind`` says. It takes all options of the
-        job from its workers.
+        Address of the parameter server, ``host:port``, as given to ``dlcp server --bind``. The server receives the
+        job's options from its workers.
     job
-        Job number, 0 to 65535, by which a switch knows the job.
+        Job number, 0 to 65535, which identifies the job to switches.
     token
-        Session token. If it is 0, rank 0 draws it. Ranks of PyTorch that have a secret derive it from that, and from
-        what each of them draws.
+        Session token. With 0, the default, rank 0 draws it. PyTorch ranks with a secret derive it from the secret and a
+        random value of each rank.
     secret_file
-        File with the job's secret, by which ranks know each other when they meet (``docs/security.md``). Without a
-        file, ``DLCP_SECRET`` may hold it; without either, ranks without PyTorch meet by a key of the user's.
+        File with the job's secret, with which ranks authenticate each other when they meet (``docs/security.md``). It
+        may be in ``DLCP_SECRET`` instead. If neither is set, ranks without PyTorch use a per-user key.
     tls
-        Folder with ``tls.crt``, ``tls.key`` and ``ca.crt``, as Kubernetes mounts a certificate: ranks without PyTorch
-        meet over TLS, both sides with certificates; rank 0's names ``MASTER_ADDR``. PyTorch's store has no TLS.
+        Folder with ``tls.crt``, ``tls.key`` and ``ca.crt``, as Kubernetes mounts a certificate. Ranks without PyTorch
+        then meet over TLS, and both sides present certificates; rank 0's must name ``MASTER_ADDR``. PyTorch's store has
+        no TLS.
     payload_bytes
-        Bytes of a message per packet: 1440 fill an MTU of 1500. 0 finds out what passes on every path, up to an MTU of
-        9000. Whatever is chosen is tried with real packets first; if it does not pass, the largest that does is taken.
+        Payload of a packet in bytes; 1440 fills an MTU of 1500. 0, the default, selects the largest that passes on
+        every path, up to an MTU of 9000. Every choice is tested with packets on all paths first; if it does not pass,
+        DLCP uses the largest payload that does.
     shared_memory
-        Let ranks that share a network namespace, and so a host, exchange packets through memory instead of their
-        sockets: nothing is queued, dropped or lost there. Not with ``immediate``, and not where others reach this rank
-        by an ``advertise`` of its own, which leads through a network.
+        Let ranks in the same network namespace, and so on the same host, exchange packets through memory instead of
+        sockets; nothing is queued or lost there. No effect with ``immediate``, or for a rank with ``advertise``, whose
+        peers reach it through a network.
     congestion, tagged, silence_s, deadline_s, switch_hops, paths
         See :class:`dlcp.transport.TransportOptions`.
     flow_weight
-        The share of a flow that each of this rank's flows counts as; 0, the default, lets all of a job into a port
-        count as one. 1 gives a job as much as TCP would have, where several of its ranks send into one port.
+        Weight of each of this rank's flows, relative to one ordinary flow. 0, the default, makes all flows of a job
+        into a port together count as one. 1 gives a job as much bandwidth as it would have with TCP if several of its
+        ranks send into one port.
     meet_s
-        How long the ranks wait for each other when they join.
+        How long ranks wait for each other when they join.
     fallback
-        Go on over the framework's own all-reduce, or in a group over its store, if DLCP cannot be used, at the start or
-        later. Off, that is an error.
+        If DLCP cannot be used, at the start or later, continue with the framework's own all-reduce, or in a group with
+        its store. If off, that is an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
     protected_share
-        The share of packets that are protected, those of the largest values, in every layer; the rest is divided evenly
-        among the drop classes. Below 0, the default (-1), ``tag_policy`` says which.
+        Share of each layer's packets that are protected from loss: those with the largest values. The rest is divided
+        evenly among the drop classes. Below 0, the default (-1), ``tag_policy`` determines the shares.
     layer_bounds
-        Layers with a loss bound of their own, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
+        Loss bounds of single layers, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
     samples
-        How many samples this rank's gradients are the mean of in a step; call ``samples`` of the state or group
-        when the number changes. Every sample then counts the same. 0, the default: every rank counts the same.
+        Number of samples that this rank's gradients are the mean of; call ``samples`` of the state or group when it
+        changes. Every sample then has the same weight. With 0, the default, every rank has the same weight.
     adapt
-        Measure while training, and choose bound, classes, compression, collective and deferral by it; those given are
-        what it begins with, and no more is deferred than they say. What counts is the time to the same accuracy: what
-        takes more steps is charged with them (:mod:`dlcp.convergence`). All ranks choose alike, between two steps.
+        Measure during training, and choose bound, classes, compression, collective and deferral accordingly. The
+        options given are the starting point, and ``deferral_bound`` is a limit. The criterion is the time to the same
+        accuracy: settings are penalised by the additional steps that they cost (:mod:`dlcp.convergence`). All ranks
+        choose the same settings, between two steps.
     compression
-        What gradients are compressed with, ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default.
+        Compressor of gradients, such as ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default.
     combine
-        What all ranks' gradients become: their ``average``, their ``sum``, or ``adasum``
+        How the ranks' gradients are combined: ``average``, ``sum`` or ``adasum``
         (:mod:`dlcp.collectives.reduction_rules`).
     phases
-        Hold the bound down to 0.6 % while the gradient's norm changes by half or more
+        Lower the loss bound to 0.6 % while the gradient's norm changes by half or more
         (:class:`dlcp.tuning.autotuner.Phases`).
     trace
-        A folder where each rank notes what it does and when (:mod:`dlcp.timeline`), for ``dlcp trace`` to make a trace
-        of; none by default.
+        Folder in which each rank records its events (:mod:`dlcp.timeline`), for ``dlcp trace``; none by default.
     live
-        A folder where each rank leaves a snapshot of itself once a second (:mod:`dlcp.session.snapshots`), for
-        ``dlcp live`` to show; none by default.
+        Folder in which each rank writes a snapshot once a second (:mod:`dlcp.session.snapshots`), for ``dlcp live``;
+        none by default.
     """
 
     loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
@@ -167,11 +171,9 @@ class Options:
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
             votes = self.compression == "signsgd"
             what = "compression 'signsgd', which counts votes" if votes else f"combine {self.combine!r}"
-            raise ValueError(
-                f"samples are the weights of an average; they say nothing to {what}: leave one of them out"
-            )
+            raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.adapt and self.combine != "average":
-            raise ValueError(f"adapt chooses among ways to average; with combine {self.combine!r} it has to be off")
+            raise ValueError(f"adapt supports only combine 'average', got {self.combine!r}: omit one of the two")
         check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
         if self.collective == SERVER and self.deferral_bound:
             check_server_defers(self.compression, self.layer_bounds)
@@ -189,16 +191,16 @@ class Options:
         Raises
         ------
         ValueError
-            A variable or a line does not hold what it should; the message names it.
+            A variable, or a line of the file, has an invalid value; the message names it.
         """
         return configuration.build(cls, environment)
 
     def bound(self) -> LossBound:
-        """Return the bound on what gradients may lose and what of them may be deferred."""
+        """Return the loss and deferral bounds."""
         return LossBound(self.loss_bound, self.immediate, self.deferral_bound)
 
     def reduction(self) -> ReduceOptions:
-        """Return what an all-reduce may lose and how it makes up for it."""
+        """Return the all-reduce's part of the options: bounds, error feedback, rescaling and shards."""
         return ReduceOptions(
             self.bound(),
             self.error_feedback,
@@ -208,7 +210,7 @@ class Options:
         )
 
     def classes(self) -> TagPolicy:
-        """Return how packets are tagged."""
+        """Return the tag policy, with ``protected_share`` applied."""
         if self.protected_share < 0:
             return self.tag_policy
         rest = (1 - self.protected_share) / (DROP_CLASSES - 1)
@@ -227,7 +229,7 @@ class Options:
         return {each.name: value for each, value in values if AGREED in each.traits} | set_alike
 
     def of_job(self) -> dict[str, object]:
-        """Return what is not a rank's own, by option: what a parameter server needs to know of its workers."""
+        """Return the options of the job for its parameter server, by name: all but each rank's own, and secrets."""
         declared = configuration.options_of(Options)
         return {name: getattr(self, name) for name, each in declared.items() if not each.traits & {OWN, Trait.SECRET}}
 
@@ -237,12 +239,12 @@ class Options:
         return [option.name for option in having if getattr(self, option.name) != option.default]
 
     def transport(self, workers: int, topology: Topology | None = None) -> TransportOptions:
-        """Return the options of a worker's endpoint, where ``workers`` take part."""
+        """Return the options of a worker's endpoint in a session of that many ``workers``."""
         declared = configuration.options_of(Options)
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
         shared["flow_weight"] = self.flow_weight or flow_weight(self.collective, range(workers), topology)
         shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
-        if self.advertise:  # whoever reaches this rank by another address knows other ports, too
+        if self.advertise:  # behind an address translation, peers see other ports than this rank's
             shared["paths"] = 1
         return TransportOptions(**shared)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial-result recovery: ranks that leave DLCP complete together the buckets that some of them have not finished.
+"""Partial-result recovery: ranks that leave DLCP together complete the buckets that some of them have not finished.
 
-The ranks publish which buckets those are. They complete each one exactly (:mod:`dlcp.collectives.partial_result`), in
-order, over the fallback's channel, and wait for a rank that has not come to it yet. A rank that does not come hangs:
-all ranks name it, and it logs the stacks of its threads.
+The ranks exchange which buckets those are. They complete each of them exactly, in order, over the fallback's channel
+(:mod:`dlcp.collectives.partial_result`). If a rank has not reached a bucket yet, the others wait for it. If it does not
+reach the bucket in time, it hangs: all ranks report it, and it logs the stacks of its threads.
 """
 
 import faulthandler
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from dlcp.session.session import BucketId, PendingBucket, TrainingSession
 
 WAIT_SHARE: Final = 0.9
-"""For so much of the deadline a rank waits for its own bucket; the rest is for telling the others. Chosen by us."""
+"""A rank waits for its own bucket for this share of the deadline; the rest is for telling the others. Not tuned."""
 log = logging.getLogger("dlcp")
 
 
 class Recovery:
-    """Completes the buckets of one session, whose endpoint is closed."""
+    """Completes the open buckets of a session whose endpoint has been closed."""
 
     def __init__(self, session: "TrainingSession") -> None:
         assert session.fallback.watch
@@ -39,14 +39,23 @@ class Recovery:
         self._channel = self._watch.channel()
 
     def complete_buckets(self, error: BaseException) -> str:
-        """Complete what is open on any rank; return why the ranks have left DLCP, the same on all of them.
+        """Complete every bucket that is open on any rank.
+
+        Parameters
+        ----------
+        error
+            Why this rank has left DLCP.
+
+        Returns
+        -------
+        Why the ranks have left DLCP, the same text on all of them.
 
         Raises
         ------
         UnrecoverableError
             A contribution is lost, or the ranks run different models.
         PeerHangsError
-            A rank, which may be this one, has not come to a bucket in time; all ranks raise it.
+            A rank, possibly this one, did not reach a bucket in time; all ranks raise it.
         """
         session, table = self._session, self._session.table
         self._watch.publish_left(describe(error))
@@ -62,7 +71,7 @@ class Recovery:
                 raise UnrecoverableError(reason)
         for which in sorted({tuple(which) for unfinished, *_ in views.values() for which in unfinished}):
             self._complete(which, held)
-        # A rank that left only because another one did knows less about the cause than that one.
+        # A rank that left only because another one did knows less about the cause, so its reason counts last.
         return str(min((secondhand, rank, reason) for rank, (_, _, secondhand, reason) in views.items())[2])
 
     def _complete(self, which: "BucketId", held: "dict[BucketId, PartialResult]") -> None:
@@ -78,7 +87,7 @@ class Recovery:
             session.table.finish(pending)
 
     def _untouched(self, pending: "PendingBucket") -> PartialResult:
-        """Return what this rank holds of a bucket that the reducer has not got: its contribution, residual included."""
+        """Return the partial result of a bucket that has not reached the reducer: contribution and residual."""
         session, bucket = self._session, pending.bucket
         assert bucket
         assert session.endpoint
@@ -88,7 +97,7 @@ class Recovery:
         return PartialResult.untouched(session.rank, *pending.id, values, per_packet)
 
     def _wait_for_all(self, which: "BucketId") -> "PendingBucket | None":
-        """Return a bucket once all ranks have come to it; None if this rank has finished it."""
+        """Wait until all ranks have reached a bucket; return this rank's, or None if it has finished it."""
         rank, (step, sequence) = self._session.rank, which
         pending, absent = None, ""
         try:
@@ -96,24 +105,24 @@ class Recovery:
         except TimeoutError:
             absent = f"rank {rank}"
             log.error(
-                "DLCP: rank %d hangs before bucket %d of step %d, to which others have come. Its threads are here:\n%s",
+                "DLCP: rank %d hangs before bucket %d of step %d, which other ranks have reached. Its threads:\n%s",
                 *(rank, sequence, step, hang_report()),
             )
-        told = self._channel.gather(absent)
-        if missing := ", ".join(filter(None, told.values())):
+        reports = self._channel.gather(absent)
+        if missing := ", ".join(filter(None, reports.values())):
             raise PeerHangsError(
-                f"{at_step(self._session.options.job, step)}: {missing} answers but has not come to bucket {sequence}, "
-                f"{WAIT_SHARE * self._deadline_s:g} s after others have left DLCP over it; its log says where it hangs"
+                f"{at_step(self._session.options.job, step)}: {missing} answers but has not reached bucket {sequence}, "
+                f"{WAIT_SHARE * self._deadline_s:g} s after others left DLCP over it; its log says where it hangs"
             )
         return pending
 
 
 _NO_FILE: Final = (AttributeError, OSError, ValueError, RuntimeError, io.UnsupportedOperation)
-"""Errors of a standard error stream that is closed, or not a file of the operating system."""
+"""Errors raised if standard error is closed, or not a file of the operating system."""
 
 
 def hang_report() -> str:
-    """Return the stack of each thread but this one, the innermost call last."""
+    """Return the stacks of all threads except the calling one, as text, with the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = [
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -124,15 +133,16 @@ def hang_report() -> str:
 
 
 class HangWatchdog:
-    """A context manager that prints all stacks when no thread calls :meth:`postpone` in time.
+    """Context manager that prints the stacks of all threads if no thread calls :meth:`postpone` in time.
 
-    That happens when a thread holds Python's lock (the GIL) in a C call that does not return. :mod:`faulthandler`
-    prints the stacks, from C, and only if a user or ``dlcp train`` has enabled it: a process has one such timer.
+    That happens if a thread holds Python's global lock (GIL) in a C call that does not return. :mod:`faulthandler`
+    prints the stacks from C. It does so only if the user or ``dlcp train`` has enabled it, because a process has only
+    one such timer.
 
     Parameters
     ----------
     after_s
-        Time from the last :meth:`postpone` until the stacks are printed.
+        Time from the last :meth:`postpone` until the stacks are printed, in seconds.
     """
 
     def __init__(self, after_s: float) -> None:

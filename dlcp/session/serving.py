@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a parameter server joins training sessions.
 
-The server serves a store of keys and values (:mod:`dlcp.session.store`) at the address by which its workers name it,
-``Options.server``. When the ranks of a session have met, rank 0 invites the server there, with the job's options, the
-session token and the workers' addresses. The server opens an endpoint for that session and answers with its address, or
-refuses with a reason. It has no options of its own but how it is met.
+The server runs a key-value store (:mod:`dlcp.session.store`) at the address that its workers have as
+``Options.server``. When the ranks of a session have met, rank 0 writes an invitation into that store: the job's
+options, the session token and the workers' addresses. The server opens an endpoint for the session and answers with the
+endpoint's address, or refuses with a reason. It takes the job's options from the invitation; only its addresses, secret
+and certificates are its own.
 
-Rank 0 keeps its connection to the store as long as the session lasts. When that ends, so does the server's part in it.
+Rank 0 stays connected to the store while the session lasts. When the connection ends, the server leaves the session.
 """
 
 import json
@@ -32,32 +33,32 @@ from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 INVITATION: Final = "invitation"
-"""Holds one invitation at a time, until the server has taken it."""
+"""Key of the pending invitation: one at a time, until the server has read it."""
 ANSWER: Final = "answer"
 OWNER: Final = "the parameter server"
 INVITE_AGAIN_S: Final = 0.02
-"""How often rank 0 looks whether another session's invitation has been taken. Not tuned."""
+"""Seconds between rank 0's attempts to write its invitation, while another session's is pending. Not tuned."""
 LOOK_S: Final = 0.25
-"""How often the server looks whether it is to stop, or one of its sessions has failed. Not tuned."""
+"""Seconds between the server's checks whether it must stop, or a session has failed. Not tuned."""
 MEET_ITSELF_S: Final = 10.0
 
 
 class ServerLink:
-    """Rank 0's connection to the parameter server; the server stays in the session until it is closed.
+    """Rank 0's connection to the parameter server. Closing it makes the server leave the session.
 
     Parameters
     ----------
     options
-        Those of the ranks.
+        The ranks' options.
     deadline_s
-        How long it may take until the server answers.
+        Time limit for connecting and for the server's answer together, in seconds.
 
     Raises
     ------
     StoreError
-        Nobody answers at ``options.server``, or it has another secret.
+        No store answers at ``options.server``, or its secret differs.
     OSError, ValueError
-        There is no secret, see :func:`dlcp.session.secret.job_secret`.
+        There is no valid secret, see :func:`dlcp.session.secret.job_secret`.
     """
 
     def __init__(self, options: Options, deadline_s: float) -> None:
@@ -67,14 +68,14 @@ class ServerLink:
         self._store = Store(self._address, deadline_s, self._secret, options.tls, OWNER)
 
     def invite(self, workers: Sequence[Address], token: int) -> Address:
-        """Return where the server's endpoint for the session is.
+        """Invite the server to the session; return the address of its endpoint there.
 
         Parameters
         ----------
         workers
-            Where the server reaches each rank, rank 0 first.
+            The address of each rank's endpoint, rank 0 first.
         token
-            The session token.
+            The session token. It is sent encrypted with the secret.
 
         Raises
         ------
@@ -82,17 +83,19 @@ class ServerLink:
             The server refuses, or does not answer in time.
         """
         self._store.leave(ended_key(self._session), "rank 0 gives up, or its process or connection is gone")
-        told = {
+        content = {
             "version": dlcp.__version__,
             "session": self._session,
             "options": self._options.of_job(),
             "workers": workers,
             "token": token ^ _mask(self._secret, self._session),
         }
-        invitation = json.dumps(told)
+        invitation = json.dumps(content)
         while self._store.compare_set(INVITATION, "", invitation) != invitation.encode():
             if time.monotonic() > self._end_s:
-                raise StoreError(f"the parameter server at {self._options.server} takes no invitations; is it stopped?")
+                raise StoreError(
+                    f"the parameter server at {self._options.server} reads no invitations: is it suspended?"
+                )
             time.sleep(INVITE_AGAIN_S)
         answer = json.loads(self._store.get(f"{ANSWER}/{self._session}", max(0.0, self._end_s - time.monotonic())))
         if answer["refused"]:
@@ -101,15 +104,16 @@ class ServerLink:
         return host or self._address[0], port
 
     def close(self, reason: str | None = None) -> None:
-        """Let the server leave the session: without a ``reason`` in order, else as if this rank had ended."""
-        if reason is None:  # else the server may be what has failed, and the other ranks wait for this one
+        """Make the server leave the session; with a ``reason``, as if this rank had died."""
+        # With a reason, skip the call: the server may have failed, and the other ranks wait for this one.
+        if reason is None:
             with suppress(StoreError):
                 self._store.leave(ended_key(self._session), "")
         self._store.close()
 
 
 def _mask(secret: bytes, session: str) -> int:
-    """Return what hides a session's token from those who read the network but do not know the secret."""
+    """Return the 64 bits that encrypt a session's token, by XOR, against eavesdroppers without the secret."""
     return int.from_bytes(proof(secret, b"server", session.encode())[:8], "big")
 
 
@@ -121,26 +125,26 @@ class _Served(NamedTuple):
 
 
 class SessionServer(Closing):
-    """A parameter server, which serves any number of sessions.
+    """A parameter server for any number of sessions, one after another or at once.
 
     Parameters
     ----------
     options
-        Of which only those count by which it is met: ``bind``, ``advertise``, ``secret_file`` and ``tls``.
+        Only ``bind``, ``advertise``, ``secret_file`` and ``tls`` are used; the others come with each invitation.
     report
-        Called with a line about each session that begins or ends.
+        Called with a line of text about each session that begins, ends or is refused.
 
     Attributes
     ----------
     address
-        Where it is invited.
+        The address of its store.
     ledgers
-        What it has sent, by session.
+        The record of sent packets of each session, in the order in which they began.
 
     Raises
     ------
     OSError, ValueError
-        The address cannot be had, or there is no secret; the message says what to do.
+        The address cannot be bound, or there is no valid secret; the message says what to do.
     """
 
     def __init__(self, options: Options, report: Callable[[str], None]) -> None:
@@ -148,17 +152,17 @@ class SessionServer(Closing):
         self._secret = job_secret(options)
         self.ledgers: list[Ledger] = []
         self._servers: dict[str, _Served | None] = {}
-        """By session, until its rank 0 has gone; None if the session was refused, or the server has left it."""
+        """Sessions until their rank 0 has disconnected; None for those that were refused, or that the server left."""
         self._leaving: list[threading.Thread] = []
         try:
-            self._door = StoreServer(parse_address(options.bind), self._secret, options.tls)
+            self._store_server = StoreServer(parse_address(options.bind), self._secret, options.tls)
         except OSError as error:
-            raise OSError(error.errno, f"cannot be met at {options.bind}: {error.strerror}") from None
-        self.address = self._door.address
+            raise OSError(error.errno, f"cannot listen at {options.bind}: {error.strerror}") from None
+        self.address = self._store_server.address
         self._store = Store(self.address, MEET_ITSELF_S, self._secret, options.tls, OWNER)
 
     def serve(self, stopped: threading.Event) -> None:
-        """Join sessions until ``stopped``; leave each when its ranks have gone, or when it has failed."""
+        """Join sessions until ``stopped`` is set; leave each when its rank 0 disconnects, or when it fails."""
         while not stopped.is_set():
             ends = {ended_key(session): session for session in self._servers}
             found = self._store.first([*ends, INVITATION], LOOK_S)
@@ -175,7 +179,7 @@ class SessionServer(Closing):
                     self._leave(session, describe(error))
 
     def _answer(self, invitation: dict[str, Any]) -> None:
-        """Join a session, or refuse."""
+        """Join a session or refuse it, and write the answer."""
         session, refused = invitation["session"], ""
         self._servers[session] = None
         address: Address = "", 0
@@ -187,7 +191,12 @@ class SessionServer(Closing):
         self._store.set(f"{ANSWER}/{session}", json.dumps({"address": address, "refused": refused}))
 
     def _join(self, invitation: dict[str, Any]) -> "tuple[_Served, Address]":
-        """Open an endpoint for a session; return its address, too, without a host if it is that of the store."""
+        """Open an endpoint for a session.
+
+        Returns
+        -------
+        The session; and the endpoint's address, with ``""`` as host if that is the store's.
+        """
         if invitation["version"] != dlcp.__version__:
             raise ValueError(
                 f"it has DLCP {dlcp.__version__} and the workers {invitation['version']}; install the same everywhere"
@@ -199,7 +208,7 @@ class SessionServer(Closing):
         ports = self.address[1], *range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT), 0
         sock = bind_socket(self.address[0], ports)
         address, _ = advertised(options, OwnAddresses(""), sock.getsockname()[1])
-        # To each worker goes one flow, from the server.
+        # Each worker receives a single flow, the server's.
         transport = replace(options.transport(len(workers)), flow_weight=1.0)
         token = invitation["token"] ^ _mask(self._secret, invitation["session"])
         endpoint = Endpoint(len(workers), sock, workers, job=options.job, token=token, options=transport)
@@ -211,7 +220,7 @@ class SessionServer(Closing):
         return _Served(endpoint, server), address
 
     def _leave(self, session: str, reason: str | None) -> None:
-        """Leave the workers, in a thread of its own: without a ``reason`` it lasts until they have all averages."""
+        """Leave a session, in another thread: without a ``reason``, that waits until the workers have all averages."""
         served, self._servers[session] = self._servers[session], None
         if served:
             job = f"job {served.endpoint.connection.job} with {len(served.server.workers)} workers"
@@ -221,10 +230,10 @@ class SessionServer(Closing):
             self._leaving.append(thread)
 
     def close(self) -> None:
-        """Leave all sessions, whose workers go on without the server."""
+        """Leave all sessions, and stop the store. The workers continue without the server."""
         for session in self._servers:
             self._leave(session, "the parameter server was stopped")
         for thread in self._leaving:
             thread.join()
         self._store.close()
-        self._door.close()
+        self._store_server.close()

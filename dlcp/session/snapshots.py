@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank lets others watch while it trains: how long steps take, for whom it waits, what its packets met.
+"""Snapshots for watching a rank while it trains: step durations, waiting times by rank, and packet counts.
 
-A thread writes it down once a second, as one small file that replaces the last one: so whoever reads, reads late or
-dies, training does not notice. :mod:`dlcp.live` shows the files of all ranks. What happens when is for a trace to tell
-(:mod:`dlcp.timeline`); a snapshot holds sums only, however long training takes.
+A thread writes a snapshot once a second to a small file that replaces the last one, so slow or crashed readers do not
+affect training. :mod:`dlcp.live` shows the files of all ranks. A snapshot holds only totals, so its size does not grow
+with time; for single events, see :mod:`dlcp.timeline`.
 """
 
 import json
@@ -32,81 +32,83 @@ if TYPE_CHECKING:
 
 SNAPSHOT_SUFFIX: Final = ".snapshot"
 EVERY_S: Final = 1.0
-"""How often a rank writes a snapshot. Chosen by us: an eye wants no more, and it costs a thousandth of a core."""
+"""Interval between a rank's snapshots: often enough for a viewer, at a cost of a thousandth of a core."""
 ASKING_S: Final = 1.0
-"""How long to wait for the endpoint's thread, which has gradients to send. Chosen by us."""
+"""How long to wait for an answer of the endpoint's thread, which may be busy with gradients. Not tuned."""
 STEP_EDGES_S: Final = (*(0.001 * 2**power for power in range(18)), math.inf)
-"""Upper edges of the classes in which steps are counted by their duration: 1 ms to 131 s, and beyond. Chosen by us:
-each twice the last, so that quantiles are right within a factor of 1.4 from toys to the largest models."""
+"""Upper edges of the histogram of step durations: 1 ms to 131 s, and infinity. Each is twice the last, so quantiles are
+right within a factor of 1.4, from toy models to the largest."""
 NAMING_STEPS: Final = 2
-"""In so many steps all layers have been seen, and their names are known."""
+"""After this many steps all layers have been seen, so their names are no longer collected."""
 UNKNOWN: Final = ""
-"""For whom a rank waited where that is not known: whatever averages when DLCP does not tells nothing."""
+"""Key of waiting time without a known cause: the fallback does not report which rank it waits for."""
 log = logging.getLogger("dlcp")
 _serial = count()
 
 
 class RankSnapshot(TypedDict):
-    """What a rank tells of itself, as JSON. Times are in seconds, ranks as keys are text, counts are in packets."""
+    """A rank's snapshot, as JSON. Times are in seconds, counts in packets; ranks used as keys are text."""
 
     session: str
-    """What the session's ranks have in common; ``""`` until they have joined."""
+    """Name of the session, the same on all its ranks; ``""`` until they have joined."""
     rank: int
     ranks: list[int]
     """All ranks of the session."""
     process_rank: int
-    """What the rank is among all of the job."""
+    """This process's rank in the whole job."""
     process: int
     host: str
     began_unix_s: float
     written_unix_s: float
     every_s: float
-    """How often the rank writes one."""
+    """Interval between snapshots."""
     phase: str
-    """See :class:`dlcp.session.session.SessionPhase`; of one that has ended, what it was at before."""
+    """See :class:`dlcp.session.session.SessionPhase`; for an ended session, the phase before it ended."""
     reason: str
-    """Why DLCP does not average, if it does not."""
+    """Why DLCP does not average; ``""`` while it does."""
     fallback: str
-    """What averages then."""
+    """What averages when DLCP does not."""
     ended: bool
     gave_up: str | None
     step: int
-    """The present step; -1 before the first."""
+    """The current step; -1 before the first."""
     steps: list[int]
-    """How many steps are over, by the classes of :data:`STEP_EDGES_S`."""
+    """Number of finished steps by duration; see :data:`STEP_EDGES_S`."""
     step_s: float
-    """What they took altogether."""
+    """Total duration of the finished steps."""
     waiting_s: dict[str, float]
-    """What of that was waiting, by rank or :data:`UNKNOWN`."""
+    """Waiting time in those steps, by the rank that was waited for, or :data:`UNKNOWN`."""
     loss_bound: float
     deferral_bound: float
     bound_exceeded: int
-    """How many messages lost more than they may."""
+    """Number of messages that lost more than their bound."""
     worst_loss: float
-    """The largest share that a message has lost."""
+    """The largest share of its packets that a message has lost."""
     waited_steps: int
-    """The most steps in a row that a packet has waited since it was deferred."""
+    """The largest number of successive steps for which a packet was deferred."""
     packets: dict[str, dict[str, int]]
-    """What became of packets, by receiver and the names of :data:`dlcp.ledger.COUNTS`."""
+    """Packet counts by receiver and the names in :data:`dlcp.ledger.COUNTS`."""
     layers: list[tuple[int, list[str], int, int, int]]
-    """Position, modules, packets, lost ones and deferred ones of each layer, from the model's input on."""
+    """Position, module names, packets, lost packets and deferred packets of each layer, from the model's input on."""
     peers: dict[str, dict[str, Any]]
-    """What is known of the way to each peer, see :func:`describe_peer`."""
+    """Transport state per peer, see :func:`describe_peer`."""
 
 
 class StepMeter:
-    """How long this rank's steps take, and for whom it waits. From any thread.
+    """Measures how long this rank's steps take, and for which ranks it waits. Thread-safe.
 
-    A step lasts from its first gradients to those of the next one. In it a rank waits from when its last gradients are
-    ready until all averages are in; the rest is computing, and whatever the script does between two steps. While a
-    rank waits, each moment is put down to the rank that a message, or the confirmation of one, came from next.
+    A step lasts from its first gradients to those of the next step. In a step, the rank waits from when its last
+    gradients are ready until all averages have arrived. The rest is computation, and whatever the script does between
+    two steps. Waiting time is attributed to the rank whose message or acknowledgement ended it.
 
     Attributes
     ----------
     steps
-        How many are over, by the class of :data:`STEP_EDGES_S` that their duration falls into.
-    step_s, waiting_s
-        What they took altogether, and what of it was waiting, by rank.
+        Number of finished steps in each bin of :data:`STEP_EDGES_S`.
+    step_s
+        Total duration of the finished steps, in seconds.
+    waiting_s
+        Waiting time in those steps by rank, in seconds; None stands for an unknown rank.
     layers
         Names of the modules at each layer position.
     """
@@ -122,10 +124,10 @@ class StepMeter:
         self._open = 0
         self._began_s = self._ready_s = self._noted_s = self._averaged_s = 0.0
         self._waited: dict[int | None, float] = {}
-        """What of this step was waiting since the latest gradients were ready."""
+        """Waiting time by rank since this step's latest gradients were ready."""
 
     def on_ready(self, step: int, segments: Sequence[Segment]) -> None:
-        """Note that gradients are ready to be averaged."""
+        """Record that a bucket of gradients is ready to be averaged."""
         now_s = time.monotonic()
         with self._lock:
             if step != self._step:
@@ -134,21 +136,21 @@ class StepMeter:
                 self._step, self._began_s, self._open = step, now_s, 0
                 self._seen += 1
             self._ready_s = self._noted_s = self._averaged_s = now_s
-            self._waited.clear()  # it computed meanwhile
+            self._waited.clear()  # until now, the rank was computing, not waiting
             self._open += 1
             if self._seen <= NAMING_STEPS:
                 for segment in segments:
                     self._name(segment.layer.position, segment.layer.name)
 
     def on_message(self, peer: int, now_s: float) -> None:
-        """Note that a message of a peer is here, or that it has confirmed one."""
+        """Record that a peer's message, or its acknowledgement of one, arrived at ``now_s`` (monotonic)."""
         with self._lock:
             if self._open and now_s > self._noted_s:
                 self._waited[peer] = self._waited.get(peer, 0.0) + now_s - self._noted_s
                 self._noted_s = now_s
 
     def on_averaged(self, step: int) -> None:
-        """Note that an average is in."""
+        """Record that a bucket's average has arrived."""
         now_s = time.monotonic()
         with self._lock:
             if step == self._step and self._open:
@@ -156,9 +158,9 @@ class StepMeter:
                 self._averaged_s = now_s
 
     def totals(self) -> dict[str, Any]:
-        """Return the present step, -1 before the first, and the sums, as plain values.
+        """Return the fields ``step``, ``steps``, ``step_s`` and ``waiting_s`` of a :class:`RankSnapshot`.
 
-        Times are in seconds, those of waiting by rank or :data:`UNKNOWN`.
+        ``layers`` holds module names by layer position, as text.
         """
         with self._lock:
             return {
@@ -173,7 +175,8 @@ class StepMeter:
         step_s = now_s - self._began_s
         self.steps[bisect_left(STEP_EDGES_S, step_s)] += 1
         self.step_s += step_s
-        if self._open:  # the ranks have left DLCP in the middle of it: who averaged the rest did not say when
+        # Buckets are still open if the ranks left DLCP during the step: the fallback does not report when it is done.
+        if self._open:
             return
         rest_s = self._averaged_s - self._ready_s - sum(self._waited.values())
         if rest_s > 0:
@@ -189,26 +192,26 @@ class StepMeter:
 
 
 class SnapshotWriter:
-    """Writes snapshots of one rank's training session, from now on until it is closed.
+    """Writes snapshots of one rank's training session until closed.
 
     Parameters
     ----------
     session
         The session.
     folder
-        Where the file is made; the folder is, too.
+        The folder for the file; it is created if it does not exist.
 
     Attributes
     ----------
     meter
-        What measures the session's steps.
+        Measures the session's steps.
     label
-        What the session's ranks have in common, once they have joined; ``""`` before.
+        Name of the session, the same on all its ranks; ``""`` until they have joined.
 
     Raises
     ------
     OSError
-        There is no writing there.
+        The folder or the file cannot be written.
     """
 
     def __init__(self, session: "TrainingSession", folder: Path) -> None:
@@ -236,7 +239,7 @@ class SnapshotWriter:
 
     @classmethod
     def open(cls, session: "TrainingSession", folder: str) -> "SnapshotWriter | None":
-        """Return a writer into a folder; None, with a warning, if there is no writing there."""
+        """Return a writer into a folder; None, with a warning, if the folder cannot be written."""
         try:
             return cls(session, Path(folder))
         except OSError as error:
@@ -244,14 +247,14 @@ class SnapshotWriter:
             return None
 
     def close(self, phase: str, gave_up: str | None) -> None:
-        """Write the last snapshot, which says so.
+        """Write the last snapshot, marked as ended.
 
         Parameters
         ----------
         phase
-            What the session was at in the end.
+            The session's last phase before it was closed.
         gave_up
-            Why this rank has given up, if it has.
+            Why this rank has given up; None if it has not.
         """
         self._exit.cancel()
         self._end = {"ended": True, "phase": phase, "gave_up": gave_up}
@@ -259,7 +262,7 @@ class SnapshotWriter:
         self._thread.join(2 * ASKING_S)
 
     def _at_exit(self) -> None:
-        """Say that a script has ended that does not close its session."""
+        """Write the last snapshot of a script that ends without closing its session."""
         self.close(self._session.phase.value, None)
 
     def _run(self) -> None:
@@ -306,7 +309,7 @@ class SnapshotWriter:
         return cast(RankSnapshot, snapshot)
 
     def _ask_peers(self) -> dict[str, Any]:
-        """Return what the endpoint knows of the way to each peer; after its end, what it knew last."""
+        """Return the transport state of each peer by rank; the last known one if the endpoint does not answer."""
         session = self._session
         if session.phase.value not in ("ready", "closed"):
             self._peers = {}
@@ -319,15 +322,22 @@ class SnapshotWriter:
 
 
 def _describe_peers(connection: Connection, answer: "Future[dict[str, Any]]") -> None:
-    """Answer with rate, window, round trip and paths to each peer, by rank; in the endpoint's thread."""
+    """Set the answer to the state of all peers, by rank; runs on the endpoint's thread."""
     try:
         answer.set_result({str(peer): describe_peer(connection, peer) for peer in connection.peers})
-    except Exception as error:  # which must not end the thread that it comes from
+    except Exception as error:  # must not end the endpoint's thread
         answer.set_exception(error)
 
 
 def describe_peer(connection: Connection, peer: int) -> dict[str, Any]:
-    """Return what a connection knows of the way to a peer; of one that memory leads to, that this is so."""
+    """Return a connection's transport state for a peer.
+
+    Returns
+    -------
+    ``local`` tells whether shared memory leads to the peer; if so, that is all. Otherwise also the rate in bit/s, the
+    window in packets, the round-trip time in seconds, the number of paths that packets were sent on and of those since
+    abandoned, and the largest share of packets that a path loses.
+    """
     if peer in connection.local_peers:
         return {"local": True}
     paths = connection.paths_to(peer)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store that the ranks of a job without PyTorch meet by: keys and values over gRPC, served by rank 0.
+"""The key-value store through which the ranks of a job without PyTorch meet: served by rank 0, over gRPC.
 
-A rank proves with every call that it knows the job's secret, and the store proves it with every answer. Whoever does
-not know the secret reads nothing and writes nothing, and what it takes up is bounded. A call that is sent a second
-time, or altered, is refused. Only TLS hides what ranks write from those who can read the network.
+Every call and every answer carries a proof that its sender knows the job's secret. Callers without the secret can
+neither read nor write, and the resources they can occupy are bounded. Replayed and altered calls are refused. Only TLS
+hides the ranks' data from eavesdroppers.
 
-A rank keeps one call open as long as it is there. When that ends, because the rank has closed its connection, or its
-process has ended, or its host no longer answers, the store writes what the rank has left for that case.
+Each rank keeps one call open while it lives. When that call ends, because the rank closed its connection, its process
+ended or its host no longer answers, the store writes the rank's last will: the values that it deposited for this case.
 """
 
 import ast
@@ -32,7 +32,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-# gRPC reads it once, when it is loaded. What it reports below an error, a closed connection say, is nothing to a user.
+# Silence gRPC's non-error logging, such as closed connections. gRPC reads this variable only when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import grpc
@@ -45,30 +45,33 @@ from dlcp.transport import Address, DeadlineError, RankEndedError, TransportErro
 log = logging.getLogger("dlcp")
 
 ANSWER_S: Final = 20.0
-"""So long the store may take for an answer, beside what a call asks it to wait. Chosen by us."""
+"""Time limit of a call, in addition to the wait that it requests. A healthy store answers within milliseconds; a busy
+host gets time to recover. Not tuned."""
 WAIT_S_MAX: Final = 10.0
-"""So long one call may wait for a key; whoever wants to wait longer calls again. Chosen by us."""
+"""Longest time that one call waits for a key; a client that waits longer calls again. Not tuned."""
 KEEP_ALIVE_S: Final = 15.0
-"""After so long without a packet each side asks whether the other is there, which has as long to answer."""
+"""After this long without a packet, each side pings the other, which has the same time to answer."""
 KEYS_MAX: Final = 1 << 18
 KEY_BYTES_MAX: Final = 1 << 10
 VALUE_BYTES_MAX: Final = 1 << 26
 TOTAL_BYTES_MAX: Final = 1 << 33
 STORE_CONNECTIONS_MAX: Final = 1 << 14
 CALLS_MAX: Final = 1 << 10
-"""What a store holds and serves at most; calls are those of one connection. Chosen by us: more than any job needs."""
+"""Limits of one store, beyond the needs of any job. They bound the memory that clients can occupy. ``CALLS_MAX`` is the
+number of concurrent calls per connection."""
 HANDSHAKE_S: Final = 5.0
-"""So long a connection may take until it speaks gRPC, and TLS before that; then it is closed. Chosen by us."""
+"""Time limit of a new connection's TLS and HTTP/2 handshakes. Afterwards it is closed, so that idle strangers do not
+keep connections. Not tuned."""
 SPARE_DESCRIPTORS: Final = 4
-"""Of the descriptors that a process may still open, connections leave one of so many to the training. Chosen by us."""
+"""Connections leave one in this many of the process's free file descriptors to the training. Not tuned."""
 CHUNK_BYTES: Final = 1 << 22
-"""Longer arrays are added up in parts of this size, so that no request keeps the store for long. Chosen by us."""
+"""Longer arrays are added in parts of this size, so that no request occupies the store for long. Not tuned."""
 ENDED: Final = "ended"
-"""Below it the store has why ranks have ended, if they have."""
+"""Prefix of the keys under which the store keeps the reasons why ranks have ended."""
 SERVICE: Final = "/dlcp.Store/"
 _CALL: Final = "dlcp-call-bin"
 _CALL_HEAD: Final = struct.Struct(">16sQ32s")
-"""What a call says of itself: who calls (drawn at random), the number of the call, and the SHA-256 of the message."""
+"""A call's metadata: the caller's random ID, the call's number, and the SHA-256 of the message."""
 _PROOF: Final = "dlcp-proof-bin"
 _HEAD: Final = struct.Struct(">I")
 _OPTIONS: Final = [
@@ -84,16 +87,16 @@ _OPTIONS: Final = [
 
 
 class StoreError(TransportError):
-    """The store does not answer, refuses a call, or does not know a key."""
+    """The store does not answer, refuses a call, or has no value for a key."""
 
 
 def ended_key(who: int | str) -> str:
-    """Return the key that the store has once a rank has ended, or a parameter server's session, with the reason."""
+    """Return the key under which the store holds why a rank, or a parameter server's session, has ended."""
     return f"{ENDED}/{who}"
 
 
 def connections_max() -> int:
-    """Return how many connections a store may have: rank 0, which serves it, needs descriptors for training, too."""
+    """Return the connection limit of a store: rank 0, which serves it, also needs descriptors for training."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return STORE_CONNECTIONS_MAX
@@ -105,32 +108,32 @@ def connections_max() -> int:
 
 
 class StoreServer(grpc.GenericRpcHandler):
-    """Holds keys and values for those who know the secret.
+    """Serves keys and values to callers that know the secret.
 
     Parameters
     ----------
     address
-        Where to listen.
+        The address to listen on.
     secret
-        What callers have to know.
+        The secret that callers must prove to know.
     tls
-        Folder with the certificates of TLS, see :class:`dlcp.session.options.Options`; ``""`` for none.
+        Folder with the TLS certificates, see :class:`dlcp.session.options.Options`; ``""`` for no TLS.
 
     Attributes
     ----------
     refused
-        How many calls came without proof of the secret, a second time, or altered.
+        Number of refused calls: without proof of the secret, replayed, or altered.
 
     Raises
     ------
     OSError
-        The address is in use, or not this host's.
+        The address is in use, or does not belong to this host.
     """
 
     def __init__(self, address: Address, secret: bytes, tls: str = "") -> None:
         self.refused = 0
         self._secret, self._nonce = secret, secrets.token_bytes(16)
-        self._heard: dict[bytes, CallNumbers] = {}
+        self._heard: dict[bytes, ReplayWindow] = {}
         self._tls = tls
         self._values: dict[str, bytes] = {}
         self._bytes = 0
@@ -140,7 +143,7 @@ class StoreServer(grpc.GenericRpcHandler):
         self.address: Address = (address[0], port)
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result()
 
     async def _listen(self, address: Address) -> int:
@@ -170,10 +173,11 @@ class StoreServer(grpc.GenericRpcHandler):
         await self._server.start()
         return int(port)
 
-    # A stranger's message is never read: its call is answered, or refused, by what came before the message.
+    # The metadata, which comes before the message, decides whether a call is accepted. So the server never reads, or
+    # allocates memory for, a message from a caller without the secret.
 
     def service(self, details: Any) -> Any:
-        """Return what handles a call, by its name and its proof."""
+        """Return the handler of a call, chosen by the call's name and proof."""
         name = details.method.removeprefix(SERVICE)
         if name == "challenge":
             return grpc.stream_unary_rpc_method_handler(self._challenge)
@@ -182,8 +186,8 @@ class StoreServer(grpc.GenericRpcHandler):
         if not self._proven(name, call, given):
             return grpc.stream_unary_rpc_method_handler(partial(self._refuse, "does not know the job's secret"))
         rank, number, _ = _CALL_HEAD.unpack(call)
-        if not self._heard.setdefault(rank, CallNumbers()).is_new(number):
-            return grpc.stream_unary_rpc_method_handler(partial(self._refuse, "repeats a call that was recorded"))
+        if not self._heard.setdefault(rank, ReplayWindow()).is_new(number):
+            return grpc.stream_unary_rpc_method_handler(partial(self._refuse, "replays a recorded call"))
         if name == "attend":
             return grpc.unary_stream_rpc_method_handler(partial(self._attend, rank, given))
         return grpc.unary_unary_rpc_method_handler(partial(self._answer, name, call, given))
@@ -202,7 +206,10 @@ class StoreServer(grpc.GenericRpcHandler):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
     async def _attend(self, rank: bytes, given: bytes, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        """Answer with proof that this store knows the secret, too, and stay until the caller is gone."""
+        """Answer with proof that this store also knows the secret; stay open until the caller is gone.
+
+        Then write the caller's last will.
+        """
         self._last_wills.setdefault(rank, {})
         try:
             yield proof(self._secret, b"answer", given)
@@ -210,18 +217,18 @@ class StoreServer(grpc.GenericRpcHandler):
         finally:
             for key, value in self._last_wills.pop(rank, {}).items():
                 self._set(key, value)
-            # Not awaited: this coroutine is being cancelled.
+            # Not awaited, because this coroutine is being cancelled.
             self._notifying = asyncio.ensure_future(self._notify())
 
     async def _answer(self, name: str, call: bytes, given: bytes, request: bytes, context: Any) -> bytes:
         rank, _, digest = _CALL_HEAD.unpack(call)
         if not hmac.compare_digest(digest, hashlib.sha256(request).digest()):
-            await self._refuse("sends what is not its rank's", None, context)
+            await self._refuse("sent an altered message", None, context)
         head, value = _unpack(request)
         keys: list[str] = head["keys"]
-        too_much = self._too_much(keys, value)
-        if too_much:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, too_much)
+        exceeded = self._exceeded_limit(keys, value)
+        if exceeded:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, exceeded)
         answer, found = True, b""
         if name == "first":
             answer, found = await self._first(keys, min(float(head["wait_s"]), WAIT_S_MAX))
@@ -241,7 +248,7 @@ class StoreServer(grpc.GenericRpcHandler):
             for key in keys:
                 self._bytes -= len(self._values.pop(key, b""))
         else:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"a store has no call {name!r}")
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"unknown store call {name!r}")
         packed = _pack(answer, found)
         return proof(self._secret, b"answer", given, packed) + packed
 
@@ -260,41 +267,43 @@ class StoreServer(grpc.GenericRpcHandler):
         self._bytes += len(value) - len(self._values.get(key, b""))
         self._values[key] = value
 
-    def _too_much(self, keys: list[str], value: bytes) -> str:
-        """Say which limit a call exceeds; ``""`` if none."""
+    def _exceeded_limit(self, keys: list[str], value: bytes) -> str:
+        """Return which limit a call exceeds, for its caller; ``""`` if none."""
         if len(keys) > KEYS_MAX or any(len(key) > KEY_BYTES_MAX for key in keys):
-            return f"a call has at most {KEYS_MAX} keys of at most {KEY_BYTES_MAX} characters"
+            return f"a call may have at most {KEYS_MAX} keys of at most {KEY_BYTES_MAX} characters"
         if len(value) > VALUE_BYTES_MAX:
-            return f"a value has at most {VALUE_BYTES_MAX} bytes, not {len(value)}"
+            return f"a value may have at most {VALUE_BYTES_MAX} bytes, got {len(value)}"
         if value and (len(self._values) >= KEYS_MAX or self._bytes + len(value) > TOTAL_BYTES_MAX):
             return f"the store is full: it holds {len(self._values)} keys and {self._bytes} bytes"
         return ""
 
 
-class CallNumbers:
-    """Which of a rank's calls have come: each counts once. They come nearly in order, 1, 2, ..., and some never do.
+class ReplayWindow:
+    """The replay window of one caller: accepts each call number once.
 
-    This is the window of RFC 4303 (IPsec's ESP), section 3.4.3.
+    Numbers arrive nearly in order, 1, 2, ..., and some never arrive. This is the anti-replay window of IPsec's ESP
+    (RFC 4303, section 3.4.3).
     """
 
     WINDOW: Final = 1024
-    """A call that so many later ones have overtaken does not count. Chosen by us: more than a rank makes at once."""
+    """A call is refused if it comes this many numbers or more behind the highest. That is more calls than a rank makes
+    at once."""
 
     def __init__(self) -> None:
         self._highest = 0
-        self._come = 0  # bit i: the call of number highest - i
+        self._seen = 0  # bit i: whether call number highest - i was seen
 
     def is_new(self, number: int) -> bool:
-        """Note a call; False if it has come before, or may have."""
+        """Record a call; return False if it has come before, or is too old to tell."""
         if number > self._highest:
             ahead = min(number - self._highest, self.WINDOW)
-            self._come = (self._come << ahead | 1) & ((1 << self.WINDOW) - 1)
+            self._seen = (self._seen << ahead | 1) & ((1 << self.WINDOW) - 1)
             self._highest = number
             return True
         behind = self._highest - number
-        if behind >= self.WINDOW or self._come >> behind & 1:
+        if behind >= self.WINDOW or self._seen >> behind & 1:
             return False
-        self._come |= 1 << behind
+        self._seen |= 1 << behind
         return True
 
 
@@ -304,7 +313,7 @@ def _certificates(folder: str) -> list[bytes]:
     Raises
     ------
     OSError
-        One cannot be read; the message names it.
+        A file cannot be read; the message names it.
     """
     found = []
     for name in ("tls.key", "tls.crt", "ca.crt"):
@@ -312,13 +321,13 @@ def _certificates(folder: str) -> list[bytes]:
         try:
             found.append(path.read_bytes())
         except OSError as error:
-            raise OSError(error.errno, f"TLS needs {path}, and it cannot be read ({error.strerror})") from None
+            raise OSError(error.errno, f"TLS needs {path}, which cannot be read ({error.strerror})") from None
     return found
 
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which all stores of this process serve; its thread ends with the process."""
+    """Return the event loop of all stores of this process; its thread ends with the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="dlcp-store", daemon=True).start()
     return loop
@@ -329,7 +338,7 @@ _serving = threading.Lock()
 
 
 def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
-    """Serve a store at an address from now on until the process ends; once, however often it is asked for.
+    """Serve a store at an address until the process ends. Later calls with the same address return the same store.
 
     Raises
     ------
@@ -344,7 +353,7 @@ def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
                 raise OSError(
                     error.errno,
                     f"rank 0 cannot serve the store at {address[0]}:{address[1]} ({error.strerror}); MASTER_ADDR must "
-                    "be an address of its host, and MASTER_PORT a TCP port that is free there",
+                    "be an address of its host, and MASTER_PORT a free TCP port there",
                 ) from None
             ExitCallback(_servers[address].close)
         return _servers[address]
@@ -354,23 +363,23 @@ def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
 
 
 class Store:
-    """One rank's view of the store: keys below a prefix. Safe to use from several threads.
+    """One rank's view of the store: the keys below a prefix. Safe to use from several threads.
 
     Parameters
     ----------
     address
-        Where rank 0 serves it.
+        The address at which rank 0 serves the store.
     deadline_s
-        How long it may take until rank 0 does.
+        How long to wait, in seconds, until rank 0 serves it.
     secret, tls
         As for :class:`StoreServer`.
     owner
-        Who serves it, for messages.
+        Who serves the store, for messages.
 
     Raises
     ------
     StoreError
-        Nobody serves it there, or it is another job's.
+        No store answers at the address, or it belongs to another job.
     OSError
         A certificate cannot be read.
     """
@@ -392,20 +401,25 @@ class Store:
         self._link.call("set", self._head([key]), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str, deadline_s: float = ANSWER_S) -> bytes:
-        """Return a value as soon as it is there.
+        """Wait for a key's value and return it.
 
         Raises
         ------
         StoreError
-            It has not been written within the deadline.
+            The key was not written within ``deadline_s`` seconds.
         """
         found = self.first([key], deadline_s)
         if found is None:
-            raise StoreError(f"nobody has written {self._prefix}{key} in {deadline_s:g} s")
+            raise StoreError(f"{self._prefix}{key} was not written within {deadline_s:g} s")
         return found[1]
 
     def first(self, keys: Iterable[str], deadline_s: float) -> tuple[str, bytes] | None:
-        """Wait until one of some keys has a value; return the first such key and its value, None if time is up."""
+        """Wait up to ``deadline_s`` seconds until any of the keys has a value.
+
+        Returns
+        -------
+        The first of the keys, in the given order, that has a value, and that value; None if none has.
+        """
         wanted = list(keys)
         end_s = time.monotonic() + deadline_s
         while True:
@@ -417,23 +431,23 @@ class Store:
                 return None
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Tell whether all these keys have a value."""
+        """Return whether all these keys have a value."""
         return bool(self._link.call("check", self._head(keys))[0])
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the value is ``expected``, nothing being ``""``; return what is there then."""
+        """Write ``desired`` if the value is ``expected`` (``""``: no value); return the value afterwards."""
         return self._link.call("compare_set", {**self._head([key]), "expected": expected}, desired.encode())[1]
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Forget keys, whether they are there or not."""
+        """Delete keys and their values; unknown keys are ignored."""
         self._link.call("delete", self._head(keys))
 
     def leave(self, key: str, value: str) -> None:
-        """Have a value written when this connection ends, however it does."""
+        """Deposit a value that the store writes when this connection ends, for whatever reason."""
         self._link.call("leave", self._head([key]), value.encode())
 
     def close(self) -> None:
-        """End the connection, of all views of it."""
+        """Close the connection, which all views of the store share."""
         self._link.close()
 
     def _head(self, keys: Iterable[str]) -> dict[str, Any]:
@@ -441,7 +455,7 @@ class Store:
 
 
 class _Link:
-    """A rank's connection to the store: what it asks it proves, and answers it believes with proof only."""
+    """A rank's connection to the store. It sends a proof of the secret with each call, and verifies each answer's."""
 
     def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str, owner: str) -> None:
         self._where, self._owner = f"the store of {owner} at {address[0]}:{address[1]}", owner
@@ -466,26 +480,26 @@ class _Link:
         except grpc.RpcError as error:
             self._channel.close()
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise self._strange() from None
-            certificates = f" does it take the certificates in {tls}," if tls else ""
+                raise self._wrong_secret() from None
+            certificates = f" that it accepts the certificates in {tls}," if tls else ""
             raise StoreError(
-                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); is {owner} started,"
-                f"{certificates} and do all ranks have its address (MASTER_ADDR and MASTER_PORT, or DLCP_SERVER)?"
+                f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); check that {owner} is running,"
+                f"{certificates} and that all ranks have its address (MASTER_ADDR and MASTER_PORT, or DLCP_SERVER)"
             ) from None
         if not hmac.compare_digest(answer, proof(secret, b"answer", given)):
             self.close()
-            raise self._strange()
+            raise self._wrong_secret()
 
     def _proof_of(self, name: str, request: bytes) -> tuple[tuple[tuple[str, bytes], ...], bytes]:
-        """Return what goes with a call, and the proof in it."""
+        """Return a call's metadata, and the proof that it contains."""
         call = _CALL_HEAD.pack(self._rank, next(self._numbers), hashlib.sha256(request).digest())
         given = proof(self._secret, b"call", self._nonce, name.encode(), call)
         return ((_CALL, call), (_PROOF, given)), given
 
-    def _strange(self) -> StoreError:
+    def _wrong_secret(self) -> StoreError:
         return StoreError(
-            f"{self._where} is of another job or user: it has another secret. Set DLCP_SECRET_FILE on all ranks "
-            "to files that hold the same, or start them where they share the home directory"
+            f"{self._where} belongs to another job or user: its secret differs. Set DLCP_SECRET_FILE to files of the "
+            "same content on all ranks, or start the ranks with a shared home directory"
         )
 
     def call(
@@ -504,7 +518,7 @@ class _Link:
         else:
             packed = answer[PROOF_BYTES:]
             if not hmac.compare_digest(answer[:PROOF_BYTES], proof(self._secret, b"answer", given, packed)):
-                raise StoreError(f"an answer of {self._where} shows no knowledge of the job's secret: it was altered")
+                raise StoreError(f"an answer from {self._where} has no valid proof of the job's secret: it was altered")
             return _unpack(packed)
         raise StoreError(f"{self._where} does not answer, so {self._owner} has probably ended ({problem})")
 
@@ -531,18 +545,18 @@ def _unpack(message: bytes) -> tuple[Any, bytes]:
 
 
 class StoreChannel:
-    """A channel of all ranks; they must make the same calls in the same order.
+    """Collective operations of all ranks over the store. All ranks must make the same calls in the same order.
 
     Parameters
     ----------
     store
         The group's store.
     topic
-        Name of this channel; channels of different names do not get into each other's way.
+        Name of this channel; channels of different names are independent.
     rank, ranks
-        This rank, and all there are.
+        This rank, and all ranks.
     deadline_s
-        How long one call may take.
+        Time limit of one call, in seconds.
     """
 
     def __init__(self, store: Store, topic: str, rank: int, ranks: Sequence[int], deadline_s: float) -> None:
@@ -551,17 +565,22 @@ class StoreChannel:
         self._topic = topic
         self._round = 0
         self._written: list[str] = []
-        """What this rank has written and nobody has been asked to forget."""
+        """Keys that this rank has written and not yet deleted."""
 
     def gather(self, item: Any) -> dict[int, Any]:
-        """Return what every rank gave, by rank; numbers, text, bytes, None, and tuples, lists and dicts of them.
+        """Return every rank's item, by rank.
+
+        Parameters
+        ----------
+        item
+            A number, text, bytes or None, or a tuple, list or dict of these.
 
         Raises
         ------
         RankEndedError
-            A rank has ended.
+            A rank has ended; the message says which and why.
         DeadlineError
-            A rank has not come within the deadline; the message names it.
+            A rank did not make this call within ``deadline_s``; the message names it.
         """
         older, end_s = self._begin_round()
         self._give(f"{self.rank}", repr(_plain(item)).encode())
@@ -570,7 +589,10 @@ class StoreChannel:
         return {rank: ast.literal_eval(text.decode()) for rank, text in given.items()}
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the sum over all ranks, in the order of ranks, bit by bit the same on all; same errors as gather."""
+        """Return the sum of an array over all ranks, with the same errors as :meth:`gather`.
+
+        It has the shape and type of ``values``. The first rank adds in rank order, so all ranks get identical bits.
+        """
         flat = np.ascontiguousarray(values).reshape(-1)
         total = np.empty_like(flat)
         step = CHUNK_BYTES // flat.itemsize
@@ -579,7 +601,7 @@ class StoreChannel:
         return total.reshape(values.shape)
 
     def broadcast(self, values: NDArray[Any], root: int) -> None:
-        """Write the root's flat ``values`` into every rank's; same errors as gather."""
+        """Copy the root's ``values``, of shape (n,), into those of every rank; same errors as :meth:`gather`."""
         data = values.view(np.uint8)
         for start in range(0, len(data), CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
@@ -594,7 +616,8 @@ class StoreChannel:
             else:
                 part[:] = np.frombuffer(self._take(f"{root}", root, end_s), np.uint8)
                 self._give(f"{self.rank}", b"")
-                self._written = [*older, *self._written]  # no other rank is known to have come as far
+                # Kept: only the root knows that all ranks are in this round.
+                self._written = [*older, *self._written]
 
     def _add_part(self, part: NDArray[Any]) -> NDArray[Any]:
         first = self.ranks[0]
@@ -611,7 +634,7 @@ class StoreChannel:
         return total
 
     def _begin_round(self) -> tuple[list[str], float]:
-        """Return what this rank can have forgotten once all ranks are in this round, and when that must be."""
+        """Begin a round; return the keys to delete once all ranks are in it, and the round's deadline."""
         self._round += 1
         older, self._written = self._written, []
         return older, time.monotonic() + self.deadline_s
@@ -632,7 +655,7 @@ class StoreChannel:
 
 
 def _plain(item: Any) -> Any:
-    """Return an item with named tuples as plain ones, so that its text can be read again."""
+    """Return an item with plain tuples instead of named ones, so that ``ast.literal_eval`` can read its repr."""
     if isinstance(item, tuple):
         return tuple(_plain(part) for part in item)
     if isinstance(item, list):

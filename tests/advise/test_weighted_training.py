@@ -106,7 +106,7 @@ def test_wrong_use_is_an_error_that_says_so():
 
 
 def test_options_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="adapt chooses among ways to average"):
+    with pytest.raises(ValueError, match="adapt supports only combine 'average'"):
         dlcp.torch.Options(adapt=True, combine="sum", fallback=False)
     with pytest.raises(ValueError, match="samples must be a whole number"):
         dlcp.torch.Options(samples=-1)

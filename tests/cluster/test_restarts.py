@@ -145,6 +145,6 @@ def test_a_rank_that_hangs_is_named_and_killed_and_training_goes_on(tmp_path):
     assert re.findall(r"from step (\d+) on", out) == ["0", "20"]
     (model,) = json.loads((tmp_path / "summary.json").read_text())["models"]
     assert (model["steps"], model["fallback"], model["through"]) == (40, None, "sockets")
-    assert "rank 1 answers but has not come to bucket" in err
+    assert "rank 1 answers but has not reached bucket" in err
     assert "DLCP: rank 1 hangs before bucket" in err
     assert "in hang_here" in err, "the stack of the one that hangs"

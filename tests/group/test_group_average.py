@@ -194,7 +194,7 @@ def test_what_cannot_be_exchanged_is_named_before_anything_is_sent():
             group.average({**mine, "scale": np.array(1)})
         fixed = mine["scale"].copy()
         fixed.flags.writeable = False
-        with pytest.raises(ValueError, match=r"scale cannot be written; give a copy"):
+        with pytest.raises(ValueError, match=r"scale is read-only; pass a copy"):
             group.average({**mine, "scale": fixed})
         group.average(mine)
         assert group.step == 1

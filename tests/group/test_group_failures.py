@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def test_without_rank_0_there_is_no_store():
-    with pytest.raises(StoreError, match="is rank 0 started"):
+    with pytest.raises(StoreError, match="check that rank 0 is running"):
         dlcp.session.join(QUICK.with_(meet_s=0.3), rank=1, size=2, master=f"127.0.0.1:{free_port()}")
 
 
@@ -380,9 +380,9 @@ def test_a_closed_group_refuses():
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
-        ({"RANK": "1"}, "the size is not known: set RANK and WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "the rank is not known"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, r"the rank must lie in 0\.\.1, got 2"),
+        ({"RANK": "1"}, "the size is unknown: set RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "the rank is unknown"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"the rank must be in 0\.\.1, got 2"),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be a number, got 'two'"),
     ],
 )

@@ -216,7 +216,7 @@ def test_a_rank_that_hangs_is_named_by_all_and_says_where(caplog):
     hanging = threading.Thread(target=woken.wait, args=(LIMIT_S,), name="script")
     hanging.start()
     sessions[0].reducer.fail(DeadlineError("step 4: rank 1 delivered 0% of layer0"))
-    named = r"^job 0, step 4: rank 2 answers but has not come to bucket 0, 0.9 s after others have left DLCP"
+    named = r"^job 0, step 4: rank 2 answers but has not reached bucket 0, 0.9 s after others left DLCP"
     for one in pending:
         with pytest.raises(TransportError, match=named):
             one.averaged.result(LIMIT_S)
@@ -226,7 +226,7 @@ def test_a_rank_that_hangs_is_named_by_all_and_says_where(caplog):
     woken.set()
     hanging.join()
     (said,) = caplog.messages
-    assert said.startswith("DLCP: rank 2 hangs before bucket 0 of step 4, to which others have come.")
+    assert said.startswith("DLCP: rank 2 hangs before bucket 0 of step 4, which other ranks have reached.")
     assert "thread script:" in said
     assert "in wait" in said
 

@@ -72,7 +72,7 @@ def test_what_is_waited_for_comes_or_time_is_up(server, store):
     timer.start()
     assert store.first(["never", "late"], 10) == ("late", b"here")
     began_s = time.monotonic()
-    with pytest.raises(StoreError, match=r"nobody has written never in 0.2 s"):
+    with pytest.raises(StoreError, match=r"never was not written within 0.2 s"):
         store.get("never", 0.2)
     assert time.monotonic() - began_s > 0.15
     other.close()
@@ -105,7 +105,10 @@ def test_nobody_serving_is_told_within_the_deadline_with_what_to_check():
 
 
 def test_a_port_in_use_is_told_with_what_to_do():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="MASTER_PORT a TCP port that"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OSError, match="MASTER_PORT a free TCP port there"),
+    ):
         serve(taken.getsockname(), SECRET)
 
 
@@ -153,14 +156,14 @@ def test_a_recorded_call_is_refused_however_it_is_sent_again(server, store, capl
     store.set("step", "2")
     _, call, given = recorded[0]
     assert stranger(server, "set", request, given, said=call) is grpc.StatusCode.UNAUTHENTICATED
-    assert "repeats a call that was recorded" in caplog.text
+    assert "replays a recorded call" in caplog.text
     # One that has not come through: its message, its name or its number may be altered.
     late = store_module._CALL_HEAD.pack(call[:16], 1000, hashlib.sha256(request).digest())
     given = proof(SECRET, b"call", server._nonce, b"set", late)
     evil = store_module._pack({"keys": ["step"]}, b"3")
     assert stranger(server, "delete", request, given, said=late) is grpc.StatusCode.UNAUTHENTICATED
     assert stranger(server, "set", evil, given, said=late) is grpc.StatusCode.UNAUTHENTICATED
-    assert "sends what is not its rank's" in caplog.text
+    assert "sent an altered message" in caplog.text
     assert store.get("step") == b"2"
     assert server.refused == 3
 
@@ -170,12 +173,12 @@ def test_an_altered_answer_is_not_believed(store):
     link = store._link
     ask = link._unary("check")
     link._calls["check"] = lambda *words, **named: ask(*words, **named).replace(b"true", b"null")
-    with pytest.raises(StoreError, match="shows no knowledge of the job's secret: it was altered"):
+    with pytest.raises(StoreError, match="has no valid proof of the job's secret: it was altered"):
         store.check(["step"])
 
 
 def test_calls_count_once_in_whatever_order_they_come():
-    numbers = store_module.CallNumbers()
+    numbers = store_module.ReplayWindow()
     come = {number: numbers.is_new(number) for number in (2, 1, 5, 3, 4, 7, 6)}
     assert all(come.values())
     assert not any(numbers.is_new(number) for number in come)
@@ -185,7 +188,7 @@ def test_calls_count_once_in_whatever_order_they_come():
     assert not numbers.is_new(2000 - numbers.WINDOW)
     assert numbers.is_new((1 << 64) - 1)
     assert not numbers.is_new(2000)
-    assert numbers._come.bit_length() <= numbers.WINDOW, "calls that never come take no memory"
+    assert numbers._seen.bit_length() <= numbers.WINDOW, "calls that never come take no memory"
 
 
 def test_nonsense_does_not_harm_it(server, store):
@@ -236,9 +239,9 @@ def peak_bytes():
 
 
 def test_what_a_rank_may_ask_is_limited(store, monkeypatch):
-    with pytest.raises(StoreError, match="refuses: a call has at most"):
+    with pytest.raises(StoreError, match="refuses: a call may have at most"):
         store.set("k" * (store_module.KEY_BYTES_MAX + 1), "1")
-    with pytest.raises(StoreError, match="refuses: a value has at most"):
+    with pytest.raises(StoreError, match="refuses: a value may have at most"):
         store.set("k", bytes(store_module.VALUE_BYTES_MAX + 1))
     monkeypatch.setattr(store_module, "TOTAL_BYTES_MAX", 100)
     store.set("k", bytes(60))
@@ -252,7 +255,7 @@ def test_what_a_rank_may_ask_is_limited(store, monkeypatch):
 
 
 def test_two_jobs_do_not_mix(server):
-    with pytest.raises(StoreError, match=r"is of another job or user: .*DLCP_SECRET_FILE"):
+    with pytest.raises(StoreError, match=r"belongs to another job or user: .*DLCP_SECRET_FILE"):
         Store(server.address, 5, b"of another job")
 
 
@@ -260,7 +263,7 @@ def test_a_rank_knows_a_store_that_does_not_know_the_secret(server):
     """Somebody who listens at the master's port, and lets everybody in, learns nothing of a rank."""
     server._proven = lambda *_: True
     server._secret = b"a guess"
-    with pytest.raises(StoreError, match="is of another job or user"):
+    with pytest.raises(StoreError, match="belongs to another job or user"):
         Store(server.address, 5, SECRET)
 
 
@@ -273,7 +276,7 @@ def test_the_key_of_a_user_is_made_once_and_is_nobody_elses(tmp_path, monkeypatc
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
     path.chmod(0o640)
-    with pytest.raises(OSError, match=r"others may read it; chmod 600.*set DLCP_SECRET_FILE"):
+    with pytest.raises(OSError, match=r"other users can access it; chmod 600.*set DLCP_SECRET_FILE"):
         job_secret(Options())
     monkeypatch.setenv("DLCP_SECRET", "a secret of thirty-two characters")
     assert job_secret(Options()) == b"a secret of thirty-two characters"

@@ -142,7 +142,9 @@ def test_a_server_of_another_secret_is_not_joined(tmp_path):
         file.write_text(f"the secret of the {file.name}, long enough")
     with serving(secret_file=str(files[1])) as server:
         asked = options(named(server), secret_file=str(files[0]), fallback=False)
-        with pytest.raises(NotJoinedError, match=r"the store of the parameter server at .* has another secret"):
+        with pytest.raises(
+            NotJoinedError, match=r"the store of the parameter server at .* belongs to another job.*its secret differs"
+        ):
             together(2, train, asked)
         assert not server.ledgers
 

@@ -92,7 +92,7 @@ def test_a_stranger_who_writes_into_the_store_changes_nothing_and_is_named(caplo
     assert len(tokens) == 1
     assert isinstance(tokens.pop(), int)
     assert not stranger
-    assert "DLCP refuses entry/0 in the job's store: it shows no knowledge of the job's secret" in caplog.text
+    assert "DLCP refuses entry/0 in the job's store: it has no valid proof of the job's secret" in caplog.text
 
 
 def test_what_was_recorded_of_another_session_of_the_same_secret_counts_for_nothing():
@@ -124,7 +124,7 @@ def test_a_rank_with_another_secret_or_none_is_named_and_nobody_uses_dlcp():
         found = joined(OpenStore(), (SECRET, other, SECRET), deadline_s=0.6)
         for rank in (0, 2):
             assert found[rank].startswith("rank 1 has not called enable with the job's secret (waited 1 s)")
-            assert re.search(r"show no knowledge of its secret \(.*here/1.*\): give all ranks the same", found[rank])
+            assert re.search(r"have no valid proof of its secret \(.*here/1.*\): give all ranks the same", found[rank])
         assert isinstance(found[1], str)
 
 
@@ -149,12 +149,12 @@ def test_where_the_secret_comes_from(tmp_path, monkeypatch):
     path.write_text("of a file, with the end of its line\n")
     path.chmod(0o644)
     options = Options(secret_file=str(path))
-    with pytest.raises(OSError, match="every user may read it; chmod 600"):
+    with pytest.raises(OSError, match="every user can access it; chmod 600"):
         configured_secret(options)
     path.chmod(0o640)  # as Kubernetes mounts it for a group
     assert configured_secret(options) == b"of a file, with the end of its line"
     path.write_text("short\n")
-    with pytest.raises(ValueError, match="has 5 bytes, and a secret at least 16: openssl rand"):
+    with pytest.raises(ValueError, match="has 5 bytes; a secret needs at least 16: openssl rand"):
         configured_secret(options)
     with pytest.raises(OSError, match=r"no job's secret at gone \(No such file"):
         configured_secret(Options(secret_file="gone"))
@@ -206,7 +206,7 @@ def test_whoever_has_no_certificate_of_the_job_does_not_even_come_to_its_secret(
                 Store(server.address, 0.5, SECRET, tls)
         Store(server.address, 5, SECRET, ours).close()
         assert server.refused == 0
-        with pytest.raises(OSError, match=r"TLS needs gone/tls.key, and it cannot be read"):
+        with pytest.raises(OSError, match=r"TLS needs gone/tls.key, which cannot be read"):
             Store(server.address, 5, SECRET, "gone")
     finally:
         server.close()
@@ -222,7 +222,7 @@ def test_a_key_that_is_empty_or_zeros_is_no_secret(tmp_path, monkeypatch, conten
     key.write_bytes(content)
     with pytest.raises(OSError, match=r"no key for the job's store at .*key \(it has .*; remove it"):
         job_secret(Options())
-    with pytest.raises(ValueError, match=r"key has \d+ bytes, and a secret at least 16"):
+    with pytest.raises(ValueError, match=r"key has \d+ bytes; a secret needs at least 16"):
         job_secret(Options(secret_file=str(key)))
     key.unlink()
     assert len(job_secret(Options())) == 32

@@ -245,7 +245,7 @@ def stopped():
 
 DEADLINE_S = 3.0
 HANGS = {
-    waits_for_ever: ("answers but has not come to bucket", "Its threads are here:\nthread MainThread:"),
+    waits_for_ever: ("answers but has not reached bucket", "Its threads:\nthread MainThread:"),
     holds_the_lock: ("silent", "Timeout (0:00:01.5"),
     stopped: ("silent", ""),
 }

@@ -104,7 +104,7 @@ def test_a_stranger_who_writes_and_deletes_in_the_store_of_ranks_with_a_secret_h
     for one in joined:
         one.endpoint.close()
     assert len(wanted) < 8, "the stranger was there"
-    assert "in the job's store: it shows no knowledge of the job's secret" in caplog.text
+    assert "in the job's store: it has no valid proof of the job's secret" in caplog.text
 
 
 def test_a_rank_that_does_not_come_is_named_by_the_deadline(store):

@@ -82,8 +82,8 @@ def test_a_variable_that_holds_nonsense_is_named(name, text, wanted):
         ({"collective": "server"}, "needs the server's address"),
         ({"job": 65536}, "job must lie in 0..65535"),
         ({"job": -1}, "job must lie in 0..65535"),
-        ({"samples": 8, "combine": "adasum", "fallback": False}, "they say nothing to combine 'adasum'"),
-        ({"samples": 8, "compression": "signsgd", "fallback": False}, "they say nothing to compression 'signsgd'"),
+        ({"samples": 8, "combine": "adasum", "fallback": False}, "do not apply to combine 'adasum'"),
+        ({"samples": 8, "compression": "signsgd", "fallback": False}, "do not apply to compression 'signsgd'"),
     ],
 )
 def test_options_that_cannot_work_are_refused(fields, complaint):
