@@ -8,7 +8,7 @@ from typing import Any, Final
 from dlcp.train.launcher import Report
 
 NONE: Final = "none"
-FRAMEWORK: Final = "framework"
+UNCHANGED: Final = "framework"
 DLCP: Final = "dlcp"
 ADVISED: Final = "advised"
 """DLCP with the settings that ``dlcp advise`` has chosen."""
@@ -41,14 +41,14 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     """
     measured = [report["measured"] for report in reports if report["measured"]]
     steps = slowest_steps(reports)
-    if not measured or len(steps[NONE]) < 2 or len(steps[FRAMEWORK]) < 2:
+    if not measured or len(steps[NONE]) < 2 or len(steps[UNCHANGED]) < 2:
         return None
     ways = {
         way: {"step_s": median(seconds), "spread_s": _spread(seconds), "steps": len(seconds)}
         for way, seconds in steps.items()
         if len(seconds) >= 2
     }
-    floor, framework = ways[NONE]["step_s"], ways[FRAMEWORK]["step_s"]
+    floor, framework = ways[NONE]["step_s"], ways[UNCHANGED]["step_s"]
     found = {
         "model": measured[0]["model"],
         "gradient_bytes": measured[0]["gradient_bytes"],
@@ -68,14 +68,14 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
 def slowest_steps(reports: Sequence[Report]) -> dict[str, list[float]]:
     """Return the duration of each step on its slowest rank, in seconds, by the way of averaging."""
     measured = [report["measured"] for report in reports if report["measured"]]
-    ways = (NONE, FRAMEWORK, DLCP, ADVISED)
+    ways = (NONE, UNCHANGED, DLCP, ADVISED)
     return {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in ways}
 
 
 def as_lines(found: dict[str, Any]) -> list[str]:
     """Return the result in a few lines."""
     ways, backend = found["ways"], found["backend"]
-    floor, framework = ways[NONE], ways[FRAMEWORK]
+    floor, framework = ways[NONE], ways[UNCHANGED]
     noise_s = max(floor["spread_s"], framework["spread_s"])
     lines = [
         "",
@@ -108,7 +108,7 @@ def _line(name: str, way: dict[str, float], remark: str) -> str:
 
 
 def _verdict(found: dict[str, Any], possible_s: float, noise_s: float) -> str:
-    if found["communication_share"] < LITTLE and noise_s < LITTLE * found["ways"][FRAMEWORK]["step_s"]:
+    if found["communication_share"] < LITTLE and noise_s < LITTLE * found["ways"][UNCHANGED]["step_s"]:
         return "Steps hardly wait for the network here: DLCP cannot gain much until other traffic congests it."
     if possible_s <= noise_s / 2:
         return "Steps vary by more than communication takes: use a quieter machine, or more --steps."

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
-from dlcp.train.headroom import ADVISED, DLCP, FRAMEWORK, NONE, WARM_UP_ROUNDS
+from dlcp.train.headroom import ADVISED, DLCP, NONE, UNCHANGED, WARM_UP_ROUNDS
 from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
 
 
@@ -84,7 +84,7 @@ class Measurement:
 
     def order(self, steps: int) -> Iterator[tuple[str, bool]]:
         """Yield the way of each step and whether it counts; all ranks advance the iterator together."""
-        yield from in_turn([NONE, FRAMEWORK, *self._states], steps)
+        yield from in_turn([NONE, UNCHANGED, *self._states], steps)
 
     def join(self, way: str, options: dlcp.torch.Options) -> dlcp.torch.State | None:
         """Add DLCP with these options as a way. Return its state; on failure return None and set :attr:`why_not`."""
@@ -151,7 +151,7 @@ class AdvisedMeasurement(Measurement):
 
     def order(self, steps: int) -> Iterator[tuple[str, bool]]:
         """Yield the way of each step and whether it counts; choose settings between the two parts."""
-        yield from in_turn([NONE, FRAMEWORK, *self._states], steps)
+        yield from in_turn([NONE, UNCHANGED, *self._states], steps)
         state = self._states.get(DLCP)
         if state is None or not state.active:
             return
