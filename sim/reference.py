@@ -605,9 +605,7 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
     message = packet.message
     stream = message.flow
     dlcp = message.transport.kind == TransportKind.DLCP
-    source, target = stream.source, stream.target
-    if packet.back:
-        source, target = target, source
+    source, target = (stream.target, stream.source) if packet.back else (stream.source, stream.target)
     destination = HOST_ADDRESS + target if destination is None else destination
     header = Header(
         type=PacketType.DATA if packet.kind is PacketKind.DATA else PacketType.ACK,
@@ -624,13 +622,10 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
         count=message.packets,
         token=0,
     )
-    sender_ip, receiver_ip = (
-        socket.inet_ntoa(each.to_bytes(4, "big")) for each in (HOST_ADDRESS + source, destination)
-    )
-    ports = int(source_port(np.int64(stream.serial))), UDP_PORT_BASE if dlcp else ORDINARY_PORT
-    return bytearray(
-        udp_headers(_MAC, _MAC, sender_ip, receiver_ip, *ports, packet.ecn, HEADER_BYTES) + header.encode()
-    )
+    ends = [socket.inet_ntoa(address.to_bytes(4, "big")) for address in (HOST_ADDRESS + source, destination)]
+    port, to_port = int(source_port(np.int64(stream.serial))), UDP_PORT_BASE if dlcp else ORDINARY_PORT
+    headers = udp_headers(_MAC, _MAC, ends[0], ends[1], port, to_port, packet.ecn, HEADER_BYTES)
+    return bytearray(headers + header.encode())
 
 
 # ---------------------------------------------------------------------------------------------------------------- hosts

@@ -76,12 +76,7 @@ class Results:
     def rows(self) -> Iterator[dict[str, str | float | int]]:
         """Return a table row for every run: its points, seed, version and metrics."""
         for run, document in self.documents:
-            yield {
-                **run.point,
-                "seed": document["seed"],
-                "version": document["version"],
-                **document["metrics"],
-            }
+            yield {**run.point, "seed": document["seed"], "version": document["version"], **document["metrics"]}
 
 
 def load(described: PlannedExperiment, out: Path) -> Results:

@@ -251,10 +251,7 @@ def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Proces
 
 
 def _submit_flows(
-    simulation: Simulation,
-    spec: TrafficSpec,
-    random: np.random.Generator,
-    times: NDArray[np.int64],
+    simulation: Simulation, spec: TrafficSpec, random: np.random.Generator, times: NDArray[np.int64]
 ) -> None:
     """Submit one flow for each of ``times``, in picoseconds from now."""
     count = len(times)

@@ -32,7 +32,7 @@ PACKET_PS = 1_200_000
 
 def stream(spec) -> tuple[MessageStream, TransportRules]:
     rules = make_plan(build_topology(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1).transports[0]
-    return MessageStream(0, 0, 1, rules, 0, 0, rules.window, first_threshold(rules)), rules
+    return MessageStream(0, 0, 1, rules, 0, 0, rules.initial_window_packets, first_threshold(rules)), rules
 
 
 def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1, engine: str = "reference"):
