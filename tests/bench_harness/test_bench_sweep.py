@@ -281,7 +281,7 @@ def test_the_plot_and_the_text_are_of_the_same_cells():
     assert "In 8 combinations" in words
     assert "**0.50** (25 MB, 2 ranks, no loss) and 21.50 times (4 kB, 4 ranks, 5 % loss)" in words
     assert "slower in 2 of them" in words
-    assert "Not measured, as a run failed: `allreduce.loss5.n8.mb25`" in words
+    assert "Not measured because a run failed: `allreduce.loss5.n8.mb25`" in words
     picture = plots.draw(kept["cells"])
     assert "worst: 0.50x" in picture
     assert "best: 21.50x" in picture

@@ -45,8 +45,8 @@ class Covered(BuiltIn):
         self.reached: set[str] = set()
         for table in self.program.tables.values():
             table.index = _Watched(table.index, table, self)  # type: ignore[assignment]
-        self.program._machine.attach(self.program.tables, self.program.profiles)
-        self.program.ingress, self.program.egress = self.program._machine.ingress, self.program._machine.egress
+        self.program.machine.attach(self.program.tables, self.program.profiles)
+        self.program.ingress, self.program.egress = self.program.machine.ingress, self.program.machine.egress
 
     def restart(self) -> None:
         self._collect()
