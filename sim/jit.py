@@ -69,7 +69,7 @@ def _cache_folder() -> Path | None:
 
     By default, Numba checks only the file of the compiled function, not the files of the functions it calls.
     """
-    from dlcp.switch import cache_directory
+    from dlcp.switch import cache_directory  # only the kernel is compiled
 
     base = cache_directory()
     if base is None:

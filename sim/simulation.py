@@ -421,9 +421,9 @@ def start_background_and_failures(simulation: Simulation) -> None:
 def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
     """Return an engine: ``kernel`` (Numba) or ``reference`` (SimPy); ``auto`` is the kernel if Numba is installed."""
     if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
-        from dlcp.sim.kernel.kernel_engine import KernelEngine
+        from dlcp.sim.kernel.kernel_engine import KernelEngine  # needs Numba
 
         return KernelEngine(plan)
-    from dlcp.sim.reference import ReferenceEngine
+    from dlcp.sim.reference import ReferenceEngine  # needs SimPy
 
     return ReferenceEngine(plan)

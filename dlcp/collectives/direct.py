@@ -82,8 +82,8 @@ class DirectAllReduce:
         self._one_hop = one_hop and self.between_ranks and len(context.contributors) == 2
         self.adaptive = context.options.adaptive_shards and self.between_ranks
         self.deferral: Deferral | None = None
-        if context.options.deferral_bound:  # most jobs defer nothing
-            from dlcp.collectives import deferral
+        if context.options.deferral_bound:
+            from dlcp.collectives import deferral  # most jobs defer nothing
 
             self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
         self.turn = 0

@@ -235,7 +235,7 @@ def make_reducer(
             return plain
         if combine == SUM:
             return Pipeline(plain, plain, multiplier=multiplier)
-        from dlcp.collectives import adasum
+        from dlcp.collectives import adasum  # most jobs average
 
         return Pipeline(plain, adasum.Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
     # Most jobs do not compress, so these are loaded here.
@@ -260,7 +260,7 @@ def make_reducer(
     inner: Strategy = plain
     numbers = 1
     if combine == ADASUM:
-        from dlcp.collectives import adasum
+        from dlcp.collectives import adasum  # most jobs average
 
         inner, numbers = adasum.Adasum(transit, work=work), adasum.NUMBERS_PER_BUCKET
     compressed = CompressedAllReduce(context, compressor, inner, transit.residual, work)
@@ -287,7 +287,7 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
         raise ValueError(f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
     compressor: Compressor | None = None
     if compression:
-        from dlcp.compress import Feedback, make_compressor
+        from dlcp.compress import Feedback, make_compressor  # most jobs do not compress
 
         compressor = make_compressor(compression)
     if fallback and combine != AVERAGE:
@@ -344,13 +344,13 @@ def _plain(
     if collective in (AUTO, DIRECT):
         reducers[DIRECT] = DirectAllReduce(context, one_hop=one_hop)
     if collective in (AUTO, RING):
-        from dlcp.collectives.ring import RingAllReduce
+        from dlcp.collectives.ring import RingAllReduce  # most jobs use direct
 
         reducers[RING] = RingAllReduce(
             context, order=topology.ring_order(context.contributors), tells_rates=collective == AUTO
         )
     if collective == SERVER and topology.server is not None:
-        from dlcp.collectives.server import AllReduceInParts
+        from dlcp.collectives.server import AllReduceInParts  # most jobs have no server
 
         return AllReduceInParts(context, topology.server)
     if collective == AUTO:

@@ -240,7 +240,7 @@ def scalar_products(parts: "Sequence[Values]", borders: Sequence[int]) -> Produc
     -------
     Shape (layers, n, n).
     """
-    from dlcp.compress.low_rank import folded_sum
+    from dlcp.compress.low_rank import folded_sum  # only Adasum of compressed gradients needs it
 
     ranks = len(parts)
     found = np.zeros((len(borders) - 1, ranks, ranks))
@@ -265,7 +265,7 @@ def combine_with(parts: "Sequence[Values]", borders: Sequence[int], factors: NDA
 
 def _pair(products: Products, one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
     """Combine two linear combinations of gradients."""
-    from dlcp.compress.low_rank import folded_sum
+    from dlcp.compress.low_rank import folded_sum  # only Adasum of compressed gradients needs it
 
     def product(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:
         with np.errstate(invalid="ignore"):
@@ -285,7 +285,7 @@ def _factor(between: float, square: float) -> float:
 
 def average_of(parts: "Sequence[Callable[[], Values]]", segments: Sequence[Segment]) -> "Values":
     """Return the average; only one decoded part exists at a time."""
-    from dlcp.compress.compressor import average as average_of_values
+    from dlcp.compress.compressor import average as average_of_values  # most jobs do not compress
 
     return average_of_values(part() for part in parts)
 

@@ -17,7 +17,7 @@ from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
 
 if TYPE_CHECKING:
-    from dlcp.session.options import Options
+    from dlcp.session.options import Options  # needs gRPC, which may be what is missing
 
 _OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_SECRET"})
 """Variables that have a meaning but are not training options."""
@@ -104,7 +104,7 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     """Return the findings about the options, and all options."""
     environment = os.environ if environment is None else environment
     section = Section("Options", [])
-    from dlcp.session.options import Options
+    from dlcp.session.options import Options  # needs gRPC, which may be what is missing
 
     try:
         path = configuration.file_in_force(environment)
@@ -124,7 +124,7 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
 
 def examine_own_address(options: "Options", environment: Mapping[str, str]) -> Diagnosis:
     """Report the address and interface that a rank on this machine would use, and why."""
-    from dlcp.session.addresses import own_place
+    from dlcp.session.addresses import own_place  # needs gRPC, which may be what is missing
 
     subject, master = "own address", environment.get("MASTER_ADDR")
     try:
@@ -151,7 +151,7 @@ def examine_own_address(options: "Options", environment: Mapping[str, str]) -> D
 
 def examine_route(host: str) -> Diagnosis:
     """Report the source address and interface of packets to a host."""
-    from dlcp.session.addresses import source_toward
+    from dlcp.session.addresses import source_toward  # needs gRPC, which may be what is missing
 
     return _examine_choice("route", source_toward(host, ""), f"by the route to {host}", host)
 
@@ -185,7 +185,7 @@ def _better(used: NetworkInterface) -> NetworkInterface | None:
 
 def examine_secret(options: "Options") -> Diagnosis:
     """Report whether ranks authenticate each other by a secret when they meet."""
-    from dlcp.session.secret import configured_secret
+    from dlcp.session.secret import configured_secret  # needs gRPC, which may be what is missing
 
     try:
         given = configured_secret(options) is not None

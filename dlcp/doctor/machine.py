@@ -118,7 +118,7 @@ def _two_meet() -> bool:
 
 def examine_namespaces() -> Diagnosis:
     """Examine whether ``dlcp demo`` can give each worker a network namespace; training needs none."""
-    from dlcp import netlab
+    from dlcp import netlab  # opens sockets that most examinations do not need
 
     works, reason = netlab.available()
     root = os.geteuid() == 0

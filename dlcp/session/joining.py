@@ -28,7 +28,7 @@ from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemor
 
 if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.session.serving import ServerLink
-    from dlcp.timeline import Timeline
+    from dlcp.timeline import Timeline  # most jobs record none
 
 USE_DLCP: Final = "use DLCP"
 """The verdict for DLCP; every other verdict is the reason against it."""
@@ -327,7 +327,7 @@ def _timeline(folder: str, rank: int) -> "Timeline | None":
     """Open this rank's timeline in a folder; return None if ``folder`` is ``""``."""
     if not folder:
         return None
-    from dlcp.timeline import Timeline
+    from dlcp.timeline import Timeline  # most jobs record none
 
     return Timeline.open(folder, rank)
 

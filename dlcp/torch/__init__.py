@@ -48,7 +48,7 @@ __getattr__ = on_demand(
 
 
 def _create_group(given: Any, options: Options | None) -> Any:
-    from dlcp.torch.backend import create
+    from dlcp.torch.backend import create  # most jobs use the hook
 
     return create(given, options)
 
