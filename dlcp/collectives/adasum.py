@@ -51,8 +51,6 @@ class Adasum:
         The executor that combines shards.
     """
 
-    recoverable = False
-
     def __init__(self, context: RankContext, *, work: Executor | None = None) -> None:
         self.context = context
         self.work = work or ThreadPoolExecutor(1, f"dlcp-rank{context.rank}-adasum")

@@ -315,10 +315,6 @@ class RankContext:
 class Strategy(Protocol):
     """One way to combine all ranks' buckets into one."""
 
-    @property
-    def recoverable(self) -> bool:
-        """Whether :meth:`partial_results` suffice to complete the averages over another path."""
-
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Reduce a bucket; the future's result is ``bucket.values``, written in place.
 

@@ -74,8 +74,6 @@ class CompressedReducer:
         The executor for decoding, so that it does not delay the endpoint's thread.
     """
 
-    recoverable = True
-
     def __init__(self, context: RankContext, compressor: Compressor, work: Executor | None = None) -> None:
         self.context, self.compressor = context, compressor
         self.work = work or ThreadPoolExecutor(1, "dlcp-decode")

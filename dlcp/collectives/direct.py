@@ -71,8 +71,6 @@ class DirectAllReduce:
         Whether two ranks may exchange small buckets in one hop (:mod:`dlcp.collectives.pair`).
     """
 
-    recoverable = True
-
     def __init__(
         self, context: RankContext, *, weights: Mapping[int, float] | None = None, one_hop: bool = True
     ) -> None:

@@ -65,8 +65,6 @@ class AutoAllReduce:
         The number of buckets for each collective.
     """
 
-    recoverable = True
-
     def __init__(
         self,
         reducers: Mapping[str, MeasuringReducer],
@@ -145,11 +143,6 @@ class Pipeline:
         self._left_out = left_out
         self._plain: dict[tuple[int, int], int] = {}
         """Numbers of uncompressed buckets, by step and the number that ``plain`` uses for them."""
-
-    @property
-    def recoverable(self) -> bool:
-        """Whether averages can be completed over another path; sums and Adasum cannot."""
-        return self._multiplier == 1 and self.gradients.recoverable
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""

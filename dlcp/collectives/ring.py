@@ -127,8 +127,6 @@ class RingAllReduce:
         they have all averages.
     """
 
-    recoverable = True
-
     def __init__(self, context: RankContext, *, order: Sequence[int] | None = None, tells_rates: bool = False) -> None:
         self.context, self.tells_rates = context, tells_rates
         self.rates_bps: dict[int, float] = {}

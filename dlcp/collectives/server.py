@@ -55,8 +55,6 @@ class AllReduceInParts:
         The server's rank.
     """
 
-    recoverable = True
-
     def __init__(self, context: RankContext, server: int) -> None:
         self.plain = DirectAllReduce(replace(context, noted=False), weights={server: 1.0})
         self._server, self._ranks = server, context.ranks

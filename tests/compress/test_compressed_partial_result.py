@@ -104,11 +104,6 @@ def test_exact_buckets_have_partial_results_too(text):
     assert not started[0].done()
 
 
-@pytest.mark.parametrize("combine", ["adasum", "sum"])
-def test_what_is_no_average_is_not_recoverable(combine):
-    assert not CompressedRanks(2, combine=combine).reducers[0].recoverable
-
-
 def test_a_recovered_contribution_has_what_was_owed_before():
     ranks = CompressedRanks(2, "topk:0.1", rate_bps=5e6)
     first = ranks.gradients(1)

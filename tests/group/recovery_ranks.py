@@ -75,8 +75,6 @@ class FakeReducer:
         for _, future in list(self.running.values()):
             future.set_exception(error)
 
-    recoverable = True
-
     def close(self):
         pass
 
