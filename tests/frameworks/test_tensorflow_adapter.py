@@ -214,6 +214,6 @@ def test_broadcasts_and_means_of_metrics(adapter):
 
 def test_whoever_has_not_joined_is_told_to(adapter):
     for call in (adapter.rank, adapter.size, adapter.local_rank, adapter.current):
-        with pytest.raises(RuntimeError, match=r"call init\(\) first, such as dlcp\.tensorflow\.init\(\)"):
+        with pytest.raises(RuntimeError, match=r"call init\(\) first, e\.g\. dlcp\.tensorflow\.init\(\)"):
             call()
     adapter.shutdown()
