@@ -39,7 +39,7 @@ COMMANDS: Final = {
     "advise": Command(
         "measure a training script and recommend settings for it here, with reasons", True, needs="torch"
     ),
-    "live": Command("serve a page, and metrics for Prometheus, with what each rank is doing", needs="live"),
+    "live": Command("serve a live page and Prometheus metrics of running ranks", needs="live"),
     "trace": Command("merge the timelines of all ranks into one trace for Perfetto"),
     "bench": Command("time all-reduces of DLCP beside the framework's own, here or on a cluster", needs="torch"),
     "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),

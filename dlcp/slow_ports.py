@@ -42,8 +42,7 @@ class PortLoads(NamedTuple):
     slow
         Traffic of the slow port. All of it can be deferred.
     whole, cut
-        Traffic of the other port: the part that is never deferred, and the part of which the same share is deferred as
-        of the slow port's.
+        Traffic of the other port: ``whole`` is never deferred; of ``cut``, the same share is deferred as of ``slow``.
     """
 
     slow: float

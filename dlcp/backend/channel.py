@@ -219,7 +219,7 @@ class Channel:
         if tags or then:
             part = operation.part(on_delivery)
         elif own or copied:
-            part = lambda _: None  # noqa: E731 - the operation does not wait for it, and may have ended
+            part = _ignore  # the operation does not wait for it, and may have ended
         else:
             part = operation.part_in_place(size, partial(self.connection.detach, peer, key))
 
@@ -325,3 +325,7 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
     theirs, ours = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     if theirs.ctypes.data != ours.ctypes.data:
         np.copyto(ours, theirs)
+
+
+def _ignore(_: Delivery) -> None:
+    """Do nothing with a delivery."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline that averages buckets: encode, reduce, decode.
 
-A bucket passes these stages, of which most jobs use only the second:
+A bucket passes these stages; most jobs use only the second:
 
 1. *Encode*: the sum rule multiplies its values by the number of ranks; a compressor makes it smaller.
 2. *Reduce*: direct all-reduce, ring, or parameter server; Adasum; or an all-gather, if compressed values cannot be

@@ -43,7 +43,7 @@ MOST_SAMPLES: Final = 1 << 22
 Products = NDArray[np.float64]
 """Scalar products between ranks, shape (n, n) or for each layer (layers, n, n)."""
 Rule = Callable[[Sequence[Callable[[], "Values"]], Sequence[Segment]], "Values"]
-"""Combines all ranks' gradients, in the order of ranks, each of which can be decoded repeatedly."""
+"""Combines the ranks' gradients. Its arguments decode them, in the order of ranks, and may be called repeatedly."""
 
 # Weights --------------------------------------------------------------------------------------------------------------
 

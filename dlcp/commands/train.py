@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(parser, headroom.MEASURED_STEPS, "training steps of --measure")
     traced = "write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens"
     add(parser, "--trace", "FILE", Path, traced)
-    live = "serve a page, and metrics for Prometheus, of what the ranks of this machine are doing (host: 127.0.0.1)"
+    live = "serve a live page and Prometheus metrics for the ranks of this machine (host: 127.0.0.1)"
     add(parser, "--live", "[HOST:]PORT", str, live)
     add(parser, "--summary", "FILE", Path, "also write the summary to a file, as JSON")
 

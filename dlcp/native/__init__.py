@@ -3,7 +3,7 @@
 
 ``*.c`` beside this file become one module when DLCP is installed. Python calls it as ``lib.dlcp_...``, and ``ffi`` is
 its interface to memory, as in cffi. ``engine.h`` declares and documents everything in it. Calls run outside the GIL.
-Whoever passes an array to C (``ffi.from_buffer``) keeps it for as long as C may use it.
+The caller must keep an array that it passes to C (``ffi.from_buffer``) for as long as C may use it.
 """
 
 import hashlib

@@ -63,7 +63,7 @@ class StepAverager:
         tagger: Tagger,
         gradient_bytes: int = 0,
     ) -> None:
-        self.options, self.rank, self.ranks = options, rank, ranks
+        self.options, self.rank, self.ranks = options, rank, sorted(ranks)
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.autotuner: Autotuner | None = None
         self.metadata_step = self.flush_step = -1

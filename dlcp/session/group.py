@@ -27,6 +27,7 @@ from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.error_text import closest
 from dlcp.ledger import Ledger
+from dlcp.session.averager import StepAverager
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
@@ -192,15 +193,15 @@ class Group:
         assert self._store
         options, feedback = self.options, Residual()
         self._watch = StoreWatch(self._store, self.rank, self.size, options.deadline_s)
-        self._session = TrainingSession(
+        averager = StepAverager(
             options,
             self.rank,
             range(self.size),
-            store_fallback(self._watch, feedback),
             ledger=self.ledger,
             feedback=feedback,
             tagger=Tagger(options.classes()),
         )
+        self._session = TrainingSession(averager, store_fallback(self._watch, feedback))
         agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
         try:
             self._session.join(agreement, call=CALL)

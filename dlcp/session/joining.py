@@ -445,7 +445,7 @@ def _collect_from_all(agreement: Agreement, topic: str, missing: str) -> dict[in
     Parameters
     ----------
     missing
-        What a rank without a value has failed to do, for the message: "has not ...".
+        The end of the message about a rank without a value: "has not ...".
 
     Raises
     ------

@@ -83,7 +83,7 @@ class Recovery:
         if pending and pending.bucket and recovered:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
             if recovered.residual is not None and session.options.error_feedback:
-                session.feedback.add(recovered.residual, pending.segments)
+                session.averager.feedback.add(recovered.residual, pending.segments)
             session.table.finish(pending)
 
     def _untouched(self, pending: "PendingBucket") -> PartialResult:
@@ -92,7 +92,7 @@ class Recovery:
         assert bucket
         assert session.endpoint
         values = bucket.value_type.widen(bucket.values).copy()
-        session.feedback.apply(values, pending.segments)
+        session.averager.feedback.apply(values, pending.segments)
         per_packet = session.endpoint.connection.options.payload_bytes // bucket.values.itemsize
         return PartialResult.untouched(session.rank, *pending.id, values, per_packet)
 

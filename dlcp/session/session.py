@@ -26,15 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.closing import ExitCallback
-from dlcp.collectives import Bucket, Reducer, Residual
+from dlcp.collectives import Bucket, Reducer
 from dlcp.collectives.partial_result import RecoveryChannel
 from dlcp.error_text import describe
-from dlcp.ledger import Ledger
 from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import Options
 from dlcp.session.recovery import HangWatchdog, Recovery
-from dlcp.tags import Segment, Tagger
+from dlcp.tags import Segment
 from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerLeftError, RankEndedError, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
@@ -262,16 +261,10 @@ class TrainingSession:
 
     Parameters
     ----------
-    options
-        The options; after :meth:`join` with measured and agreed values.
-    rank, ranks
-        This rank, and all ranks whose gradients are averaged.
+    averager
+        Averages buckets while the phase is ``READY``. It has the options, the ranks and the residual.
     fallback
         How to average when DLCP does not.
-    ledger, feedback, tagger
-        The record of packets, the residual, and the tagger of packets.
-    gradient_bytes
-        How much a rank contributes per step, in bytes, for the autotuner; 0 if unknown.
 
     Attributes
     ----------
@@ -279,39 +272,17 @@ class TrainingSession:
         The session's phase, and why DLCP does not average, if it does not.
     table
         The buckets in progress.
-    averager
-        Averages buckets while the phase is ``READY``.
     endpoint
         This rank's endpoint; None if DLCP could not be used.
     hosts
         The number of hosts that the ranks are on; 0 without DLCP.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        rank: int,
-        ranks: Sequence[int],
-        fallback: Fallback,
-        *,
-        ledger: Ledger,
-        feedback: Residual,
-        tagger: Tagger,
-        gradient_bytes: int = 0,
-    ) -> None:
-        self.options, self.rank, self.ranks = options, rank, sorted(ranks)
-        self.fallback, self.ledger, self.feedback = fallback, ledger, feedback
+    def __init__(self, averager: StepAverager, fallback: Fallback) -> None:
+        self.averager, self.fallback = averager, fallback
+        self.rank, self.ranks = averager.rank, averager.ranks
         self.phase, self.reason = SessionPhase.JOINING, ""
         self.table = BucketTable()
-        self.averager = StepAverager(
-            options,
-            rank,
-            self.ranks,
-            ledger=ledger,
-            feedback=feedback,
-            tagger=tagger,
-            gradient_bytes=gradient_bytes,
-        )
         self.endpoint: Endpoint | None = None
         self.hosts = 0
         self._joined: Joined | None = None
@@ -323,6 +294,11 @@ class TrainingSession:
         self._closing = threading.Event()
         self._snapshots: SnapshotWriter | None = None
         self._exit = ExitCallback(self.leave_at_exit)
+
+    @property
+    def options(self) -> Options:
+        """The options; once the ranks have joined, with measured and agreed values."""
+        return self.averager.options
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
@@ -353,7 +329,7 @@ class TrainingSession:
             return
         if joined.remark and self.rank == self.ranks[0]:
             log.warning("DLCP: %s", joined.remark)
-        self.options, self._joined = joined.options, joined
+        self._joined = joined
         self.hosts = len(joined.topology.ranks_by_host(self.ranks))
         if self._snapshots:
             self._snapshots.label = label_of(joined.options.job, joined.endpoint.connection.token)
@@ -465,7 +441,7 @@ class TrainingSession:
     def admit(self, pending: PendingBucket) -> bool:
         """Enter a bucket. True: call :meth:`start` once it is on the host. False: average it without DLCP.
 
-        Whoever averages it without DLCP calls :meth:`settle` in the end.
+        If the caller averages it without DLCP, it must call :meth:`settle` afterwards.
 
         Raises
         ------

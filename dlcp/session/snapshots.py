@@ -281,7 +281,7 @@ class SnapshotWriter:
 
     def _snapshot(self) -> RankSnapshot:
         session = self._session
-        layers = session.ledger.loss_by_layer()
+        layers = session.averager.ledger.loss_by_layer()
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
         tuner = session.averager.autotuner
@@ -295,10 +295,10 @@ class SnapshotWriter:
             **found,
             "loss_bound": tuner.bound.ratio if tuner else session.options.loss_bound,
             "deferral_bound": tuner.settings.deferral_bound if tuner else session.options.deferral_bound,
-            "bound_exceeded": session.ledger.violations,
-            "worst_loss": session.ledger.max_message_ratio,
-            "waited_steps": session.ledger.max_deferred_steps,
-            "packets": {str(peer): counts for peer, counts in session.ledger.by_receiver().items()},
+            "bound_exceeded": session.averager.ledger.violations,
+            "worst_loss": session.averager.ledger.max_message_ratio,
+            "waited_steps": session.averager.ledger.max_deferred_steps,
+            "packets": {str(peer): counts for peer, counts in session.averager.ledger.by_receiver().items()},
             "layers": [
                 [position, names.get(str(position), []), *layers[position].tolist()]
                 for position in layers[:, 0].nonzero()[0].tolist()

@@ -29,24 +29,17 @@ from dlcp.switch.events import (
     event_index,
     event_totals,
 )
+from dlcp.switch.executor.bmv2_json import PROGRAM_FOLDER, PROGRAM_PATH, load_definition
+from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.codegen import DROP_PORT
-from dlcp.switch.executor.model import (
-    PROGRAM_FOLDER,
-    PROGRAM_PATH,
-    EntryError,
-    ProgramDef,
-    ProgramError,
-    UnknownNameError,
-    UnsupportedFeatureError,
-    load_definition,
-)
+from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownNameError, UnsupportedFeatureError
 from dlcp.switch.executor.program import (
     BACKENDS,
     Backend,
     Program,
     cache_directory,
 )
-from dlcp.switch.executor.state import Action, GroupRef, MemberRef, MeterConfig
+from dlcp.switch.executor.tables import Action, GroupRef, MemberRef
 from dlcp.switch.forwarding import EmptyProgram
 from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers

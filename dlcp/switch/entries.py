@@ -36,9 +36,10 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from dlcp.document import Document
+from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.program import Program
-from dlcp.switch.executor.state import Action, GroupRef, MemberRef, MeterConfig, Table, Target
+from dlcp.switch.executor.tables import Action, GroupRef, MemberRef, Table, Target
 from dlcp.switch.ports.queues import PortQueueing
 
 Value: TypeAlias = int | str

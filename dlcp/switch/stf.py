@@ -25,11 +25,12 @@ from typing import Any, Final, NamedTuple, Protocol
 from dlcp.error_text import nearest
 from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, parse_matches, parse_number
 from dlcp.switch.events import EgressEvent, IngressEvent, event_index
+from dlcp.switch.executor.bmv2_json import PROGRAM_PATH
+from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.codegen import DROP_PORT
 from dlcp.switch.executor.hashes import csum16, pack
-from dlcp.switch.executor.model import COMPARISONS, PROGRAM_PATH, EntryError
+from dlcp.switch.executor.model import COMPARISONS, EntryError
 from dlcp.switch.executor.program import BACKENDS, Program
-from dlcp.switch.executor.state import MeterConfig
 from dlcp.switch.ports.queues import DEPTH_PACKETS
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, VERSION
 

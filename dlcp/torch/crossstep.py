@@ -60,10 +60,10 @@ from dlcp.configuration import Trait
 from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback
-from dlcp.torch.deferral import Guard, PartialStep
 from dlcp.torch.framework import profiled
 from dlcp.torch.hook import refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
+from dlcp.torch.partial_step import Guard, PartialStep
 from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, ExportedMemory, TransportError
 

@@ -23,6 +23,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.collectives.reduction_rules import check_samples
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
+from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback, PendingBucket, TrainingSession
@@ -198,16 +199,16 @@ class State:
         if self._alone:
             return None
         agreement = agreement_of(group, options)
-        self.session = TrainingSession(
+        averager = StepAverager(
             options,
             agreement.rank,
             range(size),
-            fallback(agreement),
             ledger=self.ledger,
             feedback=self.feedback,
             tagger=self.tagger,
             gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         )
+        self.session = TrainingSession(averager, fallback(agreement))
         try:
             self.session.join(agreement, call=call, export_bytes=export_bytes)
         except NotJoinedError:

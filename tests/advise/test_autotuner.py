@@ -15,6 +15,7 @@ from dlcp.collectives.deferral import Deferral
 from dlcp.convergence import COST_OF_DEFERRAL, steps_factor
 from dlcp.dtypes import ValueType
 from dlcp.session import Options
+from dlcp.session.averager import StepAverager
 from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
@@ -66,7 +67,7 @@ class Autotuned(SmallRanks):
             options = replace(context.options, bound=bound)
             return kind(replace(context, options=options))
 
-        session = TrainingSession(Options(), rank, ranks, Fallback("nothing"), **shared)
+        session = TrainingSession(StepAverager(Options(), rank, ranks, **shared), Fallback("nothing"))
         session._exit.cancel()  # a rank in virtual time has no network to leave when the tests end
         given = Settings(self.allowed, deferral_bound=context.options.deferral_bound)
         size = 4 * sum(self.sizes.values())
@@ -194,7 +195,7 @@ def test_the_collective_changes_between_two_steps_on_all_ranks_and_nothing_is_lo
         given = given + sum(np.concatenate(list(rank.values())) for rank in gradients)
         taken = taken + 3 * averages[0]["all"]
     assert ranks.made == [["direct", "ring"]] * 3
-    feedbacks = [session.feedback for session in ranks.sessions]
+    feedbacks = [session.averager.feedback for session in ranks.sessions]
     owed = np.concatenate(
         [
             sum(part if (part := each.of(name)) is not None else np.zeros(size) for each in feedbacks)

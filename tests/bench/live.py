@@ -69,6 +69,7 @@ def snapshot_ms(count: int = 300) -> float:
     from dlcp.collectives import Residual
     from dlcp.ledger import Ledger
     from dlcp.session import Options
+    from dlcp.session.averager import StepAverager
     from dlcp.session.session import Fallback, TrainingSession
     from dlcp.session.snapshots import SnapshotWriter
     from dlcp.tags import PacketTags, Tagger
@@ -81,9 +82,8 @@ def snapshot_ms(count: int = 300) -> float:
     for peer in range(1, 64):
         delivery = Delivery(np.ones(len(layers), bool), len(layers), 0, 0.01, None)
         ledger.record(MessageKey(0, peer), peer, "fc", tags, LossBound(0.1), delivery)
-    session = TrainingSession(
-        options, 0, range(64), Fallback("nothing"), ledger=ledger, feedback=Residual(), tagger=Tagger(options.classes())
-    )
+    averager = StepAverager(options, 0, range(64), ledger=ledger, feedback=Residual(), tagger=Tagger(options.classes()))
+    session = TrainingSession(averager, Fallback("nothing"))
     with tempfile.TemporaryDirectory() as folder:
         writer = SnapshotWriter(session, Path(folder))
         began_s = time.thread_time()

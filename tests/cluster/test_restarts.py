@@ -46,7 +46,7 @@ def run(words):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A folder in which two ranks have trained, one of which was killed; and how that ended."""
+    """The folder of a training in which one of two ranks was killed, and its outcome."""
     folder = tmp_path_factory.mktemp("killed")
     yield folder, run(command(folder, "--max-restarts", 1, how="kill", options=["shared_memory=1"]))
     shutil.rmtree(folder)  # which ends the ghost, too

@@ -41,7 +41,7 @@ def train(network, steps, size=2, before_step=lambda step: None, **changes):
             group.average(mine)
             kept.append(mine)
             active.append(group.active)
-        owed = {name: group._session.feedback.of(name) for name in SHAPES}
+        owed = {name: group._session.averager.feedback.of(name) for name in SHAPES}
         return kept, group.ledger.summary(), active, owed
 
     return together(size, one, [options_over(network, rank, **changes) for rank in range(size)])

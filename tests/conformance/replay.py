@@ -19,7 +19,7 @@ from dlcp.switch import (
     Program,
     entries,
 )
-from dlcp.switch.executor.state import Target
+from dlcp.switch.executor.tables import Target
 from tests.conformance.recording import (
     AgeSlot,
     Answer,

@@ -171,8 +171,6 @@ def test_the_sweep_on_the_pages_is_the_one_that_is_kept():
     pytest.importorskip("matplotlib")
     pages_with_it = [(ROOT / name).read_text() for name in ("README.md", "docs/benchmarks.md")]
     assert all(text.count("<!-- sweep: by tests/bench/plots.py -->") == 1 for text in pages_with_it)
-    if not (ROOT / "docs" / "sweep.json").exists():
-        pytest.skip("no sweep is kept; python -m tests.bench.plots keeps one")
     plot = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))
     kept = json.loads(plot["KEPT"].read_text())
     assert plot["draw"](kept["cells"]) == (ROOT / "docs" / "sweep.svg").read_text(), "run: python -m tests.bench.plots"

@@ -73,7 +73,7 @@ def test_after_a_flush_nothing_is_left_to_send(monkeypatch):
                 group.flush()
             group.average(mine)
             total = total + mine["w"].astype(np.float64)
-            left.append(group._session.feedback.size)
+            left.append(group._session.averager.feedback.size)
         group.start("w", mine["w"])
         with pytest.raises(RuntimeError, match="call end_step before a flush"):
             group.flush()

@@ -21,7 +21,7 @@ from tests.transport.free_ports import free_port, free_udp_ports
 PROCESSES_LIMIT_S = 100
 QUICK = Options(silence_s=1.2, deadline_s=5.0, meet_s=30.0, payload_bytes=1440)
 PATIENT = QUICK.with_(silence_s=10 * LIMIT_S, deadline_s=20 * LIMIT_S)
-"""Longer than ranks may take in all: who needs to wait for neither is told at once."""
+"""Both waits outlast the test's limit: a test that passes has waited for neither."""
 NAMES = ["front", "middle", "back"]
 TRAINING = """
 import os, signal, sys, time

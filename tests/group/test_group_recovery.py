@@ -13,6 +13,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session import Options
+from dlcp.session.averager import StepAverager
 from dlcp.session.session import Fallback, PeerWatch, PendingBucket, SessionPhase, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
@@ -67,7 +68,7 @@ class Session(TrainingSession):
         """Buckets that the fallback has averaged, in this order."""
         average = lambda pending, done: self.fallen_back.append(pending.id)  # noqa: E731
         fallback = Fallback("a list", average, ListWatch(network, rank))
-        super().__init__(options, rank, range(network.ranks), fallback, **made)
+        super().__init__(StepAverager(options, rank, range(network.ranks), **made), fallback)
         self.reducer = FakeReducer(rank)
         self.use(FakeEndpoint(), lambda settings: self.reducer)
 
@@ -138,12 +139,12 @@ def test_what_comes_meanwhile_falls_back_in_order_once_it_is_on_the_host():
 def test_a_bucket_that_dlcp_refuses_is_completed_with_what_is_owed():
     first, second = pair()
     taken = first.take(0, 0, 1)
-    first.feedback.add(np.full(VALUES, 10, np.float64), taken.segments)
+    first.averager.feedback.add(np.full(VALUES, 10, np.float64), taken.segments)
     first.reducer.refuses = DeadlineError("no more")
     other = second.give(0, 0, 3)
     first.start(taken)
     assert values(taken, other) == [7, 7]
-    assert first.feedback.of("layer0") is None
+    assert first.averager.feedback.of("layer0") is None
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
@@ -157,12 +158,12 @@ def test_what_was_lost_is_owed_only_with_error_feedback(error_feedback):
     first.reducer.partial_results, second.reducer.partial_results = lambda: [contributed], lambda: [averaged]
     first.reducer.fail(DeadlineError("step 0: too late"))
     assert values(*buckets) == [2, 2]
-    owed = first.feedback.of("layer0")
+    owed = first.averager.feedback.of("layer0")
     if error_feedback:
         np.testing.assert_array_equal(owed, 5 + 1, "what was lost before, and what the average lacks")
     else:
         assert owed is None
-    assert second.feedback.of("layer0") is None
+    assert second.averager.feedback.of("layer0") is None
 
 
 def test_what_a_rank_has_finished_it_does_not_wait_for():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from dlcp.bench.allreduce import WholeBucket
+from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement
 from dlcp.session.session import LEFT, Fallback, TrainingSession
 from dlcp.tags import Layer
@@ -38,7 +39,7 @@ def state(monkeypatch):
     made = State(Options(deadline_s=LIMIT_S))
     fallback = Fallback(FRAMEWORK, None, GlooWatch(None, agreement, LIMIT_S))
     shared = {"ledger": made.ledger, "feedback": made.feedback, "tagger": made.tagger}
-    made.session = TrainingSession(made.options, 0, range(2), fallback, **shared)
+    made.session = TrainingSession(StepAverager(made.options, 0, range(2), **shared), fallback)
     made.reducer = FakeReducer(0)
     made.session.use(FakeEndpoint(), lambda settings: made.reducer)
     yield made

@@ -10,6 +10,7 @@ import pytest
 from dlcp.collectives import Residual
 from dlcp.ledger import Ledger
 from dlcp.session import Options, snapshots
+from dlcp.session.averager import StepAverager
 from dlcp.session.session import Fallback, TrainingSession
 from dlcp.session.snapshots import SnapshotWriter
 from dlcp.tags import PacketTags, Tagger
@@ -23,7 +24,7 @@ np = pytest.importorskip("numpy")
 def session():
     options = Options()
     parts = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger(options.classes())}
-    return TrainingSession(options, 1, range(3), Fallback("nothing"), **parts)
+    return TrainingSession(StepAverager(options, 1, range(3), **parts), Fallback("nothing"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def enter(session, receiver, packets, lost):
     tags = PacketTags(queue=zeros, drop_class=zeros, layer=zeros, protected=zeros.astype(bool))
     delivered = np.arange(packets) >= lost
     delivery = Delivery(delivered, packets + 2, 2, 0.01, None)
-    session.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery)
+    session.averager.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery)
 
 
 def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monkeypatch):
@@ -62,7 +63,7 @@ def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monke
     assert found["packets"]["0"] == {"sent": 12, "delivered": 9, "lost": 1, "retransmitted": 2, "deferred": 0}
     assert found["packets"]["2"]["delivered"] == 20
     assert found["layers"] == [[0, [], 30, 1, 0]]
-    assert session.ledger.summary()["sent"] == 34, "totals of a ledger are the sums over its receivers"
+    assert session.averager.ledger.summary()["sent"] == 34, "totals of a ledger are the sums over its receivers"
     assert [path.suffix for path in (tmp_path / "made").iterdir()] == [".snapshot"]
 
 

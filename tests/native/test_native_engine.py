@@ -246,4 +246,4 @@ def test_an_engine_leaves_the_memory_of_its_process_as_it_is():
         )
         for beside in ("nothing", "engine")
     }
-    assert min(faults.values()) > 1000, "what the C library does with freed memory is the user's matter"
+    assert min(faults.values()) > 1000, "the engine has changed how the process's allocator treats freed memory"

@@ -23,7 +23,7 @@ from dlcp.switch.executor.model import (
     ParserState,
     TableDef,
 )
-from dlcp.switch.executor.state import Table
+from dlcp.switch.executor.tables import Table
 from dlcp.switch.stf import BuiltIn
 from tests.conformance import p4testgen
 

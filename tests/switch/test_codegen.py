@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dlcp.switch import DROP_PORT, Action, EntryError, MemberRef, Program, UnsupportedFeatureError
-from dlcp.switch.executor import model
-from dlcp.switch.executor.codegen import Expressions, fit
+from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor.expressions import Expressions, fit
 from dlcp.switch.executor.model import Const, Field, Op
 from tests.switch import batches, mini, sink
 from tests.switch import oracle as oracles
@@ -229,5 +229,5 @@ def test_bounds_hold_for_random_expressions():
 
 
 def test_the_builder_is_read_as_p4c_writes_it(path):
-    program = model.load_definition(path)
+    program = bmv2_json.load_definition(path)
     assert mini.STANDARD["deq_qdepth"] == program.standard["queueing_metadata.deq_qdepth"].width

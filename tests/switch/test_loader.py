@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.switch import ProgramError, UnsupportedFeatureError
-from dlcp.switch.executor import model
+from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.codegen import generate
 from dlcp.switch.executor.model import RegisterDef
 
@@ -41,7 +41,7 @@ def document():
 
 
 def load(document):
-    return generate(model.parse(document))
+    return generate(bmv2_json.parse(document))
 
 
 def refused(document, feature, where):
@@ -53,7 +53,7 @@ def refused(document, feature, where):
 
 
 def test_the_program_is_read():
-    program = model.load_definition(JSON)
+    program = bmv2_json.load_definition(JSON)
     assert program.headers["dlcp"].width == 256
     assert program.registers["queue_depth"] == RegisterDef("queue_depth", 512, 19)
     assert program.errors["PacketTooShort"] == 1
@@ -253,12 +253,12 @@ def test_what_is_no_program_is_said_so(document, tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{]")
     with pytest.raises(ProgramError, match="is not JSON"):
-        model.load_definition(path)
+        bmv2_json.load_definition(path)
     path.write_text("[1]")
     with pytest.raises(ProgramError, match="not a BMv2 JSON"):
-        model.load_definition(path)
+        bmv2_json.load_definition(path)
     with pytest.raises(ProgramError, match="format version"):
-        model.parse({**document, "__meta__": {"version": [3, 0]}})
+        bmv2_json.parse({**document, "__meta__": {"version": [3, 0]}})
     del document["actions"][0]["primitives"]
     with pytest.raises(ProgramError, match="damaged BMv2 JSON: KeyError 'primitives'"):
-        model.parse(document)
+        bmv2_json.parse(document)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dlcp.switch import MeterConfig
-from dlcp.switch.executor.state import TOKEN_CELLS, MeterCells, run_meter
+from dlcp.switch.executor.cells import TOKEN_CELLS, MeterCells, run_meter
 
 
 @pytest.fixture(params=["lists", "arrays"])

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, UnknownNameError
-from dlcp.switch.executor import state
+from dlcp.switch.executor import tables
 from tests.switch import mini
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 LOOKUP = {
-    "exact": state.lookup_exact,
-    "lpm": state.lookup_lpm,
-    "ternary": state.lookup_ternary,
-    "range": state.lookup_range,
+    "exact": tables.lookup_exact,
+    "lpm": tables.lookup_lpm,
+    "ternary": tables.lookup_ternary,
+    "range": tables.lookup_range,
 }
 
 

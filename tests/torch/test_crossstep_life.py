@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.session.averager import StepAverager
 from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Segment, TagPolicy, layers_in_order
 from dlcp.torch.crossstep import cross_step
@@ -100,7 +101,7 @@ def waits_for_its_own_layer(worker):
     net, optimizer = make(worker, net, deadline_s=1.0)
     traffic = optimizer.traffic
     shared = {"ledger": traffic.ledger, "feedback": traffic.feedback, "tagger": traffic.tagger}
-    traffic.session = TrainingSession(traffic.options, 0, [0], Fallback(FRAMEWORK), **shared)
+    traffic.session = TrainingSession(StepAverager(traffic.options, 0, [0], **shared), Fallback(FRAMEWORK))
     traffic.session.use(FakeEndpoint(), lambda settings: network)
     found = {}
     before = weights(net)

@@ -15,8 +15,8 @@ from torch import nn
 from dlcp.session.options import Options
 from dlcp.tags import Layer, layers_in_order
 from dlcp.torch.crossstep import cross_step
-from dlcp.torch.deferral import Guard, PartialStep
 from dlcp.torch.layers import LayerGroup, in_groups
+from dlcp.torch.partial_step import Guard, PartialStep
 
 
 def described(net):

@@ -253,7 +253,7 @@ def test_a_whole_message_is_complete_without_a_question():
         assert not bare.settled
         bare.take_data(index, 10)
     assert message.done.delivered.all()
-    assert not bare.engine.view.stopping_count, "its sender is told with the acknowledgement"
+    assert not bare.engine.view.stopping_count, "the acknowledgement tells the sender; no STOP is needed"
     assert bare.probe(10) == [(PacketType.STOP, [])], "if that is lost, it asks"
 
 

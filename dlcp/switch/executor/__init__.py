@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a P4 program into running code, in these steps.
 
-``model`` reads p4c's output and lays out the state. ``analysis`` finds what each part reads and writes. ``codegen``
-writes the program as Python text; ``hashes`` writes its hash functions. ``program`` runs that text, plain or under
-Numba, over the tables, action profiles, registers, counters and meters in ``state``.
+``bmv2_json`` reads p4c's output into a ``model``, which lays out the state. ``analysis`` finds what each part reads and
+writes. ``codegen`` writes the program as Python text, with its ``expressions`` and ``hashes``. ``program`` runs that
+text, plain or under Numba, over the tables and action profiles in ``tables`` and the registers, counters and meters in
+``cells``.
 """

@@ -15,7 +15,7 @@ in microseconds, with any origin. ``ingress`` and ``egress`` are generated funct
 
 Objects are found by p4info name, or by a unique suffix of it: ``program.tables["ipv4_route"]``,
 ``program.profiles``, ``program.registers``, ``program.counters``, ``program.meters`` (indirect ones; direct meters
-belong to entries). `dlcp.switch.executor.state` has their classes.
+belong to entries). `tables` and `cells` beside this module have their classes.
 
 Use a program from one thread at a time, and change entries between packets or batches; the compiled back end releases
 the GIL during a batch. Changes take effect at the next packet or batch, without recompilation.
@@ -35,10 +35,11 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.executor import model
+from dlcp.switch.executor import bmv2_json
+from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
 from dlcp.switch.executor.codegen import DROP_PORT, Generated, forwarding, generate
 from dlcp.switch.executor.model import Named, ProgramDef, ProgramError, visible_tables
-from dlcp.switch.executor.state import TOKEN_CELLS, ActionProfile, Actions, Counter, MeterCells, Register, Table
+from dlcp.switch.executor.tables import ActionProfile, Actions, Table
 from dlcp.switch.ports.queues import TOTAL_CELLS
 
 Numbers: TypeAlias = NDArray[np.int64]
@@ -413,7 +414,7 @@ class Program:
         ProgramError
             The file is not a BMv2 JSON, or Numba is missing.
         """
-        return cls(model.load_definition(path), backend)
+        return cls(bmv2_json.load_definition(path), backend)
 
     def snapshot(self) -> Snapshot:
         """Return all registers and counters."""

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 from finsy.proto import p4r, rpc_code
 from google.protobuf import text_format
 
-from dlcp.switch.executor import model
+from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import EntryError, UnsupportedFeatureError
 from dlcp.switch.executor.program import Backend, Program
 from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, Refused, kinds_of
@@ -67,7 +67,7 @@ class ForwardingPipeline:
         if not data or not config.HasField("p4info"):
             raise Refused("a pipeline needs p4info and the JSON that p4c-bm2-ss writes with -o")
         try:
-            definition = model.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
+            definition = bmv2_json.parse(json.loads(data), hashlib.sha256(data).hexdigest(), "the device config")
             program = Program(definition, backend)
         except UnsupportedFeatureError as error:
             raise Refused(str(error)) from None

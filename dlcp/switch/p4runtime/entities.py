@@ -17,25 +17,10 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from finsy.proto import p4i, p4r, rpc_code
 
-from dlcp.switch.executor.model import (
-    EntryError,
-)
+from dlcp.switch.executor.cells import Counter, MeterCells, MeterConfig, Register
+from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.program import Program
-from dlcp.switch.executor.state import (
-    Action,
-    ActionProfile,
-    Actions,
-    Counter,
-    Entry,
-    GroupRef,
-    Match,
-    MemberRef,
-    MeterCells,
-    MeterConfig,
-    Register,
-    Table,
-    Target,
-)
+from dlcp.switch.executor.tables import Action, ActionProfile, Actions, Entry, GroupRef, Match, MemberRef, Table, Target
 
 BURST_MAX: Final = (1 << 32) - 1
 """BMv2 stores a burst in 32 bits."""
