@@ -146,8 +146,8 @@ def loses(port: Any) -> bool:
 
 def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
     """Enqueue a packet; return False if it was dropped because the queue or the port is full."""
-    depth = port[WAITING + queue]
-    held_bytes = port[HELD_BYTES] + slots[slot][LENGTH]
+    packet, depth = slots[slot], port[WAITING + queue]
+    held_bytes = port[HELD_BYTES] + packet[LENGTH]
     is_full = port[HELD_PACKETS] >= port[LIMIT_PACKETS] or held_bytes > port[LIMIT_BYTES]
     if depth >= port[DEPTH + queue] or (depth > 0 and is_full):
         port[TAIL_DROPS + queue] += 1
@@ -155,10 +155,10 @@ def enqueue(port: Any, slots: Any, slot: int, queue: int, now_ns: int) -> bool:
     if port[BUSY] == 0 and now_ns > port[FREE_NS]:
         port[FREE_NS] = now_ns
         port[FRACTION] = 0
-    slots[slot][QUEUE] = queue
-    slots[slot][ENQUEUED_NS] = now_ns
-    slots[slot][ENQ_DEPTH] = depth
-    slots[slot][NEXT] = -1
+    packet[QUEUE] = queue
+    packet[ENQUEUED_NS] = now_ns
+    packet[ENQ_DEPTH] = depth
+    packet[NEXT] = -1
     if depth == 0:
         port[HEAD + queue] = slot
     else:
@@ -180,12 +180,13 @@ def dequeue(port: Any, slots: Any) -> int:
     while not busy >> queue & 1:
         queue -= 1
     slot: int = port[HEAD + queue]
-    port[HEAD + queue] = slots[slot][NEXT]
+    packet = slots[slot]
+    port[HEAD + queue] = packet[NEXT]
     port[WAITING + queue] -= 1
     if port[WAITING + queue] == 0:
         port[BUSY] = busy & ~(1 << queue)
     port[HELD_PACKETS] -= 1
-    port[HELD_BYTES] -= slots[slot][LENGTH]
+    port[HELD_BYTES] -= packet[LENGTH]
     return slot
 
 
@@ -199,15 +200,16 @@ def occupy(port: Any, size: int) -> None:
 
 def transmit(port: Any, slots: Any, slot: int) -> bool:
     """Put the packet dequeued last on the line; return False if the line lost it."""
-    queue = slots[slot][QUEUE]
-    occupy(port, slots[slot][LENGTH])
+    packet = slots[slot]
+    queue, size = packet[QUEUE], packet[LENGTH]
+    occupy(port, size)
     port[TRANSMITTED + queue] += 1
-    port[TRANSMITTED_BYTES + queue] += slots[slot][LENGTH]
+    port[TRANSMITTED_BYTES + queue] += size
     if port[LOSS] and loses(port):
         port[LOST] += 1
         return False
-    slots[slot][DUE_NS] = port[FREE_NS] + port[DELAY_NS]
-    slots[slot][NEXT] = -1
+    packet[DUE_NS] = port[FREE_NS] + port[DELAY_NS]
+    packet[NEXT] = -1
     if port[LINE_HEAD] < 0:
         port[LINE_HEAD] = slot
     else:
