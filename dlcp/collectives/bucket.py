@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Final, Protocol
+from struct import Struct
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from dlcp.transport.messages import SHARE
 RATE: Final = np.dtype(">f4")
 """A rate that ranks report after an average, in bit/s; 0 if unknown."""
 FORMATS: Final = tuple(ValueType)
-"""A contribution to a parameter server ends with a byte: the index of its number format here."""
+"""Number formats by their index in :class:`ContributionTail`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,47 @@ class Bucket:
             for position in (start, stop - 1)
         )
         return first if first == last else f"{first}..{last}"
+
+
+_TAIL: Final = Struct(">IBBB")
+TAIL_BYTES: Final = _TAIL.size
+"""Size of a :class:`ContributionTail`."""
+
+
+class ContributionTail(NamedTuple):
+    """The last bytes of a contribution to a parameter server, which knows nothing else about it.
+
+    Parameters
+    ----------
+    value_type
+        Number format.
+    bits
+        Bits of each value on the wire, if it is encoded; otherwise ``FULL_BITS``.
+    values
+        Number of values.
+    gradients
+        Whether they are gradients, to which the server may add what it rounded off earlier averages.
+    congested
+        Whether packets of the sender were lost or marked in this step or the last.
+    """
+
+    value_type: ValueType
+    bits: int
+    values: int
+    gradients: bool
+    congested: bool
+
+    def encode(self) -> NDArray[np.uint8]:
+        """Return the bytes."""
+        flags = int(self.gradients) | int(self.congested) << 1
+        data = _TAIL.pack(self.values, FORMATS.index(self.value_type), self.bits, flags)
+        return np.frombuffer(data, np.uint8)
+
+    @classmethod
+    def decode(cls, contribution: NDArray[np.uint8]) -> "ContributionTail":
+        """Read the tail at the end of a contribution."""
+        values, number, bits, flags = _TAIL.unpack(contribution[-TAIL_BYTES:].tobytes())
+        return cls(FORMATS[number], bits, values, bool(flags & 1), bool(flags & 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +254,8 @@ class ReduceOptions:
         Give smaller shards to ranks that receive slowly because their port is congested.
     layers
         Bounds of individual layers.
+    precision
+        Bits of each value: ``auto``, ``32``, ``16``, ``8`` or ``4`` (:mod:`dlcp.collectives.precision`).
 
     Raises
     ------
@@ -224,6 +268,7 @@ class ReduceOptions:
     rescale: bool = False
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.rescale and self.error_feedback:

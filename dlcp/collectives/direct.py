@@ -16,15 +16,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import FORMATS, RATE, Bucket, BucketRun, RankContext, protect_all_but
+from dlcp.collectives.bucket import RATE, Bucket, BucketRun, ContributionTail, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.pair import PAIR_BYTES_MAX, PairRun
 from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.precision import PrecisionChooser
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
 from dlcp.collectives.shards import (
     COPY_BYTES_PER_S,
@@ -32,11 +33,13 @@ from dlcp.collectives.shards import (
     AveragedShard,
     ShardAccumulator,
     inbound_rates,
+    is_any_congested,
     shard_bounds,
     weights_for_rates,
 )
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import ChunkOrder, PacketTags, plain_tags
 from dlcp.transport import (
     EMPTY,
@@ -53,6 +56,10 @@ from dlcp.transport import (
 
 if TYPE_CHECKING:
     from dlcp.collectives.deferral import BucketDeferral, Deferral
+
+
+SERVER_WHOLE_STEPS: Final = 2
+"""With a parameter server, the first steps in full precision."""
 
 
 class DirectAllReduce:
@@ -84,11 +91,13 @@ class DirectAllReduce:
             from dlcp.collectives import deferral  # most jobs defer nothing
 
             self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
+        self.precision = PrecisionChooser(context.options.precision, error_feedback=context.options.error_feedback)
         self.turn = 0
         """Determines the packets that must be sent in this step, see :meth:`Deferral.due`. It counts steps with
         gradients, because broadcasts use step numbers, too. With a server, which may miss steps, it equals the step's
         number."""
         self._has_server = weights is not None
+        self._steps = 0
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """Each rank's rates, from the latest bucket of the step."""
@@ -104,11 +113,13 @@ class DirectAllReduce:
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
+        congested = is_any_congested(self.rates_bps, self.context.contributors)
         rates = self.received_bps(self._slow)
         if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             if self.adaptive:
                 self.weights = weights_for_rates(rates)
+        self.precision.begin_step(congested or bool(self._slow) if congested is not None else None)
         if self.adaptive:
             self.context.inbound_rates_bps.clear()
             self.context.inbound_rates_bps.update(rates)
@@ -116,6 +127,7 @@ class DirectAllReduce:
             self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
         self.turn = step if self._has_server else self.turn + 1
+        self._steps += 1
         connection = self.context.connection
         connection.call(partial(connection.begin_step, step))
 
@@ -141,19 +153,26 @@ class DirectAllReduce:
 
     def prepare(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun | PairRun":
         """Return a bucket's run, with residual added, tagged and ready to start."""
-        kind = PairRun if self._goes_in_one_hop(bucket) else DirectRun
+        bits = self._bits_of(bucket)
+        kind = PairRun if self._goes_in_one_hop(bucket, bits) else DirectRun
         run = self._runs[step, sequence] = kind(self, step, sequence, bucket)
         return run
 
-    def _goes_in_one_hop(self, bucket: Bucket) -> bool:
-        allowed = self._one_hop and not bucket.scattered and self.deferral is None
+    def _bits_of(self, bucket: Bucket) -> int:
+        # A server keeps what it rounds off by bucket, so it waits until DDP has rebuilt its buckets.
+        if self._has_server and self._steps <= SERVER_WHOLE_STEPS:
+            return FULL_BITS
+        return self.precision.bits_of(bucket)
+
+    def _goes_in_one_hop(self, bucket: Bucket, bits: int) -> bool:
+        allowed = self._one_hop and not bucket.scattered and self.deferral is None and bits == FULL_BITS
         return allowed and bucket.values.nbytes <= PAIR_BYTES_MAX
 
     def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> "DirectPlan":
-        """Return a bucket's plan: that of the last step, if bucket and division are unchanged."""
-        plan = self._plans.get(sequence)
-        if plan is None or not plan.fits(bucket, weights):
-            plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights)
+        """Return a bucket's plan: that of the last step, if bucket, division and precision are unchanged."""
+        plan, bits = self._plans.get(sequence), self._bits_of(bucket)
+        if plan is None or not plan.fits(bucket, weights, bits):
+            plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights, bits)
         return plan
 
     def partial_results(self) -> list[PartialResult]:
@@ -195,9 +214,10 @@ class DirectAllReduce:
         return np.array([signed.get(rank, 0.0) for rank in self.context.contributors], RATE)
 
     def rates_to_tell(self) -> NDArray[np.generic]:
-        """Return these rates, with this rank's own entry replaced by its fastest inbound rate."""
-        told = self.rates()
-        told[self.context.contributors.index(self.context.rank)] = self.context.connection.inbound_bps
+        """Return these rates, with this rank's own entry as in :func:`dlcp.collectives.shards.inbound_rates`."""
+        told, connection = self.rates(), self.context.connection
+        sign = 1.0 if connection.met_congestion else -1.0
+        told[self.context.contributors.index(self.context.rank)] = np.copysign(connection.inbound_bps, sign)
         return told
 
     def note_reached(self, peer: int) -> None:
@@ -230,10 +250,14 @@ class DirectPlan:
         The bound of averaged shards, for loss and deferral.
     whole
         The bucket's tags if nothing may be lost.
+    layouts
+        The layout of each owner's shard in encoded messages; empty if they are not encoded.
     """
 
-    def __init__(self, context: RankContext, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> None:
-        self._fits = self._what_it_fits(bucket, weights)
+    def __init__(
+        self, context: RankContext, sequence: int, bucket: Bucket, weights: Mapping[int, float], bits: int
+    ) -> None:
+        self._fits = self._what_it_fits(bucket, weights, bits)
         per_packet, options = context.connection.options.payload_bytes // bucket.values.itemsize, context.options
         self.bounds = shard_bounds(len(bucket.values), per_packet, weights)
         self.packets = {
@@ -255,17 +279,23 @@ class DirectPlan:
                 others = [rank for rank in context.contributors if rank != owner]
                 first = -others.index(context.rank) % len(others) if context.rank in others else 0
                 self.orders[owner] = ChunkOrder(first, max(1, len(others)))
+        payload_bytes = context.connection.options.payload_bytes
+        self.layouts = {
+            owner: layout
+            for owner, (start, stop) in self.bounds.items()
+            if (layout := PlaneLayout.of(stop - start, bucket.values.itemsize, bits, payload_bytes))
+        }
         self.bound, self.average_bound = options.bound_of(bucket), options.average_bound(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
 
-    def fits(self, bucket: Bucket, weights: Mapping[int, float]) -> bool:
-        """Return whether the plan fits a bucket divided by these weights."""
-        return self._fits == self._what_it_fits(bucket, weights)
+    def fits(self, bucket: Bucket, weights: Mapping[int, float], bits: int) -> bool:
+        """Return whether the plan fits a bucket divided by these weights, with this precision."""
+        return self._fits == self._what_it_fits(bucket, weights, bits)
 
     @staticmethod
-    def _what_it_fits(bucket: Bucket, weights: Mapping[int, float]) -> tuple[Any, ...]:
-        size = len(bucket.values), bucket.value_type
+    def _what_it_fits(bucket: Bucket, weights: Mapping[int, float], bits: int) -> tuple[Any, ...]:
+        size = len(bucket.values), bucket.value_type, bits
         return *size, bucket.bound, bucket.whole, weights, tuple(bucket.segments)
 
     def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
@@ -275,6 +305,7 @@ class DirectPlan:
         # Magnitudes cost a tenth of a fast network's time: they wait for the first sign of possible loss.
         clear = context.connection.is_clear
         at_risk = [owner for owner in self.bounds if owner != context.rank and (bound.immediate or not clear(owner))]
+        at_risk = [owner for owner in at_risk if owner not in self.layouts]  # these have their own classes
         if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
             return self.whole
         magnitudes = bucket.magnitudes
@@ -288,6 +319,13 @@ class DirectPlan:
         tags = context.tagger.tag_magnitudes(magnitudes, count, bucket.segments, per_packet)
         layers.protect(tags, bucket.segments, per_packet, bound, seed=step)
         return tags
+
+    def loss_bound(self, owner: int) -> LossBound:
+        """Return the loss bound of contributions to a shard: encoded ones lose only packets of the lower plane."""
+        bound, layout = self.loss_bounds[owner], self.layouts.get(owner)
+        if layout is None:
+            return bound
+        return replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes), deferral=0.0)
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""
@@ -341,13 +379,21 @@ class DirectRun(BucketRun):
         self.average_bound = plan.average_bound
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
         """This rank's shard, once averaged."""
-        self.deferral = reducer.deferral_of(sequence, bucket, plan)
+        self.deferral = None if plan.layouts else reducer.deferral_of(sequence, bucket, plan)
         self.latest = self.rank
         """The rank whose average arrived last."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
         """Future residual: positions in the bucket, and values."""
+        self.rounded: list[tuple[int, NDArray[np.floating]]] = []
+        """Future residual of encoded shards: their start in the bucket, and what the code lacks of each value."""
         self.waiting = np.zeros(len(self.tags.queue), np.bool_)
         """The packets of the bucket that this rank must still send."""
+        self.codes: dict[int, Bytes] = {}
+        """Encoded contributions by owner, until they are acknowledged."""
+        for owner, layout in plan.layouts.items():
+            if owner != self.rank:  # in this thread, since the endpoint's must keep up with packets
+                self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
+                layout.encode(self._wide(owner), self.codes[owner])
 
     def begin(self) -> None:
         """Post receives for contributions to this rank's shard, and contribute to the others'."""
@@ -364,9 +410,11 @@ class DirectRun(BucketRun):
 
     def _accumulate(self) -> None:
         connection, own, peers, plan = self.context.connection, self.own.values, self.context.peers, self.plan
-        key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bounds[self.rank], plan.labels[self.rank]
-        streaming = self.bucket.value_type is ValueType.FLOAT32
-        accumulator = self.accumulator = ShardAccumulator(connection, peers, own, streaming=streaming, key=key)
+        key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bound(self.rank), plan.labels[self.rank]
+        streaming, layout = self.bucket.value_type is ValueType.FLOAT32, plan.layouts.get(self.rank)
+        accumulator = self.accumulator = ShardAccumulator(
+            connection, peers, own, streaming=streaming, key=key, layout=layout
+        )
         readers = connection.local_peers.intersection(peers)
         if readers and accumulator.reduction is not None and not self.bucket.exported:
             self.own.copy_while_summed(accumulator.reduction)
@@ -389,6 +437,8 @@ class DirectRun(BucketRun):
             self._finish_streaming(accumulator, accumulator.reduction)
             if bucket.factor != 1:
                 np.multiply(own, np.float32(bucket.factor), out=own)
+        elif accumulator.layout is not None:
+            self._average_encoded(accumulator, accumulator.layout)
         elif accumulator.peers:
             mean = average(
                 {**accumulator.contributions, self.rank: own},
@@ -414,7 +464,10 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         own = self.own
         own.trailer, own.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
-        own.tags = self._tags(self.rank, len(own.trailer))
+        if own.code is None:
+            own.tags = self._tags(self.rank, len(own.trailer))
+        else:
+            own.tags = self._encoded_tags(self.rank, own.code, len(own.trailer))
         if self.deferral:
             self._defer_average(self.deferral, own.tags)
         for peer in accumulator.peers:
@@ -435,6 +488,24 @@ class DirectRun(BucketRun):
         if not accumulator.whole and self.own.copy is not None:
             self.own.copy[:] = own
 
+    def _average_encoded(self, accumulator: ShardAccumulator, layout: PlaneLayout) -> None:
+        """Average encoded contributions, and encode the average; all ranks get the decoded one."""
+        bucket, ranks = self.bucket, len(self.context.contributors)
+        mean = self._wide(self.rank)
+        with np.errstate(over="ignore", invalid="ignore"):  # the loss scaler handles these
+            accumulator.add_decoded(mean)
+            mean *= np.float32(bucket.factor / ranks)
+            if not bucket.scattered:
+                code = self.own.encode(layout, mean)
+                if self.context.options.error_feedback:
+                    rest = mean.copy()
+                    layout.subtract(code, rest)
+                    rest *= np.float32(ranks)  # the next contribution is divided by the number of ranks
+                    self.rounded.append((self.bounds[self.rank][0], rest))
+                layout.decode(code, mean)
+            if bucket.value_type is not ValueType.FLOAT32:
+                self.own.values[:] = bucket.value_type.narrow(mean)
+
     def _defer_average(self, deferral: "BucketDeferral", tags: PacketTags) -> None:
         """Defer packets of this rank's averaged shard, for the slowest receiver; they are zero on all ranks."""
         own, widen = self.own, self.bucket.value_type.widen
@@ -450,18 +521,23 @@ class DirectRun(BucketRun):
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""
+        if accumulator.layout is not None:  # none of their values is missing
+            every = np.ones(-(-len(accumulator.own) // self.values_per_packet), np.bool_)
+            return dict.fromkeys(self.context.contributors, every)
         return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
 
     # Reduce-scatter: contributions to others' shards ------------------------------------------------------------------
 
     def _contribute(self, owner: int) -> None:
         context, plan = self.context, self.plan
-        bound, tail = plan.loss_bounds[owner], EMPTY
-        if owner in context.contributors:
-            tags = self._tags(owner)
-        else:  # a parameter server
-            tail = np.array([FORMATS.index(self.bucket.value_type)], np.uint8)
+        bound, tail, layout = plan.loss_bound(owner), EMPTY, plan.layouts.get(owner)
+        if owner not in context.contributors:
+            tail = self._tail_for_server().encode()
+        if layout is not None:
+            tags = self._encoded_tags(owner, self.codes[owner], len(tail), droppable=bound.ratio > 0)
+        else:
             tags = self._tags(owner, len(tail))
+        if owner not in context.contributors:
             known = context.options.bound.ratio  # it does not know layers' own bounds
             if bound.ratio < known:
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
@@ -470,17 +546,29 @@ class DirectRun(BucketRun):
             # every packet is protected already.
             tags.protected[-1] = True
         deferred = None
-        if self.deferral:
+        if self.deferral and layout is None:
             tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()))
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
-        request = SendRequest(owner, key, self._bytes(owner).data, tags, bound, label, tail, order, deferred)
+        payload = self._bytes(owner) if layout is None else self.codes[owner]
+        request = SendRequest(owner, key, payload.data, tags, bound, label, tail, order, deferred, layout)
         context.connection.send(request, partial(self._on_contributed, owner, tags), self.fail)
+
+    def _tail_for_server(self) -> ContributionTail:
+        bucket, connection = self.bucket, self.context.connection
+        bits = next((layout.bits for layout in self.plan.layouts.values()), FULL_BITS)
+        return ContributionTail(
+            bucket.value_type, bits, len(bucket.values), not bucket.exact, connection.met_congestion
+        )
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
-        context, label, loss_bound = self.context, self.plan.labels[owner], self.plan.loss_bounds[owner]
+        context, label, loss_bound = self.context, self.plan.labels[owner], self.plan.loss_bound(owner)
         context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery)
-        if delivery.lost or delivery.deferred is not None:
+        layout = self.plan.layouts.get(owner)
+        if layout is not None:
+            self._keep_rounded(owner, layout, delivery.delivered)
+            context.connection.buffers.give(self.codes.pop(owner))
+        elif delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
             self._note_waiting(owner, ~delivery.delivered)
@@ -492,7 +580,7 @@ class DirectRun(BucketRun):
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites data that may have been needed for a retransmission, or is lost.
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
-        into = self._bytes(owner)
+        into = self._bytes(owner) if layout is None else context.connection.buffers.take(layout.bytes)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
         bound = self.average_bound
         request = ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail)
@@ -505,7 +593,10 @@ class DirectRun(BucketRun):
     def _on_average(
         self, owner: int, tail: NDArray[np.uint8], contributed: NDArray[np.bool_], arrival: Arrival
     ) -> None:
-        if arrival.deferred:
+        layout = self.plan.layouts.get(owner)
+        if layout is not None:
+            self._decode(owner, layout, arrival)
+        elif arrival.deferred:
             start, stop = self.bounds[owner]
             shard, deferred = self.values[start:stop], ~arrival.delivered[: len(contributed)]
             if owner not in self.context.contributors:
@@ -517,6 +608,18 @@ class DirectRun(BucketRun):
         self._have(owner)
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
+
+    def _decode(self, owner: int, layout: PlaneLayout, arrival: Arrival) -> None:
+        """Write an encoded average into the bucket."""
+        shard = self.values[slice(*self.bounds[owner])]
+        if self.bucket.value_type is ValueType.FLOAT32:
+            layout.decode(arrival.payload, cast("NDArray[np.float32]", shard), arrival.delivered)
+        else:
+            decoded = np.empty(len(shard), np.float32)
+            layout.decode(arrival.payload, decoded, arrival.delivered)
+            with np.errstate(over="ignore"):
+                shard[:] = self.bucket.value_type.narrow(decoded)
+        self.context.connection.buffers.give(arrival.payload)
 
     def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
         self.shards[owner], self.latest = state, owner
@@ -564,12 +667,12 @@ class DirectRun(BucketRun):
         if self.phase is BucketPhase.EXCHANGING:
             self.phase = BucketPhase.CONFIRMING
             self._note("gathered", self.latest)
-            if self.own.unconfirmed and self.own.copy is None:
+            if self.own.unconfirmed and not self.own.is_kept:
                 copying_s = len(self._bytes(self.rank)) / COPY_BYTES_PER_S
                 self.context.connection.call_later(PATIENCE_S + copying_s, self._on_overdue)
         if self.phase is BucketPhase.OVERDUE and self.own.unconfirmed and not self._local_peers_read():
             self.own.detach(partial(self._key, ALL_GATHER))
-        confirmed = not self.own.unconfirmed or self.own.copy is not None
+        confirmed = not self.own.unconfirmed or self.own.is_kept
         if self.phase in (BucketPhase.CONFIRMING, BucketPhase.OVERDUE) and confirmed:
             self._return()
         if self.phase is BucketPhase.RETURNED and not self.own.unconfirmed:
@@ -592,6 +695,8 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             for positions, values in self.lost:
                 self.context.residual.add_at(positions, values, self.bucket.segments)
+            for start, values in self.rounded:
+                self.context.residual.add_range(start, values, self.bucket.segments)
         if self.reducer.deferral:
             self.context.ledger.note_waiting(self.sequence, self.waiting)
         self.done.set_result(self.values)
@@ -614,10 +719,10 @@ class DirectRun(BucketRun):
         # A streaming sum is divided as soon as it is complete, packet by packet.
         averaged = self.shards.get(self.rank) is Shard.AVERAGED
         final[mine] = averaged or np.all([bits[mine] for bits in included.values()], axis=0)
-        if self.own.copy is not None and self.done.done() and not self.done.exception():
+        if self.own.is_kept and self.done.done() and not self.done.exception():
             # The caller has the bucket back; only this rank's averaged shard is left.
             values = np.zeros(len(self.values), widen(self.values[:0]).dtype)
-            values[slice(*self.bounds[self.rank])] = widen(self.own.copy)
+            values[slice(*self.bounds[self.rank])] = self.own.kept(self.bucket.value_type)
             return PartialResult(self.step, self.sequence, values, self.values_per_packet, final, included)
         for owner, state in self.shards.items():
             if owner != self.rank:
@@ -626,10 +731,14 @@ class DirectRun(BucketRun):
                 included[self.rank][part] = state is not Shard.AVERAGED
                 unconfirmed[part] = state is Shard.CONTRIBUTING
         values = widen(self.values)
-        residual = np.zeros(len(values), values.dtype) if self.lost else None
-        for positions, lost in self.lost:
-            assert residual is not None
-            residual[positions] += lost
+        for owner in self.codes:  # unacknowledged contributions, in case their owner has averaged them
+            self._keep_rounded(owner, self.plan.layouts[owner])
+        residual = np.zeros(len(values), values.dtype) if self.lost or self.rounded else None
+        if residual is not None:
+            for positions, lost in self.lost:
+                residual[positions] += lost
+            for start, rest in self.rounded:
+                residual[start : start + len(rest)] += rest
         return PartialResult(
             self.step, self.sequence, values, self.values_per_packet, final, included, residual, unconfirmed
         )
@@ -654,6 +763,28 @@ class DirectRun(BucketRun):
             size = (stop - start) * self.values.itemsize + tail_bytes
             more = -(-size // self.context.connection.options.payload_bytes) - (packets.stop - packets.start)
         return self.plan.tags_of(owner, self.tags, more)
+
+    def _encoded_tags(self, owner: int, code: Bytes, tail_bytes: int = 0, *, droppable: bool = False) -> PacketTags:
+        """Return the tags of a shard's packets in an encoded message; see :meth:`_tags`."""
+        layout, plain = self.plan.layouts[owner], self.plan.tags_of(owner, self.plan.whole)
+        more = -(-(layout.bytes + tail_bytes) // layout.payload_bytes) - layout.planes * layout.packets
+        may_drop = np.full(layout.packets, droppable)
+        if droppable and self.context.options.layers:
+            exact = self.context.options.layers.exact_packets(self.bucket.segments, self.values_per_packet)
+            starts = layout.starts(self.values_per_packet)
+            may_drop &= ~np.logical_or.reduceat(exact[self._packets(owner)], starts)
+        return layout.tags(plain, self.values_per_packet, code, may_drop, more)
+
+    def _wide(self, owner: int) -> NDArray[np.float32]:
+        """Return a shard's values as float32; not a copy if they are."""
+        return cast("NDArray[np.float32]", self.bucket.value_type.widen(self.values[slice(*self.bounds[owner])]))
+
+    def _keep_rounded(self, owner: int, layout: PlaneLayout, delivered: NDArray[np.bool_] | None = None) -> None:
+        """Record what an encoded contribution, or its packets that arrived, lacks of the values."""
+        if self.context.options.error_feedback:
+            rest = np.array(self._wide(owner))
+            layout.subtract(self.codes[owner], rest, delivered)
+            self.rounded.append((self.bounds[owner][0], rest))
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
         """Record a shard's ``values`` at ``positions`` as lost."""

@@ -86,10 +86,16 @@ class Residual:
 
     def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep all values of a dense buffer."""
+        self.add_range(0, values, segments)
+
+    def add_range(self, start: int, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
+        """Keep all of ``values``, which belong at ``start`` of a buffer and after it."""
         for segment in segments:
-            if segment.start < segment.stop:
-                within = slice(segment.offset, segment.offset + segment.stop - segment.start)
-                self._layer(segment).parts.append((within, values[segment.start : segment.stop].copy()))
+            first, stop = max(segment.start, start), min(segment.stop, start + len(values))
+            if first < stop:
+                offset = segment.offset + first - segment.start
+                within = slice(offset, offset + stop - first)
+                self._layer(segment).parts.append((within, values[first - start : stop - start].copy()))
 
     def add_at(self, positions: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep ``values`` that belong at ``positions`` of a buffer; these are ascending and unique."""

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import FORMATS, RATE, Bucket, RankContext, ReduceOptions
+from dlcp.collectives.bucket import RATE, TAIL_BYTES, Bucket, ContributionTail, RankContext, ReduceOptions
 from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
@@ -27,6 +27,7 @@ from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.planes import PlaneLayout
 from dlcp.tags import PacketTags, Segment, queue_of_layer
 from dlcp.transport import Arrival, Connection, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
@@ -229,6 +230,8 @@ class ParameterServer:
         self._ranks = max([*self.workers, connection.rank]) + 1
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         """Contributions by the key of their messages and by worker."""
+        self._rounded: dict[int, NDArray[np.float32]] = {}
+        """What was rounded off the latest average of a bucket of gradients, by its number."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step with known samples, and their number on each worker."""
         connection.call(partial(setattr, connection, "on_unexpected", self._receive))
@@ -248,38 +251,73 @@ class ParameterServer:
             self.connection.begin_step(key.step - 1)
 
     def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
-        sequence, contributions = self._sequence(key), {}
-        sent: dict[int, str] = {}
-        for worker, arrival in bucket.items():
-            value_type = FORMATS[int(arrival.payload[-1])]
-            contributions[worker] = arrival.payload[:-1].view(value_type.storage)
-            sent[worker] = f"{len(arrival.payload) - 1} bytes of {value_type.value}"
-        if len(set(sent.values())) > 1 or key.message % self._ranks != self.connection.rank:
+        sequence, payload_bytes = self._sequence(key), self.connection.options.payload_bytes
+        tails = {worker: ContributionTail.decode(arrival.payload) for worker, arrival in bucket.items()}
+        shape = {worker: tail[:4] for worker, tail in tails.items()}
+        if len(set(shape.values())) > 1 or key.message % self._ranks != self.connection.rank:
+            sent = {w: f"{t.values} values of {t.value_type.value} in {t.bits} bits" for w, t in tails.items()}
             raise ValueError(f"step {key.step}, {self._label(key)}: workers sent {sent}; do all run the same model?")
-        mean = average(
-            contributions,
-            {worker: arrival.delivered for worker, arrival in bucket.items()},
-            value_type,
-            self.connection.options.payload_bytes // value_type.storage.itemsize,
-            rescale=self.options.rescale,
-            samples=self._samples[1] if self._samples[0] == key.step else None,
-        )
+        tail = next(iter(tails.values()))
+        layout = PlaneLayout.of(tail.values, tail.value_type.storage.itemsize, tail.bits, payload_bytes)
+        mean = self._mean(key, bucket, tail, layout)
         if self.weighted and sequence == 0:
             self._samples = key.step, samples_of(read_table(mean, self.workers))
-        narrowed = np.ascontiguousarray(value_type.narrow(mean))
-        no_rates = bytes(len(self.workers) * RATE.itemsize)
-        payload = memoryview(narrowed.tobytes() + no_rates)
-        tags = _tags_of(bucket, -(-len(payload) // self.connection.options.payload_bytes))
+        if layout is None:
+            content = np.ascontiguousarray(tail.value_type.narrow(mean)).view(np.uint8)
+        else:
+            content = np.empty(layout.bytes, np.uint8)
+            layout.encode(mean.astype(np.float32, copy=False), content)
+            self._keep_rounded(sequence, layout, content, mean)
+        # In place of rates, which no worker needs, they learn of congestion on any path.
+        congested = self.connection.met_congestion or any(each.congested for each in tails.values())
+        report = np.full(len(self.workers), float(congested), RATE)
+        payload = memoryview(content.tobytes() + report.tobytes())
+        tags = _tags_of(bucket, -(-len(payload) // payload_bytes))
         deferred = None
-        if self._bound.deferral:
-            deferred = self._choose_deferred(key, narrowed, value_type, bucket, tags)
+        if self._bound.deferral and layout is None:
+            narrowed = content.view(tail.value_type.storage)
+            deferred = self._choose_deferred(key, narrowed, tail.value_type, bucket, tags)
             self.ledger.note_waiting(sequence, np.zeros(0, np.bool_) if deferred is None else deferred)
         for worker in self.workers:
             reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
-            request = SendRequest(
-                worker, reply, payload, tags, self._average_bound, self._label(key), deferred=deferred
-            )
+            label, bound = self._label(key), self._average_bound
+            request = SendRequest(worker, reply, payload, tags, bound, label, deferred=deferred, layout=layout)
             self.connection.send(request, partial(self._on_sent, worker, reply, tags), self._fail)
+
+    def _mean(
+        self, key: MessageKey, bucket: dict[int, Arrival], tail: ContributionTail, layout: PlaneLayout | None
+    ) -> NDArray[np.floating]:
+        """Return the average of contributions, and of what was rounded off the last average of the same gradients."""
+        contributions = {worker: arrival.payload[:-TAIL_BYTES] for worker, arrival in bucket.items()}
+        mean: NDArray[np.floating]
+        if layout is None:
+            mean = average(
+                {worker: content.view(tail.value_type.storage) for worker, content in contributions.items()},
+                {worker: arrival.delivered for worker, arrival in bucket.items()},
+                tail.value_type,
+                self.connection.options.payload_bytes // tail.value_type.storage.itemsize,
+                rescale=self.options.rescale,
+                samples=self._samples[1] if self._samples[0] == key.step else None,
+            )
+        else:
+            total = np.zeros(tail.values, np.float32)
+            for worker in self.workers:
+                layout.add(contributions[worker], total, bucket[worker].delivered)
+            total /= np.float32(len(self.workers))
+            mean = total
+        rounded = self._rounded.pop(self._sequence(key), None) if tail.gradients else None
+        if rounded is not None and len(rounded) == len(mean):
+            mean += rounded
+        return mean
+
+    def _keep_rounded(
+        self, sequence: int, layout: PlaneLayout, content: NDArray[np.uint8], mean: NDArray[np.floating]
+    ) -> None:
+        """Record what an encoded average lacks. ``mean`` is changed."""
+        if self.options.error_feedback:
+            rest = np.asarray(mean, np.float32)
+            layout.subtract(content, rest)
+            self._rounded[sequence] = rest
 
     def _choose_deferred(
         self,

@@ -12,6 +12,8 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.dtypes import ValueType
+from dlcp.planes import PlaneLayout
 from dlcp.tags import PacketTags
 from dlcp.transport import (
     RELIABLE,
@@ -69,7 +71,8 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     ----------
     reported_bps
         Each rank's report: its rates to all ranks, in the order of ranks; 0 if unknown, and negative without signs of
-        congestion. Its own entry is its fastest inbound rate.
+        congestion. Its own entry is its fastest inbound rate, with a negative sign (that of 0 included) if none of its
+        packets in this step and the last was lost or marked.
     slow
         Ranks that were slow before.
 
@@ -81,7 +84,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     """
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
-    seen = table.diagonal().copy()
+    seen = np.abs(table.diagonal())
     np.fill_diagonal(table, 0)
     clear: NDArray[np.bool_] = np.all(table <= 0, axis=0)
     table = np.abs(table)
@@ -97,6 +100,24 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
 
     levelled = snap_to_fastest(dict(zip(ranks, rates.tolist(), strict=True)), slow)
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
+
+
+def is_any_congested(reported_bps: Mapping[int, NDArray[np.generic]], ranks: Sequence[int]) -> bool | None:
+    """Return whether any rank reported congestion in the step; None if none reported anything.
+
+    Parameters
+    ----------
+    reported_bps
+        Each rank's report (:func:`inbound_rates`). A parameter server reports a positive rate under congestion, else 0.
+    ranks
+        All ranks that contribute, in the order of reports.
+    """
+    if not reported_bps:
+        return None
+    return any(
+        math.copysign(1, rates[ranks.index(rank)]) > 0 if rank in ranks else any(rates)
+        for rank, rates in ((rank, report.tolist()) for rank, report in reported_bps.items())
+    )
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
@@ -166,6 +187,8 @@ class ShardAccumulator:
         Divisor of a streaming sum; None for the number of ranks.
     key
         The key of the messages if every sender begins with another chunk (:class:`dlcp.tags.ChunkOrder`).
+    layout
+        The layout of contributions if they are encoded; None if they are not.
 
     Attributes
     ----------
@@ -184,27 +207,28 @@ class ShardAccumulator:
         streaming: bool,
         divisor: float | None = None,
         key: MessageKey | None = None,
+        layout: PlaneLayout | None = None,
     ) -> None:
-        self.connection, self.peers, self.own = connection, peers, own
+        self.connection, self.peers, self.own, self.layout = connection, peers, own, layout
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self.whole = True
         self.reduction = (
             connection.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
-            if streaming and peers
+            if streaming and peers and layout is None
             else None
         )
         self._received: dict[int, NDArray[np.uint8]] = {}
 
     def request(self, position: int, key: MessageKey, bound: LossBound, label: str) -> ReceiveRequest:
         """Return the request for the contribution of the peer at this position of ``peers``."""
-        peer, size = self.peers[position], self.own.nbytes
+        peer, size = self.peers[position], self.own.nbytes if self.layout is None else self.layout.bytes
         if self.reduction is not None:
             return ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
         return ReceiveRequest(peer, key, size, bound, label, into=self.connection.buffers.take(size))
 
     def take(self, peer: int, arrival: Arrival) -> bool:
         """Accept a contribution; return whether it was the last."""
-        if self.reduction is None:  # missing packets count as zeros
+        if self.reduction is None and self.layout is None:  # missing packets count as zeros
             packet_bytes = self.connection.options.payload_bytes
             for index in np.flatnonzero(~arrival.delivered).tolist():
                 arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
@@ -214,8 +238,14 @@ class ShardAccumulator:
 
     @property
     def contributions(self) -> dict[int, NDArray[np.generic]]:
-        """The peers' contributions by rank, if they are kept."""
+        """The peers' contributions by rank, if they are kept and not encoded."""
         return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
+
+    def add_decoded(self, total: NDArray[np.float32]) -> None:
+        """Add the peers' encoded contributions to ``total``, by ascending rank."""
+        assert self.layout
+        for peer in self.peers:
+            self.layout.add(self._received[peer], total, self.delivered[peer])
 
     def included(self) -> dict[int, NDArray[np.bool_]]:
         """Return the packets of each peer that the streaming sum holds so far; empty without one."""
@@ -249,6 +279,8 @@ class AveragedShard:
     ----------
     copy
         The copy, flat; None without one.
+    code
+        The encoded shard, which is sent in place of the values; None if it is not encoded.
     tags, trailer
         The tags of its packets, and the bytes that follow its values in a message.
     deferred
@@ -262,6 +294,8 @@ class AveragedShard:
         self.copy: NDArray[np.generic] | None = None
         self.tags: PacketTags | None = None
         self.trailer: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.code: NDArray[np.uint8] | None = None
+        self.layout: PlaneLayout | None = None
         self.deferred: NDArray[np.bool_] | None = None
         self.unconfirmed: set[int] = set()
         self._connection = connection
@@ -283,8 +317,32 @@ class AveragedShard:
     def request(self, peer: int, key: MessageKey, label: str, bound: LossBound = RELIABLE) -> SendRequest:
         """Return the request that sends the shard to a peer."""
         assert self.tags is not None
-        payload = (self.values if self.copy is None else self.copy).view(np.uint8).data
-        return SendRequest(peer, key, payload, self.tags, bound, label, self.trailer, deferred=self.deferred)
+        sent = self.code if self.code is not None else self.values if self.copy is None else self.copy
+        payload = sent.view(np.uint8).data
+        return SendRequest(
+            *(peer, key, payload, self.tags, bound, label, self.trailer), deferred=self.deferred, layout=self.layout
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it can be sent without the caller's buffer."""
+        return self.copy is not None or self.code is not None
+
+    def kept(self, value_type: ValueType) -> NDArray[np.floating]:
+        """Return the values as ranks have them, widened, without the caller's buffer; it must be kept."""
+        if self.code is None:
+            assert self.copy is not None
+            return value_type.widen(self.copy)
+        assert self.layout
+        values = np.empty(self.layout.values, np.float32)
+        self.layout.decode(self.code, values)
+        return value_type.widen(value_type.narrow(values))
+
+    def encode(self, layout: PlaneLayout, mean: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Send ``mean`` encoded, without the caller's buffer; return the code."""
+        self.layout, self.code = layout, self._connection.buffers.take(layout.bytes)
+        layout.encode(mean, self.code)
+        return self.code
 
     def detach(self, key_of: Callable[[int], MessageKey]) -> None:
         """Continue sending from a copy, so that the caller gets the buffer back.
@@ -306,3 +364,6 @@ class AveragedShard:
         if self.copy is not None:
             self._copy_owner.give(self.copy.view(np.uint8))
             self.copy = None
+        if self.code is not None:
+            self._connection.buffers.give(self.code)
+            self.code = None

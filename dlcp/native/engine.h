@@ -105,6 +105,8 @@ typedef struct {
     int64_t allowed, budget;      /* packets that may be lost, in all and at one switch */
     bool bounded, immediate;      /* whether any may be lost; whether the receiver stops at the bound in any case */
     uint32_t seed, chunk, chunks; /* see dlcp_send_order */
+    int64_t upper_packets;        /* after these packets `lower_coding` applies */
+    uint8_t coding, lower_coding; /* flags of packets with encoded values; 0 for others */
 } send_request;
 
 typedef struct {
@@ -186,6 +188,23 @@ void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uin
                       uint8_t *encoded, uint8_t *droppable);
 void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t chunk,
                      uint32_t chunks, uint32_t *order);
+
+/* Planes ----------------------------------------------------------------------------------------------------------- */
+
+enum { PLANE_BLOCK_VALUES = 32 };
+typedef enum { PLANES_SET, PLANES_ADD, PLANES_SUBTRACT } plane_operation;
+
+/* Where the digits of encoded values are; see PlaneLayout in dlcp/planes.py. */
+typedef struct {
+    int64_t values, digit_bits, planes;
+    int64_t per_packet; /* values, a multiple of the block */
+    int64_t packets;    /* of each plane */
+    int64_t payload_bytes, bytes;
+} plane_layout;
+
+void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code);
+void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
+                        plane_operation operation, float *values);
 
 /* Frames of the built-in switch ------------------------------------------------------------------------------------ */
 

@@ -122,6 +122,8 @@ static void tag_packets(const io *io, const flow *to, tx_message *self, const se
     const uint8_t *queue = io->config.tagged ? request->queue : ordinary;
     dlcp_encode_tags(queue, request->drop_class, request->layer, request->is_protected, packets, bounded,
                      &to->service[0][0], &self->tags[0][0], droppable);
+    for (uint32_t i = 0; request->coding && i < packets; i++)
+        self->tags[i][0] |= i < request->upper_packets ? request->coding : request->lower_coding;
     dlcp_send_order(queue, droppable, packets, request->seed, request->chunk, request->chunks, self->order);
     if (request->deferred)
         defer(self, request->deferred);

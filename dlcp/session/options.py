@@ -9,6 +9,8 @@ from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_server_defers, check_stages
+from dlcp.collectives.precision import AUTO as AUTO_PRECISION
+from dlcp.collectives.precision import PRECISIONS
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.tags import TagPolicy
@@ -33,6 +35,12 @@ class Options:
     loss_bound
         The largest share of a message's packets that may be lost, 0 to 1. Losses are accepted only under congestion.
         0.1 does not harm convergence (DLCP, arXiv 2008.08445). With error feedback, lost gradients are sent later.
+    precision
+        Bits of each value on the wire: ``32`` (all, for any number format), ``16``, ``8``, ``4``, or ``auto``: all, but
+        8 while a path drops or marks packets, or a rank's port is far slower than the others'
+        (:mod:`dlcp.collectives.precision`). Values are rounded in blocks of 32 that share a scale
+        (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next step. Without it,
+        ``auto`` is 32. No effect on float64, nor on messages of a few packets.
     deferral_bound
         The largest share of a message's packets that may be deferred to a later step, 0 to 1; 0, the default, defers
         none. The packets with the smallest values are deferred, and only if a rank's port is far slower than the
@@ -123,6 +131,7 @@ class Options:
     """
 
     loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
+    precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
     deferral_bound: Annotated[Share, PACKETS, AGREED] = 0.0
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
@@ -159,6 +168,7 @@ class Options:
     live: Annotated[str, OWN] = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", str(self.precision))  # 8 is as clear as "8"
         configuration.check(self)
         if self.collective == SERVER and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
@@ -207,6 +217,7 @@ class Options:
             not self.error_feedback if self.rescale is None else self.rescale,
             self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
+            self.precision,
         )
 
     def classes(self) -> TagPolicy:

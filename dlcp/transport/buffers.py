@@ -17,7 +17,8 @@ _ALIGNMENT: Final = 64
 class BufferPool:
     """Reusable buffers for early and out-of-order packets, since fresh memory costs as much as a reduction.
 
-    Sizes are rounded up by at most an eighth, so that messages of almost the same size share buffers.
+    Sizes are rounded up by at most an eighth, so that messages of almost the same size share buffers. Several threads
+    may use it.
     """
 
     def __init__(self) -> None:
@@ -27,8 +28,10 @@ class BufferPool:
         """Return a buffer of ``size`` bytes; its content is arbitrary."""
         step = 1 << max(0, size.bit_length() - 4)
         rounded = -(-size // step) * step
-        free = self._free.get(rounded)
-        whole = free.pop() if free else np.empty(rounded, np.uint8)
+        try:
+            whole = self._free[rounded].pop()
+        except (KeyError, IndexError):
+            whole = np.empty(rounded, np.uint8)
         return whole[:size]
 
     def give(self, buffer: NDArray[np.uint8]) -> None:

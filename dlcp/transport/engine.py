@@ -394,6 +394,10 @@ class Engine:
         record.seed = chunk_seed(key) & 0xFFFFFFFF
         record.chunk = request.order.chunk
         record.chunks = request.order.chunks
+        if request.layout is not None:
+            coding = wire.CODING[request.layout.bits]
+            record.upper_packets = request.layout.packets
+            record.coding, record.lower_coding = coding, coding | wire.CODING_LOWER
         if lib.dlcp_send(self._engine, record, now_s) == lib.NO_MEMORY:
             raise MemoryError(f"no memory for a message of {len(payload)} bytes to rank {request.peer}")
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.configuration import Range
+from dlcp.planes import PlaneLayout
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class SendRequest(NamedTuple):
     deferred
         Mask of packets that are deferred and not sent, shape (packets,); None for none. Protected packets and the last
         one, which carries the size, cannot be deferred.
+    layout
+        The layout of its values if they are encoded.
     """
 
     peer: int
@@ -106,6 +109,7 @@ class SendRequest(NamedTuple):
     tail: Bytes = EMPTY
     order: ChunkOrder = AS_SEEDED
     deferred: NDArray[np.bool_] | None = None
+    layout: PlaneLayout | None = None
 
     def check_deferred(self, deferred: NDArray[np.bool_]) -> None:
         """Check the deferred packets.

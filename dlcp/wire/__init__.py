@@ -21,13 +21,25 @@ from dlcp.wire.header import (
     queue_of,
     unpack,
 )
-from dlcp.wire.payloads import ACK_BLOCK_PACKETS, ACK_ENTRY, ACK_PATH, ACK_WHOLE, GREETING, GREETING_PORT, QUESTION
+from dlcp.wire.payloads import (
+    ACK_BLOCK_PACKETS,
+    ACK_ENTRY,
+    ACK_PATH,
+    ACK_WHOLE,
+    CODING,
+    CODING_LOWER,
+    GREETING,
+    GREETING_PORT,
+    QUESTION,
+)
 
 __all__ = [
     "ACK_BLOCK_PACKETS",
     "ACK_ENTRY",
     "ACK_PATH",
     "ACK_WHOLE",
+    "CODING",
+    "CODING_LOWER",
     "DROP_CLASSES",
     "FIELD_BITS",
     "GREETING",

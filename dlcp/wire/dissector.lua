@@ -24,7 +24,7 @@ local f = {
     retransmission = ProtoField.bool("dlcp.retransmission", "Retransmission", 8, nil, 0x40),
     trimmed = ProtoField.bool("dlcp.trimmed", "Trimmed", 8, nil, 0x20),
     congestion = ProtoField.bool("dlcp.congestion", "Congestion echo", 8, nil, 0x10),
-    flags_spare = ProtoField.uint8("dlcp.flags_spare", "Spare flags", base.DEC, nil, 0x0f),
+    flags_spare = ProtoField.uint8("dlcp.flags_spare", "Coding (0 = none, 1 to 3 = 4, 8, 16 bits a value, +4 = lower digits)", base.DEC, nil, 0x0f),
     queue = ProtoField.uint8("dlcp.queue", "Queue (7 = the most urgent)", base.DEC, nil, 0xe0),
     drop_class = ProtoField.uint8("dlcp.drop_class", "Drop class (0 = never, 7 = the least valuable)", base.DEC, nil, 0x1c),
     spare = ProtoField.uint8("dlcp.spare", "Spare", base.DEC, nil, 0x03),

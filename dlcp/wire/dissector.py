@@ -23,7 +23,7 @@ LABELS: Final = {
     "retransmission": "Retransmission",
     "trimmed": "Trimmed",
     "congestion": "Congestion echo",
-    "flags_spare": "Spare flags",
+    "flags_spare": "Coding (0 = none, 1 to 3 = 4, 8, 16 bits a value, +4 = lower digits)",
     "queue": "Queue (7 = the most urgent)",
     "drop_class": "Drop class (0 = never, 7 = the least valuable)",
     "spare": "Spare",

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of packets without values: acknowledgements, probes and greetings.
+"""Payloads: values at lower precision, acknowledgements, probes and greetings.
+
+DATA has values in their own number format, or encoded. An encoded message has one or two planes of digits, with the
+same number of packets each. The lower half of the header's flags, spare for switches, tells the bits of a value and the
+plane (``CODING``). A packet has as many blocks of :data:`PLANE_BLOCK_VALUES` values as fit the payload with their upper
+digits. In the upper plane, a block is its scale and its digits; in the lower plane only its digits. The scale is a byte
+s for 2^(s - 127), or 255 if a value is not finite. Digits are signed integers in two's complement. With two planes they
+have half of the bits, and a value is the scale times (2^digit_bits * upper + lower). The digits of a block are 8
+little-endian words of 4 digits, the first one in the lowest bits: value 8 k + w of the block has digit k of word w.
 
 An ACK reports which packets have arrived. Its payload is a sequence of entries of :data:`ACK_ENTRY`. Each describes
 :data:`ACK_BLOCK_PACKETS` packets of one message, or with the block :data:`ACK_PATH`, a path. In its header, ``step`` is
@@ -14,7 +22,17 @@ A HELLO and its answer carry :data:`GREETING`, and then the UDP ports of the sen
 """
 
 import struct
+from collections.abc import Mapping
 from typing import Final
+
+PLANE_BLOCK_VALUES: Final = 32
+"""Values that share a scale."""
+PLANE_DIGIT_BITS: Final[Mapping[int, int]] = {16: 8, 8: 4, 4: 4}
+"""Bits of a digit, by the bits of a value."""
+CODING: Final[Mapping[int, int]] = {4: 1, 8: 2, 16: 3}
+"""Bits 0 and 1 of the header's flags, by the bits of a value; 0 if values are not encoded."""
+CODING_LOWER: Final = 4
+"""Bit 2 of the flags: the packet belongs to the lower plane."""
 
 ACK_FIELD_BITS: Final = {"step": 32, "message": 16, "whole": 1, "block": 31, "arrived": 64}
 """Field names and widths in bits of an acknowledgement's entry, in wire order."""

@@ -121,7 +121,10 @@ class Chosen(RingRanks):
             make_reducer(
                 collective,
                 RankContext(
-                    self.connections[rank], range(count), ReduceOptions(LossBound(bound)), ledger=self.ledgers[rank]
+                    self.connections[rank],
+                    range(count),
+                    ReduceOptions(LossBound(bound), precision="32"),
+                    ledger=self.ledgers[rank],
                 ),
                 topology=topology,
                 costs=costs,
@@ -130,7 +133,7 @@ class Chosen(RingRanks):
         ]
         if server:
             self.server = ParameterServer(
-                self.connections[count], range(count), options=ReduceOptions(LossBound(bound))
+                self.connections[count], range(count), options=ReduceOptions(LossBound(bound), precision="32")
             )
 
 

@@ -135,7 +135,7 @@ def test_workers_of_different_models_are_told():
         ranks.start(0, [gradients], [["fc.weight"]])
         ranks.reducers, ranks.count = reducer, 2
     ranks.network.run(ranks.server.failed.done)
-    with pytest.raises(ValueError, match=r"step 0, part 0: workers sent \{0: '20000 bytes of float32', 1: '24000"):
+    with pytest.raises(ValueError, match=r"step 0, part 0: workers sent \{0: '5000 values of float32 in 32 bits'"):
         ranks.server.failed.result()
 
 

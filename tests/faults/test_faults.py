@@ -66,7 +66,7 @@ def through_all_weather(worker):
         change(worker, weather)
         # A busy machine may leave a rank silent for seconds; a test of the deadline needs a shorter silence.
         patience = {"deadline_s": 2.5} if weather.loss > 0.1 else {"deadline_s": 20.0, "silence_s": 6.0}
-        whole = options_of(worker, loss_bound=0.0, **patience)
+        whole = options_of(worker, loss_bound=0.0, precision=32, **patience)
         results[name, 0.0] = train(worker, whole, WEATHER_STEPS, said=said)
         lossy = options_of(worker, loss_bound=0.1, tag_policy=ALL_DROPPABLE, **patience)
         results[name, 0.1] = train(worker, lossy, WEATHER_STEPS, said=said)
@@ -125,6 +125,7 @@ BREAKS = {
     ("blocked", 0.1): Weather(blocked=True),
     ("black hole", 0.0): Weather(swallow_over=600),
     ("blocked ring", 0.0): Weather(blocked=True),
+    ("blocked at 8 bits", 0.1): Weather(blocked=True),
 }
 
 
@@ -138,7 +139,8 @@ def broken_in_the_middle(worker):
                 change(worker, weather)
 
         collective = "ring" if "ring" in name else "direct"
-        chosen = options_of(worker, loss_bound=bound, tag_policy=ALL_DROPPABLE, deadline_s=2.5, collective=collective)
+        limits = {"loss_bound": bound, "deadline_s": 2.5, "precision": 8 if "8 bits" in name else 32}
+        chosen = options_of(worker, tag_policy=ALL_DROPPABLE, collective=collective, **limits)
         results[name, bound] = train(worker, chosen, STEPS, before_step=break_at_one, said=said)
     change(worker, Weather())
 
@@ -152,7 +154,11 @@ def broken_in_the_middle(worker):
                 threading.Timer(0.004 * moment, set_weather, [Weather(blocked=True)]).start()
 
         results["moment", moment] = train(
-            worker, options_of(worker, loss_bound=0.0, silence_s=1.0), STEPS, before_step=break_soon, said=said
+            worker,
+            options_of(worker, loss_bound=0.0, silence_s=1.0, precision=32),
+            STEPS,
+            before_step=break_soon,
+            said=said,
         )
     return results
 

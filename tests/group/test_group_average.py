@@ -328,7 +328,7 @@ def test_with_loss_replicas_stay_identical_and_the_bound_is_kept():
     ports = free_udp_ports(ranks)
     with BadNetwork(ports, seed=3) as network:
         network.weather = Weather(loss=0.05)
-        common = Options(payload_bytes=1440, immediate=True, tag_policy=ALL_DROPPABLE)
+        common = Options(payload_bytes=1440, immediate=True, tag_policy=ALL_DROPPABLE, precision=32)
         options = [
             common.with_(bind=f"127.0.0.1:{port}", advertise=f"{host}:{place}")
             for port, (host, place) in zip(ports, network.places, strict=True)

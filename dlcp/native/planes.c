@@ -1,0 +1,233 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Gradients at lower precision: blocks of values with a shared scale, in planes of signed digits.
+ *
+ * dlcp/wire/payloads.py defines the layout, and dlcp/planes.py calls this. A packet of the lower plane has the digits
+ * of the values of one packet of the upper plane. */
+
+#include <math.h>
+#include <string.h>
+
+#include "packet.h"
+
+#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
+#define FASTEST __attribute__((target_clones("avx2", "default")))
+#else
+#define FASTEST
+#endif
+#define INLINED static inline __attribute__((always_inline))
+
+enum { BLOCK = PLANE_BLOCK_VALUES, LANES = 8, VECTORS = BLOCK / LANES, SCALE_NAN = 255 };
+/* Adding it to a float below 2^22 in magnitude rounds that to an integer, ties to even, in the lower bits. */
+static const float ROUNDER = 12582912.0f; /* 1.5 * 2^23 */
+
+INLINED float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINED uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* The power of two that a scale byte stands for; infinity for SCALE_NAN, which turns codes of 0 into NaN. */
+INLINED float scale_of(uint8_t scale) {
+    return as_float(scale ? (uint32_t)scale << 23 : 1u << 22);
+}
+
+/* Return the scale byte of a block whose largest magnitude has these bits: the smallest with which the rounded value is
+ * at most `largest`, a code of `bits` bits. */
+INLINED uint32_t choose_scale(uint32_t magnitude, int bits, float largest) {
+    /* With this scale the value is at least 2^(bits - 2) and below 2^(bits - 1): too large by at most a factor of 2. */
+    int32_t scale = (int32_t)(magnitude >> 23) - (bits - 2);
+    scale += (magnitude & 0x7fffffu) >= (as_bits(largest + 0.5f) & 0x7fffffu);
+    return magnitude >= 0x7f800000u ? SCALE_NAN : scale > 0 ? (uint32_t)scale : 0;
+}
+
+/* A code is 2^digit_bits * upper + lower, with both digits signed: the upper one alone is the rounded value, and the
+ * lower one has the code's lowest bits. Digit k of word w belongs to value LANES k + w of the block, so that vector
+ * units need no shuffles. */
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef floats unaligned_floats __attribute__((aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "planes are written in the machine's byte order");
+
+/* Write the digits in the lowest bits of `digits`. */
+INLINED void put_digits(uint8_t *at, const words *digits, int digit_bits) {
+    uint32_t mask = (1u << digit_bits) - 1;
+    words packed = digits[0] & mask;
+    for (int k = 1; k < VECTORS; k++)
+        packed |= (digits[k] & mask) << (uint32_t)(k * digit_bits);
+    if (digit_bits == 8) {
+        memcpy(at, &packed, sizeof packed);
+    } else {
+        halves half = __builtin_convertvector(packed, halves);
+        memcpy(at, &half, sizeof half);
+    }
+}
+
+INLINED void get_digits(const uint8_t *at, int digit_bits, integers *digits) {
+    words packed;
+    if (digit_bits == 8) {
+        memcpy(&packed, at, sizeof packed);
+    } else {
+        halves half;
+        memcpy(&half, at, sizeof half);
+        packed = __builtin_convertvector(half, words);
+    }
+    for (int k = 0; k < VECTORS; k++)
+        digits[k] = (integers)(packed << (uint32_t)(32 - (k + 1) * digit_bits)) >> (32 - digit_bits);
+}
+
+/* Encode a block; `lower` is NULL without a lower plane. */
+INLINED void encode_block(const float *values, int digit_bits, uint8_t *upper, uint8_t *lower) {
+    int bits = lower ? 2 * digit_bits : digit_bits;
+    float digit = (float)((1 << (digit_bits - 1)) - 1);
+    float largest = lower ? digit * (float)(1 << digit_bits) + digit : digit;
+    const unaligned_floats *block = (const unaligned_floats *)values;
+    integers magnitudes = {0};
+    for (int k = 0; k < VECTORS; k++) {
+        integers these = (integers)block[k] & 0x7fffffff, larger = these > magnitudes;
+        magnitudes = (these & larger) | (magnitudes & ~larger);
+    }
+    int32_t magnitude = 0;
+    for (int i = 0; i < LANES; i++)
+        magnitude = magnitudes[i] > magnitude ? magnitudes[i] : magnitude;
+    uint32_t scale = choose_scale((uint32_t)magnitude, bits, largest);
+    upper[0] = (uint8_t)scale;
+    float factor = as_float(scale < 254 ? (254 - scale) << 23 : 1u << 22); /* 2^(127 - scale) */
+    uint32_t keep = scale == SCALE_NAN ? 0 : UINT32_MAX;
+    words codes[VECTORS], high[VECTORS];
+    for (int k = 0; k < VECTORS; k++)
+        codes[k] = ((words)(block[k] * factor + ROUNDER) - as_bits(ROUNDER)) & keep;
+    if (!lower) {
+        put_digits(upper + 1, codes, digit_bits);
+        return;
+    }
+    for (int k = 0; k < VECTORS; k++)
+        high[k] = (codes[k] + (1u << (digit_bits - 1))) >> (uint32_t)digit_bits;
+    put_digits(upper + 1, high, digit_bits);
+    put_digits(lower, codes, digit_bits);
+}
+
+/* Decode a block; `lower` is NULL where its digits are missing, although there is such a plane if `two_planes`. */
+INLINED void decode_block(const uint8_t *upper, const uint8_t *lower, int digit_bits, bool two_planes, float *values) {
+    float scale = scale_of(upper[0]);
+    integers digits[VECTORS], low[VECTORS];
+    get_digits(upper + 1, digit_bits, digits);
+    if (two_planes)
+        for (int k = 0; k < VECTORS; k++)
+            digits[k] *= 1 << digit_bits;
+    if (lower) {
+        get_digits(lower, digit_bits, low);
+        for (int k = 0; k < VECTORS; k++)
+            digits[k] += low[k];
+    }
+    for (int k = 0; k < VECTORS; k++)
+        ((unaligned_floats *)values)[k] = __builtin_convertvector(digits[k], floats) * scale;
+}
+
+/* Where a packet's digits are in both planes; `lower` is NULL where they are missing. */
+typedef struct {
+    uint8_t *upper, *lower;
+    int64_t first, stop; /* its values */
+} packet_code;
+
+INLINED packet_code code_of_packet(const plane_layout *layout, uint8_t *code, int64_t packet, bool has_lower) {
+    uint8_t *upper = code + packet * layout->payload_bytes;
+    int64_t first = packet * layout->per_packet;
+    return (packet_code){
+        .upper = upper,
+        .lower = has_lower ? upper + layout->packets * layout->payload_bytes : NULL,
+        .first = first,
+        .stop = smaller(first + layout->per_packet, layout->values),
+    };
+}
+
+INLINED void encode_packet(packet_code packet, const float *values, int digit_bits) {
+    int64_t digit_bytes = BLOCK * digit_bits / 8;
+    for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
+        float padded[BLOCK] = {0};
+        const float *from = values + i;
+        if (packet.stop - i < BLOCK)
+            from = memcpy(padded, from, (size_t)(packet.stop - i) * sizeof *from);
+        encode_block(from, digit_bits, packet.upper, packet.lower);
+        packet.upper += digit_bytes + 1;
+        packet.lower += packet.lower ? digit_bytes : 0;
+    }
+}
+
+FASTEST static void encode_all(const plane_layout *layout, const float *values, uint8_t *code) {
+    bool two = layout->planes > 1;
+    memset(code, 0, (size_t)layout->bytes); /* what packets do not fill must not tell what the memory held before */
+    for (int64_t packet = 0; packet < layout->packets; packet++) {
+        packet_code into = code_of_packet(layout, code, packet, two);
+        if (layout->digit_bits == 4)
+            encode_packet(into, values, 4);
+        else
+            encode_packet(into, values, 8);
+    }
+}
+
+void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code) {
+    encode_all(layout, values, code);
+}
+
+INLINED void combine(float *values, const float *decoded, int64_t count, plane_operation operation) {
+    if (operation == PLANES_SET) {
+        memcpy(values, decoded, (size_t)count * sizeof *values);
+    } else if (operation == PLANES_ADD) {
+        for (int64_t i = 0; i < count; i++)
+            values[i] += decoded[i];
+    } else {
+        for (int64_t i = 0; i < count; i++) {
+            float rest = values[i] - decoded[i];
+            values[i] = fabsf(rest) < INFINITY ? rest : 0;
+        }
+    }
+}
+
+INLINED void decode_packet(const plane_layout *layout, packet_code packet, plane_operation operation, float *values,
+                           int digit_bits) {
+    int64_t digit_bytes = BLOCK * digit_bits / 8;
+    for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
+        float decoded[BLOCK];
+        bool is_whole = packet.stop - i >= BLOCK, in_place = is_whole && operation == PLANES_SET;
+        decode_block(packet.upper, packet.lower, digit_bits, layout->planes > 1, in_place ? values + i : decoded);
+        if (is_whole && !in_place)
+            combine(values + i, decoded, BLOCK, operation);
+        else if (!is_whole)
+            combine(values + i, decoded, packet.stop - i, operation);
+        packet.upper += digit_bytes + 1;
+        packet.lower += packet.lower ? digit_bytes : 0;
+    }
+}
+
+FASTEST static void decode_all(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
+                               plane_operation operation, float *values) {
+    for (int64_t packet = 0; packet < layout->packets; packet++) {
+        bool has_lower = layout->planes > 1 && (!delivered || delivered[layout->packets + packet]);
+        packet_code from = code_of_packet(layout, (uint8_t *)code, packet, has_lower);
+        if (delivered && !delivered[packet]) {
+            if (operation == PLANES_SET)
+                memset(values + from.first, 0, (size_t)(from.stop - from.first) * sizeof *values);
+        } else if (layout->digit_bits == 4) {
+            decode_packet(layout, from, operation, values, 4);
+        } else {
+            decode_packet(layout, from, operation, values, 8);
+        }
+    }
+}
+
+/* Set `values` to the encoded ones, or add or subtract those. `delivered` has a byte for each packet, the upper plane's
+ * first; NULL: all have arrived. Without its packet of the upper plane a value is 0; without that of the lower plane it
+ * has the upper plane's precision. What is not finite after a subtraction becomes 0. */
+void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
+                        plane_operation operation, float *values) {
+    decode_all(layout, code, delivered, operation, values);
+}

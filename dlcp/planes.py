@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients at lower precision: blocks of values that share a scale, in planes of digits.
+
+A block of 32 values has a power of two as its scale, chosen by its largest value, as in the OCP microscaling formats
+(MXINT8, version 1.0 of 2023). Each value is an integer in units of the scale, rounded to nearest. With 16 or 8 bits it
+has two signed digits of half as many bits, which travel in separate packets: the *upper* plane alone is every value
+rounded to nearest at half the precision. So a packet of the *lower* plane may be lost without any value missing.
+
+The bytes are defined in :mod:`dlcp.wire.payloads`, and written and read in C (``dlcp/native/planes.c``).
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.native import ffi, lib
+from dlcp.tags import PacketTags
+from dlcp.wire import DROP_CLASSES
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
+
+FULL_BITS: Final = 32
+CODED_BITS: Final = (16, 8, 4)
+"""The precisions that are coded, in bits per value."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLayout:
+    """Where the values of a message lie in its packets. Every packet of the lower plane completes one of the upper.
+
+    Parameters
+    ----------
+    values
+        Number of values.
+    bits
+        Bits of each value, one of ``CODED_BITS``.
+    payload_bytes
+        Payload of a packet in bytes.
+
+    Attributes
+    ----------
+    digit_bits, planes
+        Bits of a digit, and the number of digits: 1 or 2.
+    per_packet
+        Values whose digits a packet holds; a packet holds whole blocks.
+    packets
+        Packets of each plane.
+    bytes
+        Size of the message.
+    """
+
+    values: int
+    bits: int
+    payload_bytes: int
+    digit_bits: int = field(init=False)
+    planes: int = field(init=False)
+    per_packet: int = field(init=False)
+    packets: int = field(init=False)
+    bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        digit_bits = PLANE_DIGIT_BITS[self.bits]
+        digit_bytes = PLANE_BLOCK_VALUES * digit_bits // 8
+        planes, blocks = self.bits // digit_bits, -(-self.values // PLANE_BLOCK_VALUES)
+        per_packet = self.payload_bytes // (1 + digit_bytes)
+        packets = -(-blocks // per_packet)
+        last = (blocks - (packets - 1) * per_packet) * (digit_bytes + (planes == 1))
+        for name, value in {
+            "digit_bits": digit_bits,
+            "planes": planes,
+            "per_packet": per_packet * PLANE_BLOCK_VALUES,
+            "packets": packets,
+            "bytes": (planes * packets - 1) * self.payload_bytes + last,
+        }.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, values: int, value_bytes: int, bits: int, payload_bytes: int) -> "PlaneLayout | None":
+        """Return the layout of a message of values of ``value_bytes`` bytes; None if it is sent as it is.
+
+        That is the case if ``bits`` are not fewer, or if the message would not have fewer packets.
+        """
+        if bits not in CODED_BITS or bits >= 8 * value_bytes or not values or payload_bytes < 2 * PLANE_BLOCK_VALUES:
+            return None
+        layout = cls(values, bits, payload_bytes)
+        plain = -(-values // (payload_bytes // value_bytes))
+        return layout if layout.planes * layout.packets < plain else None
+
+    def encode(self, values: NDArray[np.float32], code: NDArray[np.uint8]) -> None:
+        """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN."""
+        record = self._record()
+        lib.dlcp_planes_encode(record, ffi.from_buffer("float[]", values), ffi.from_buffer("uint8_t[]", code))
+
+    def decode(
+        self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Replace ``values``, shape (values,), by the encoded ones.
+
+        Parameters
+        ----------
+        delivered
+            Mask of the packets that arrived, shape (at least planes * packets,); None for all. Values whose upper
+            digits are missing are 0.
+        """
+        self._decode(lib.PLANES_SET, code, values, delivered)
+
+    def add(
+        self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Add the encoded values to ``values``; see :meth:`decode`."""
+        self._decode(lib.PLANES_ADD, code, values, delivered)
+
+    def subtract(
+        self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Subtract the encoded values from ``values``; see :meth:`decode`. What is not finite becomes 0.
+
+        Subtracting from the values that were encoded leaves exactly what the code lacks.
+        """
+        self._decode(lib.PLANES_SUBTRACT, code, values, delivered)
+
+    def tags(
+        self,
+        plain: PacketTags,
+        per_packet: int,
+        code: NDArray[np.uint8],
+        droppable: NDArray[np.bool_] | None = None,
+        more: int = 0,
+    ) -> PacketTags:
+        """Return the tags of an encoded message's packets.
+
+        Packets of the upper plane are protected. Those of the lower plane have the drop classes 1 to 7 by the size of
+        what would be lost, in equal parts.
+
+        Parameters
+        ----------
+        plain, per_packet
+            Tags of the same values' packets if they are not encoded, and the number of values in each.
+        code
+            The encoded message.
+        droppable
+            Mask of the packets of the lower plane that may be lost, shape (packets,); None for none.
+        more
+            Number of packets that follow, tagged like the last.
+        """
+        starts = self.starts(per_packet)
+        queue, layer = np.maximum.reduceat(plain.queue, starts), np.minimum.reduceat(plain.layer, starts)
+        count = self.planes * self.packets
+        drop_class, protected = np.zeros(count, np.uint8), np.ones(count, np.bool_)
+        if droppable is not None and self.planes > 1:
+            drop_class[self.packets :] = np.where(droppable, self._drop_classes(code), 0)
+            protected[self.packets :] = ~droppable
+        tags = PacketTags(np.tile(queue, self.planes), drop_class, np.tile(layer, self.planes), protected)
+        return tags.part(slice(None), more) if more else tags
+
+    def starts(self, per_packet: int) -> NDArray[np.int64]:
+        """Return the first packet of ``per_packet`` plain values in each packet of a plane, shape (packets,)."""
+        starts: NDArray[np.int64] = np.arange(self.packets) * self.per_packet // per_packet
+        return starts
+
+    def _drop_classes(self, code: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return each lower packet's drop class, by the largest scale of its blocks: 7 for the smallest."""
+        block_bytes = 1 + PLANE_BLOCK_VALUES * self.digit_bits // 8
+        per_packet = self.per_packet // PLANE_BLOCK_VALUES
+        last = -(-self.values // PLANE_BLOCK_VALUES) - (self.packets - 1) * per_packet
+        upper = code[: self.packets * self.payload_bytes].reshape(self.packets, self.payload_bytes)
+        scales = upper[:, : per_packet * block_bytes : block_bytes].copy()
+        scales[-1, last:] = 0
+        largest = scales.max(axis=1)
+        rank = np.searchsorted(np.sort(largest), largest)
+        classes: NDArray[np.uint8] = (DROP_CLASSES - 1 - (DROP_CLASSES - 1) * rank // self.packets).astype(np.uint8)
+        return classes
+
+    def _record(self) -> object:
+        fields = ("values", "digit_bits", "planes", "per_packet", "packets", "payload_bytes", "bytes")
+        return ffi.new("plane_layout *", {name: getattr(self, name) for name in fields})
+
+    def _decode(
+        self,
+        operation: int,
+        code: NDArray[np.uint8],
+        values: NDArray[np.float32],
+        delivered: NDArray[np.bool_] | None,
+    ) -> None:
+        mask = ffi.NULL if delivered is None else ffi.from_buffer("uint8_t[]", delivered)
+        lib.dlcp_planes_decode(
+            self._record(), ffi.from_buffer("uint8_t[]", code), mask, operation, ffi.from_buffer("float[]", values)
+        )

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded gradients: the C code against NumPy, exact remainders, missing packets, and the layout of the bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlcp.planes import CODED_BITS, PlaneLayout
+from dlcp.tags import PacketTags
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
+
+PAYLOAD = 300
+SCALE_NAN = 255
+
+
+def reference(values, bits):
+    """Encode in NumPy; return each value's upper and lower digit, and the scale byte of its block."""
+    digit = PLANE_DIGIT_BITS[bits]
+    blocks = np.pad(values, (0, -len(values) % PLANE_BLOCK_VALUES)).reshape(-1, PLANE_BLOCK_VALUES)
+    top = (1 << digit - 1) - 1
+    largest = top if bits == digit else (top << digit) + top
+    upper, lower, scales = np.zeros((3, *blocks.shape), int)
+    for block, up, low, scale in zip(blocks, upper, lower, scales, strict=True):
+        if not np.isfinite(block).all():
+            scale[:] = SCALE_NAN
+            continue
+        byte = 0
+        while np.rint(np.abs(block).max() * 2.0 ** (127 - byte)) > largest:
+            byte += 1
+        code = np.rint(block * 2.0 ** (127 - byte)).astype(int)
+        up[:], scale[:] = code, byte
+        if bits != digit:
+            up[:] = (code + (1 << digit - 1)) >> digit
+            low[:] = code - (up << digit)
+    return (each.ravel()[: len(values)] for each in (upper, lower, scales))
+
+
+def decoded(values, bits, delivered=None):
+    layout = PlaneLayout(len(values), bits, PAYLOAD)
+    code, found = np.full(layout.bytes, 7, np.uint8), np.full(len(values), 9, np.float32)
+    layout.encode(values, code)
+    layout.decode(code, found, delivered)
+    return found
+
+
+def gradients(count, seed=1):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(count) * 10.0 ** rng.integers(-12, 3, count)).astype(np.float32)
+
+
+FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=200), st.sampled_from(CODED_BITS))
+def test_c_and_numpy_encode_alike(numbers, bits):
+    values = np.array(numbers, np.float32)
+    upper, lower, scales = reference(values.astype(np.float64), bits)
+    digit = PLANE_DIGIT_BITS[bits] if bits != PLANE_DIGIT_BITS[bits] else 0
+    expected = np.where(scales == SCALE_NAN, np.nan, ((upper << digit) + lower) * 2.0 ** (scales - 127))
+    np.testing.assert_array_equal(decoded(values, bits), expected.astype(np.float32))
+    if digit:
+        layout = PlaneLayout(len(values), bits, PAYLOAD)
+        only_upper = np.arange(2 * layout.packets) < layout.packets
+        expected = np.where(scales == SCALE_NAN, np.nan, (upper << digit) * 2.0 ** (scales - 127))
+        np.testing.assert_array_equal(decoded(values, bits, only_upper), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_the_remainder_is_exact(bits):
+    values = gradients(10_007)
+    layout = PlaneLayout(len(values), bits, PAYLOAD)
+    code, rest = np.empty(layout.bytes, np.uint8), values.copy()
+    layout.encode(values, code)
+    layout.subtract(code, rest)
+    assert 0 < np.abs(rest).max() < np.abs(values).max()
+    layout.add(code, rest)
+    np.testing.assert_array_equal(rest, values)
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_missing_packets_are_missing_digits(bits):
+    values = gradients(5000)
+    layout = PlaneLayout(len(values), bits, PAYLOAD)
+    delivered = np.ones(layout.planes * layout.packets, np.bool_)
+    delivered[2] = False
+    found = decoded(values, bits, delivered)
+    gone = slice(2 * layout.per_packet, 3 * layout.per_packet)
+    assert not found[gone].any()
+    whole = decoded(values, bits)
+    whole[gone] = 0
+    np.testing.assert_array_equal(found, whole)
+    if layout.planes > 1:
+        delivered[:] = True
+        delivered[layout.packets + 2] = False
+        found = decoded(values, bits, delivered)
+        change = np.flatnonzero(found != decoded(values, bits))
+        assert gone.start <= change.min() <= change.max() < gone.stop
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_errors_are_at_most_half_a_unit(bits):
+    values = np.random.default_rng(3).standard_normal(3200).astype(np.float32)
+    error = np.abs(decoded(values, bits) - values).reshape(-1, PLANE_BLOCK_VALUES).max(axis=1)
+    largest = np.abs(values).reshape(-1, PLANE_BLOCK_VALUES).max(axis=1)
+    digit = (1 << PLANE_DIGIT_BITS[bits] - 1) - 1
+    top = digit if bits == 4 else (digit << PLANE_DIGIT_BITS[bits]) + digit
+    assert (error <= largest / top).all()  # half of a unit that is up to twice as large as needed
+
+
+def test_only_what_becomes_smaller_is_encoded():
+    assert PlaneLayout.of(1000, 4, 32, 1440) is None
+    assert PlaneLayout.of(1000, 2, 16, 1440) is None
+    assert PlaneLayout.of(360, 4, 8, 1440) is None, "one packet would become two"
+    assert PlaneLayout.of(0, 4, 8, 1440) is None
+    layout = PlaneLayout.of(100_000, 4, 8, 1440)
+    assert layout is not None
+    assert layout.bytes < 0.28 * 400_000
+
+
+def test_bytes_that_no_digit_fills_are_zero():
+    layout = PlaneLayout(5000, 8, PAYLOAD)
+    code = np.full(layout.bytes, 255, np.uint8)
+    layout.encode(np.zeros(5000, np.float32), code)
+    assert not code.any()
+
+
+def test_lower_packets_are_dropped_by_the_size_of_their_digits():
+    values = np.repeat(2.0 ** -np.arange(100), 64).astype(np.float32)
+    layout = PlaneLayout(len(values), 8, PAYLOAD)
+    code = np.empty(layout.bytes, np.uint8)
+    layout.encode(values, code)
+    count = -(-len(values) // 75)
+    plain = PacketTags(np.arange(count, dtype=np.uint8) % 5 + 2, *np.zeros((2, count), np.uint8), np.zeros(count, bool))
+    tags = layout.tags(plain, 75, code, np.arange(layout.packets) != 5)
+    upper, lower = slice(0, layout.packets), slice(layout.packets, None)
+    assert tags.protected[upper].all()
+    assert not tags.drop_class[upper].any()
+    assert np.flatnonzero(tags.protected[lower]).tolist() == [5]
+    assert tags.drop_class[lower][5] == 0
+    others = np.delete(tags.drop_class[lower], 5).astype(int)
+    assert (np.diff(others) >= 0).all()
+    assert (others[0], others[-1]) == (1, 7)
+    np.testing.assert_array_equal(tags.queue[upper], tags.queue[lower])
