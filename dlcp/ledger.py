@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.planes import FULL_BITS
 from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 from dlcp.wire import DROP_CLASSES
@@ -27,7 +28,8 @@ class MessageRecord(NamedTuple):
 
     ``retransmitted`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to
     them, ``lost`` those that never did, ``deferred`` those that were left for a later step, whose share is limited by
-    ``deferral_bound``.
+    ``deferral_bound``. ``bits`` is the precision of values. Below 32 they are encoded, and lost packets held lower
+    digits only.
     """
 
     step: int
@@ -44,6 +46,7 @@ class MessageRecord(NamedTuple):
     seconds: float
     deferred: int = 0
     deferral_bound: float = 0.0
+    bits: int = FULL_BITS
 
 
 class Ledger:
@@ -75,13 +78,24 @@ class Ledger:
         self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
         """Layers and classes of packets that are not counted yet."""
         self._uncounted_packets = 0
-        self._by_layer = np.zeros((LAYER_POSITIONS, 3), np.int64)
-        self._by_class = np.zeros((DROP_CLASSES, 3), np.int64)
+        self._by_layer = np.zeros((LAYER_POSITIONS, 4), np.int64)
+        self._by_class = np.zeros((DROP_CLASSES, 4), np.int64)
+        self._by_bits: dict[int, list[int]] = {}
+        """Packets, and lost ones, by precision."""
 
     def record(
-        self, key: MessageKey, receiver: int, layers: str, tags: PacketTags, bound: LossBound, delivery: Delivery
+        self,
+        key: MessageKey,
+        receiver: int,
+        layers: str,
+        tags: PacketTags,
+        bound: LossBound,
+        delivery: Delivery,
+        bits: int = FULL_BITS,
     ) -> MessageRecord:
         """Record a message that its receiver has acknowledged; its tags must not change any more.
+
+        ``bits`` is the precision of its values.
 
         Raises
         ------
@@ -108,6 +122,7 @@ class Ledger:
             delivery.seconds,
             deferred,
             bound.deferral,
+            bits,
         )
         error: BoundExceededError | None = None
         with self._lock:
@@ -118,6 +133,11 @@ class Ledger:
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
                 self._count()
+            of_bits = self._by_bits.setdefault(bits, [0, 0])
+            of_bits[:] = of_bits[0] + packets, of_bits[1] + lost
+            if bits < FULL_BITS:
+                for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
+                    table[:, 3] += np.bincount(index, minlength=len(table))
             if lost or deferred:
                 error = self._note_missing(entry, tags, bound, delivery)
             if delivery.deferred is not None:
@@ -183,13 +203,13 @@ class Ledger:
             return {receiver: dict(zip(COUNTS, totals, strict=True)) for receiver, totals in self._totals.items()}
 
     def loss_by_layer(self) -> NDArray[np.int64]:
-        """Return packets, lost ones and deferred ones per layer position, shape (256, 3)."""
+        """Return packets, lost, deferred and encoded ones per layer position, shape (256, 4)."""
         with self._lock:
             self._count()
             return np.array(self._by_layer)
 
     def loss_by_class(self) -> NDArray[np.int64]:
-        """Return packets, lost ones and deferred ones per drop class, shape (8, 3)."""
+        """Return packets, lost, deferred and encoded ones per drop class, shape (8, 4)."""
         with self._lock:
             self._count()
             return np.array(self._by_class)
@@ -204,6 +224,7 @@ class Ledger:
                 "max_deferred_ratio": self.max_deferred_ratio,
                 "max_deferred_steps": self.max_deferred_steps,
                 "violations": self.violations,
+                "by_bits": {str(bits): counts for bits, counts in sorted(self._by_bits.items())},
                 "by_class": self._by_class.tolist(),
                 "by_layer": {str(position): row for position, row in enumerate(self._by_layer.tolist()) if row[0]},
             }
@@ -221,16 +242,22 @@ def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the summaries of different ranks' ledgers."""
     counts = (*COUNTS, "violations")
     largest = {"max_message_ratio": 0.0, "max_deferred_ratio": 0.0, "max_deferred_steps": 0}
-    layers = sorted({layer for each in summaries for layer in each["by_layer"]}, key=int)
     return {
         **{name: sum(each[name] for each in summaries) for name in counts},
         **{name: max((each[name] for each in summaries), default=least) for name, least in largest.items()},
-        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 3), int)).tolist(),
-        "by_layer": {
-            layer: [sum(each["by_layer"].get(layer, (0, 0, 0))[column] for each in summaries) for column in range(3)]
-            for layer in layers
-        },
+        "by_bits": _added([each["by_bits"] for each in summaries]),
+        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 4), int)).tolist(),
+        "by_layer": _added([each["by_layer"] for each in summaries]),
     }
+
+
+def _added(tables: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return the sums of rows of the same name, in ascending order of the numbers that their names are."""
+    total: dict[str, list[int]] = {}
+    for table in tables:
+        for name, row in table.items():
+            total[name] = list(map(add, total[name], row)) if name in total else list(row)
+    return dict(sorted(total.items(), key=lambda item: int(item[0])))
 
 
 def as_json(record: MessageRecord) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class DirectAllReduce:
         number."""
         self._has_server = weights is not None
         self._steps = 0
+        self._scattered_step = -1
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """Each rank's rates, from the latest bucket of the step."""
@@ -156,6 +157,10 @@ class DirectAllReduce:
         bits = self._bits_of(bucket)
         kind = PairRun if self._goes_in_one_hop(bucket, bits) else DirectRun
         run = self._runs[step, sequence] = kind(self, step, sequence, bucket)
+        if isinstance(run, DirectRun) and bucket.scattered:
+            # Averages carry rates in other buckets. The choice of precision needs them once a step.
+            is_first, self._scattered_step = step != self._scattered_step, step
+            run.exchanges_rates = run.average_bound.deferral > 0 or (is_first and self.precision.is_auto)
         return run
 
     def _bits_of(self, bucket: Bucket) -> int:
@@ -380,6 +385,7 @@ class DirectRun(BucketRun):
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
         """This rank's shard, once averaged."""
         self.deferral = None if plan.layouts else reducer.deferral_of(sequence, bucket, plan)
+        self.exchanges_rates = False
         self.latest = self.rank
         """The rank whose average arrived last."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
@@ -397,7 +403,7 @@ class DirectRun(BucketRun):
 
     def begin(self) -> None:
         """Post receives for contributions to this rank's shard, and contribute to the others'."""
-        if self.bucket.scattered and self.average_bound.deferral:
+        if self.exchanges_rates:
             self._exchange_rates()
         if self.rank in self.shards:
             self._accumulate()
@@ -563,8 +569,9 @@ class DirectRun(BucketRun):
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
         context, label, loss_bound = self.context, self.plan.labels[owner], self.plan.loss_bound(owner)
-        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery)
         layout = self.plan.layouts.get(owner)
+        bits = layout.bits if layout else FULL_BITS
+        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery, bits)
         if layout is not None:
             self._keep_rounded(owner, layout, delivery.delivered)
             context.connection.buffers.give(self.codes.pop(owner))
@@ -632,7 +639,8 @@ class DirectRun(BucketRun):
 
     def _on_average_sent(self, request: SendRequest, delivery: Delivery) -> None:
         peer = request.peer
-        self.context.ledger.record(request.key, peer, request.label, request.tags, self.average_bound, delivery)
+        bits = request.layout.bits if request.layout else FULL_BITS
+        self.context.ledger.record(request.key, peer, request.label, request.tags, self.average_bound, delivery, bits)
         if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.own.unconfirmed.discard(peer)

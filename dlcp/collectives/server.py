@@ -27,7 +27,7 @@ from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.planes import PlaneLayout
+from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import PacketTags, Segment, queue_of_layer
 from dlcp.transport import Arrival, Connection, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
@@ -282,7 +282,7 @@ class ParameterServer:
             reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
             label, bound = self._label(key), self._average_bound
             request = SendRequest(worker, reply, payload, tags, bound, label, deferred=deferred, layout=layout)
-            self.connection.send(request, partial(self._on_sent, worker, reply, tags), self._fail)
+            self.connection.send(request, partial(self._on_sent, request), self._fail)
 
     def _mean(
         self, key: MessageKey, bucket: dict[int, Arrival], tail: ContributionTail, layout: PlaneLayout | None
@@ -345,8 +345,9 @@ class ParameterServer:
         deferred = self._deferral.choose((ALL_GATHER, self._sequence(key)), magnitudes, ~matters, share, limit)
         return None if deferred is None else np.append(deferred, np.zeros(len(tags.queue) - packets, np.bool_))
 
-    def _on_sent(self, worker: int, key: MessageKey, tags: PacketTags, delivery: Delivery) -> None:
-        self.ledger.record(key, worker, self._label(key), tags, self._average_bound, delivery)
+    def _on_sent(self, request: SendRequest, delivery: Delivery) -> None:
+        bits = request.layout.bits if request.layout else FULL_BITS
+        self.ledger.record(request.key, request.peer, request.label, request.tags, request.bound, delivery, bits)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

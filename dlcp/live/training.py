@@ -353,8 +353,9 @@ def _layers(snapshots: Sequence[RankSnapshot]) -> list[dict[str, Any]]:
     totals: dict[int, list[int]] = {}
     for position, layer_names, *counts in (row for snapshot in snapshots for row in snapshot["layers"]):
         names[position] = layer_names or names.get(position, [])
-        totals[position] = [a + b for a, b in zip(totals.get(position, (0, 0, 0)), counts, strict=True)]
+        totals[position] = [a + b for a, b in zip(totals.get(position, (0, 0, 0, 0)), counts, strict=True)]
+    counted = "packets", "lost", "deferred", "encoded"
     return [
-        {"position": position, "names": names[position], "packets": packets, "lost": lost, "deferred": deferred}
-        for position, (packets, lost, deferred) in sorted(totals.items())
+        {"position": position, "names": names[position], **dict(zip(counted, counts, strict=True))}
+        for position, counts in sorted(totals.items())
     ]

@@ -88,7 +88,7 @@ class RankSnapshot(TypedDict):
     """The largest number of successive steps for which a packet was deferred."""
     packets: dict[str, dict[str, int]]
     """Packet counts by receiver and the names in :data:`dlcp.ledger.COUNTS`."""
-    layers: list[tuple[int, list[str], int, int, int]]
+    layers: list[tuple[int, list[str], int, int, int, int]]
     """Position, module names, packets, lost packets and deferred packets of each layer, from the model's input on."""
     peers: dict[str, dict[str, Any]]
     """Transport state per peer, see :func:`describe_peer`."""

@@ -6,6 +6,7 @@ import pytest
 
 from dlcp.collectives.precision import CLEAR_STEPS, PrecisionChooser
 from dlcp.dtypes import ValueType
+from tests.collectives.test_reduce_scatter import ScatteringRanks
 from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, SMALL_SIZES, Ranks, SmallRanks, assert_identical
 
 THREE_BUCKETS = [["fc.weight"], ["conv2.bias", "conv2.weight"], ["conv1.bias", "conv1.weight"]]
@@ -157,3 +158,13 @@ def test_useless_returns_become_rare():
     assert (np.diff(returns)[1:] >= 1.8 * np.diff(returns)[:-1]).all()
     chooser.begin_step(None)
     assert chooser.bits == bits[-1], "without reports nothing changes"
+
+
+@pytest.mark.parametrize(("precision", "loss"), [("16", 0.0), ("8", 0.1), ("4", 0.0), ("auto", 0.1)])
+def test_scattered_sums_are_kept(precision, loss):
+    ranks = ScatteringRanks(3, bound=0.3, loss=loss, seed=3, precision=precision)
+    gradients = [ranks.gradients(step) for step in range(6)]
+    averages = [ranks.scatter(step, each) for step, each in enumerate(gradients)]
+    largest = max(np.abs(each).max() for rank in gradients[0] for each in rank.values())
+    ranks.assert_sums_kept(gradients, averages, 1e-5 * largest)
+    assert {reducer.precision.bits for reducer in ranks.reducers} == {8 if precision == "auto" else int(precision)}
