@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             depth_packets=arguments.depth,
             loss_bound=arguments.loss_bound,
             deferral_bound=arguments.deferral_bound,
+            precision=arguments.precision,
             collective="server" if arguments.collective == "ps" else "direct",
             fp16=arguments.fp16,
             optimizer=arguments.optimizer,

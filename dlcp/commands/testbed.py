@@ -173,6 +173,7 @@ def _setup(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -
         depth_packets=port.depth_packets,
         loss_bound=arguments.loss_bound,
         deferral_bound=arguments.deferral_bound,
+        precision=arguments.precision,
         collective="server" if collective == "ps" else "direct",
         switch=state.layout.kind,
         shape="star" if len(state.layout.switches) == 1 else "leaf-spine",

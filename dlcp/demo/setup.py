@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from dlcp.collectives.precision import AUTO
 from dlcp.demo.background import BURST_S, BackgroundBurst, schedule
+from dlcp.planes import FULL_BITS
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS: Final = 2
@@ -42,7 +44,8 @@ class DemoSetup:
     rate_bps: int = 32_000_000
     depth_packets: int = 32
     loss_bound: float = 0.1
-    deferral_bound: float = 0.75
+    deferral_bound: float = 0.0
+    precision: str = AUTO
     collective: str = "direct"
     fp16: bool = False
     optimizer: str = "adamw"
@@ -64,7 +67,7 @@ class DemoSetup:
         return (
             f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
             f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g} "
-            f"--deferral-bound {self.deferral_bound:g} --optimizer {self.optimizer} "
+            f"--deferral-bound {self.deferral_bound:g} --precision {self.precision} --optimizer {self.optimizer} "
             f"--burst-seconds {self.burst_s:g}{' --fp16' if self.fp16 else ''}"
         )
 
@@ -131,8 +134,18 @@ class Variant:
 
 def variants(setup: DemoSetup) -> list[Variant]:
     """Return the variants that the demo compares."""
-    bound = {"DLCP_LOSS_BOUND": str(setup.loss_bound), "DLCP_DEFERRAL_BOUND": str(setup.deferral_bound)}
-    plain = {"DLCP_LOSS_BOUND": "0", "DLCP_TAGGED": "0", "DLCP_ADAPTIVE_SHARDS": "0", "DLCP_CONGESTION": "cubic"}
+    bound = {
+        "DLCP_LOSS_BOUND": str(setup.loss_bound),
+        "DLCP_DEFERRAL_BOUND": str(setup.deferral_bound),
+        "DLCP_PRECISION": setup.precision,
+    }
+    plain = {
+        "DLCP_LOSS_BOUND": "0",
+        "DLCP_TAGGED": "0",
+        "DLCP_ADAPTIVE_SHARDS": "0",
+        "DLCP_CONGESTION": "cubic",
+        "DLCP_PRECISION": str(FULL_BITS),
+    }
     if setup.fp16:
         for environment in (bound, plain):
             environment["DLCP_COMPRESSION"] = "fp16"

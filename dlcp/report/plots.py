@@ -240,7 +240,7 @@ def _loss_by_class(runs: Runs) -> Plot:
     _name_bars(figure, lossy)
     highest = 0.01
     for index, (name, run) in enumerate(lossy.items()):
-        for drop_class, (packets, lost, _) in enumerate(run["ledger"]["by_class"]):
+        for drop_class, (packets, lost, *_) in enumerate(run["ledger"]["by_class"]):
             rate = lost / packets if packets else 0.0
             bars = axes.bar(drop_class + (index - 0.5) * 0.38, rate, 0.36, color=_colour(name))
             tip(bars[0], f"{SHORT_NAMES[name]}, class {drop_class}: {lost:,} of {packets:,} packets lost")
@@ -248,7 +248,7 @@ def _loss_by_class(runs: Runs) -> Plot:
     axes.set(xlim=(-0.6, DROP_CLASSES - 0.4), ylim=(0, 1.08 * highest), xticks=range(DROP_CLASSES))
     axes.set_xlabel("drop class, from 0, never dropped, to 7, the least valuable")
     _percent_axis(axes)
-    rates = [lost / max(1, packets) for packets, lost, _ in runs["dlcp"]["ledger"]["by_class"]]
+    rates = [lost / max(1, packets) for packets, lost, *_ in runs["dlcp"]["ledger"]["by_class"]]
     return finish(figure, "loss_by_class", "Loss by drop class", sentence("loss_by_class", rates))
 
 
@@ -264,7 +264,7 @@ def _loss_by_layer(runs: Runs) -> Plot:
     highest = 0.01
     for row, position in enumerate(positions):
         for index, (name, table) in enumerate(tables.items()):
-            packets, lost, _ = table.get(str(position), [0, 0, 0])
+            packets, lost, *_ = table.get(str(position), [0, 0])
             rate = lost / max(1, packets)
             text = f"{SHORT_NAMES[name]}, {layers[row]}: {lost:,} of {packets:,} packets lost"
             height = row + (index - 0.5) * 0.4
@@ -275,7 +275,7 @@ def _loss_by_layer(runs: Runs) -> Plot:
     axes.set_xlim(0, 1.2 * highest)
     rates = {
         _layer_name(runs["dlcp"], int(position)): lost / max(1, packets)
-        for position, (packets, lost, _) in tables["dlcp"].items()
+        for position, (packets, lost, *_) in tables["dlcp"].items()
     }
     return finish(figure, "loss_by_layer", "Loss by layer", sentence("loss_by_layer", rates))
 
