@@ -50,10 +50,10 @@ def test_losses_are_counted_by_class_and_by_layer():
     by_class, by_layer = ledger.loss_by_class(), ledger.loss_by_layer()
     assert by_class[:, 0].tolist() == np.bincount(drop_class).tolist()
     assert by_class[:, 1].tolist() == [0, 0, 0, 0, 0, 0, 1, 2]
-    assert by_layer[0].tolist() == [10, 2, 0]
-    assert by_layer[255].tolist() == [10, 1, 0]
+    assert by_layer[0].tolist() == [10, 2, 0, 0]
+    assert by_layer[255].tolist() == [10, 1, 0, 0]
     assert by_layer[1:255].sum() == 0
-    assert ledger.summary()["by_layer"] == {"0": [10, 2, 0], "255": [10, 1, 0]}
+    assert ledger.summary()["by_layer"] == {"0": [10, 2, 0, 0], "255": [10, 1, 0, 0]}
     assert ledger.summary()["by_class"] == by_class.tolist()
 
 
@@ -66,9 +66,9 @@ def test_what_is_counted_many_messages_at_a_time_adds_up(monkeypatch):
         ledger.record(MessageKey(0, number), 1, "all", tags(layer=layer), LossBound(0.1), delivery([number % 2]))
         waiting.append(len(ledger._uncounted))
     assert waiting == [1, 0, 1, 0, 1], "what waits to be counted does not grow"
-    assert ledger.loss_by_layer()[:5].tolist() == [[PACKETS, 1, 0]] * 5
-    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0]
-    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0], "once"
+    assert ledger.loss_by_layer()[:5].tolist() == [[PACKETS, 1, 0, 0]] * 5
+    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0, 0]
+    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0, 0], "once"
 
 
 def test_the_bound_itself_is_kept_and_one_packet_more_breaks_it():
@@ -100,8 +100,8 @@ def test_what_is_deferred_is_not_lost_and_is_counted_with_how_long_it_waits():
     summary = ledger.summary()
     assert (summary["deferred"], summary["lost"], summary["delivered"]) == (7, 5, 5 * PACKETS - 12)
     assert summary["max_deferred_ratio"] == pytest.approx(3 / PACKETS)
-    assert summary["by_layer"] == {"0": [50, 5, 6], "5": [50, 0, 1]}
-    assert summary["by_class"][7] == [5 * PACKETS, 5, 7]
+    assert summary["by_layer"] == {"0": [50, 5, 6, 0], "5": [50, 0, 1, 0]}
+    assert summary["by_class"][7] == [5 * PACKETS, 5, 7, 0]
     assert ledger.records[0].deferred == 3
     with pytest.raises(BoundExceededError, match=r"deferred: 5 of 20 packets \(bound 20\.0%\)"):
         ledger.record(MessageKey(9, 4), 1, "fc", tags(), bound, delivery(deferred=range(5)))
@@ -139,6 +139,7 @@ def test_records_say_what_became_of_each_message():
         "seconds": 0.25,
         "deferred": 0,
         "deferral_bound": 0.0,
+        "bits": 32,
     }
 
 
@@ -163,18 +164,33 @@ def test_entries_from_several_threads_are_all_counted():
     for thread in threads:
         thread.join(20)
     assert ledger.summary()["lost"] == 800
-    assert ledger.loss_by_class()[7].tolist() == [800 * PACKETS, 800, 0]
+    assert ledger.loss_by_class()[7].tolist() == [800 * PACKETS, 800, 0, 0]
 
 
 def test_ledgers_of_several_ranks_add_up():
     one = {"sent": 5, "delivered": 4, "lost": 1, "retransmitted": 0, "violations": 0, "max_message_ratio": 0.2}
     one |= {"deferred": 2, "max_deferred_ratio": 0.4, "max_deferred_steps": 3}
-    one |= {"by_class": [[5, 1, 2]] + [[0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 2]}}
-    other = one | {"violations": 1, "max_message_ratio": 0.1, "by_layer": {"12": [3, 0, 0], "0": [2, 1, 0]}}
+    one |= {"by_bits": {"32": [5, 1]}, "by_class": [[5, 1, 2, 0]] + [[0, 0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 2, 0]}}
+    other = one | {
+        "violations": 1,
+        "max_message_ratio": 0.1,
+        "by_layer": {"12": [3, 0, 0, 0], "0": [2, 1, 0, 0]},
+        "by_bits": {"8": [7, 2], "32": [1, 0]},
+    }
     other |= {"max_deferred_steps": 5}
     total = add_up([one, other])
     assert (total["sent"], total["lost"], total["violations"], total["max_message_ratio"]) == (10, 2, 1, 0.2)
     assert (total["deferred"], total["max_deferred_ratio"], total["max_deferred_steps"]) == (4, 0.4, 5)
-    assert total["by_class"] == [[10, 2, 4]] + [[0, 0, 0]] * 7
-    assert total["by_layer"] == {"0": [7, 2, 2], "12": [3, 0, 0]}
+    assert total["by_class"] == [[10, 2, 4, 0]] + [[0, 0, 0, 0]] * 7
+    assert total["by_bits"] == {"8": [7, 2], "32": [6, 1]}
+    assert total["by_layer"] == {"0": [7, 2, 2, 0], "12": [3, 0, 0, 0]}
     assert add_up([])["sent"] == 0
+
+
+def test_precision_is_counted_by_bits_and_by_layer():
+    ledger = Ledger()
+    ledger.record(MessageKey(0, 0), 1, "all", tags(layer=np.full(PACKETS, 3)), LossBound(0.1), delivery([7]))
+    ledger.record(MessageKey(1, 0), 1, "all", tags(layer=np.full(PACKETS, 3)), LossBound(0.1), delivery([4, 5]), bits=8)
+    assert ledger.summary()["by_bits"] == {"8": [PACKETS, 2], "32": [PACKETS, 1]}
+    assert ledger.loss_by_layer()[3].tolist() == [2 * PACKETS, 3, 0, PACKETS]
+    assert ledger.records[-1].bits == 8

@@ -137,7 +137,7 @@ def test_marks_say_what_they_show(runs, drawn):
     curve = runs["gloo"]["curve"]
     tips = re.findall(r"<title>(.*?)</title>", drawn["accuracy"].inline)
     assert len([tip for tip in tips if tip.startswith("Gloo: ")]) == len(curve)
-    packets, lost, _ = runs["dlcp"]["ledger"]["by_class"][7]
+    packets, lost, *_ = runs["dlcp"]["ledger"]["by_class"][7]
     assert f"DLCP, class 7: {lost:,} of {packets:,} packets lost" in drawn["loss_by_class"].inline
     for plot in drawn.values():
         assert f'role="img" aria-label="{plot.title}"' in plot.inline

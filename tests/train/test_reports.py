@@ -18,7 +18,8 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0):
         "max_deferred_steps": 1,
         "max_message_ratio": worst,
         "violations": violations,
-        "by_class": [[0, 0, 0]] * 8,
+        "by_class": [[0, 0, 0, 0]] * 8,
+        "by_bits": {},
         "by_layer": {},
     }
 
