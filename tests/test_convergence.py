@@ -10,6 +10,7 @@ from dlcp.convergence import (
     COST_OF_DEFERRAL,
     COST_OF_DEFERRAL_TO_ALL,
     COST_OF_LOSS,
+    COST_OF_PRECISION,
     ConvergenceCurve,
     curve,
     curves,
@@ -63,11 +64,17 @@ def test_a_curve_that_is_not_there_is_suggested_by_its_like():
         curve("publisched")
 
 
-@pytest.mark.parametrize("what", [COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL])
+@pytest.mark.parametrize("what", [COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, COST_OF_PRECISION])
 def test_the_optimizer_that_takes_more_steps_decides(what):
     both = [curve(f"{what}_{by}").steps_factor(0.5) for by in convergence.MEASURED_OPTIMIZERS]
     assert steps_factor(what, 0.5) == max(both) > 1
     assert steps_factor(what, 0.0) == 1
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_bits_left_out_cost_fewer_steps_than_as_many_bytes_deferred(bits):
+    share = 1 - bits / 32
+    assert 1 <= steps_factor(COST_OF_PRECISION, share) < steps_factor(COST_OF_DEFERRAL, share)
 
 
 def test_what_was_not_measured_or_did_not_end_well_has_no_factor(monkeypatch):

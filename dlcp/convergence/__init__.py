@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps to accuracy as a function of loss and deferral, from the data files beside this module.
+"""Steps to accuracy as a function of loss, deferral and precision, from the data files beside this module.
 
 ``published.json`` has curves made from published bounds on loss; each cites its sentence. ``measured.json`` has the
 results of ``python -m tests.bench.digits_loss``, and ``shortfall.json`` those of ``python -m tests.bench convergence
@@ -23,23 +23,25 @@ from dlcp.error_text import nearest
 
 _FILES: Final = ("published", "measured", "shortfall")
 MEASURED_OPTIMIZERS: Final = ("sgd", "adamw")
-"""The optimizers with which deferral and loss were measured."""
+"""The optimizers with which deferral, loss and lower precision were measured."""
 COST_OF_LOSS: Final = "loss"
 COST_OF_DEFERRAL: Final = "deferral"
 """Deferral of contributions to one rank, and of all averages."""
 COST_OF_DEFERRAL_TO_ALL: Final = "deferral_servers"
 """Deferral of all contributions, and of all averages."""
+COST_OF_PRECISION: Final = "precision"
+"""Fewer bits per value in all contributions and averages; the share is 1 - bits / 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceCurve:
-    """The additional steps that loss or deferral costs.
+    """The additional steps that loss, deferral or lower precision costs.
 
     Parameters
     ----------
     points
-        Pairs of a share of packets lost or deferred, and the steps to the target relative to a run without. The first
-        is (0, 1); shares ascend.
+        Pairs of a share of packets lost or deferred, or of bits left out, and the steps to the target relative to a run
+        without. The first is (0, 1); shares ascend.
     measured
         Whether we measured it; otherwise it is from a paper.
     reached
@@ -132,9 +134,9 @@ def steps_factor(what: str, share: float) -> float | None:
     Parameters
     ----------
     what
-        ``COST_OF_LOSS``, ``COST_OF_DEFERRAL`` or ``COST_OF_DEFERRAL_TO_ALL``.
+        ``COST_OF_LOSS``, ``COST_OF_DEFERRAL``, ``COST_OF_DEFERRAL_TO_ALL`` or ``COST_OF_PRECISION``.
     share
-        Of the packets of a step.
+        Of the packets of a step, or of the bits of each value.
 
     Returns
     -------

@@ -29,7 +29,7 @@ TABLE = {
     "step": Entry("training step of a 25-million-parameter model, against DDP over Gloo", "step"),
     "advise": Entry("steps as `dlcp advise` says beside steps with the defaults, on three networks", "advise"),
     "mixed-speeds": Entry("ranks of unequal speed with equal and with balanced batches", "mixed_speeds"),
-    "convergence": Entry("what deferral and loss cost in accuracy and steps: five tasks, an hour", "convergence"),
+    "convergence": Entry("what deferral, loss and lower precision cost in accuracy and steps: an hour", "convergence"),
     "testbed": Entry("training over Mininet, against Gloo: hours", "testbed"),
     "incast": Entry("sixteen ranks that send to one through a shallow port", "incast"),
     "switch": Entry("the built-in switch between network interfaces, against simple_switch", "switch"),

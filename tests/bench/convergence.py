@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deferral and loss cost in accuracy and in steps: five small models, two optimizers, several seeds.
+"""What deferral, loss and lower precision cost in accuracy and in steps: five small models, two optimizers, some seeds.
 
 Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step that may defer defers as much
-as it may. That is the worst case: in real training only steps behind a congested port do. Runs of one seed share data,
-initialisation and batches, so what differs between them is due to what was missing. Each is compared with the run of
-its seed that lacked nothing:
+as it may, and every step but the first has the lower precision. That is the worst case: in real training only steps
+behind a congested port do. Runs of one seed share data, initialisation and batches, so what differs between them is due
+to what was missing. Each is compared with the run of its seed that lacked nothing:
 
 - *accuracy*: the share of test samples that are right after the last step;
 - *steps*: how many more steps it takes to the lowest test loss that the whole run has in the first third of its steps.
   It is a loss, since accuracy counts whole samples and moves in jumps; and an early one, so that runs of the same
   length have time to reach it.
+
+Lower precision is compared with PyTorch's bfloat16 hook as well, which many already use. It is as good if it takes no
+more steps than the hook, within limits for noise (:func:`beside_hook`).
 """
 
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
+from operator import sub
 from pathlib import Path
 from typing import Any, Final
 
 from dlcp import convergence
 from dlcp.bench.results import BenchError, BenchResult, result, say
+from dlcp.collectives.precision import AUTO_BITS
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
+from dlcp.planes import FULL_BITS
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
     OPTIMIZER_MAKERS,
@@ -38,10 +45,19 @@ from tests.bench.harness import Benchmark, floats_option, int_option
 from tests.bench.learning_tasks import TASKS
 
 WHOLE: Final = Shortfall()
+BF16_HOOK: Final = Shortfall(bf16_hook=True)
+LOWER_LOST: Final = Shortfall(bits=AUTO_BITS, lost=0.2)
+"""The precision that ``auto`` uses, while the network drops a fifth of the packets that it may drop."""
 _SMOOTH: Final = 3
 """How many tests in a row a loss is the mean of."""
 _TARGET_BY: Final = 1 / 3
 """In this share of the whole run's steps is the loss that others have to reach."""
+_STEPS_ALLOWED: Final = 0.05
+_STEPS_ALLOWED_WORST: Final = 0.10
+_POINTS_ALLOWED: Final = 0.3
+"""A precision is as good as PyTorch's bfloat16 hook within these limits: additional steps, relative to the whole run's,
+in the mean and in the worst task, and points of accuracy. With five seeds, standard errors are up to 0.03, 0.12 and
+0.1."""
 
 
 class LossCurve:
@@ -126,6 +142,44 @@ class PairedRuns:
         return result(name, "accuracy", ours, others, smaller_is_better=False, details=details)
 
 
+def beside_hook(pairs: Sequence[tuple[PairedRuns, PairedRuns]]) -> BenchResult:
+    """Return the steps relative to the whole runs', beside those of PyTorch's bfloat16 hook.
+
+    Parameters
+    ----------
+    pairs
+        Of every task and optimizer: runs at lower precision, and the hook's of the same seeds.
+    """
+    steps, points = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for ours, hook in pairs:
+        task = ours.runs[0].task
+        steps[task] += map(sub, ours.factors(), hook.factors())
+        points[task] += map(sub, ours.points(), hook.points())
+    worst = max(steps, key=lambda task: statistics.fmean(steps[task]))
+    least = min(points, key=lambda task: statistics.fmean(points[task]))
+    all_steps, all_points = (list(chain.from_iterable(by_task.values())) for by_task in (steps, points))
+    as_good = (
+        statistics.fmean(all_steps) <= _STEPS_ALLOWED
+        and statistics.fmean(steps[worst]) <= _STEPS_ALLOWED_WORST
+        and statistics.fmean(all_points) >= -_POINTS_ALLOWED
+    )
+    details = {
+        "peer": BF16_HOOK.name,
+        "additional_steps": _with_error(all_steps),
+        "additional_steps_worst": {worst: _with_error(steps[worst])},
+        "points_above": _with_error(all_points),
+        "points_above_worst": {least: _with_error(points[least])},
+        "as_good": as_good,
+    }
+    ours, theirs = ([factor for pair in pairs for factor in pair[side].factors()] for side in (0, 1))
+    return result(f"convergence.{pairs[0][0].runs[0].shortfall}", "steps factor", ours, theirs, details=details)
+
+
+def _with_error(values: Sequence[float]) -> list[float]:
+    """Return the mean and its standard error, rounded."""
+    return [round(statistics.fmean(values), 3), round(standard_error(values), 3)]
+
+
 def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
@@ -143,8 +197,10 @@ def measure(
     runs: Path,
     tasks: Sequence[str],
     seeds: int,
+    first_seed: int = 0,
     ceilings: Sequence[float],
     losses: Sequence[float],
+    bits: Sequence[int] = (),
     length: int = 1,
     curves: Path | None = None,
     progress: Callable[[str], object] = say,
@@ -158,20 +214,24 @@ def measure(
         unless something changed that it depends on.
     tasks
         Names of ``TASKS``.
-    seeds
-        How many.
+    seeds, first_seed
+        How many, and the first of them.
     ceilings, losses
         Shares to defer and to lose, above 0 and below 1.
+    bits
+        Precisions, from 2 to 31 bits per value. PyTorch's bfloat16 hook and ``LOWER_LOST`` are run beside them.
     length
         Train for so many times as many steps.
     curves
-        Where to write curves for :mod:`dlcp.convergence`, which are means over these tasks and seeds.
+        Where to write curves for :mod:`dlcp.convergence`, which are means over these tasks and seeds. Curves of other
+        names in the file are kept.
     progress
         Called with a line about every run.
 
     Returns
     -------
-    ``convergence.TASK.OPTIMIZER.SHORTFALL``: final accuracies, beside those of the whole runs.
+    ``convergence.TASK.OPTIMIZER.SHORTFALL``: final accuracies, beside those of the whole runs. And for lower precision
+    ``convergence.SHORTFALL``, see :func:`beside_hook`.
 
     Raises
     ------
@@ -183,18 +243,25 @@ def measure(
             raise BenchError(f"there is no task {name!r}{nearest(name, TASKS)}")
     if min(seeds, length) < 1 or not all(0 < share < 1 for share in (*ceilings, *losses)):
         raise BenchError("--seeds and --length must be 1 or more, and shares above 0 and below 1")
+    if not all(2 <= each < FULL_BITS for each in bits):
+        raise BenchError(f"--bits must be from 2 to {FULL_BITS - 1}")
     families = {
         "deferral": [Shortfall(deferred=share) for share in ceilings],
         "deferral_servers": [Shortfall(deferred=share, servers=True) for share in ceilings],
         "deferral_at_random": [Shortfall(deferred=share, at_random=True) for share in ceilings],
         "loss": [Shortfall(lost=share) for share in losses],
         "loss_for_good": [Shortfall(lost=share, at_random=True, feedback=False) for share in losses],
+        "precision": [Shortfall(bits=each) for each in bits],
     }
-    shortfalls = [WHOLE, *(each for members in families.values() for each in members)]
+    shortfalls = [WHOLE, *chain.from_iterable(families.values())]
+    if bits:
+        shortfalls += [LOWER_LOST, BF16_HOOK]
     finished = _FinishedRuns(runs, length, progress)
     found: dict[tuple[str, str, Shortfall], PairedRuns] = {}
-    for task, optimizer in product(tasks, OPTIMIZER_MAKERS):
-        made = [[finished.get(task, optimizer, each, seed) for each in shortfalls] for seed in range(seeds)]
+    cells = list(product(tasks, OPTIMIZER_MAKERS))
+    for task, optimizer in cells:
+        numbers = range(first_seed, first_seed + seeds)
+        made = [[finished.get(task, optimizer, each, seed) for each in shortfalls] for seed in numbers]
         for shortfall, column in zip(shortfalls, zip(*made, strict=True), strict=True):
             found[task, optimizer, shortfall] = PairedRuns(column, [row[0] for row in made])
     if curves:
@@ -204,8 +271,14 @@ def measure(
             if members
             for optimizer in OPTIMIZER_MAKERS
         ]
-        convergence.write(curves, entries)
-    return [comparison.result() for comparison in found.values()]
+        written = {entry["name"] for entry in entries}
+        known = json.loads(curves.read_text(encoding="utf-8"))["curves"] if curves.exists() else []
+        convergence.write(curves, [*(entry for entry in known if entry["name"] not in written), *entries])
+    lower = [each for each in shortfalls if each.bits < FULL_BITS]
+    return [
+        *(comparison.result() for comparison in found.values()),
+        *(beside_hook([(found[(*cell, each)], found[(*cell, BF16_HOOK)]) for cell in cells]) for each in lower),
+    ]
 
 
 class _FinishedRuns:
@@ -238,8 +311,10 @@ _WORDS: Final = {
     "loss": "the least valuable packets of contributions lost, sent with the next step instead (error feedback)",
     "loss_for_good": "packets of contributions lost at random, sums divided by how many ranks' packets came, nothing "
     "sent again later",
+    "precision": "fewer bits in contributions and averages (shares are of the 32 bits left out), rounding errors sent "
+    "with the next step (error feedback)",
 }
-"""What is lost or deferred in the curves, by name."""
+"""What is missing in the curves, by name."""
 
 
 def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence[PairedRuns]]) -> dict[str, Any]:
@@ -258,12 +333,13 @@ def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence
         if None in taken:
             failed.append(shortfall.share)
     first = next(iter(comparisons.values()))
+    seeds = [run.seed for run in first[0].runs]
     source = (
         f"Measured with python -m tests.bench convergence: {', '.join(each.runs[0].task for each in first)}; "
         f"{optimizer}, {EMULATED_RANKS} ranks, {_WORDS[family]}, in every step. Mean ratio of the steps to the test "
         "loss that the run of the same seed without shortfall has after a third of its steps, "
-        f"{len(first[0].runs)} seeds; what never reached it counts with all its steps, three times as many. Standard "
-        f"errors: {', '.join(errors)}."
+        f"seeds {seeds[0]} to {seeds[-1]}; what never reached it counts with all its steps, three times as many. "
+        f"Standard errors: {', '.join(errors)}."
     )
     reached = max(share for share, _ in points if share < min(failed, default=1.0))
     name = f"{family}_{optimizer}"
@@ -275,14 +351,22 @@ BENCHMARK: Final = Benchmark(
     lambda arguments: measure(
         **{
             name: getattr(arguments, name)
-            for name in ("runs", "tasks", "seeds", "ceilings", "losses", "length", "curves")
+            for name in ("runs", "tasks", "seeds", "first_seed", "ceilings", "losses", "bits", "length", "curves")
         }
     ),
     {
         "--tasks": {"nargs": "+", "metavar": "TASK", "default": list(TASKS), "help": f"(default: {' '.join(TASKS)})"},
         "--seeds": int_option(5, "runs of each", most=10_000),
+        "--first-seed": int_option(0, "seed of the first run", least=0),
         "--ceilings": floats_option((0.25, 0.5, 0.75), "to defer", _SHARES, "SHARE", nargs="*"),
         "--losses": floats_option((0.1, 0.3), "to lose", _SHARES, "SHARE", nargs="*"),
+        "--bits": {
+            "type": int,
+            "nargs": "*",
+            "metavar": "BITS",
+            "default": [16, 8, 4, 3],
+            "help": "of each value, beside PyTorch's bfloat16 hook (default: 16 8 4 3)",
+        },
         "--length": int_option(1, "times as many steps", most=10_000),
         "--runs": {
             "type": Path,
@@ -290,6 +374,10 @@ BENCHMARK: Final = Benchmark(
             "metavar": "FILE",
             "help": "of finished runs, which are kept (default: %(default)s)",
         },
-        "--curves": {"type": Path, "metavar": "FILE", "help": "where to write curves, as dlcp/convergence has them"},
+        "--curves": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "where to write curves, as dlcp/convergence has them; other curves in it are kept",
+        },
     },
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training by four ranks in one process, of whose gradients some come late or never: no network, but the real rules.
 
-What a rank defers, what a switch drops first, how an owner averages what it got, and what becomes residual are the
-direct all-reduce's own functions (:mod:`dlcp.collectives.direct`). Only the network's part is played: it always asks
-for as much as it may, which a real one does while a port is congested.
+What a rank defers, what a switch drops first, how values are encoded, how an owner averages what it got, and what
+becomes residual are the direct all-reduce's own functions (:mod:`dlcp.collectives.direct`). Only the network's part is
+played: it always asks for as much as it may, which a real one does while a port is congested.
 """
 
 import hashlib
@@ -27,9 +27,11 @@ from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.planes import CODED_BITS, FULL_BITS, PlaneLayout
 from dlcp.slow_ports import REFRESH_STEPS, share_to_defer
 from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 from tests.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
 
 EMULATED_RANKS: Final = 4
@@ -57,7 +59,8 @@ class Shortfall:
         The share of packets that are deferred, in every step that may: of contributions to the slow rank's shard, and
         of all averages. 0: none. It takes a deferral bound one and a half times as large (``STEP_PART``).
     lost
-        The share of each contribution's packets that the network loses.
+        The share of each contribution's packets that the network loses; with fewer bits, of the packets of its lower
+        plane, at random.
     at_random
         Packets are chosen at random, not by value.
     feedback
@@ -66,6 +69,10 @@ class Shortfall:
     servers
         Parameter servers own the shards, and every rank's contribution to each of them is deferred. Of what a server
         defers of an average each rank owes its own contribution.
+    bits
+        Bits of each value of contributions and averages, from the second step on. Without deferral.
+    bf16_hook
+        Gradients are averaged as by PyTorch's ``bf16_compress_hook`` instead: in bfloat16, without error feedback.
     """
 
     deferred: float = 0.0
@@ -73,15 +80,19 @@ class Shortfall:
     at_random: bool = False
     feedback: bool = True
     servers: bool = False
+    bits: int = FULL_BITS
+    bf16_hook: bool = False
 
     @property
     def share(self) -> float:
-        """The share of packets that do not come, of deferred or lost ones."""
-        return self.deferred or self.lost
+        """The share that does not come: of each value's bits, or of packets, deferred or lost."""
+        return 1 - self.bits / FULL_BITS or self.deferred or self.lost
 
     @property
     def name(self) -> str:
-        """The name that results have for it, such as ``deferred0.5`` or ``lost0.1.random.gone``; ``whole`` for none."""
+        """The name in results, such as ``bits8.lost0.2`` or ``lost0.1.random.gone``; ``whole`` without shortfall."""
+        if self.bf16_hook:
+            return "bf16.hook"
         if not self.share:
             return "whole"
         suffixes = {
@@ -89,8 +100,10 @@ class Shortfall:
             ".gone": not self.feedback,
             ".servers": self.servers,
         }
-        kind = "deferred" if self.deferred else "lost"
-        return f"{kind}{self.share:g}" + "".join(suffix for suffix, holds in suffixes.items() if holds)
+        bits = self.bits if self.bits < FULL_BITS else 0
+        amounts = {"bits": bits, "deferred": self.deferred, "lost": self.lost}
+        kinds = ".".join(f"{kind}{amount:g}" for kind, amount in amounts.items() if amount)
+        return kinds + "".join(suffix for suffix, holds in suffixes.items() if holds)
 
 
 # Averaging ------------------------------------------------------------------------------------------------------------
@@ -141,7 +154,8 @@ class EmulatedRanks:
         for values, residual, deferral in zip(gradients, self.residuals, self._deferrals, strict=True):
             residual.apply(values, self._segments)
             deferral.begin_step({}, set(), {})
-        tags = [self._tag(rank, values) for rank, values in enumerate(gradients)] if self.shortfall.lost else None
+        loses_values = self.shortfall.lost and self.shortfall.bits == FULL_BITS
+        tags = [self._tag(rank, values) for rank, values in enumerate(gradients)] if loses_values else None
         averaged = np.empty(self._size, np.float32)
         for owner, (start, stop) in self._bounds.items():
             averaged[start:stop] = self._average_shard(owner, [values[start:stop] for values in gradients], tags)
@@ -151,7 +165,7 @@ class EmulatedRanks:
     def _average_shard(
         self, owner: int, shard: list[NDArray[np.float32]], tags: list[PacketTags] | None
     ) -> NDArray[np.floating]:
-        """Return the average of a shard, given each rank's contribution; what is missing becomes zeros there."""
+        """Return the average of a shard, given each rank's contribution, which becomes what the owner receives."""
         delivered = {}
         for rank, values in enumerate(shard):
             missing = np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
@@ -160,9 +174,14 @@ class EmulatedRanks:
             if rank != owner and tags is not None:
                 missing |= self._lost(tags[rank], owner)
             self._take_out(missing, values, rank, owner)
+            if rank != owner:
+                self._round(values, rank, owner, lower_lost=self.shortfall.lost)
             delivered[rank] = ~missing
+        if self.shortfall.bf16_hook:
+            return _bf16_average(shard)
         contributions, rescale = dict(enumerate(shard)), not self.shortfall.feedback
         mean = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
+        self._round(mean, owner, owner, EMULATED_RANKS)
         deferred = self._deferred(ALL_GATHER, owner, owner, mean)
         self.averages_sent += len(deferred)
         self.averages_deferred += int(np.count_nonzero(deferred))
@@ -212,6 +231,26 @@ class EmulatedRanks:
         self._owe(positions, values * np.float32(factor), rank, owner)
         values[positions] = 0
 
+    def _round(
+        self, values: NDArray[np.floating], rank: int, owner: int, factor: int = 1, lower_lost: float = 0.0
+    ) -> None:
+        """Replace a shard's values by those that receivers decode; a rank owes the rest, multiplied."""
+        bits = self.shortfall.bits
+        if bits == FULL_BITS or not self._step:
+            return
+        exact = values.copy()
+        if bits in CODED_BITS:
+            layout = PlaneLayout(len(values), bits, values.itemsize * _PER_PACKET)
+            code, delivered = np.empty(layout.bytes, np.uint8), np.ones(layout.planes * layout.packets, np.bool_)
+            delivered[layout.packets :] = self._random.random(len(delivered) - layout.packets) >= lower_lost
+            layout.encode(values, code)
+            layout.decode(code, values, delivered)
+        else:
+            values[:] = rounded(values, bits)
+        if self.shortfall.feedback:
+            rest = (exact - values) * np.float32(factor)
+            self.residuals[rank].add_range(self._bounds[owner][0], rest, self._segments)
+
     def _owe(self, positions: NDArray[np.int64], values: NDArray[np.floating], rank: int, owner: int) -> None:
         if self.shortfall.feedback:
             self.residuals[rank].add_at(positions + self._bounds[owner][0], values[positions], self._segments)
@@ -219,6 +258,27 @@ class EmulatedRanks:
     def _packets(self, owner: int) -> slice:
         start, stop = self._bounds[owner]
         return slice(start // _PER_PACKET, -(-stop // _PER_PACKET))
+
+
+def rounded(values: NDArray[np.floating], bits: int) -> NDArray[np.floating]:
+    """Return values rounded to integers of ``bits`` bits in units of a power of two, which blocks share.
+
+    Blocks are as in :mod:`dlcp.planes`, which does not encode 3 bits.
+    """
+    blocks = np.pad(values, (0, -len(values) % PLANE_BLOCK_VALUES)).reshape(-1, PLANE_BLOCK_VALUES)
+    limit = 2 ** (bits - 1) - 0.5  # a value must be below so many units, or it would be rounded to one integer too many
+    _, exponents = np.frexp(np.abs(blocks).max(axis=1, keepdims=True) / limit)
+    found: NDArray[np.floating] = np.ldexp(np.rint(np.ldexp(blocks, -exponents)), exponents).ravel()[: len(values)]
+    return found
+
+
+def _bf16_average(gradients: Sequence[NDArray[np.float32]]) -> NDArray[np.floating]:
+    """Return the average by PyTorch's ``bf16_compress_hook``: cast, divided, and summed in bfloat16."""
+    total, *others = (torch.from_numpy(values).to(torch.bfloat16).div_(len(gradients)) for values in gradients)
+    for part in others:
+        total += part
+    found: NDArray[np.floating] = total.float().numpy()
+    return found
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -289,7 +349,7 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
         schedule.step()
         if step % TEST_EVERY == 0:
             losses.append(_test(model, data)[1])
-    accuracy, deferred = _test(model, data)[0], ranks.averages_deferred / ranks.averages_sent
+    accuracy, deferred = _test(model, data)[0], ranks.averages_deferred / max(1, ranks.averages_sent)
     return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, deferred, losses)
 
 
@@ -349,7 +409,7 @@ def sources_digest() -> str:
     """Return a hash of the sources that decide how a run ends, of the text that ships with Python, and of PyTorch."""
     rules = (
         *(EmulatedRanks, LearningTask, Deferral, share_to_defer),
-        *(average, Residual, shard_bounds, Tagger, packet_magnitudes),
+        *(average, Residual, shard_bounds, Tagger, packet_magnitudes, PlaneLayout),
     )
     found = hashlib.sha256(f"{torch.__version__} {text_digest()}".encode())
     for rule in rules:

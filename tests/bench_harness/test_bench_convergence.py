@@ -11,7 +11,8 @@ from torch import nn
 
 from dlcp.bench.results import BenchError
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS
-from dlcp.convergence import read
+from dlcp.convergence import read, write
+from dlcp.planes import CODED_BITS, PlaneLayout
 from dlcp.tags import Layer, Segment
 from tests.bench import convergence, emulated_training
 from tests.bench.__main__ import main
@@ -71,11 +72,14 @@ def owed(ranks):
         Shortfall(deferred=0.5, servers=True),
         Shortfall(lost=0.1),
         Shortfall(lost=0.3),
+        Shortfall(bits=8),
+        Shortfall(bits=8, lost=0.2),
+        Shortfall(bits=3),
     ],
     ids=lambda each: each.name,
 )
 def test_what_does_not_come_is_owed(shortfall):
-    ranks, given, averages = steps_of(shortfall, 4 if shortfall.lost else WHOLE_STEPS + 2 * REFRESH_STEPS)
+    ranks, given, averages = steps_of(shortfall, WHOLE_STEPS + 2 * REFRESH_STEPS if shortfall.deferred else 4)
     sent = np.sum(averages, axis=0, dtype=np.float64) * EMULATED_RANKS
     assert np.abs(owed(ranks)).max() > 0
     np.testing.assert_allclose(sent + owed(ranks), np.sum(given, axis=(0, 1), dtype=np.float64), atol=2e-2)
@@ -112,6 +116,60 @@ def test_the_least_valuable_are_missing_unless_chosen_at_random():
         zero = averages[-1] == 0
         size = np.abs(np.mean(given[-1], axis=0))
         assert bool(size[zero].mean() < 0.5 * size[~zero].mean()) is least
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_from_the_second_step_on_averages_are_encoded(bits):
+    _, given, (first, *later) = steps_of(Shortfall(bits=bits), 3)
+    np.testing.assert_array_equal(first, sum(given[0]) / np.float32(EMULATED_RANKS))
+    for start, stop in ranks_of(Shortfall())._bounds.values():
+        layout = PlaneLayout(stop - start, bits, 1440)
+        code, decoded = np.empty(layout.bytes, np.uint8), np.empty(stop - start, np.float32)
+        for average in later:
+            layout.encode(average[start:stop], code)
+            layout.decode(code, decoded)
+            np.testing.assert_array_equal(decoded, average[start:stop], "what is encoded stays as it is")
+
+
+def test_of_lost_lower_digits_contributions_keep_the_upper_ones():
+    def error(shortfall):
+        _, given, averages = steps_of(shortfall, 2)
+        return np.abs(averages[1] - np.mean(given[1], axis=0)).mean()
+
+    assert error(Shortfall(bits=8)) < error(Shortfall(bits=8, lost=0.2)) < error(Shortfall(bits=4))
+
+
+def test_four_bits_are_rounded_as_they_are_encoded():
+    random = np.random.default_rng(5)
+    values = (random.standard_normal(10_007) * 10.0 ** random.integers(-9, 3, 10_007)).astype(np.float32)
+    values[:96] = [3.75, 3.74, -3.76] * 32  # halves and their neighbours
+    values[96:128] = 0
+    layout = PlaneLayout(len(values), 4, 1440)
+    code, decoded = np.empty(layout.bytes, np.uint8), np.empty_like(values)
+    layout.encode(values, code)
+    layout.decode(code, decoded)
+    np.testing.assert_array_equal(emulated_training.rounded(values, 4), decoded)
+
+
+def test_the_hook_casts_and_owes_nothing():
+    ranks = ranks_of(Shortfall(bf16_hook=True))
+    values = np.random.default_rng(1).standard_normal(sum(SIZES.values())).astype(np.float32)
+    average = ranks.average([values.copy() for _ in range(EMULATED_RANKS)])
+    np.testing.assert_array_equal(average, torch.from_numpy(values).bfloat16().float().numpy())
+    assert not any(residual.size for residual in ranks.residuals)
+
+
+def test_a_shortfall_has_a_name():
+    names = {
+        "whole": Shortfall(),
+        "bits8": Shortfall(bits=8),
+        "bits8.lost0.2": Shortfall(bits=8, lost=0.2),
+        "bf16.hook": Shortfall(bf16_hook=True),
+        "lost0.1.random.gone": Shortfall(lost=0.1, at_random=True, feedback=False),
+        "deferred0.5.servers": Shortfall(deferred=0.5, servers=True),
+    }
+    assert {name: each.name for name, each in names.items()} == {name: name for name in names}
+    assert Shortfall(bits=8).share == 0.75
 
 
 def test_without_shortfall_it_is_plain_training_bit_by_bit(short):
@@ -207,17 +265,37 @@ def test_a_curve_says_up_to_where_every_run_gets_there():
     assert curve({0.25: good, 0.5: bad})["points"] == [[0, 1], [0.25, 2], [0.5, 2.5]]
 
 
+@pytest.mark.parametrize(("late", "accuracy", "good"), [(1, 0.9, True), (3, 0.9, False), (1, 0.89, False)])
+def test_lower_precision_is_compared_with_the_hook(late, accuracy, good):
+    losses = [float(loss) for loss in range(80, 0, -1)]
+    whole = run_of(losses)
+    hook = run_of([80.0, *losses[:-1]], shortfall="bf16.hook")
+    ours = run_of([80.0] * late + losses[:-late], accuracy, "bits8")
+    pairs = [(convergence.PairedRuns([each] * 2, [whole] * 2)) for each in (ours, hook)]
+    found = convergence.beside_hook([tuple(pairs)] * 2)
+    assert found.name == "convergence.bits8"
+    assert found.details["as_good"] is good
+    usual = LossCurve(whole).steps_to(LossCurve(whole).target)
+    more = pytest.approx([4 * (late - 1) / usual, 0], abs=1e-3)
+    assert found.details["additional_steps"] == more
+    assert found.details["additional_steps_worst"] == {"table": more}
+    assert found.details["points_above"] == pytest.approx([100 * (accuracy - 0.9), 0], abs=1e-3)
+
+
 def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     runs, curves, said = tmp_path / "deep" / "runs.jsonl", tmp_path / "curves.json", []
-    sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "ceilings": [0.5], "losses": [0.1], "curves": curves}
+    sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "ceilings": [0.5], "losses": [0.1], "bits": [8]}
+    sweep["curves"] = curves
+    other = {"name": "other", "measured": True, "source": "here", "points": [[0.0, 1.0]]}
+    write(curves, [other, other | {"name": "loss_sgd"}])
     made = []
     monkeypatch.setattr(convergence, "train", lambda *what: made.append(what) or train(*what))
     with pytest.raises(ZeroDivisionError):
         measure(**sweep, progress=lambda words: said.append(words) or (len(said) == 3 and 1 / 0))
     first = measure(**sweep)
-    assert len(made) == 2 * 2 * 6
+    assert len(made) == 2 * 2 * 9
     assert measure(**sweep) == first
-    assert len(made) == 24, "nothing is repeated"
+    assert len(made) == 36, "nothing is repeated"
     assert said[1].startswith("table, sgd, deferred0.5, seed 0: ")
     names = [
         "whole",
@@ -226,27 +304,35 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
         "deferred0.5.random",
         "lost0.1",
         "lost0.1.random.gone",
+        "bits8",
+        "bits8.lost0.2",
+        "bf16.hook",
     ]
     assert [each.name for each in first] == [
-        f"convergence.table.{by}.{name}" for by in ("sgd", "adamw") for name in names
+        *(f"convergence.table.{by}.{name}" for by in ("sgd", "adamw") for name in names),
+        *("convergence.bits8", "convergence.bits8.lost0.2"),
     ]
     assert first[0].ratio == first[0].details["steps_factor"] == 1
     written = read(curves)
-    assert set(written) == {
-        f"{family}_{by}"
-        for family in ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_for_good")
-        for by in ("sgd", "adamw")
-    }
-    assert all(curve.measured and "2 seeds" in curve.source for curve in written.values())
+    families = ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_for_good", "precision")
+    names = [f"{family}_{by}" for family in families for by in ("sgd", "adamw")]
+    assert list(written) == ["other", *names], "other curves are kept"
+    assert all("seeds 0 to 1" in written[name].source for name in names)
+    assert written["precision_sgd"].reaches == 0.75
     assert written["deferral_sgd"].steps_factor(0.5) == pytest.approx(first[1].details["steps_factor"])
     monkeypatch.setattr(convergence, "sources_digest", lambda: "other")
     measure(**sweep | {"seeds": 1, "curves": None})
-    assert len(made) == 36, "what depends on other sources is"
+    assert len(made) == 54, "what depends on other sources is"
 
 
 def test_nonsense_is_refused(tmp_path, capsys):
     usual = {"runs": tmp_path / "runs", "tasks": ["table"], "seeds": 1, "ceilings": [0.5], "losses": []}
-    for wrong, words in (({"tasks": ["tabel"]}, "table"), ({"seeds": 0}, "seeds"), ({"ceilings": [1.0]}, "below 1")):
+    for wrong, words in (
+        ({"tasks": ["tabel"]}, "table"),
+        ({"seeds": 0}, "seeds"),
+        ({"ceilings": [1.0]}, "below 1"),
+        ({"bits": [32]}, "from 2 to 31"),
+    ):
         with pytest.raises(BenchError, match=words):
             measure(**usual | wrong)
     assert main(["convergence", "--tasks", "tabel", "--runs", str(tmp_path / "runs")]) == 1
