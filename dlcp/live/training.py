@@ -227,8 +227,8 @@ class History:
             return
         self._last = dict(latest)
         packets = {name: sum(progress.packets[name] for progress in done) for name in done[0].packets}
-        sent = max(1, packets["sent"])
-        of_messages = max(1, sum(packets[name] for name in ("delivered", "lost", "deferred")))
+        totals = dict.fromkeys(("lost", "deferred", "retransmitted"), max(1, packets["sent"]))
+        totals["encoded"] = max(1, packets["delivered"] + packets["lost"] + packets["deferred"])
         computing_s = [progress.computing_s for progress in done]
         self.points.append(
             HistoryPoint(
@@ -236,8 +236,7 @@ class History:
                 sum(progress.step_s for progress in done) / len(done),
                 min(computing_s),
                 max(computing_s),
-                *(packets[name] / sent for name in ("lost", "deferred", "retransmitted")),
-                packets["encoded"] / of_messages,
+                *(packets[name] / total for name, total in totals.items()),
             )
         )
         if len(self.points) > HISTORY_POINTS:
