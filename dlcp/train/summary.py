@@ -67,6 +67,7 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     encoded = coded(model["by_bits"])
     lower = sum(lost for _, lost in encoded.values())
     packets = sum(count for count, _ in model["by_bits"].values())
+    rest = "; the rest in full" if len(encoded) < len(model["by_bits"]) else ""
     precision = ", ".join(f"{bits} bits: {count / packets:.1%}" for bits, (count, _) in encoded.items())
     lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
     return [
@@ -75,7 +76,7 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         f"  delivered          {model['delivered']:,}",
         f"  lost for this step {lost}; at most {model['worst']:.1%} of one message, {model['loss_bound']:.1%} allowed",
         *([f"    of these         {lower:,} held lower digits only: their values arrived rounded"] if lower else []),
-        *([f"  precision          {precision} of the packets; the rest in full"] if encoded else []),
+        *([f"  precision          {precision} of the packets{rest}"] if encoded else []),
         f"  deferred           {model['deferred']:,} to a later step; {deferred}",
         *([f"  waited             {model['waited_steps']} steps at most"] if model["deferred"] else []),
         f"  retransmitted      {model['retransmitted']:,}",
