@@ -197,16 +197,17 @@ class Ledger:
             latest = list(takewhile(lambda record: record.step >= step, reversed(self.records)))
         return [record for record in reversed(latest) if record.step == step]
 
+    def latest_bits(self) -> int:
+        """Return the lowest precision of the messages in the last two steps, because small ones are never encoded."""
+        with self._lock:
+            last = self.records[-1].step if self.records else 0
+            latest = takewhile(lambda record: record.step >= last - 1, reversed(self.records))
+            return min((record.bits for record in latest), default=FULL_BITS)
+
     def by_receiver(self) -> dict[int, dict[str, int]]:
         """Return totals by receiver, by the names in :data:`COUNTS`, in packets."""
         with self._lock:
             return {receiver: dict(zip(COUNTS, totals, strict=True)) for receiver, totals in self._totals.items()}
-
-    def loss_by_layer(self) -> NDArray[np.int64]:
-        """Return packets, lost, deferred and encoded ones per layer position, shape (256, 4)."""
-        with self._lock:
-            self._count()
-            return np.array(self._by_layer)
 
     def loss_by_class(self) -> NDArray[np.int64]:
         """Return packets, lost, deferred and encoded ones per drop class, shape (8, 4)."""
@@ -249,6 +250,11 @@ def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 4), int)).tolist(),
         "by_layer": _added([each["by_layer"] for each in summaries]),
     }
+
+
+def coded(by_bits: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return the rows of a summary's ``by_bits``, packets and lost ones, for the precisions that are encoded."""
+    return {bits: row for bits, row in by_bits.items() if int(bits) < FULL_BITS}
 
 
 def _added(tables: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:

@@ -21,6 +21,7 @@ from dlcp.configuration import PREFIX, options_of
 from dlcp.session import Options
 from dlcp.transport import TransportOptions
 from dlcp.wire.dissector import LABELS
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
 
 _PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
 _COLUMNS: Final = 100
@@ -84,6 +85,16 @@ def header() -> str:
     return "\n".join(lines)
 
 
+def coding() -> str:
+    """Return how values of each precision are encoded."""
+    lines = ["| Bits of a value | Planes | Bits of a digit | Coding in the flags |", "|---:|---:|---:|---|"]
+    for bits, flags in wire.CODING.items():
+        digit_bits = PLANE_DIGIT_BITS[bits]
+        lower = f"; {flags | wire.CODING_LOWER} in the lower plane" if bits > digit_bits else ""
+        lines.append(f"| {bits} | {bits // digit_bits} | {digit_bits} | {flags}{lower} |")
+    return f"Values are encoded in blocks of {PLANE_BLOCK_VALUES}:\n\n" + "\n".join(lines)
+
+
 def members(name: str) -> str:
     """Return the members of an enumeration of ``dlcp.wire``, with the docstrings in its source."""
     enum = getattr(wire, name)
@@ -119,7 +130,7 @@ def public(module_name: str) -> str:
 
 
 _WRITERS: Final[Mapping[str, Any]] = {
-    function.__name__: function for function in (commands, options, header, members, ports, public)
+    function.__name__: function for function in (commands, options, header, coding, members, ports, public)
 }
 
 

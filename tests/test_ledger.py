@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import json
 import threading
 
 import numpy as np
 import pytest
 
-from dlcp.ledger import Ledger, add_up, as_json
+from dlcp.ledger import Ledger, add_up, as_json, coded
 from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 
@@ -47,12 +48,9 @@ def test_losses_are_counted_by_class_and_by_layer():
     drop_class = np.arange(PACKETS) % 8
     layer = np.repeat([0, 255], PACKETS // 2)
     ledger.record(MessageKey(0, 0), 1, "all", tags(drop_class, layer), LossBound(0.3), delivery([7, 15, 6]))
-    by_class, by_layer = ledger.loss_by_class(), ledger.loss_by_layer()
+    by_class = ledger.loss_by_class()
     assert by_class[:, 0].tolist() == np.bincount(drop_class).tolist()
     assert by_class[:, 1].tolist() == [0, 0, 0, 0, 0, 0, 1, 2]
-    assert by_layer[0].tolist() == [10, 2, 0, 0]
-    assert by_layer[255].tolist() == [10, 1, 0, 0]
-    assert by_layer[1:255].sum() == 0
     assert ledger.summary()["by_layer"] == {"0": [10, 2, 0, 0], "255": [10, 1, 0, 0]}
     assert ledger.summary()["by_class"] == by_class.tolist()
 
@@ -66,9 +64,26 @@ def test_what_is_counted_many_messages_at_a_time_adds_up(monkeypatch):
         ledger.record(MessageKey(0, number), 1, "all", tags(layer=layer), LossBound(0.1), delivery([number % 2]))
         waiting.append(len(ledger._uncounted))
     assert waiting == [1, 0, 1, 0, 1], "what waits to be counted does not grow"
-    assert ledger.loss_by_layer()[:5].tolist() == [[PACKETS, 1, 0, 0]] * 5
+    assert list(ledger.summary()["by_layer"].values()) == [[PACKETS, 1, 0, 0]] * 5
     assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0, 0]
     assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0, 0], "once"
+
+
+def test_packets_are_counted_by_precision():
+    ledger = Ledger()
+    assert ledger.latest_bits() == 32
+    bits = ([8, 32], [8, 8], [32, 32], [32, 32])
+    latest = []
+    for step, number in itertools.product(range(len(bits)), range(2)):
+        key, layer, precision = MessageKey(step, number), [number] * PACKETS, bits[step][number]
+        ledger.record(key, 1, "fc", tags(layer=layer), LossBound(0.1), delivery([step % 2]), precision)
+        latest.append(ledger.latest_bits())
+    assert latest == [8, 8, 8, 8, 8, 8, 32, 32], "small messages are not encoded, so one says little"
+    summary = ledger.summary()
+    assert summary["by_bits"] == {"8": [3 * PACKETS, 3], "32": [5 * PACKETS, 5]}
+    assert coded(summary["by_bits"]) == {"8": [3 * PACKETS, 3]}
+    assert summary["by_layer"] == {"0": [4 * PACKETS, 4, 0, 2 * PACKETS], "1": [4 * PACKETS, 4, 0, PACKETS]}
+    assert summary["by_class"][7][3] == 3 * PACKETS
 
 
 def test_the_bound_itself_is_kept_and_one_packet_more_breaks_it():
@@ -170,27 +185,14 @@ def test_entries_from_several_threads_are_all_counted():
 def test_ledgers_of_several_ranks_add_up():
     one = {"sent": 5, "delivered": 4, "lost": 1, "retransmitted": 0, "violations": 0, "max_message_ratio": 0.2}
     one |= {"deferred": 2, "max_deferred_ratio": 0.4, "max_deferred_steps": 3}
-    one |= {"by_bits": {"32": [5, 1]}, "by_class": [[5, 1, 2, 0]] + [[0, 0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 2, 0]}}
-    other = one | {
-        "violations": 1,
-        "max_message_ratio": 0.1,
-        "by_layer": {"12": [3, 0, 0, 0], "0": [2, 1, 0, 0]},
-        "by_bits": {"8": [7, 2], "32": [1, 0]},
-    }
-    other |= {"max_deferred_steps": 5}
+    one |= {"by_class": [[5, 1, 2, 3]] + [[0, 0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 2, 3]}}
+    one |= {"by_bits": {"32": [2, 0], "8": [3, 1]}}
+    other = one | {"violations": 1, "max_message_ratio": 0.1, "by_layer": {"12": [3, 0, 0, 0], "0": [2, 1, 0, 1]}}
+    other |= {"max_deferred_steps": 5, "by_bits": {"4": [1, 0], "8": [4, 0]}}
     total = add_up([one, other])
     assert (total["sent"], total["lost"], total["violations"], total["max_message_ratio"]) == (10, 2, 1, 0.2)
     assert (total["deferred"], total["max_deferred_ratio"], total["max_deferred_steps"]) == (4, 0.4, 5)
-    assert total["by_class"] == [[10, 2, 4, 0]] + [[0, 0, 0, 0]] * 7
-    assert total["by_bits"] == {"8": [7, 2], "32": [6, 1]}
-    assert total["by_layer"] == {"0": [7, 2, 2, 0], "12": [3, 0, 0, 0]}
+    assert total["by_class"] == [[10, 2, 4, 6]] + [[0, 0, 0, 0]] * 7
+    assert total["by_layer"] == {"0": [7, 2, 2, 4], "12": [3, 0, 0, 0]}
+    assert list(total["by_bits"].items()) == [("4", [1, 0]), ("8", [7, 1]), ("32", [2, 0])]
     assert add_up([])["sent"] == 0
-
-
-def test_precision_is_counted_by_bits_and_by_layer():
-    ledger = Ledger()
-    ledger.record(MessageKey(0, 0), 1, "all", tags(layer=np.full(PACKETS, 3)), LossBound(0.1), delivery([7]))
-    ledger.record(MessageKey(1, 0), 1, "all", tags(layer=np.full(PACKETS, 3)), LossBound(0.1), delivery([4, 5]), bits=8)
-    assert ledger.summary()["by_bits"] == {"8": [PACKETS, 2], "32": [PACKETS, 1]}
-    assert ledger.loss_by_layer()[3].tolist() == [2 * PACKETS, 3, 0, PACKETS]
-    assert ledger.records[-1].bits == 8

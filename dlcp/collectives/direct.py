@@ -257,6 +257,8 @@ class DirectPlan:
         The bucket's tags if nothing may be lost.
     layouts
         The layout of each owner's shard in encoded messages; empty if they are not encoded.
+    bits
+        Precision of the messages, in bits of a value.
     """
 
     def __init__(
@@ -290,6 +292,7 @@ class DirectPlan:
             for owner, (start, stop) in self.bounds.items()
             if (layout := PlaneLayout.of(stop - start, bucket.values.itemsize, bits, payload_bytes))
         }
+        self.bits = bits if self.layouts else FULL_BITS
         self.bound, self.average_bound = options.bound_of(bucket), options.average_bound(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
@@ -375,7 +378,7 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
         self.tags = plan.tag(self.context, bucket, step)
-        self._note("tagged")
+        self._note("tagged", plan.bits)
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
         self.awaited = len(self.shards)
@@ -561,9 +564,8 @@ class DirectRun(BucketRun):
 
     def _tail_for_server(self) -> ContributionTail:
         bucket, connection = self.bucket, self.context.connection
-        bits = next((layout.bits for layout in self.plan.layouts.values()), FULL_BITS)
         return ContributionTail(
-            bucket.value_type, bits, len(bucket.values), not bucket.exact, connection.met_congestion
+            bucket.value_type, self.plan.bits, len(bucket.values), not bucket.exact, connection.met_congestion
         )
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:

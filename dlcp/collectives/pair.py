@@ -49,7 +49,7 @@ class PairRun(BucketRun):
         """The peer's contribution; None until it arrives."""
         self.result: NDArray[np.generic] | None = None
         """A copy of the average, kept until the peer is known to have it, too; the caller reuses its own buffer."""
-        self._note("tagged")
+        self._note("tagged", self.plan.bits)
 
     def begin(self) -> None:
         """Post the receive, and contribute."""

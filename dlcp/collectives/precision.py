@@ -17,8 +17,8 @@ from dlcp.collectives.bucket import Bucket
 from dlcp.dtypes import ValueType
 from dlcp.planes import CODED_BITS, FULL_BITS
 
-AUTO: Final = "auto"
-PRECISIONS: Final = (AUTO, str(FULL_BITS), *map(str, CODED_BITS))
+AUTO_PRECISION: Final = "auto"
+PRECISIONS: Final = (AUTO_PRECISION, str(FULL_BITS), *map(str, CODED_BITS))
 AUTO_BITS: Final = 8
 """The precision under congestion: the lowest that needs no more steps than bfloat16."""
 CLEAR_STEPS: Final = 4
@@ -47,8 +47,8 @@ class PrecisionChooser:
     """
 
     def __init__(self, precision: str, *, error_feedback: bool) -> None:
-        self.is_auto = precision == AUTO and error_feedback
-        self.bits = FULL_BITS if precision == AUTO else int(precision)
+        self.is_auto = precision == AUTO_PRECISION and error_feedback
+        self.bits = FULL_BITS if precision == AUTO_PRECISION else int(precision)
         self._patience = CLEAR_STEPS
         self._clear_steps = 0
 

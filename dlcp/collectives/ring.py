@@ -39,6 +39,7 @@ from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.error_text import describe
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.planes import FULL_BITS
 from dlcp.tags import PacketTags
 from dlcp.transport import (
     EMPTY,
@@ -224,7 +225,7 @@ class RingRun(BucketRun):
         self.count = COUNT if bucket.samples is None else SAMPLES
         self.tags = self._tag()
         if self.timeline is not None:
-            self.timeline.note("tagged", step, sequence)
+            self.timeline.note("tagged", step, sequence, FULL_BITS)
         self.final = np.zeros(len(self.tags.queue), np.bool_)
         """Which packets hold the average."""
         self.lost: NDArray[np.floating] | None = None

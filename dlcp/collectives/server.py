@@ -97,7 +97,7 @@ class AllReduceInParts:
             piece = replace(bucket, values=values, segments=part.segments, magnitudes=magnitudes)
             runs.append(self.plain.prepare(step, part_number(sequence, index, self._ranks), piece))
         if timeline is not None:
-            timeline.note("tagged", step, sequence)
+            timeline.note("tagged", step, sequence, min(run.plan.bits for run in runs))
         for index, run in enumerate(runs):  # only now: losses of the first one are for the next step
             run.start().add_done_callback(partial(on_done, index))
         return averaged

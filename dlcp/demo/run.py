@@ -431,9 +431,14 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
     console.print(f"  dlcp was {', '.join(ratios) or 'the only run'}, to {accuracy:.1%}")
     console.print(f"  a message lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}")
-    deferral = summary["dlcp"]["deferral"]
-    console.print(
-        f"  {deferral['share']:.1%} of the packets were deferred to a later step, at most "
-        f"{deferral['max_message_ratio']:.1%} of a message; the bound is {deferral['bound']:.0%}"
-    )
+    precision, deferral = summary["dlcp"]["precision"], summary["dlcp"]["deferral"]
+    for bits, share in precision["encoded"].items():
+        console.print(f"  {share:.1%} of the packets had {bits} bits of each value")
+    if precision["lower_digits"]:
+        console.print(f"  {precision['lower_digits']:.1%} of the lost packets held lower digits only")
+    if deferral["bound"]:
+        console.print(
+            f"  {deferral['share']:.1%} of the packets were deferred to a later step, at most "
+            f"{deferral['max_message_ratio']:.1%} of a message; the bound is {deferral['bound']:.0%}"
+        )
     console.print(f"  replicas are {'bit-identical' if summary['replicas_identical'] else 'NOT identical'}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlcp.collectives.precision import AUTO
+from dlcp.collectives.precision import AUTO_PRECISION
 from dlcp.demo.background import BURST_S, BackgroundBurst, schedule
 from dlcp.planes import FULL_BITS
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
@@ -45,7 +45,7 @@ class DemoSetup:
     depth_packets: int = 32
     loss_bound: float = 0.1
     deferral_bound: float = 0.0
-    precision: str = AUTO
+    precision: str = AUTO_PRECISION
     collective: str = "direct"
     fp16: bool = False
     optimizer: str = "adamw"

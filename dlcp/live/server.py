@@ -346,6 +346,13 @@ class RankCollector(Collector):
                 for peer, counts in each["packets"].items():
                     metric.add_metric([*_rank(each), peer], counts[name])
             yield metric
+        coding = CounterMetricFamily(
+            "dlcp_rank_precision_packets", "Packets of messages, by the bits of a value", labels=[*_RANK, "bits"]
+        )
+        for each in self._snapshots:
+            for bits, (packets, _) in each["by_bits"].items():
+                coding.add_metric([*_rank(each), bits], packets)
+        yield coding
         for name, (key, factor, words) in _OF_PEERS.items():
             of_peers = GaugeMetricFamily(f"dlcp_rank_peer_{name}", words, labels=[*_RANK, "peer"])
             for each in self._snapshots:
@@ -397,6 +404,9 @@ class RankCollector(Collector):
             "Largest number of consecutive steps for which a packet was deferred",
             labels=_RANK,
         )
+        precision = GaugeMetricFamily(
+            "dlcp_rank_precision_bits", "Bits of a value in the latest steps; 32 for all of them", labels=_RANK
+        )
         written = GaugeMetricFamily(
             "dlcp_rank_snapshot_timestamp_seconds", "Unix time of the rank's latest snapshot", labels=_RANK
         )
@@ -407,8 +417,9 @@ class RankCollector(Collector):
             ended.add_metric(rank, each["ended"])
             exceeded.add_metric(rank, each["bound_exceeded"])
             waited.add_metric(rank, each["waited_steps"])
+            precision.add_metric(rank, each["bits"])
             written.add_metric(rank, each["written_unix_s"])
-        yield from (phase, ended, exceeded, waited, written)
+        yield from (phase, ended, exceeded, waited, precision, written)
 
 
 def _rank(snapshot: RankSnapshot) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dlcp.ledger import COUNTS
+from dlcp.ledger import COUNTS, coded
 from dlcp.session.snapshots import SNAPSHOT_SUFFIX, STEP_EDGES_S, RankSnapshot
 
 PRESENT_SNAPSHOTS: Final = 12
@@ -49,6 +49,8 @@ class HistoryPoint(NamedTuple):
         Time per step without waiting, of the rank that waited most and of the one that waited least.
     lost, deferred, retransmitted
         Shares of the packets sent.
+    encoded
+        Share of the messages' packets that hold encoded values.
     """
 
     time_s: float
@@ -58,6 +60,7 @@ class HistoryPoint(NamedTuple):
     lost: float
     deferred: float
     retransmitted: float
+    encoded: float
 
     def merged(self, later: "HistoryPoint") -> "HistoryPoint":
         """Return one point for this interval and the next."""
@@ -80,7 +83,7 @@ class RankProgress:
     step_s, waiting_s
         Duration of a step, and its waiting time by the rank waited for (as text).
     packets
-        Packet counts, by the names of :data:`dlcp.ledger.COUNTS`.
+        Packet counts, by the names of :data:`dlcp.ledger.COUNTS`, and ``encoded``.
     """
 
     steps: int
@@ -96,11 +99,11 @@ class RankProgress:
         steps = sum(after["steps"]) - (sum(before["steps"]) if before else 0)
         step_s = after["step_s"] - (before["step_s"] if before else 0.0)
         waited: Mapping[str, float] = before["waiting_s"] if before else {}
-        earlier = packets_of(before) if before else dict.fromkeys(COUNTS, 0)
+        earlier = packets_of(before) if before else {}
         waiting = {
             peer: (total_s - waited.get(peer, 0.0)) / max(1, steps) for peer, total_s in after["waiting_s"].items()
         }
-        packets = {name: count - earlier[name] for name, count in packets_of(after).items()}
+        packets = {name: count - earlier.get(name, 0) for name, count in packets_of(after).items()}
         return cls(steps, step_s / max(1, steps), waiting, packets)
 
     @property
@@ -146,8 +149,9 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def packets_of(snapshot: RankSnapshot) -> dict[str, int]:
-    """Return a rank's packet counts, summed over all peers."""
-    return {name: sum(int(counts[name]) for counts in snapshot["packets"].values()) for name in COUNTS}
+    """Return a rank's packet counts, summed over all peers, and the number of ``encoded`` packets."""
+    counts = {name: sum(int(counts[name]) for counts in snapshot["packets"].values()) for name in COUNTS}
+    return counts | {"encoded": sum(packets for packets, _ in coded(snapshot["by_bits"]).values())}
 
 
 @dataclass(slots=True)
@@ -222,8 +226,9 @@ class History:
         if not done or not all(progress.steps for progress in done):
             return
         self._last = dict(latest)
-        packets = {name: sum(progress.packets[name] for progress in done) for name in COUNTS}
-        sent = max(1, packets["sent"])
+        packets = {name: sum(progress.packets[name] for progress in done) for name in done[0].packets}
+        totals = dict.fromkeys(("lost", "deferred", "retransmitted"), max(1, packets["sent"]))
+        totals["encoded"] = max(1, packets["delivered"] + packets["lost"] + packets["deferred"])
         computing_s = [progress.computing_s for progress in done]
         self.points.append(
             HistoryPoint(
@@ -231,7 +236,7 @@ class History:
                 sum(progress.step_s for progress in done) / len(done),
                 min(computing_s),
                 max(computing_s),
-                *(packets[name] / sent for name in ("lost", "deferred", "retransmitted")),
+                *(packets[name] / total for name, total in totals.items()),
             )
         )
         if len(self.points) > HISTORY_POINTS:

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from dlcp.document import DocumentError, read_json
+from dlcp.planes import FULL_BITS
 from dlcp.wire import DROP_CLASSES
 
 Run = dict[str, Any]
@@ -73,6 +74,7 @@ class _Ledger(TypedDict):
     max_deferred_steps: _Count
     bound: _Amount
     deferral_bound: _Amount
+    by_bits: dict[Annotated[str, Meta(pattern="^[0-9]+$")], tuple[_Count, _Count]]
     by_class: Annotated[list[Any], Meta(min_length=DROP_CLASSES, max_length=DROP_CLASSES)]
     by_layer: dict[str, Any]
 
@@ -306,6 +308,17 @@ def run_figures(run: Run, target: float | None) -> dict[str, Any]:
         }
         if ledger
         else None,
+        "precision": _precision(ledger["by_bits"]) if ledger else None,
+    }
+
+
+def _precision(by_bits: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the shares of encoded packets by precision, and of lost packets those that held lower digits only."""
+    packets, lost = (sum(row[column] for row in by_bits.values()) for column in range(2))
+    encoded = {bits: row for bits, row in by_bits.items() if int(bits) < FULL_BITS}
+    return {
+        "encoded": {bits: row[0] / packets for bits, row in encoded.items()},
+        "lower_digits": sum(row[1] for row in encoded.values()) / max(1, lost),
     }
 
 

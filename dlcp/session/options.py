@@ -9,8 +9,7 @@ from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_server_defers, check_stages
-from dlcp.collectives.precision import AUTO as AUTO_PRECISION
-from dlcp.collectives.precision import PRECISIONS
+from dlcp.collectives.precision import AUTO_PRECISION, PRECISIONS
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.tags import TagPolicy

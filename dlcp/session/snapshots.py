@@ -86,10 +86,14 @@ class RankSnapshot(TypedDict):
     """The largest share of its packets that a message has lost."""
     waited_steps: int
     """The largest number of successive steps for which a packet was deferred."""
+    bits: int
+    """Bits of a value in the latest steps' messages; 32 for all, in any number format."""
+    by_bits: dict[str, tuple[int, int]]
+    """Packets of messages, and lost ones, by the bits of a value."""
     packets: dict[str, dict[str, int]]
     """Packet counts by receiver and the names in :data:`dlcp.ledger.COUNTS`."""
     layers: list[tuple[int, list[str], int, int, int, int]]
-    """Position, module names, packets, lost packets and deferred packets of each layer, from the model's input on."""
+    """Position, module names, and packets, lost, deferred and encoded ones, of each layer from the model's input on."""
     peers: dict[str, dict[str, Any]]
     """Transport state per peer, see :func:`describe_peer`."""
 
@@ -281,7 +285,8 @@ class SnapshotWriter:
 
     def _snapshot(self) -> RankSnapshot:
         session = self._session
-        layers = session.averager.ledger.loss_by_layer()
+        ledger = session.averager.ledger
+        totals = ledger.summary()
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
         tuner = session.averager.autotuner
@@ -295,13 +300,14 @@ class SnapshotWriter:
             **found,
             "loss_bound": tuner.bound.ratio if tuner else session.options.loss_bound,
             "deferral_bound": tuner.settings.deferral_bound if tuner else session.options.deferral_bound,
-            "bound_exceeded": session.averager.ledger.violations,
-            "worst_loss": session.averager.ledger.max_message_ratio,
-            "waited_steps": session.averager.ledger.max_deferred_steps,
-            "packets": {str(peer): counts for peer, counts in session.averager.ledger.by_receiver().items()},
+            "bound_exceeded": totals["violations"],
+            "worst_loss": totals["max_message_ratio"],
+            "waited_steps": totals["max_deferred_steps"],
+            "bits": ledger.latest_bits(),
+            "by_bits": totals["by_bits"],
+            "packets": {str(peer): counts for peer, counts in ledger.by_receiver().items()},
             "layers": [
-                [position, names.get(str(position), []), *layers[position].tolist()]
-                for position in layers[:, 0].nonzero()[0].tolist()
+                [int(position), names.get(position, []), *counts] for position, counts in totals["by_layer"].items()
             ],
             "peers": self._ask_peers(),
             **self._end,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dlcp.ledger import add_up
+from dlcp.ledger import add_up, coded
 from dlcp.train.launcher import Report
 
 OF_OTHERS: Final = ("token", "job", "sender")
@@ -64,12 +64,19 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     exceeded = f"{model['bound_exceeded']} TIMES" if model["bound_exceeded"] else "never"
     deferred = f"at most {model['most_deferred']:.1%} of one message, {model['deferral_bound']:.1%} allowed"
     strange = sum(model["refused"].get(cause, 0) for cause in OF_OTHERS)
+    encoded = coded(model["by_bits"])
+    lower = sum(lost for _, lost in encoded.values())
+    packets = sum(count for count, _ in model["by_bits"].values())
+    rest = "; the rest in full" if len(encoded) < len(model["by_bits"]) else ""
+    precision = ", ".join(f"{bits} bits: {count / packets:.1%}" for bits, (count, _) in encoded.items())
     lost = "0" if not model["lost"] else f"{model['lost']:,} ({model['lost'] / model['sent']:.3%})"
     return [
         head,
         f"  packets sent       {model['sent']:,}, through {model['through']}",
         f"  delivered          {model['delivered']:,}",
         f"  lost for this step {lost}; at most {model['worst']:.1%} of one message, {model['loss_bound']:.1%} allowed",
+        *([f"    of these         {lower:,} held lower digits only: their values arrived rounded"] if lower else []),
+        *([f"  precision          {precision} of the packets{rest}"] if encoded else []),
         f"  deferred           {model['deferred']:,} to a later step; {deferred}",
         *([f"  waited             {model['waited_steps']} steps at most"] if model["deferred"] else []),
         f"  retransmitted      {model['retransmitted']:,}",
@@ -104,6 +111,7 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
         **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound", "deferral_bound")},
         "steps": min(part["steps"] for part in parts),
         **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted", "deferred")},
+        "by_bits": ledger["by_bits"],
         "worst": ledger["max_message_ratio"],
         "most_deferred": ledger["max_deferred_ratio"],
         "waited_steps": ledger["max_deferred_steps"],

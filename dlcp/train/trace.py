@@ -175,7 +175,9 @@ class _RankEvents:
         arguments = {"step": ready.step, **ready.values, **_state(unfinished)}
         yield self._slice(f"bucket {ready.number}", thread, ready.time_ns, end_ns, arguments)
         for before, after in pairwise(notes):
-            arguments = {"step": ready.step} | {name: self._rank(rank) for name, rank in after.values.items()}
+            arguments = {"step": ready.step, **after.values}
+            if "last" in arguments:
+                arguments["last"] = self._rank(arguments["last"])
             name = "exchange" if (before.event, after.event) == ("tagged", "averaged") else PHASES[after.event]
             yield self._slice(name, thread, before.time_ns, after.time_ns, arguments)
 

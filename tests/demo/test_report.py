@@ -162,6 +162,13 @@ def test_with_gloo_there_is_no_excuse(usual):
     assert "There is no run with Gloo" not in Page((usual / "report.html").read_text()).text
 
 
+def test_precision_is_told_with_what_loss_then_means(usual):
+    text = Page((usual / "report.html").read_text()).text
+    assert "60 % of all packets had fewer bits of each value" in text
+    assert "Of the packets that DLCP sent, 60 % had 8 bits of each value; the others had all." in text
+    assert "Of the lost packets, 75 % held lower digits only" in text
+
+
 def test_a_slower_dlcp_is_called_slower(runs, tmp_path):
     for point in runs["dlcp"]["curve"]:
         point["seconds"] *= 10
@@ -204,12 +211,13 @@ def test_a_run_without_drops_loss_or_layer_times_still_has_a_page(runs, tmp_path
         run["background"]["samples"] = []
         run["switch"] |= {"tail_drops": 0, "policy_drops": 0, "by_queue": {}}
         if run["ledger"]:
-            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0, 0]] * 8}
-            run["ledger"] |= {"by_layer": {"0": [9, 0, 0]}}
+            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0, 0, 0]] * 8}
+            run["ledger"] |= {"by_layer": {"0": [9, 0, 0, 0]}, "by_bits": {"32": [80, 0]}}
     page = page_of(runs, tmp_path)
     assert page.ids >= FIGURES - {"layers"}
     assert "layers" not in page.ids
     assert "Nothing was lost." in page.text
+    assert "all had all bits of each value." in page.text
     assert "is not known for these runs" in page.text
 
 

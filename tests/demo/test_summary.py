@@ -143,6 +143,14 @@ def test_packets_come_from_ledger_and_switch_and_are_null_where_unknown(timed):
     assert summarize(timed)["gloo"]["packets"]["retransmitted"] == 12
 
 
+def test_precision_is_told_with_the_losses_of_lower_digits(timed):
+    timed["dlcp"]["ledger"]["by_bits"] = {"4": [100, 0], "8": [500, 30], "32": [400, 10]}
+    summary = summarize(timed)
+    assert summary["dlcp"]["precision"] == {"encoded": {"4": 0.1, "8": 0.5}, "lower_digits": 0.75}
+    assert summary["plain"]["precision"] == {"encoded": {}, "lower_digits": 0}
+    assert summary["gloo"]["precision"] is None
+
+
 def test_violations_and_diverging_replicas_are_told(timed):
     assert summarize(timed)["replicas_identical"] is True
     timed["dlcp"]["ledger"] |= {"violations": 3, "max_message_ratio": 0.2, "bound": 0.1}
@@ -186,6 +194,8 @@ def test_runs_that_are_missing_or_unknown_are_refused(timed):
         (lambda run: run["switch"].pop("tail_drops"), "missing required field `tail_drops` - at `.*switch`"),
         (lambda run: run["ledger"].pop("violations"), "missing required field `violations` - at `.*ledger`"),
         (lambda run: run["ledger"].update(by_class=[[1, 0]]), "length >= 8 - at `.*ledger.by_class`"),
+        (lambda run: run["ledger"].update(by_bits={"8": [1]}), r"length 2.* - at `.*ledger.by_bits"),
+        (lambda run: run["ledger"].update(by_bits={"x": [1, 0]}), "regex.* - at `key.*ledger.by_bits"),
         (lambda run: run.update(ledger=None), "ledger may be null for gloo only"),
         (lambda run: run.pop("layer_seconds"), "missing required field `layer_seconds`"),
     ],

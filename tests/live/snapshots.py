@@ -41,9 +41,11 @@ def snapshot(rank=0, ranks=2, steps=10, **changes):
         "bound_exceeded": 0,
         "worst_loss": 0.08,
         "waited_steps": 7,
+        "bits": 8,
+        "by_bits": {"8": [600 * steps * len(peers), 30 * steps * len(peers)], "32": [400 * steps * len(peers), 0]},
         "packets": {str(peer): {name: steps * count for name, count in COUNTS.items()} for peer in peers},
         "layers": [
-            [128 * place, names, 300 * steps, (40, 10, 0)[place] * steps, (0, 5, 5)[place] * steps]
+            [128 * place, names, *(count * steps for count in (300, (40, 10, 0)[place], (0, 5, 5)[place], 150))]
             for place, names in enumerate(MODULES)
         ],
         "peers": {str(peer): {**path, "worst_path_loss": 0.03} for peer in peers},

@@ -16,7 +16,7 @@ from dlcp.live.server import RankCollector
 from dlcp.session.snapshots import STEP_EDGES_S
 from tests.live.snapshots import COUNTS, snapshot
 
-BASE_UNITS = ("seconds", "bytes", "bytes_per_second", "packets", "messages", "steps", "info")
+BASE_UNITS = ("seconds", "bits", "bytes", "bytes_per_second", "packets", "messages", "steps", "info")
 
 
 def families(*snapshots):
@@ -53,6 +53,9 @@ def test_they_say_what_ranks_told():
     assert value(found, "dlcp_rank_peer_paths_left", **zero, peer="1") == 1
     assert value(found, "dlcp_rank_snapshot_timestamp_seconds", **zero) == 1.75e9 + 10
     assert value(found, "dlcp_rank_waited_steps", **zero) == 7
+    assert value(found, "dlcp_rank_precision_bits", **zero) == 8
+    assert value(found, "dlcp_rank_precision_packets_total", **zero, bits="8") == 12000
+    assert value(found, "dlcp_rank_precision_packets_total", **zero, bits="32") == 8000
     assert value(found, "dlcp_rank_phase", **zero, phase="ready") == 1
     assert value(found, "dlcp_rank_phase", rank="1", phase="ready") == 0
     assert value(found, "dlcp_rank_phase", rank="1", phase="fallback") == 1

@@ -105,10 +105,15 @@ def test_it_shows_training_and_fits(watched, browser, tmp_path, size, dark):
         "80 ms computing, 20 ms waiting",
         "at most 8 % of one message, 10 % allowed",
         "80 Mbit/s",
+        "60 % of the lost held lower digits only",
+        "8 bits",
+        "60 % of all packets so far had fewer bits of each value",
     ):
         assert word in cards
     assert text(browser, "ranks").count("over DLCP") == 4
     assert "blocks.0.attention … blocks.0.mlp" in text(browser, "layers")
+    assert text(browser, "layers").count("50 %") == 3, "of a layer's packets, those with fewer bits"
+    assert browser.evaluate("document.querySelectorAll('#encoded path').length") == 1
     assert text(browser, "paths").count("80 Mbit/s") == 12
     assert browser.evaluate("document.getElementById('note').hidden")
     assert browser.evaluate("document.querySelectorAll('#waiting svg g').length") == 4 * 5
@@ -152,7 +157,7 @@ def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser)
 
 
 def test_what_ranks_say_is_text_whatever_it_is(watched, browser):
-    names = [[0, [HOSTILE], 10, 1, 0]]
+    names = [[0, [HOSTILE], 10, 1, 0, 0]]
     watched.tell(snapshot(0, steps=3, host=HOSTILE, session=HOSTILE, layers=names), snapshot(1, steps=3, session="b"))
     watched.tell(snapshot(1, steps=4, session=HOSTILE, phase="failed", reason=HOSTILE, host=HOSTILE))
     until(lambda: HOSTILE in text(browser, "note"))
@@ -169,7 +174,7 @@ def test_of_several_sessions_the_reader_chooses_one(watched, browser):
 
 
 def test_many_ranks_and_layers_are_cut_to_what_matters(watched, browser):
-    layers = [[place, [f"layer{place}"], 100, place % 50, 0] for place in range(200)]
+    layers = [[place, [f"layer{place}"], 100, place % 50, 0, 0] for place in range(200)]
     watched.train(ranks=40, points=2, layers=layers)
     browser.evaluate("draw()")
     assert browser.evaluate("document.querySelectorAll('#waiting svg').length") == 0

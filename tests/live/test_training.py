@@ -52,18 +52,20 @@ def test_ranks_are_shown_with_what_they_do_at_present(tmp_path):
     assert first["present"]["step_s"] == pytest.approx(0.1)
     assert first["present"]["waiting_s"] == {"1": pytest.approx(0.018), "": pytest.approx(0.002)}
     assert first["present"]["computing_s"] == pytest.approx(0.08)
-    assert first["packets"] == {"sent": 35000, "delivered": 32900, "lost": 1750, "retransmitted": 1050, "deferred": 350}
+    counts = {name: 35 * count for name, count in COUNTS.items()}
+    assert first["packets"] == {**counts, "encoded": 35 * 600}
     assert first["peers"] == [{**first["peers"][0], "rank": 1, "sent": 35000, "rate_bps": 8e7, "local": False}]
 
 
 def test_layers_are_those_of_all_ranks_from_the_input_on(tmp_path):
-    write(tmp_path, snapshot(0), snapshot(1, layers=[[255, [], 10, 1, 2], [128, ["blocks.0.mlp"], 100, 0, 0]]))
+    write(tmp_path, snapshot(0), snapshot(1, layers=[[255, [], 10, 1, 2, 0], [128, ["blocks.0.mlp"], 100, 0, 0, 60]]))
     watched = Training([tmp_path])
     watched.refresh()
     layers = only_session(watched)["layers"]
     assert [layer["position"] for layer in layers] == [0, 128, 255, 256]
-    assert layers[0] == {"position": 0, "names": ["embedding"], "packets": 3000, "lost": 400, "deferred": 0}
-    assert layers[1]["packets"] == 3100
+    counts = {"packets": 3000, "lost": 400, "deferred": 0, "encoded": 1500}
+    assert layers[0] == {"position": 0, "names": ["embedding"], **counts}
+    assert (layers[1]["packets"], layers[1]["encoded"]) == (3100, 1560)
     assert layers[2]["names"] == []
 
 
@@ -84,6 +86,7 @@ def test_the_past_is_as_long_as_training_and_never_more_than_so_many_points(tmp_
         assert point.step_s == pytest.approx(0.1)
         assert (point.computing_least_s, point.computing_most_s) == (pytest.approx(0.08), pytest.approx(0.08))
         assert (point.lost, point.retransmitted, point.deferred) == pytest.approx((0.05, 0.03, 0.01))
+        assert point.encoded == pytest.approx(0.6)
 
 
 def test_the_past_tells_who_computes_longest(tmp_path, clock):
@@ -96,8 +99,8 @@ def test_the_past_tells_who_computes_longest(tmp_path, clock):
 
 
 def test_two_points_become_one():
-    first, second = HistoryPoint(1, 2, 0.5, 1.5, 0.2, 0, 0), HistoryPoint(3, 4, 1, 1.25, 0.4, 0, 0.1)
-    assert first.merged(second) == HistoryPoint(3, 3, 0.5, 1.5, pytest.approx(0.3), 0, 0.05)
+    first, second = HistoryPoint(1, 2, 0.5, 1.5, 0.2, 0, 0, 1), HistoryPoint(3, 4, 1, 1.25, 0.4, 0, 0.1, 0)
+    assert first.merged(second) == HistoryPoint(3, 3, 0.5, 1.5, pytest.approx(0.3), 0, 0.05, 0.5)
 
 
 def test_a_rank_that_writes_no_more_is_silent_unless_it_has_ended(tmp_path, clock):
@@ -198,9 +201,11 @@ ODD = [
     {"waiting_s": {"1": "long"}},
     {"packets": {"1": {"sent": 1}}},
     {"packets": {"1": {**dict.fromkeys(COUNTS, 0), "lost": "some"}}},
-    {"layers": [[0, "conv", 1, 0, 0]]},
-    {"layers": [[0, ["conv"], float("nan"), 0, 0]]},
+    {"layers": [[0, "conv", 1, 0, 0, 0]]},
+    {"layers": [[0, ["conv"], float("nan"), 0, 0, 0]]},
     {"layers": [{}]},
+    {"by_bits": {"eight": [1, 0]}},
+    {"by_bits": {"8": [1]}},
     {"peers": {"x": {"local": True}}},
     {"peers": {"1": {"local": False}}},
     {"peers": {"1": {"local": "yes"}}},

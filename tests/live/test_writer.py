@@ -37,13 +37,13 @@ def read(folder):
     return json.loads(path.read_text())
 
 
-def enter(session, receiver, packets, lost):
+def enter(session, receiver, packets, lost, bits=32):
     """Enter a message that lost so many packets."""
     zeros = np.zeros(packets, np.uint8)
     tags = PacketTags(queue=zeros, drop_class=zeros, layer=zeros, protected=zeros.astype(bool))
     delivered = np.arange(packets) >= lost
     delivery = Delivery(delivered, packets + 2, 2, 0.01, None)
-    session.averager.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery)
+    session.averager.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery, bits)
 
 
 def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monkeypatch):
@@ -54,7 +54,7 @@ def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monke
     assert (found["rank"], found["ranks"], found["process_rank"], found["phase"]) == (1, [0, 1, 2], 5, "joining")
     assert (found["session"], found["ended"], found["packets"], found["layers"]) == ("", False, {}, [])
     enter(session, 0, 10, 1)
-    enter(session, 2, 20, 0)
+    enter(session, 2, 20, 0, bits=8)
     writer.label = "0-abc"
     until(lambda: read(tmp_path / "made")["session"] == "0-abc")
     writer.close("ready", "the test is over")
@@ -62,7 +62,8 @@ def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monke
     assert (found["ended"], found["phase"], found["gave_up"]) == (True, "ready", "the test is over")
     assert found["packets"]["0"] == {"sent": 12, "delivered": 9, "lost": 1, "retransmitted": 2, "deferred": 0}
     assert found["packets"]["2"]["delivered"] == 20
-    assert found["layers"] == [[0, [], 30, 1, 0]]
+    assert found["layers"] == [[0, [], 30, 1, 0, 20]]
+    assert (found["bits"], found["by_bits"]) == (8, {"8": [20, 0], "32": [10, 1]})
     assert session.averager.ledger.summary()["sent"] == 34, "totals of a ledger are the sums over its receivers"
     assert [path.suffix for path in (tmp_path / "made").iterdir()] == [".snapshot"]
 

@@ -7,7 +7,7 @@ from dlcp.train import headroom, summary
 from dlcp.train.launcher import TrainPlan, read_reports, write_report
 
 
-def ledger(sent=1000, lost=0, violations=0, worst=0.0):
+def ledger(sent=1000, lost=0, violations=0, worst=0.0, by_bits=None):
     return {
         "sent": sent,
         "delivered": sent - lost,
@@ -18,8 +18,8 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0):
         "max_deferred_steps": 1,
         "max_message_ratio": worst,
         "violations": violations,
+        "by_bits": by_bits or {"32": [sent, lost]},
         "by_class": [[0, 0, 0, 0]] * 8,
-        "by_bits": {},
         "by_layer": {},
     }
 
@@ -66,6 +66,20 @@ def test_the_summary_adds_up_what_the_ranks_counted():
     assert "left over" not in text
     assert "bound exceeded     never" in text
     assert "fallback           none" in text
+
+
+def test_precision_and_what_loss_then_means_is_told():
+    reports = [
+        report(0, sent=1000, lost=20, by_bits={"8": [600, 15], "32": [400, 5]}),
+        report(1, sent=1000, lost=10, by_bits={"4": [200, 0], "8": [620, 10], "32": [180, 0]}),
+    ]
+    text = "\n".join(summary.as_lines(summary.summarize(reports)))
+    assert "lost for this step 30 (1.500%)" in text
+    assert "of these         25 held lower digits only: their values arrived rounded" in text
+    assert "precision          4 bits: 10.0%, 8 bits: 61.0% of the packets; the rest in full" in text
+    text = "\n".join(summary.as_lines(summary.summarize([report(0, lost=20)])))
+    assert "precision" not in text
+    assert "of these" not in text
 
 
 def test_what_no_step_will_send_is_told():

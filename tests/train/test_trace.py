@@ -161,6 +161,7 @@ def test_a_bucket_goes_through_its_phases_one_after_the_other(trained):
         assert "unfinished" not in bucket["args"]
         assert [each["name"] for each in phases] == PHASES
         assert sum(each["dur"] for each in phases) == pytest.approx(bucket["dur"], abs=0.1)
+        assert phases[0]["args"]["bits"] in (8, 32)
         assert phases[1]["args"]["last"] == 2 - pid, "of two ranks the other one contributes last"
     steps = [each for each in slices if each["name"] == "step"]
     assert sorted((each["pid"], each["args"]["step"]) for each in steps) == [(p, s) for p in (1, 2) for s in range(4)]
@@ -218,7 +219,7 @@ def test_clocks_of_hosts_are_aligned_by_confirmations(tmp_path):
 def test_what_a_killed_rank_left_open_is_in_the_trace(tmp_path):
     notes = [
         (5_000, "ready,3,1,fc1"),
-        (9_000, "tagged,3,1"),
+        (9_000, "tagged,3,1,8"),
         (11_000, "issued,4,0,all_reduce"),
         (20_000, "left,3,0,why, so"),
     ]
@@ -227,6 +228,7 @@ def test_what_a_killed_rank_left_open_is_in_the_trace(tmp_path):
     slices, _, marks = strictly_read(tmp_path / "trace.json")
     assert [(each["name"], each["dur"]) for each in slices] == [("bucket 1", 15.0), ("tag", 4.0), ("all_reduce", 9.0)]
     assert [each["args"].get("unfinished") for each in slices] == [True, None, True]
+    assert slices[1]["args"] == {"step": 3, "bits": 8}
     assert [each["args"] for each in marks] == [{"reason": "why, so"}]
 
 
