@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distribut
 
 from dlcp.bench.results import BenchResult, significant
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
-from dlcp.collectives.precision import AUTO
+from dlcp.collectives.precision import AUTO_PRECISION
 from dlcp.dtypes import ValueType
 from dlcp.planes import FULL_BITS
 from dlcp.tags import Layer, Segment
@@ -76,7 +76,7 @@ class AllReduceContender:
     control: str | None = None
     memory: bool = False
     deferral: float = 0.0
-    precision: str = AUTO
+    precision: str = AUTO_PRECISION
 
 
 def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[AllReduceContender, ...]:
