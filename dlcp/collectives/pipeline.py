@@ -27,8 +27,10 @@ from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Cos
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.precision import AUTO_PRECISION
 from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, REDUCTION_RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
+from dlcp.planes import FULL_BITS
 
 if TYPE_CHECKING:
     from dlcp.compress import Compressor
@@ -261,13 +263,22 @@ def make_reducer(
     return Pipeline(plain, compressed, numbers_per_bucket=per_bucket, multiplier=multiplier, left_out=left_out)
 
 
-def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fallback: bool = False) -> None:
-    """Check that a compression, a rule and a collective exist and are compatible.
+def check_stages(
+    compression: str,
+    combine: str,
+    collective: str = DIRECT,
+    *,
+    fallback: bool = False,
+    precision: str = AUTO_PRECISION,
+) -> None:
+    """Check that a compression, a rule, a collective and a precision exist and are compatible.
 
     Parameters
     ----------
     compression, combine, collective
         See :func:`make_reducer`.
+    precision
+        One of ``PRECISIONS``.
     fallback
         Whether the framework's own all-reduce takes over if DLCP fails. It averages, so only averages can continue.
 
@@ -293,6 +304,15 @@ def check_stages(compression: str, combine: str, collective: str = DIRECT, *, fa
         raise ValueError(
             f"the result of compression {compression!r} is a vote, which an average cannot replace: set {wanted}"
         )
+    if int(precision if precision != AUTO_PRECISION else FULL_BITS) < FULL_BITS:
+        bypass = f"combine {combine!r}" if combine == ADASUM else ""
+        if compressor and not compressor.reduces:
+            bypass = f"compression {compression!r}"
+        if bypass:
+            raise ValueError(
+                f"{bypass} sends gradients in a format of its own, to which precision {precision} does not apply: "
+                f"omit one of the two"
+            )
     if combine == ADASUM and collective == SERVER:
         raise ValueError(f"a parameter server can only average; with combine {combine!r} set collective to {DIRECT!r}")
     if compressor and combine == ADASUM and compressor.rounds > 1:

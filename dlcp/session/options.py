@@ -39,7 +39,8 @@ class Options:
         8 while a path drops or marks packets, or a rank's port is far slower than the others'
         (:mod:`dlcp.collectives.precision`). Values are rounded in blocks of 32 that share a scale
         (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next step. Without it,
-        ``auto`` is 32. No effect on float64, nor on messages of a few packets.
+        ``auto`` is 32. With a compression that adds up, such as ``fp16`` or ``powersgd``, it applies to what that
+        sends. No effect on float64, nor on messages of a few packets.
     deferral_bound
         The largest share of a message's packets that may be deferred to a later step, 0 to 1; 0, the default, defers
         none. The packets with the smallest values are deferred, and only if a rank's port is far slower than the
@@ -183,7 +184,9 @@ class Options:
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.adapt and self.combine != "average":
             raise ValueError(f"adapt supports only combine 'average', got {self.combine!r}: omit one of the two")
-        check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
+        check_stages(
+            *(self.compression, self.combine, self.collective), fallback=self.fallback, precision=self.precision
+        )
         if self.collective == SERVER and self.deferral_bound:
             check_server_defers(self.compression, self.layer_bounds)
         self.transport(1)

@@ -8,6 +8,7 @@ from dlcp.collectives.precision import CLEAR_STEPS, PrecisionChooser
 from dlcp.dtypes import ValueType
 from tests.collectives.test_reduce_scatter import ScatteringRanks
 from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, SMALL_SIZES, Ranks, SmallRanks, assert_identical
+from tests.collectives.virtual_ring import RingRanks
 
 THREE_BUCKETS = [["fc.weight"], ["conv2.bias", "conv2.weight"], ["conv1.bias", "conv1.weight"]]
 FORMATS = pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.FLOAT16, ValueType.BFLOAT16])
@@ -43,6 +44,44 @@ def test_what_is_rounded_is_not_lost(count, loss, precision):
         assert ranks.lost > 0, "packets of the lower plane may be lost"
     for ledger in ranks.ledgers:
         assert ledger.violations == 0
+
+
+@PRECISION
+@pytest.mark.parametrize(("count", "loss"), [(2, 0.0), (3, 0.05), (5, 0.2)])
+def test_a_ring_loses_nothing_by_rounding(count, loss, precision):
+    ranks = RingRanks(count, bound=0.3, loss=loss, jitter_s=0.001, seed=5, precision=precision)
+    given, taken = sums(ranks, 6)
+    for name in SIZES:
+        scale = np.abs(given[name]).max()
+        np.testing.assert_allclose(taken[name] + ranks.owed(name), given[name], rtol=0, atol=2e-5 * scale)
+    assert all(reducer.context.residual.size > 1000 for reducer in ranks.reducers), "nothing was rounded"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_ring_goes_down_under_congestion_and_returns(count):
+    ranks = RingRanks(count, loss=0.1, seed=4, precision="auto", **UNMARKED)
+    bits = []
+    for step in range(3 * CLEAR_STEPS):
+        if step == 4:
+            ranks.network.loss = 0.0
+        averages = ranks.reduce(step, ranks.gradients(step))
+        assert_identical(averages)
+        (now,) = {reducer.precision.bits for reducer in ranks.reducers}
+        bits.append(now)
+    assert (bits[0], bits[2:4], bits[-1]) == (32, [8, 8], 32)
+
+
+@FORMATS
+@PRECISION
+def test_a_ring_is_close_in_every_format(value_type, precision):
+    ranks = RingRanks(4, seed=6, value_type=value_type, precision=precision)
+    gradients = ranks.gradients(1)
+    averages = ranks.reduce(0, gradients)
+    assert_identical(averages)
+    for name in SIZES:
+        exact = np.mean([value_type.widen(rank[name]) for rank in gradients], axis=0)
+        error = np.linalg.norm(value_type.widen(averages[0][name]) - exact) / np.linalg.norm(exact)
+        assert error <= {"16": 0.006, "8": 0.04, "4": 0.6}[precision], name
 
 
 @FORMATS
