@@ -23,6 +23,7 @@ JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
 AGREED, SET_ALIKE, OWN, WHOLE_STEP = Trait.AGREED, Trait.SET_ALIKE, Trait.OWN, Trait.WHOLE_STEP
 PACKETS = Unit("of a message's packets")
+ROUTES = AUTO_ROUTE, DLCP_ROUTE, FRAMEWORK_ROUTE = "auto", "dlcp", "framework"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,13 @@ class Options:
     fallback
         If DLCP cannot be used, at the start or later, continue with the framework's own all-reduce, or in a group with
         its store. If off, that is an error.
+    route
+        What averages gradients while DLCP works: ``dlcp``; ``framework``, its own all-reduce, or FSDP2's
+        reduce-scatter; or ``auto``, the faster one. With ``auto`` the ranks time a few steps of each in turn
+        (:mod:`dlcp.session.route`), but only where they exchange packets through a clean network. All ranks use the
+        same one in a step. ``auto`` means ``dlcp`` without PyTorch, with the backend ``dlcp``, with a parameter server,
+        and with ``samples``, ``adapt``, ``phases``, ``compression`` or another ``combine`` than ``average``;
+        ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
     protected_share
@@ -155,6 +163,7 @@ class Options:
     deadline_s: Seconds = 120.0
     meet_s: Seconds = 30.0
     fallback: Annotated[bool, AGREED] = True
+    route: Annotated[str, OneOf(ROUTES), AGREED] = AUTO_ROUTE
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
     protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
@@ -183,6 +192,13 @@ class Options:
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.adapt and self.combine != "average":
             raise ValueError(f"adapt supports only combine 'average', got {self.combine!r}: omit one of the two")
+        if self.route == FRAMEWORK_ROUTE:
+            without_effect = self.given(WHOLE_STEP) + ["collective"] * (self.collective == SERVER)
+            if without_effect:
+                raise ValueError(
+                    f"route 'framework' leaves averaging to the framework, which has no {', '.join(without_effect)}: "
+                    "omit one of the two"
+                )
         check_stages(self.compression, self.combine, self.collective, fallback=self.fallback)
         if self.collective == SERVER and self.deferral_bound:
             check_server_defers(self.compression, self.layer_bounds)
