@@ -412,6 +412,11 @@ class TrainingSession:
         return self.router.decision if self.router else ""
 
     @property
+    def framework_steps(self) -> int:
+        """Number of steps that the framework has averaged while DLCP worked."""
+        return self.router.framework_steps if self.router else 0
+
+    @property
     def timeline(self) -> "Timeline | None":
         """The timeline of this rank's events, if the options ask for one."""
         return self.endpoint.connection.timeline if self.endpoint else None

@@ -254,6 +254,11 @@ class State:
         """What averages gradients while DLCP is in use, and why, in one sentence; ``""`` if there is no choice."""
         return self.session.route if self.session else ""
 
+    @property
+    def framework_steps(self) -> int:
+        """Number of steps that the framework has averaged while DLCP was in use."""
+        return self.session.framework_steps if self.session else 0
+
     # Between steps ----------------------------------------------------------------------------------------------------
 
     def samples(self, count: int) -> None:
