@@ -147,7 +147,7 @@ class RouteChooser:
     def decision(self) -> str:
         """The route and the reason for it, for the user."""
         if not self.because:
-            return f"DLCP, not compared with {self._framework} yet"
+            return f"DLCP until it has been compared with {self._framework}"
         return f"{'DLCP' if self.settled is Route.DLCP else 'framework'} since step {self.since}: {self.because}"
 
     def route(self, step: int) -> Route:

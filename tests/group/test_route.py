@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlcp.session import Options
+from dlcp.session import Options, join
 from dlcp.session.route import (
     FIRST_BACK_OFF,
     FIRST_PERIOD,
@@ -19,6 +19,7 @@ from dlcp.session.route import (
     StepReport,
     may_choose,
 )
+from tests.transport.free_ports import free_port
 
 TRIAL_ENDS = WARM_UP + len(TRIAL) + LAG - 1
 """The first step by which the first trial has been judged, if the first step is 0."""
@@ -213,3 +214,12 @@ def test_otherwise_the_ranks_choose_unless_told():
     assert not may_choose(Options(route="dlcp"))
     with pytest.raises(ValueError, match="route must be one of auto, dlcp, framework, got 'gloo'"):
         Options(route="gloo")
+
+
+def test_what_has_no_framework_refuses_its_route():
+    with pytest.raises(ValueError, match=r"route 'framework' needs PyTorch: dlcp\.session\.join averages with DLCP"):
+        join(Options(route="framework"), rank=0, size=2, master=f"127.0.0.1:{free_port()}")
+    backend = pytest.importorskip("dlcp.torch.backend")
+    with pytest.raises(ValueError, match="a group of backend dlcp does not support route"):
+        backend._heeded(Options(route="framework"))
+    assert backend._heeded(Options(route="dlcp")).route == "dlcp"

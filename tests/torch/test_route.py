@@ -162,7 +162,7 @@ def in_memory(worker):
 
 def test_through_memory_all_steps_go_over_dlcp():
     for before, said, count in values(launch(2, in_memory, environment={"DLCP_SHARED_MEMORY": "1"})):
-        assert before == "DLCP, not compared with gloo yet"
+        assert before == "DLCP until it has been compared with gloo"
         assert said == "DLCP since step 0: all ranks exchange packets through memory"
         assert count == 0
 
