@@ -54,6 +54,9 @@ SLOW: Final = 1.5
 """A step of the framework that takes this many times the usual one, because all ranks wait, ends its turn."""
 COLD: Final = 3.0
 """The same for the first step of a turn, in which connections and caches are cold."""
+JITTER_S: Final = 0.02
+"""A single slow step must exceed the usual one by this; a smaller excess counts in the second step in a row. On a busy
+host a process waits for a core about as long: two ranks on two cores, with steps of 4 ms, had single ones of 10 ms."""
 FIRST_PERIOD: Final = 200
 """Steps from the first trial to the second; each later distance is four times the last. A trial has eight steps of
 the slower route, so trials take 1.6 % of the first thousand steps, and less later. Each costs only the difference
@@ -101,15 +104,9 @@ class StepReport(NamedTuple):
         return cls(step_s, -minus_waited_s, bool(lossy), bool(minus_queued), bool(remote))
 
 
-def _usual(reports: Sequence[StepReport]) -> float:
+def usual_s(reports: Sequence[StepReport]) -> float:
+    """Return the median step time, in seconds."""
     return statistics.median(report.step_s for report in reports)
-
-
-def is_slow(report: StepReport, usual: Sequence[StepReport], factor: float) -> bool:
-    """Return whether a step took ``factor`` times the usual, and all ranks waited for at least half of the excess."""
-    excess_s = report.step_s - _usual(usual)
-    waited_s = report.waited_s - statistics.median(each.waited_s for each in usual)
-    return excess_s > (factor - 1) * _usual(usual) and waited_s > excess_s / 2
 
 
 class RouteChooser:
@@ -137,7 +134,7 @@ class RouteChooser:
         self._period, self._back_off = FIRST_PERIOD, FIRST_BACK_OFF
         self._reports: dict[Route, list[StepReport]] = {route: [] for route in Route}
         """Those that count of the current trial, or of the last one."""
-        self._final = False
+        self._slow = self._final = False
 
     def begin(self, first_step: int) -> None:
         """Set the number of the first step, which is 0 otherwise."""
@@ -170,11 +167,9 @@ class RouteChooser:
             self._settle(step, Route.DLCP, "all ranks exchange packets through memory")
         elif place is not None:
             self._observe_trial(step, place, report)
-        elif is_slow(report, self._reports[Route.FRAMEWORK], SLOW):
-            usual_s = _usual(self._reports[Route.FRAMEWORK])
-            self._put_off(
-                step, f"a step with {self._framework} took {_shown(report.step_s)}, usually {_shown(usual_s)}"
-            )
+        elif self._is_slow(report, self._reports[Route.FRAMEWORK], SLOW):
+            usually = _shown(usual_s(self._reports[Route.FRAMEWORK]))
+            self._put_off(step, f"a step with {self._framework} took {_shown(report.step_s)}, usually {usually}")
 
     def _place(self, step: int) -> int | None:
         """Return the place of a step in the current trial; None if it is in no trial."""
@@ -186,25 +181,34 @@ class RouteChooser:
         if place == 0:
             self._reports = {route: [] for route in Route}
         first_of_turn = place == 0 or TRIAL[place - 1] is not route
-        if not first_of_turn:
+        if first_of_turn:
+            self._slow = False
+        else:
             self._reports[route].append(report)
         dlcp = self._reports[Route.DLCP]
         if route is Route.DLCP and report.lossy:
             self._put_off(step, "packets are lost or marked in the network")
         elif place == LOOK - 1 and all(each.queued for each in dlcp):
             self._put_off(step, "packets queue in the network")
-        elif route is Route.FRAMEWORK and is_slow(report, dlcp, COLD if first_of_turn else SLOW):
+        elif route is Route.FRAMEWORK and self._is_slow(report, dlcp, COLD if first_of_turn else SLOW):
             self._settle(
                 step,
                 Route.DLCP,
-                f"a step took {_shown(report.step_s)} with {self._framework}, {_shown(_usual(dlcp))} with DLCP",
+                f"a step took {_shown(report.step_s)} with {self._framework}, {_shown(usual_s(dlcp))} with DLCP",
             )
             self._schedule_next(step)
         elif place == len(TRIAL) - 1:
             self._conclude(step)
 
+    def _is_slow(self, report: StepReport, usual: Sequence[StepReport], factor: float) -> bool:
+        """Return whether the framework's steps take ``factor`` times the usual, and half of the excess is waiting."""
+        excess_s = report.step_s - usual_s(usual)
+        waited_s = report.waited_s - statistics.median(each.waited_s for each in usual)
+        before, self._slow = self._slow, excess_s > (factor - 1) * usual_s(usual) and waited_s > excess_s / 2
+        return self._slow and (before or excess_s > JITTER_S)
+
     def _conclude(self, step: int) -> None:
-        dlcp_s, framework_s = (_usual(self._reports[route]) for route in (Route.DLCP, Route.FRAMEWORK))
+        dlcp_s, framework_s = (usual_s(self._reports[route]) for route in (Route.DLCP, Route.FRAMEWORK))
         if framework_s < MARGIN * dlcp_s:
             if self.settled is Route.FRAMEWORK:  # it has proved itself over a whole period
                 self._back_off = FIRST_BACK_OFF

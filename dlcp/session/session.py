@@ -467,7 +467,6 @@ class TrainingSession:
             try:
                 router.begin_step(step, listen=self.phase is SessionPhase.READY)
             except RuntimeError as error:
-                self.router = None
                 where = at_step(self.options.job, step)
                 self.leave(PeerSilentError(f"{where}: rank {self.rank} has no report of the others: {describe(error)}"))
                 return Route.DLCP

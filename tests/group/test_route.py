@@ -131,6 +131,16 @@ def test_a_pause_of_the_script_or_one_slow_rank_changes_nothing(pause_s):
     assert run.by_framework(TRIAL_ENDS) == list(range(TRIAL_ENDS, FIRST_PERIOD))
 
 
+def test_short_steps_may_vary_but_not_grow():
+    def world(step, route):
+        slow = step % 10 == 5 or step > 150
+        return report(0.005, 0.001) if route is Route.DLCP else report(0.01, 0.007) if slow else report(0.004, 0.001)
+
+    run = Run(world).go(FIRST_PERIOD)
+    assert run.by_framework(TRIAL_ENDS)[: 152 - TRIAL_ENDS] == list(range(TRIAL_ENDS, 152))
+    assert run.routes[154] is Route.DLCP
+
+
 def test_the_first_step_of_a_turn_may_be_cold():
     def world(step, route):
         cold = step == WARM_UP + TRIAL.index(Route.FRAMEWORK)
