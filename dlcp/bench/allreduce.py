@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant, spread
 from dlcp.configuration import Trait
-from dlcp.session.options import Options
+from dlcp.session.options import DLCP_ROUTE, Options
 from dlcp.torch.state import State
 
 _DLCP: Final = "dlcp"
@@ -136,7 +136,8 @@ class _JobRank:
         self._series, self._options = series, options
         self._draw = random.Random(series.seed)
         self._doing = "the start"
-        self._state = State(options.with_(fallback=False))  # else the framework's figures could appear as DLCP's
+        # Otherwise the framework's figures could appear as DLCP's.
+        self._state = State(options.with_(fallback=False, route=DLCP_ROUTE))
         try:
             self._join()
         except (RuntimeError, ValueError, OSError) as error:

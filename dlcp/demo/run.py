@@ -194,8 +194,9 @@ def _ranks(
             "DLCP_JOB": str(_JOB),
             "DLCP_PAYLOAD_BYTES": str(_PAYLOAD_BYTES),
             "DLCP_SECRET_FILE": str(secret_file),
-            # Falling back to PyTorch's all-reduce would be measured as DLCP.
+            # PyTorch's all-reduce would be measured as DLCP.
             "DLCP_FALLBACK": "0",
+            "DLCP_ROUTE": "dlcp",
             "DLCP_COLLECTIVE": setup.collective,
             "DLCP_SWITCH_HOPS": str(setup.hops),
             "DLCP_SERVER": server_address,

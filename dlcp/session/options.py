@@ -12,6 +12,7 @@ from dlcp.collectives.pipeline import check_server_defers, check_stages
 from dlcp.collectives.precision import AUTO_PRECISION, PRECISIONS
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
+from dlcp.planes import FULL_BITS
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
@@ -23,6 +24,7 @@ JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
 AGREED, SET_ALIKE, OWN, WHOLE_STEP = Trait.AGREED, Trait.SET_ALIKE, Trait.OWN, Trait.WHOLE_STEP
 PACKETS = Unit("of a message's packets")
+ROUTES = AUTO_ROUTE, DLCP_ROUTE, FRAMEWORK_ROUTE = "auto", "dlcp", "framework"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,13 @@ class Options:
     fallback
         If DLCP cannot be used, at the start or later, continue with the framework's own all-reduce, or in a group with
         its store. If off, that is an error.
+    route
+        What averages gradients while DLCP works: ``dlcp``; ``framework``, its own all-reduce, or FSDP2's
+        reduce-scatter; or ``auto``, the faster one. With ``auto`` the ranks time a few steps of each in turn
+        (:mod:`dlcp.session.route`), but only where they exchange packets through a clean network. All ranks use the
+        same one in a step. ``auto`` means ``dlcp`` without PyTorch, with the backend ``dlcp``, with a parameter server,
+        and with ``samples``, ``adapt``, ``phases``, ``compression``, another ``combine`` than ``average``, or a
+        ``precision`` of 16 bits or less; ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
     protected_share
@@ -156,6 +165,7 @@ class Options:
     deadline_s: Seconds = 120.0
     meet_s: Seconds = 30.0
     fallback: Annotated[bool, AGREED] = True
+    route: Annotated[str, OneOf(ROUTES), AGREED] = AUTO_ROUTE
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
     protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
@@ -184,6 +194,14 @@ class Options:
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.adapt and self.combine != "average":
             raise ValueError(f"adapt supports only combine 'average', got {self.combine!r}: omit one of the two")
+        if self.route == FRAMEWORK_ROUTE:
+            without_effect = self.given(WHOLE_STEP) + ["collective"] * (self.collective == SERVER)
+            without_effect += ["precision"] * self.is_coarse
+            if without_effect:
+                raise ValueError(
+                    f"route 'framework' leaves averaging to the framework, which has no {', '.join(without_effect)}: "
+                    "omit one of the two"
+                )
         check_stages(
             *(self.compression, self.combine, self.collective), fallback=self.fallback, precision=self.precision
         )
@@ -229,6 +247,11 @@ class Options:
         rest = (1 - self.protected_share) / (DROP_CLASSES - 1)
         shares = (self.protected_share, *([rest] * (DROP_CLASSES - 1)))
         return replace(self.tag_policy, front_shares=shares, back_shares=shares)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether all steps have a lower precision."""
+        return self.precision not in (AUTO_PRECISION, str(FULL_BITS))
 
     @property
     def weighted(self) -> bool:

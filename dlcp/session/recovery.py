@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
 from dlcp.error_text import describe
+from dlcp.session.route import Route
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 
@@ -61,18 +62,21 @@ class Recovery:
         self._watch.publish_left(describe(error))
         with table.changed:
             begun = {which: pending for which, pending in table.pending.items() if pending.reducing}
+            routed = [which for which, pending in table.pending.items() if pending.route is Route.FRAMEWORK]
         for pending in begun.values():
             pending.decided.wait(self._deadline_s)
         held = {(partial.step, partial.sequence): partial for partial in session.averager.partial_results()}
         hopeless, secondhand = isinstance(error, MessageMismatchError), isinstance(error, PeerAbortedError)
-        views = self._channel.gather((sorted(begun), hopeless, secondhand, describe(error)))
-        for _, hopeless, _, reason in views.values():
+        views = self._channel.gather((sorted(begun), sorted(routed), hopeless, secondhand, describe(error)))
+        for _, _, hopeless, _, reason in views.values():
             if hopeless:
                 raise UnrecoverableError(reason)
         for which in sorted({tuple(which) for unfinished, *_ in views.values() for which in unfinished}):
             self._complete(which, held)
+        for which in sorted({tuple(which) for _, routed, *_ in views.values() for which in routed}):
+            self._wait_for_all(which)  # the framework completes it, but only once all ranks have reached it
         # A rank that left only because another one did knows less about the cause, so its reason counts last.
-        return str(min((secondhand, rank, reason) for rank, (_, _, secondhand, reason) in views.items())[2])
+        return str(min((secondhand, rank, reason) for rank, (_, _, _, secondhand, reason) in views.items())[2])
 
     def _complete(self, which: "BucketId", held: "dict[BucketId, PartialResult]") -> None:
         session, mine = self._session, held.get(which)

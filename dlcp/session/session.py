@@ -13,6 +13,7 @@ their gradients into buckets.
 import logging
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,10 +32,20 @@ from dlcp.collectives.partial_result import RecoveryChannel
 from dlcp.error_text import describe
 from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
-from dlcp.session.options import Options
+from dlcp.session.options import FRAMEWORK_ROUTE, Options
 from dlcp.session.recovery import HangWatchdog, Recovery
+from dlcp.session.route import FrameworkRoute, Route, StepRouter, may_choose
 from dlcp.tags import Segment
-from dlcp.transport import DeadlineError, Endpoint, PeerHangsError, PeerLeftError, RankEndedError, TransportError
+from dlcp.transport import (
+    DeadlineError,
+    Endpoint,
+    PeerHangsError,
+    PeerLeftError,
+    PeerSilentError,
+    RankEndedError,
+    TransportError,
+)
+from dlcp.transport.messages import at_step
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -92,6 +103,8 @@ class PendingBucket:
     ----------
     reducing
         Whether the averager has it. Valid once ``decided`` is set.
+    route
+        What averages its step while DLCP works.
     """
 
     step: int
@@ -100,6 +113,7 @@ class PendingBucket:
     then: Callable[[BaseException | None], None] | None
     bucket: Bucket | None = None
     reducing: bool = False
+    route: Route = Route.DLCP
     decided: threading.Event = field(default_factory=threading.Event)
     _answering: threading.Lock = field(default_factory=threading.Lock)
 
@@ -131,6 +145,8 @@ class BucketTable:
         Guards the table and the session's phase; notified when either has changed.
     step
         The latest step with a bucket; -1 before the first.
+    ready_s, averaged_s
+        When the latest bucket was ready, and when the latest average was there (monotonic).
     meter
         Measures steps, for snapshots; None if nobody watches.
     """
@@ -139,6 +155,7 @@ class BucketTable:
         self.changed = threading.Condition()
         self.meter: StepMeter | None = None
         self.step = -1
+        self.ready_s = self.averaged_s = 0.0
         self.pending: dict[BucketId, PendingBucket] = {}
         self._finished: set[int] = set()
 
@@ -148,6 +165,7 @@ class BucketTable:
             self.step = pending.step
             self._finished.clear()
         self.pending[pending.id] = pending
+        self.ready_s = time.monotonic()
         if self.meter is not None:
             self.meter.on_ready(pending.step, pending.segments)
         self.changed.notify_all()
@@ -157,6 +175,7 @@ class BucketTable:
         with self.changed:
             found = self.pending.pop(pending.id, None)
             self._finished.add(pending.sequence)
+            self.averaged_s = time.monotonic()
         if self.meter is not None:  # before the answer, with which the next step may begin
             self.meter.on_averaged(pending.step)
         if found:
@@ -239,11 +258,14 @@ class Fallback:
         called in one order on all ranks. None if every caller of :meth:`TrainingSession.admit` averages by itself.
     watch
         How ranks leave DLCP together when it fails. None if a failure concerns its own bucket only.
+    route
+        What is needed to average this way while DLCP works, too, where it is faster. None if it never is.
     """
 
     name: str
     average: Callable[[PendingBucket, Callable[[BaseException | None], None]], None] | None = None
     watch: PeerWatch | None = None
+    route: FrameworkRoute | None = None
 
 
 def reason_of_exit(rank: int) -> str | None:
@@ -276,6 +298,8 @@ class TrainingSession:
         This rank's endpoint; None if DLCP could not be used.
     hosts
         The number of hosts that the ranks are on; 0 without DLCP.
+    router
+        Tells each step's route; None if DLCP averages all steps.
     """
 
     def __init__(self, averager: StepAverager, fallback: Fallback) -> None:
@@ -285,6 +309,7 @@ class TrainingSession:
         self.table = BucketTable()
         self.endpoint: Endpoint | None = None
         self.hosts = 0
+        self.router: StepRouter | None = None
         self._joined: Joined | None = None
         self._recoverable = False
         self._metadata: Future[NDArray[np.generic]] | None = None
@@ -314,7 +339,11 @@ class TrainingSession:
         ------
         NotJoinedError
             Not all can use DLCP, and ``options.fallback`` is off.
+        ValueError
+            ``options.route`` is ``framework``, and there is none.
         """
+        if self.options.route == FRAMEWORK_ROUTE and self.fallback.route is None:
+            raise ValueError(f"route 'framework' needs PyTorch: {call} averages with DLCP; omit it, or set 'dlcp'")
         if self.options.live:
             from dlcp.session.snapshots import SnapshotWriter  # only for jobs that somebody watches
 
@@ -347,9 +376,19 @@ class TrainingSession:
             endpoint.connection.on_message = self.table.meter.on_message
         watch = self.fallback.watch
         self._recoverable = watch is not None and self.options.fallback and watch.open()
+        self.router = self._make_router(endpoint)
         self.phase = SessionPhase.READY
         if watch is not None:
             threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True).start()
+
+    def _make_router(self, endpoint: Endpoint) -> StepRouter | None:
+        framework, fixed = self.fallback.route, self.options.route == FRAMEWORK_ROUTE
+        if framework is None or not (fixed or may_choose(self.options)):
+            return None
+        exchange = None if fixed else framework.open_exchange()
+        if exchange is None and not fixed:
+            return None
+        return StepRouter(framework, exchange, self.table, endpoint.connection)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
         """Fall back from the beginning."""
@@ -366,6 +405,16 @@ class TrainingSession:
     def active(self) -> bool:
         """Whether DLCP averages gradients; if not, see :attr:`reason`."""
         return self.phase is SessionPhase.READY
+
+    @property
+    def route(self) -> str:
+        """What averages gradients while DLCP works, and why, in one sentence; ``""`` if there is no choice."""
+        return self.router.decision if self.router else ""
+
+    @property
+    def framework_steps(self) -> int:
+        """Number of steps that the framework has averaged while DLCP worked."""
+        return self.router.framework_steps if self.router else 0
 
     @property
     def timeline(self) -> "Timeline | None":
@@ -405,6 +454,23 @@ class TrainingSession:
                 raise DeadlineError(f"step {step}: not all ranks' metadata came within {limit_s:g} s") from None
             self._metadata = None
         return tuner.weight
+
+    def route_of(self, step: int) -> Route:
+        """Return what averages a step while DLCP works; the step begins with the first call.
+
+        It is the same on all ranks, also on those that have left DLCP: there the step waits until all have.
+        """
+        router = self.router
+        if router is None:
+            return Route.DLCP
+        if step > router.step:
+            try:
+                router.begin_step(step, listen=self.phase is SessionPhase.READY)
+            except RuntimeError as error:
+                where = at_step(self.options.job, step)
+                self.leave(PeerSilentError(f"{where}: rank {self.rank} has no report of the others: {describe(error)}"))
+                return Route.DLCP
+        return router.route
 
     def flush(self, step: int) -> None:
         """Send a step in full that has not begun: nothing is lost or deferred, and all residual goes with it.
@@ -448,13 +514,16 @@ class TrainingSession:
         TransportError
             Averaging has failed before.
         """
+        pending.route = self.route_of(pending.step)
         with self.table.changed:
             self.check()
+            if pending.route is Route.FRAMEWORK:
+                pending.decided.set()
             self.table.add(pending)
-            fallen_back = self.phase is SessionPhase.FALLBACK
+            by_framework = pending.route is Route.FRAMEWORK or self.phase is SessionPhase.FALLBACK
         if self.timeline is not None:
             self.timeline.note("ready", *pending.id, pending.label)
-        return not fallen_back
+        return not by_framework
 
     def start(self, pending: PendingBucket) -> None:
         """Average an admitted bucket that is on the host, or leave it until the ranks have recovered."""
@@ -517,12 +586,22 @@ class TrainingSession:
             while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
                 watchdog.postpone()
                 try:
-                    error = watch.check_peers(self._where())
+                    error = watch.check_peers(self._where()) or self._overdue()
                 except RuntimeError as problem:
                     log.debug("the other ranks cannot be watched any more: %s", problem)
                     return
                 if error:
                     self.leave(error)
+
+    def _overdue(self) -> BaseException | None:
+        """Return an error if the framework takes longer for a bucket than DLCP may."""
+        with self.table.changed:
+            overdue_s = time.monotonic() - self.table.ready_s - self.options.deadline_s
+            late = [each for each in self.table.pending.values() if each.route is Route.FRAMEWORK and overdue_s > 0]
+        if not late:
+            return None
+        where, limit_s = at_step(self.options.job, late[0].step), self.options.deadline_s
+        return DeadlineError(f"{where}: {self.fallback.name} has not averaged {late[0].label} within {limit_s:g} s")
 
     def _where(self) -> str:
         """Return the step that this rank is in, and the layers it waits for, if any."""
@@ -589,7 +668,8 @@ class TrainingSession:
             if not table.changed.wait_for(lambda: all(p.decided.is_set() for p in table.pending.values()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
             for which in sorted(table.pending):
-                self._fall_back(table.pending[which])
+                if table.pending[which].route is Route.DLCP:
+                    self._fall_back(table.pending[which])
             self.phase, self.reason = SessionPhase.FALLBACK, reason
         if self.rank == self.ranks[0]:
             log.warning(
@@ -636,6 +716,8 @@ class TrainingSession:
             recovery.join(self.options.deadline_s)
         self._leave_peers(reason)
         self.averager.close()
+        if self.router:
+            self.router.close()
         if self.fallback.watch is not None:
             self.fallback.watch.close()
         ended_as, self.phase = self.phase, SessionPhase.CLOSED

@@ -68,6 +68,10 @@ class RankSnapshot(TypedDict):
     """Why DLCP does not average; ``""`` while it does."""
     fallback: str
     """What averages when DLCP does not."""
+    route: str
+    """What averages while DLCP is in use, and why; ``""`` if there is no choice."""
+    framework_steps: int
+    """Number of steps that the framework has averaged meanwhile."""
     ended: bool
     gave_up: str | None
     step: int
@@ -297,6 +301,8 @@ class SnapshotWriter:
             "phase": session.phase.value,
             "reason": session.reason,
             "fallback": session.fallback.name,
+            "route": session.route,
+            "framework_steps": session.framework_steps,
             **found,
             "loss_bound": tuner.bound.ratio if tuner else session.options.loss_bound,
             "deferral_bound": tuner.settings.deferral_bound if tuner else session.options.deferral_bound,

@@ -60,7 +60,7 @@ from dlcp.configuration import Trait
 from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback
-from dlcp.torch.framework import profiled
+from dlcp.torch.framework import framework_route, profiled
 from dlcp.torch.hook import refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.partial_step import Guard, PartialStep
@@ -443,10 +443,12 @@ def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequenc
     traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
     traffic.ledger.job = options.job
     traffic.average_in_order(group, len(groups))
+    parameters = [member.parameter for layers in groups for member in layers.members]
+    route = framework_route(group, parameters[0].device, options.deadline_s)
     traffic.join(
         group,
-        [member.parameter for layers in groups for member in layers.members],
-        lambda _: Fallback(FRAMEWORK),
+        parameters,
+        lambda _: Fallback(FRAMEWORK, route=route),
         options,
         call="dlcp.torch.cross_step",
         export_bytes=ExportedMemory.needed(layers.host_bytes for layers in groups),

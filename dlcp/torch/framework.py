@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from dlcp.configuration import Trait
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.joining import Agreement, join
 from dlcp.session.options import Options
+from dlcp.session.route import FrameworkRoute, MaxExchange
 from dlcp.session.secret import configured_secret
 from dlcp.session.session import LEFT, PeerWatch, TrainingSession
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
@@ -200,8 +201,7 @@ class GlooChannel:
 
     def close(self) -> None:
         """Destroy the group."""
-        with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it ended with the default group
-            dist.destroy_process_group(self.group)
+        _destroy(self.group)
 
     @contextlib.contextmanager
     def _naming_absent(self) -> Iterator[None]:
@@ -220,15 +220,77 @@ class GlooChannel:
 
 def open_channel(group: dist.ProcessGroup | None, agreement: Agreement, deadline_s: float) -> GlooChannel | None:
     """Make a Gloo group of the same ranks; all must call it. Return None, with a warning, if that fails."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    some = len(ranks) < dist.get_world_size()
-    wait = timedelta(seconds=deadline_s)
     try:
-        made = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=some)
+        return GlooChannel(_gloo_group(group, deadline_s), agreement)
     except (RuntimeError, ValueError) as problem:
         log.warning("DLCP has no Gloo group for recovery, so a failure will be an error: %s", problem)
         return None
-    return GlooChannel(made, agreement)
+
+
+def _gloo_group(group: dist.ProcessGroup | None, deadline_s: float) -> dist.ProcessGroup:
+    """Make a Gloo group of the same ranks; all must call it, and it fails on all if it fails on one."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    some = len(ranks) < dist.get_world_size()
+    wait = timedelta(seconds=deadline_s)
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=some)
+    return made
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it ended with the default group
+        dist.destroy_process_group(group)
+
+
+# Choosing the route ---------------------------------------------------------------------------------------------------
+
+
+def framework_route(group: dist.ProcessGroup | None, device: torch.device, deadline_s: float) -> FrameworkRoute:
+    """Describe a process group that may average tensors of a device instead of DLCP.
+
+    Parameters
+    ----------
+    deadline_s
+        Time limit of each exchange between the ranks.
+    """
+    name = str(dist.get_backend(group))
+    # The future of an all-reduce on a GPU is resolved when it has been queued there.
+    return FrameworkRoute(name, functools.partial(_open_exchange, group, deadline_s), device.type == "cpu")
+
+
+def _open_exchange(group: dist.ProcessGroup | None, deadline_s: float) -> "GlooExchange | None":
+    try:
+        return GlooExchange(_gloo_group(group, deadline_s))
+    except (RuntimeError, ValueError) as problem:
+        log.info("DLCP has no Gloo group to compare step times over, and averages all steps: %s", problem)
+        return None
+
+
+class GlooExchange(MaxExchange):
+    """Exchanges numbers over a Gloo group of the model's ranks, made for this purpose only.
+
+    The model's own group would not do: it takes operations in one order on all ranks, and its tensors may have to be on
+    a GPU, which the host would then have to wait for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
+        """Start an all-reduce."""
+        maxima = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(maxima, dist.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+
+        def result() -> Sequence[float]:
+            work.wait()
+            found: list[float] = maxima.tolist()
+            return found
+
+        return result
+
+    def close(self) -> None:
+        """Destroy the group."""
+        _destroy(self._group)
 
 
 # Profiling -----------------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
 from dlcp.configuration import Trait
 from dlcp.session.options import Options
+from dlcp.session.route import Route
 from dlcp.session.session import DEADLINE_FACTOR, Fallback, PendingBucket
 from dlcp.tags import Layer, Segment, layers_in_order
+from dlcp.torch.framework import framework_route
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
 
@@ -146,7 +148,7 @@ class ShardedGradients:
             Variable._execution_engine.queue_callback(self._end_step)
         step, sequence = self._state.step, self._sequence
         self._sequence += 1
-        if session.endpoint is None:
+        if session.endpoint is None or session.route_of(step) is Route.FRAMEWORK:
             layout, _ = group.layout(tensor.numel(), self._ranks, 1)
             pending = PendingBucket(step, sequence, layout.segments, None)
             session.admit(pending)
@@ -242,10 +244,11 @@ def attach(state: State, model: torch.nn.Module) -> None:
     # FSDP2 decides what a rank owns.
     options = state.options.with_(collective=DIRECT, adaptive_shards=False)
     parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+    route = framework_route(process_groups[0], next(iter(named.values())).device, options.deadline_s)
     session = state.join(
         process_groups[0],
         parameters,
-        lambda _: Fallback("FSDP2's own reduce-scatter"),
+        lambda _: Fallback("FSDP2's own reduce-scatter", route=route),
         options,
         call="dlcp.torch.enable",
     )

@@ -28,7 +28,7 @@ from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback, PendingBucket, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
-from dlcp.torch.framework import GlooWatch, agreement_of, leave_with_group
+from dlcp.torch.framework import GlooWatch, agreement_of, framework_route, leave_with_group
 from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
@@ -156,7 +156,9 @@ class State:
 
         def fallback(agreement: Agreement) -> Fallback:
             average = partial(averager.average_on_host, device)
-            return Fallback(FRAMEWORK, average, GlooWatch(group, agreement, self.options.deadline_s))
+            deadline_s = self.options.deadline_s
+            watch, route = GlooWatch(group, agreement, deadline_s), framework_route(group, device, deadline_s)
+            return Fallback(FRAMEWORK, average, watch, route)
 
         parameters = [tensor for tensor in tensors.values() if tensor.requires_grad]
         self.join(group, parameters, fallback, self.options, call="dlcp.torch.enable")
@@ -234,7 +236,10 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether DLCP averages gradients; False if the framework does, see :attr:`reason`."""
+        """Whether DLCP is in use; False if the framework averages instead of it, see :attr:`reason`.
+
+        While it is in use, the framework may still average steps because it is faster, see :attr:`route`.
+        """
         return self.session is not None and self.session.active
 
     @property
@@ -243,6 +248,16 @@ class State:
         if self._alone:
             return "a group of one has nothing to exchange"
         return self.session.reason if self.session else "not attached"
+
+    @property
+    def route(self) -> str:
+        """What averages gradients while DLCP is in use, and why, in one sentence; ``""`` if there is no choice."""
+        return self.session.route if self.session else ""
+
+    @property
+    def framework_steps(self) -> int:
+        """Number of steps that the framework has averaged while DLCP was in use."""
+        return self.session.framework_steps if self.session else 0
 
     # Between steps ----------------------------------------------------------------------------------------------------
 

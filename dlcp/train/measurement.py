@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp import configuration
+from dlcp.session.options import DLCP_ROUTE
 from dlcp.train.headroom import ADVISED, DLCP, NONE, UNCHANGED, WARM_UP_ROUNDS
 from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
 
@@ -88,7 +89,7 @@ class Measurement:
 
     def join(self, way: str, options: dlcp.torch.Options) -> dlcp.torch.State | None:
         """Add DLCP with these options as a way. Return its state; on failure return None and set :attr:`why_not`."""
-        state = dlcp.torch.State(options)
+        state = dlcp.torch.State(options.with_(route=DLCP_ROUTE))
         try:
             state.attach(self.model)
         except ValueError as error:

@@ -87,8 +87,14 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
             else []
         ),
         *([f"  refused            {strange:,} packets of an earlier start, or of other jobs"] if strange else []),
-        f"  fallback           {model['fallback'] or 'none, all steps went over DLCP'}",
+        *([f"  route              {model['route']}"] if model["route"] else []),
+        f"  fallback           {model['fallback'] or _without_fallback(model)}",
     ]
+
+
+def _without_fallback(model: dict[str, Any]) -> str:
+    steps, over_dlcp = model["steps"], model["steps"] - model["framework_steps"]
+    return f"none, {'all' if over_dlcp == steps else f'{over_dlcp:,} of {steps:,}'} steps went over DLCP"
 
 
 def _way(parts: Sequence[dict[str, Any]], ranks: int) -> str:
@@ -108,8 +114,11 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
     """Add up the ranks' reports on one model."""
     ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
     return {
-        **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound", "deferral_bound")},
-        "steps": min(part["steps"] for part in parts),
+        **{
+            name: parts[0][name]
+            for name in ("model", "parameters", "note", "on", "loss_bound", "deferral_bound", "route")
+        },
+        **{name: min(part[name] for part in parts) for name in ("steps", "framework_steps")},
         **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted", "deferred")},
         "by_bits": ledger["by_bits"],
         "worst": ledger["max_message_ratio"],

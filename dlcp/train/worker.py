@@ -68,6 +68,8 @@ class Model:
             "loss_bound": state.options.loss_bound if state else None,
             "deferral_bound": state.options.deferral_bound if state else None,
             "fallback": (state.reason or None) if state else None,
+            "route": state.route if state else "",
+            "framework_steps": state.framework_steps if state else 0,
             "local_peers": state.local_peers if state else 0,
             "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,

@@ -455,6 +455,10 @@ class Connection:
         """Whether packets to any rank were lost or marked in this step or the last one."""
         return any(peer.congested_s >= self._last_step_s for peer in self._peers.values())
 
+    def has_queued(self, rank: int, within_s: float) -> bool:
+        """Return whether packets to a rank queued in the last ``within_s`` seconds; callable from any thread."""
+        return self._clock() - self._peers[rank].queued_s <= within_s
+
     def rtt_to(self, rank: int) -> float:
         """Return the smoothed round-trip time to a rank in seconds; 0 if unknown."""
         return self._peers[rank].smoothed_rtt_s if rank in self._peers else 0.0

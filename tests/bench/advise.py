@@ -56,7 +56,9 @@ class Advisee:
         self.models = {NOTHING: self._model()}
         self.models[NOTHING].register_comm_hook(None, dlcp.torch.noop_hook)
         self.states: dict[str, dlcp.torch.State] = {}
-        self.options = dlcp.torch.Options(bind=f"{hosts[rank]}:0", payload_bytes=PAYLOAD_BYTES, fallback=False)
+        self.options = dlcp.torch.Options(
+            bind=f"{hosts[rank]}:0", payload_bytes=PAYLOAD_BYTES, fallback=False, route="dlcp"
+        )
         self._add(DEFAULT, self.options)
 
     def block(self, name: str, steps: int) -> float:

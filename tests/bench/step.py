@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a 25-million-parameter model: DDP over Gloo, DDP with DLCP's hook, and cross-step scheduling.
 
+DLCP's hook trains in two ways: over DLCP in all steps, and by the route that the ranks choose.
+
 All ways train the same model on the same data in the same processes, some steps of one at a time. What a step takes
 without any communication shows the head-room.
 """
@@ -20,6 +22,7 @@ from dlcp.bench.results import BenchResult, median, result, significant
 from dlcp.commands.common import MBPS, real
 from dlcp.ledger import Ledger
 from dlcp.netlab import become_root
+from dlcp.session.route import LAG, TRIAL, WARM_UP
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport.path_mtu import payload_for_mtu
 from tests.bench.harness import MTU, Benchmark, Turns, against_best, int_option, scratch
@@ -28,6 +31,8 @@ from tests.bench.ranks import Ranks, join_gloo
 
 _BLOCK_STEPS: Final = 5
 """Steps of one way at a time, so that steps have others of their kind to overlap with."""
+_CHOICE_STEPS: Final = WARM_UP + len(TRIAL) + LAG
+"""Steps after which the ranks have chosen a route."""
 _WIDTH: Final = 512
 _DEPTH: Final = 8
 _HEADS: Final = 8
@@ -35,7 +40,7 @@ _SYMBOLS: Final = 256
 _SEQUENCE: Final = 64
 """Symbols a rank sees in a step: few, since four ranks share few cores."""
 
-_WAYS = _NOTHING, _GLOO, _HOOK, _CROSS_STEP = "no communication", "gloo", "dlcp", "dlcp, cross-step"
+_WAYS = _NOTHING, _GLOO, _HOOK, _AUTO, _CROSS_STEP = "no communication", "gloo", "dlcp", "auto", "dlcp, cross-step"
 
 
 class ReplicasDifferError(RuntimeError):
@@ -71,8 +76,9 @@ def measure(
 
     Returns
     -------
-    ``step.compute``, a step without communication; ``step.ddp``, the hook against Gloo; ``step.crossstep``, cross-step
-    scheduling against the better of the two. Each ends in ``.n`` and the number of ranks, and in the rate of the links
+    ``step.compute``, a step without communication; ``step.ddp``, the hook against Gloo; ``step.auto``, the hook with
+    ``route="auto"`` against the better of the two, once it has chosen; ``step.crossstep``, cross-step scheduling
+    against the better of the two. Each ends in ``.n`` and the number of ranks, and in the rate of the links
     where they have one; values are in ms.
 
     Raises
@@ -92,12 +98,14 @@ def measure(
             payload_bytes=payload_for_mtu(mtu_bytes),
             shared_memory=shared_memory,
             fallback=False,  # it would show Gloo's figures as DLCP's
+            route="dlcp",  # likewise
         )
         arguments = [hosts, path.interface, str(folder / "store"), width, depth, options]
         with Ranks(Trainee, arguments, path.namespaces) as trainees:
+            trainees.call("block", _AUTO, _CHOICE_STEPS)
             runs = {name: partial(_block_ms, trainees, name) for name in _WAYS}
             samples = turns.take(runs)
-            for name in (_GLOO, _HOOK, _CROSS_STEP):
+            for name in (_GLOO, _HOOK, _AUTO, _CROSS_STEP):
                 if len(set(trainees.call("digest", name))) > 1:
                     raise ReplicasDifferError(f"{name}: after training, ranks have different parameters")
             packets = {name: _total(trainees.call("packets", name)) for name in (_HOOK, _CROSS_STEP)}
@@ -108,11 +116,13 @@ def measure(
                 "compute_ms": significant(median(samples[_NOTHING])),
                 "communication_share_of_gloo_step": significant(1 - median(samples[_NOTHING]) / median(samples[_GLOO])),
             }
+            route = trainees.call("route")[0]
     hook, cross = (details | {"packets": packets[name]} for name in (_HOOK, _CROSS_STEP))
     where = f"n{ranks}" + (f".{rate_bps / 1e6:g}mbit" if rate_bps else "")
     return [
         result(f"step.compute.{where}", "ms", samples[_NOTHING], details=details),
         against_best(f"step.ddp.{where}", "ms", samples, _HOOK, [_GLOO], hook),
+        against_best(f"step.auto.{where}", "ms", samples, _AUTO, [_GLOO, _HOOK], details | {"route": route}),
         against_best(f"step.crossstep.{where}", "ms", samples, _CROSS_STEP, [_GLOO, _HOOK], cross),
     ]
 
@@ -168,6 +178,7 @@ class TrainingWay:
         self.optimizer: Any = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
         self.steps = self.local_peers = 0
         self.ledger: Ledger | None = None
+        self.state: dlcp.torch.State | None = None
         self.settle: Callable[[], None] = lambda: None
         """Returns when all updates are done, which they are unless they may go on in the next step."""
         self.close: Callable[[], None] = lambda: None
@@ -180,8 +191,8 @@ class TrainingWay:
         self.model = ddp = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
         if name == _NOTHING:
             ddp.register_comm_hook(None, dlcp.torch.noop_hook)
-        elif name == _HOOK:
-            state = dlcp.torch.enable(ddp, options)
+        elif name in (_HOOK, _AUTO):
+            state = self.state = dlcp.torch.enable(ddp, options.with_(route="auto") if name == _AUTO else options)
             self.ledger, self.local_peers, self.close = state.ledger, state.local_peers, state.close
 
     def step(self, rank: int) -> None:
@@ -253,6 +264,11 @@ class Trainee:
         ledger = self.ways[name].ledger
         summary = ledger.summary() if ledger else {}
         return {key: summary.get(key, 0) for key in ("sent", "delivered", "lost", "retransmitted")}
+
+    def route(self) -> str:
+        """Return the route that the ranks have chosen, and why."""
+        state = self.ways[_AUTO].state
+        return state.route if state else ""
 
     def close(self) -> None:
         """Leave the other ranks."""

@@ -32,6 +32,8 @@ def snapshot(rank=0, ranks=2, steps=10, **changes):
         "phase": "ready",
         "reason": "",
         "fallback": "the framework's own all-reduce",
+        "route": "",
+        "framework_steps": 0,
         "step": steps,
         "steps": classes,
         "step_s": 0.1 * steps,

@@ -142,6 +142,15 @@ def test_it_follows_training_to_its_end(watched, browser):
     assert browser.evaluate("document.getElementById('note').hidden")
 
 
+def test_it_says_which_route_the_ranks_have_chosen(watched, browser):
+    route = {"route": "framework since step 3: gloo 101 ms a step, DLCP 118 ms", "framework_steps": 6}
+    watched.tell(*(snapshot(rank, ranks=4, steps=9, **route) for rank in range(4)))
+    until(lambda: text(browser, "second").endswith("Route: framework since step 3: gloo 101 ms a step, DLCP 118 ms."))
+    watched.tell(*(snapshot(rank, ranks=4, steps=10, ended=True, **route) for rank in range(4)))
+    watched.stack.close()
+    until(lambda: text(browser, "second").startswith("5 of 11 steps went over DLCP."))
+
+
 def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser):
     off = {"phase": "fallback", "reason": "rank 2 has been silent; is the path up?", "peers": {}}
     why = "DLCP is off: rank 2 has been silent; is the path up? Training continues with the framework's own all-reduce."

@@ -25,6 +25,8 @@ from tests.transport.free_ports import free_udp_ports
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
 LIMIT_S = 60
+ROUTE = {"DLCP_ROUTE": "dlcp"}
+"""Over loopback the framework may be faster, and would then be tested in DLCP's place."""
 WAYS = {"sockets": {"DLCP_SHARED_MEMORY": "0"}, "memory": {"DLCP_SHARED_MEMORY": "1"}}
 """How workers exchange packets, as the environment of :func:`launch` says: by default through sockets."""
 
@@ -42,7 +44,8 @@ class Worker:
         from dlcp.torch import Options
 
         shared = os.environ["DLCP_SHARED_MEMORY"] == "1"
-        return Options(**{"bind": f"127.0.0.1:{self.port}", "shared_memory": shared, **fields})
+        own = {"bind": f"127.0.0.1:{self.port}", "shared_memory": shared, "route": os.environ["DLCP_ROUTE"]}
+        return Options(**own | fields)
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Outcome:
 
 def _run(worker, store, function, arguments, pipe):
     gc.freeze()  # looking through all of PyTorch's objects takes half a second
-    common = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **WAYS["sockets"]}
+    common = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **WAYS["sockets"], **ROUTE}
     os.environ.update(common | worker.environment)
     import torch
     import torch.distributed as dist

@@ -34,6 +34,8 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "loss_bound": 0.1,
         "deferral_bound": 0.5,
         "fallback": None,
+        "route": "",
+        "framework_steps": 0,
         "local_peers": 0,
         "refused": {},
         "ledger": ledger(**counts),
@@ -100,6 +102,15 @@ def test_a_bound_that_was_exceeded_and_a_fallback_cannot_be_overlooked():
     assert found["bound_exceeded"] == 2
     assert "bound exceeded     2 TIMES" in text
     assert "fallback           rank 0 is silent" in text
+
+
+def test_the_route_that_the_ranks_chose_is_told():
+    reports = [report(0), report(1)]
+    for each in reports:
+        each["models"][0] |= {"route": "framework since step 4: gloo 101 ms a step, DLCP 118 ms", "framework_steps": 6}
+    text = "\n".join(summary.as_lines(summary.summarize(reports)))
+    assert "route              framework since step 4: gloo 101 ms a step, DLCP 118 ms\n" in text
+    assert "fallback           none, 4 of 10 steps went over DLCP" in text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dlcp.backend.channel import AllowedLoss
 from dlcp.backend.process_group import Collectives
 from dlcp.configuration import Trait
 from dlcp.ledger import Ledger
-from dlcp.session.options import Options
+from dlcp.session.options import FRAMEWORK_ROUTE, Options
 from dlcp.tags import Tagger
 from dlcp.torch.backend.process_group import ProcessGroup
 from dlcp.torch.framework import endpoint_of_new_group
@@ -94,7 +94,8 @@ def _heeded(options: Options | None, *, says: bool = False) -> Options:
         ``options`` set some of these.
     """
     found = options or Options.from_environment()
-    if names := found.given(Trait.WHOLE_STEP):
+    names = found.given(Trait.WHOLE_STEP) + ["route"] * (found.route == FRAMEWORK_ROUTE)
+    if names:
         problem = f"a group of backend dlcp does not support {', '.join(names)}: only dlcp.torch.enable does"
         if options is not None:
             raise ValueError(f"{problem}; leave that out")

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over two routes in turn, in real processes: nothing is lost on the way over, and failures are noticed."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import dlcp.torch
+from dlcp.session.route import LAG, TRIAL, WARM_UP, Route, RouteChooser
+from dlcp.torch.crossstep import cross_step
+from dlcp.transport import DeadlineError
+from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, Linear, gradients_of, make, train
+from tests.torch.test_fsdp import shard
+from tests.torch.workers import launch, values
+from tests.waiting import until
+
+pytestmark = pytest.mark.timeout(110)
+STEPS = WARM_UP + len(TRIAL) + LAG + 3
+LOSSY = {"loss_bound": 0.3, "immediate": True, "tag_policy": ALL_DROPPABLE}
+FASTER = {Route.DLCP: 0.1, Route.FRAMEWORK: 0.05}
+
+
+def take_turns(session, by_framework):
+    """Let the framework average these steps."""
+
+    class Scripted(RouteChooser):
+        def wants(self, step):
+            return False
+
+        def route(self, step):
+            return Route.FRAMEWORK if step in by_framework else Route.DLCP
+
+    session.router._chooser = Scripted("gloo")
+
+
+def lossy_turns(worker, options, by_framework, steps):
+    wanted = gradients_of(worker.rank)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(route="auto", **options))
+    take_turns(state.session, by_framework)
+    taken, owed, same = [0.0, 0.0], [], []
+    for step in range(steps):
+        if step == steps - 1:
+            state.flush()
+        model.zero_grad()
+        model(*wanted).backward()
+        taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
+        owed.append(state.feedback.size)
+        same.append([p.grad.sum().item() for p in model.module.parameters()])
+    counts, active = state.session.router.framework_steps, state.active
+    state.close()
+    return taken, owed, same, counts, active
+
+
+TURNS = {
+    "into the framework": {5, 6, 7},
+    "every other step": {1, 3, 5, 7},
+    "only the first": {0},
+    "all but the first": set(range(1, 8)),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("turns", TURNS)
+def test_sums_are_exact_although_steps_lose_gradients_and_change_routes(turns, ranks):
+    results = values(launch(ranks, lossy_turns, LOSSY, TURNS[turns], 8))
+    total = [8 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(ranks)), strict=True)]
+    assert len({str(same) for _, _, same, _, _ in results}) == 1, "replicas are identical"
+    for taken, owed, _, count, active in results:
+        assert (count, active) == (len(TURNS[turns]), True)
+        assert not any(owed[step] for step in TURNS[turns]), "the framework's steps leave nothing behind"
+        assert owed[-1] == 0
+        for got, given in zip(taken, total, strict=True):
+            torch.testing.assert_close(ranks * got, given, rtol=0, atol=3e-4)
+    if 0 not in TURNS[turns]:
+        assert sum(owed[0] for _, owed, *_ in results) > 1000
+
+
+def deferring_turns(worker):
+    from dlcp.collectives.deferral import Deferral
+
+    other = 1 - worker.rank
+    Deferral.shares = lambda self, rates, **_: {other: 0.5} if self.is_allowed else {}
+    return lossy_turns(worker, {**LOSSY, "deferral_bound": 0.75}, {6, 9}, 12)
+
+
+def test_what_was_deferred_goes_with_the_framework():
+    results = values(launch(2, deferring_turns))
+    total = [12 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
+    for taken, owed, *_ in results:
+        assert min(owed[5], owed[8]) > 1000
+        assert owed[6] == owed[9] == 0
+        for got, given in zip(taken, total, strict=True):
+            torch.testing.assert_close(2 * got, given, rtol=0, atol=3e-4)
+
+
+def choosing(worker, way):
+    """Train in a way until the ranks have chosen, with step times of our own: the machine's are not reproducible."""
+    observe = RouteChooser.observe
+
+    def observe_faster(self, step, report):
+        observe(self, step, report._replace(step_s=FASTER[self.route(step)], lossy=False, queued=False))
+
+    RouteChooser.observe = observe_faster
+    wanted = gradients_of(worker.rank)
+    options = worker.options(route="auto", fallback=way != "ddp", **LOSSY | {"immediate": False})
+    if way == "cross_step":
+        model = Linear()
+        optimizer = cross_step(model, torch.optim.SGD(model.parameters(), lr=1.0), options)
+        state, step = optimizer.traffic, optimizer.step
+    else:
+        model = shard(Linear()) if way == "fsdp" else DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+        state = dlcp.torch.enable(model, options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = optimizer.step
+    routes = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(*wanted).backward()
+        step()
+        routes.append(state.session.router.route.value)
+    if way == "cross_step":
+        optimizer.synchronize()
+    trained = [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()]
+    said, count = state.route, state.session.router.framework_steps
+    (optimizer if way == "cross_step" else state).close()
+    return routes, said, count, trained
+
+
+@pytest.mark.parametrize("way", ["ddp", "cross_step", "fsdp"])
+def test_ranks_take_the_faster_route_together(way):
+    results = values(launch(2, choosing, way))
+    expected = ["dlcp"] * WARM_UP + [route.value for route in TRIAL] + ["framework"] + ["framework"] * (LAG + 2)
+    expected[WARM_UP + len(TRIAL)] = "dlcp"  # its trial is not judged yet
+    total = [STEPS * sum(parts) / 2 for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
+    for routes, said, count, trained in results:
+        assert routes == expected
+        assert count == expected.count("framework")
+        assert said == f"framework since step {WARM_UP + len(TRIAL) + 1}: gloo 50 ms a step, DLCP 100 ms"
+        for got, given in zip(trained, total, strict=True):
+            torch.testing.assert_close(-got, given, rtol=0, atol=2e-3)
+
+
+def in_memory(worker):
+    net = make()
+    model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(route="auto"))
+    before = state.route
+    train(model, OPTIMIZERS["sgd"](net.parameters()), worker.rank, STEPS)
+    said, count = state.route, state.session.router.framework_steps
+    state.close()
+    return before, said, count
+
+
+def test_through_memory_all_steps_go_over_dlcp():
+    for before, said, count in values(launch(2, in_memory, environment={"DLCP_SHARED_MEMORY": "1"})):
+        assert before == "DLCP until it has been compared with gloo"
+        assert said == "DLCP since step 0: all ranks exchange packets through memory"
+        assert count == 0
+
+
+def leaving_dlcp(worker, fallback):
+    """DLCP fails while the framework averages."""
+    wanted = gradients_of(worker.rank)
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(route="framework", fallback=fallback))
+    taken = [0.0, 0.0]
+    for step in range(6):
+        if step == 2 and worker.rank == 1:
+            model.module.first.register_hook(lambda gradient: state.session.leave(DeadlineError("a test")) or gradient)
+        if step == 4:
+            until(lambda: state.reason)
+        model.zero_grad()
+        try:
+            model(*wanted).backward()
+        except RuntimeError as error:
+            return str(error)
+        taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
+    reason = state.reason
+    state.close()
+    return taken, reason
+
+
+def test_dlcp_that_fails_while_the_framework_averages_does_no_harm():
+    total = [6 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(3)), strict=True)]
+    for taken, reason in values(launch(3, leaving_dlcp, True)):
+        assert reason == "a test"
+        for got, given in zip(taken, total, strict=True):
+            torch.testing.assert_close(3 * got, given, rtol=0, atol=3e-4)
+
+
+def test_without_fallback_it_is_an_error():
+    first, second = values(launch(2, leaving_dlcp, False))
+    assert "a test" in second
+    assert isinstance(first, str), "that of Gloo, or that another rank has left"
+
+
+DEADLINE_S = 3.0
+
+
+def waits_for_ever():
+    threading.Event().wait()
+
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def dead():
+    os._exit(9)
+
+
+def failing_in_the_middle(worker, fail):
+    net = make()
+    model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
+    state = dlcp.torch.enable(model, worker.options(route="framework", deadline_s=DEADLINE_S))
+    if worker.rank == 2:
+        net.conv.weight.register_hook(lambda _: fail() if state.step == 2 else None)
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    train(model, optimizer, worker.rank, 2)
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(model, optimizer, worker.rank, 1)
+    return str(caught.value), time.monotonic() - began_s
+
+
+FAILURES = {
+    dead: "step 2: ",
+    waits_for_ever: "step 2: rank 2 answers but has not reached bucket",
+    stopped: "(not there: rank 2)",
+}
+
+
+@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
+def test_a_rank_that_dies_or_hangs_while_the_framework_averages_ends_the_others(fail):
+    outcomes = launch(3, failing_in_the_middle, fail, limit_s=60, lost=[2])
+    for message, seconds in values(outcomes[:2]):
+        assert FAILURES[fail] in message
+        assert seconds < 5 * DEADLINE_S
