@@ -73,7 +73,7 @@ class Residual:
             part = values[own[0].start : own[0].stop]
             if len(own) > 1:
                 part, layer = values, layer.moved_to(own)
-            if value_type is None:
+            if value_type in (None, ValueType.FLOAT32):
                 layer.add_to(part)
                 continue
             for positions, residual in layer.parts:  # rounded after each part, since bit patterns cannot be added
@@ -85,17 +85,17 @@ class Residual:
         self.add_at(positions, values[positions], segments)
 
     def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all values of a dense buffer."""
+        """Keep all values of a dense buffer; it must not change any more."""
         self.add_range(0, values, segments)
 
     def add_range(self, start: int, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all of ``values``, which belong at ``start`` of a buffer and after it."""
+        """Keep all of ``values``, which belong at ``start`` of a buffer and after it; they must not change any more."""
         for segment in segments:
             first, stop = max(segment.start, start), min(segment.stop, start + len(values))
             if first < stop:
                 offset = segment.offset + first - segment.start
                 within = slice(offset, offset + stop - first)
-                self._layer(segment).parts.append((within, values[first - start : stop - start].copy()))
+                self._layer(segment).parts.append((within, values[first - start : stop - start]))
 
     def add_at(self, positions: NDArray[np.int64], values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep ``values`` that belong at ``positions`` of a buffer; these are ascending and unique."""
