@@ -111,14 +111,19 @@ class PlaneLayout:
         """Add the encoded values to ``values``; see :meth:`decode`."""
         self._decode(lib.PLANES_ADD, code, values, delivered)
 
-    def subtract(
-        self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
-    ) -> None:
-        """Subtract the encoded values from ``values``; see :meth:`decode`. What is not finite becomes 0.
+    def rest(
+        self, values: NDArray[np.float32], code: NDArray[np.uint8], delivered: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float32]:
+        """Return exactly what the code of ``values`` lacks, shape (values,); 0 where that is not finite.
 
-        Subtracting from the values that were encoded leaves exactly what the code lacks.
+        Parameters
+        ----------
+        delivered
+            See :meth:`decode`.
         """
-        self._decode(lib.PLANES_SUBTRACT, code, values, delivered)
+        rest = np.empty(self.values, np.float32)
+        self._decode(lib.PLANES_REST, code, values, delivered, rest)
+        return rest
 
     def tags(
         self,
@@ -182,8 +187,8 @@ class PlaneLayout:
         code: NDArray[np.uint8],
         values: NDArray[np.float32],
         delivered: NDArray[np.bool_] | None,
+        rest: NDArray[np.float32] | None = None,
     ) -> None:
         mask = ffi.NULL if delivered is None else ffi.from_buffer("uint8_t[]", delivered)
-        lib.dlcp_planes_decode(
-            self._record(), ffi.from_buffer("uint8_t[]", code), mask, operation, ffi.from_buffer("float[]", values)
-        )
+        floats = [ffi.NULL if each is None else ffi.from_buffer("float[]", each) for each in (values, rest)]
+        lib.dlcp_planes_decode(self._record(), ffi.from_buffer("uint8_t[]", code), mask, operation, *floats)

@@ -507,8 +507,7 @@ class DirectRun(BucketRun):
             if not bucket.scattered:
                 code = self.own.encode(layout, mean)
                 if self.context.options.error_feedback:
-                    rest = mean.copy()
-                    layout.subtract(code, rest)
+                    rest = layout.rest(mean, code)
                     rest *= np.float32(ranks)  # the next contribution is divided by the number of ranks
                     self.rounded.append((self.bounds[self.rank][0], rest))
                 layout.decode(code, mean)
@@ -792,8 +791,7 @@ class DirectRun(BucketRun):
     def _keep_rounded(self, owner: int, layout: PlaneLayout, delivered: NDArray[np.bool_] | None = None) -> None:
         """Record what an encoded contribution, or its packets that arrived, lacks of the values."""
         if self.context.options.error_feedback:
-            rest = np.array(self._wide(owner))
-            layout.subtract(self.codes[owner], rest, delivered)
+            rest = layout.rest(self._wide(owner), self.codes[owner], delivered)
             self.rounded.append((self.bounds[owner][0], rest))
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:

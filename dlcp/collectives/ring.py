@@ -372,9 +372,8 @@ class RingRun(BucketRun):
             code = self.connection.buffers.take(layout.bytes)
             layout.encode(total, code)
             self._decode(piece, layout, code)
-            layout.subtract(code, total)
             if self.context.options.error_feedback:  # the next contribution is divided by the number of ranks
-                self._lose(piece, total * np.float32(self.reducer.ranks))
+                self._lose(piece, layout.rest(total, code) * np.float32(self.reducer.ranks))
         self._begin_average(piece, code)
 
     def _send_encoded(self, piece: Piece, layout: PlaneLayout, total: NDArray[np.floating]) -> None:
@@ -393,9 +392,8 @@ class RingRun(BucketRun):
     def _on_encoded_sent(
         self, piece: Piece, layout: PlaneLayout, code: Bytes, total: NDArray[np.float32], delivery: Delivery
     ) -> None:
-        layout.subtract(code, total, delivery.delivered)
         if self.context.options.error_feedback:
-            self._lose(piece, total)
+            self._lose(piece, layout.rest(total, code, delivery.delivered))
         self.connection.buffers.give(code)
         if self._distance(piece) == 0:
             self._receive_average(piece)

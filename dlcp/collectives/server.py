@@ -313,11 +313,9 @@ class ParameterServer:
     def _keep_rounded(
         self, sequence: int, layout: PlaneLayout, content: NDArray[np.uint8], mean: NDArray[np.floating]
     ) -> None:
-        """Record what an encoded average lacks. ``mean`` is changed."""
+        """Record what an encoded average lacks."""
         if self.options.error_feedback:
-            rest = np.asarray(mean, np.float32)
-            layout.subtract(content, rest)
-            self._rounded[sequence] = rest
+            self._rounded[sequence] = layout.rest(np.asarray(mean, np.float32), content)
 
     def _choose_deferred(
         self,

@@ -192,7 +192,7 @@ void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t pa
 /* Planes ----------------------------------------------------------------------------------------------------------- */
 
 enum { PLANE_BLOCK_VALUES = 32 };
-typedef enum { PLANES_SET, PLANES_ADD, PLANES_SUBTRACT } plane_operation;
+typedef enum { PLANES_SET, PLANES_ADD, PLANES_REST } plane_operation;
 
 /* Where the digits of encoded values are; see PlaneLayout in dlcp/planes.py. */
 typedef struct {
@@ -204,7 +204,7 @@ typedef struct {
 
 void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code);
 void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
-                        plane_operation operation, float *values);
+                        plane_operation operation, float *values, float *rest);
 
 /* Frames of the built-in switch ------------------------------------------------------------------------------------ */
 

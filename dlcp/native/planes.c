@@ -178,7 +178,7 @@ void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t
     encode_all(layout, values, code);
 }
 
-INLINED void combine(float *values, const float *decoded, int64_t count, plane_operation operation) {
+INLINED void combine(plane_operation operation, const float *decoded, int64_t count, float *values, float *rest) {
     if (operation == PLANES_SET) {
         memcpy(values, decoded, (size_t)count * sizeof *values);
     } else if (operation == PLANES_ADD) {
@@ -186,48 +186,46 @@ INLINED void combine(float *values, const float *decoded, int64_t count, plane_o
             values[i] += decoded[i];
     } else {
         for (int64_t i = 0; i < count; i++) {
-            float rest = values[i] - decoded[i];
-            values[i] = fabsf(rest) < INFINITY ? rest : 0;
+            float missing = values[i] - decoded[i];
+            rest[i] = fabsf(missing) < INFINITY ? missing : 0;
         }
     }
 }
 
-INLINED void decode_packet(const plane_layout *layout, packet_code packet, plane_operation operation, float *values,
-                           int digit_bits) {
+INLINED void decode_packet(const plane_layout *layout, packet_code packet, bool is_missing, plane_operation operation,
+                           float *values, float *rest, int digit_bits) {
     int64_t digit_bytes = BLOCK * digit_bits / 8;
     for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
-        float decoded[BLOCK];
-        bool is_whole = packet.stop - i >= BLOCK, in_place = is_whole && operation == PLANES_SET;
-        decode_block(packet.upper, packet.lower, digit_bits, layout->planes > 1, in_place ? values + i : decoded);
+        float decoded[BLOCK] = {0};
+        bool is_whole = packet.stop - i >= BLOCK, in_place = is_whole && operation == PLANES_SET && !is_missing;
+        if (!is_missing)
+            decode_block(packet.upper, packet.lower, digit_bits, layout->planes > 1, in_place ? values + i : decoded);
         if (is_whole && !in_place)
-            combine(values + i, decoded, BLOCK, operation);
+            combine(operation, decoded, BLOCK, values + i, rest + i);
         else if (!is_whole)
-            combine(values + i, decoded, packet.stop - i, operation);
+            combine(operation, decoded, packet.stop - i, values + i, rest + i);
         packet.upper += digit_bytes + 1;
         packet.lower += packet.lower ? digit_bytes : 0;
     }
 }
 
 FASTEST static void decode_all(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
-                               plane_operation operation, float *values) {
+                               plane_operation operation, float *values, float *rest) {
     for (int64_t packet = 0; packet < layout->packets; packet++) {
         bool has_lower = layout->planes > 1 && (!delivered || delivered[layout->packets + packet]);
+        bool is_missing = delivered && !delivered[packet];
         packet_code from = code_of_packet(layout, (uint8_t *)code, packet, has_lower);
-        if (delivered && !delivered[packet]) {
-            if (operation == PLANES_SET)
-                memset(values + from.first, 0, (size_t)(from.stop - from.first) * sizeof *values);
-        } else if (layout->digit_bits == 4) {
-            decode_packet(layout, from, operation, values, 4);
-        } else {
-            decode_packet(layout, from, operation, values, 8);
-        }
+        if (layout->digit_bits == 4)
+            decode_packet(layout, from, is_missing, operation, values, rest, 4);
+        else
+            decode_packet(layout, from, is_missing, operation, values, rest, 8);
     }
 }
 
-/* Set `values` to the encoded ones, or add or subtract those. `delivered` has a byte for each packet, the upper plane's
- * first; NULL: all have arrived. Without its packet of the upper plane a value is 0; without that of the lower plane it
- * has the upper plane's precision. What is not finite after a subtraction becomes 0. */
+/* Set `values` to the encoded ones, or add those to them, or write into `rest` what the code lacks of them, and 0 where
+ * that is not finite. `delivered` has a byte for each packet, the upper plane's first; NULL: all have arrived. Without
+ * its packet of the upper plane a value is 0; without that of the lower plane it has the upper plane's precision. */
 void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
-                        plane_operation operation, float *values) {
-    decode_all(layout, code, delivered, operation, values);
+                        plane_operation operation, float *values, float *rest) {
+    decode_all(layout, code, delivered, operation, values, rest);
 }
