@@ -35,6 +35,7 @@ from dlcp.collectives.shards import (
     inbound_rates,
     is_any_congested,
     shard_bounds,
+    slowest_rate,
     weights_for_rates,
 )
 from dlcp.dtypes import ValueType
@@ -114,13 +115,14 @@ class DirectAllReduce:
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
-        congested = is_any_congested(self.rates_bps, self.context.contributors)
+        reports = self.rates_bps, self.context.contributors
+        congested, slowest_bps = is_any_congested(*reports), slowest_rate(*reports)
         rates = self.received_bps(self._slow)
         if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             if self.adaptive:
                 self.weights = weights_for_rates(rates)
-        self.precision.begin_step(congested or bool(self._slow) if congested is not None else None)
+        self.precision.begin_step(congested or bool(self._slow) if congested is not None else None, slowest_bps)
         if self.adaptive:
             self.context.inbound_rates_bps.clear()
             self.context.inbound_rates_bps.update(rates)

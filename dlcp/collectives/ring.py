@@ -156,7 +156,8 @@ class RingAllReduce:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on."""
-        self.precision.begin_step(self._is_congested())
+        known_bps = filter(None, self.rates_bps.values())
+        self.precision.begin_step(self._is_congested(), min(known_bps, default=0.0))
         self.rates_bps, self._told_with, self._clear = {}, {}, {}
         connection = self.context.connection
         connection.call(lambda: connection.begin_step(step))

@@ -120,6 +120,20 @@ def is_any_congested(reported_bps: Mapping[int, NDArray[np.generic]], ranks: Seq
     )
 
 
+def slowest_rate(reported_bps: Mapping[int, NDArray[np.generic]], ranks: Sequence[int]) -> float:
+    """Return the lowest rate that a rank reported to another one, in bit/s; 0 if none is known.
+
+    The parameters are those of :func:`is_any_congested`.
+    """
+    known = (
+        abs(rate)
+        for reporter, rates in reported_bps.items()
+        for rank, rate in zip(ranks, rates.tolist(), strict=True)
+        if reporter in ranks and rank != reporter and rate
+    )
+    return min(known, default=0.0)
+
+
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
     """Return the shard weights that minimize the time of the slowest rank.
 

@@ -195,6 +195,8 @@ def test_useless_returns_become_rare():
     returns = np.flatnonzero(np.array(bits) == 32)
     assert 3 < len(returns) < 8
     assert (np.diff(returns)[1:] >= 1.8 * np.diff(returns)[:-1]).all()
+    chooser.begin_step(True, slowest_bps=10e9)
+    assert chooser.bits == 8, "one step on a fast network is not enough to return"
     chooser.begin_step(None)
     assert chooser.bits == bits[-1], "without reports nothing changes"
 
