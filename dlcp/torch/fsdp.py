@@ -209,7 +209,7 @@ def factor_of(op: Any, ranks: int) -> float:
     if kind == dist.ReduceOp.SUM:
         return float(ranks)
     if kind == getattr(dist.ReduceOp, "PREMUL_SUM", None):
-        return ranks * float(op.factor)
+        return ranks * float(op.__getstate__()[1])  # its factor: PyTorch 2.11 has no attribute for that
     raise RuntimeError(f"gradients are averaged or summed, not reduced by {op}")
 
 
