@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from dlcp.collectives.bucket import Bucket, RankContext
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.magnitudes import packet_magnitudes
+from dlcp.planes import PlaneLayout
 from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN, PortLoads, share_to_defer, snap_to_fastest
 from dlcp.tags import PacketTags
 from dlcp.transport import LossBound
@@ -253,7 +254,7 @@ class BucketDeferral:
         self._bucket, self._bounds, self._packets, self._bound = bucket, bounds, packets, bound
 
     def of_contribution(
-        self, owner: int, tags: PacketTags, rates_bps: NDArray[np.generic]
+        self, owner: int, tags: PacketTags, rates_bps: NDArray[np.generic], layout: PlaneLayout | None
     ) -> tuple[PacketTags, NDArray[np.bool_] | None]:
         """Return the tags of a contribution to a shard, and the mask of deferred packets; None if all are sent.
 
@@ -263,40 +264,51 @@ class BucketDeferral:
         ----------
         rates_bps
             See :meth:`Deferral.shares`.
+        layout
+            The layout of the message if it is encoded. All planes of the same values are deferred together.
         """
-        due = self._deferral.due(self._packets[owner].start, len(tags.queue), self._turn)
-        drop_class = np.where(due, np.uint8(0), tags.drop_class)
-        tags = tags._replace(drop_class=drop_class, protected=tags.protected | due)
+        if layout is None:  # the upper plane of an encoded message is protected
+            due = self._deferral.due(self._packets[owner].start, len(tags.queue), self._turn)
+            drop_class = np.where(due, np.uint8(0), tags.drop_class)
+            tags = tags._replace(drop_class=drop_class, protected=tags.protected | due)
         if owner in self._context.contributors:
             share = self._deferral.shares(rates_bps, scattered=self._bucket.scattered).get(owner, 0.0)
         else:  # a parameter server
             share = self._deferral.share_through_server(self._context.connection.is_clear(owner))
-        deferred = self._choose(REDUCE_SCATTER, owner, share, tags)
+        deferred = self._choose(REDUCE_SCATTER, owner, share, tags, layout)
         if deferred is not None:
             tags = tags._replace(protected=tags.protected & ~deferred)
         return tags, deferred
 
-    def of_average(self, tags: PacketTags, rates_bps: NDArray[np.generic]) -> NDArray[np.bool_] | None:
+    def of_average(
+        self, tags: PacketTags, rates_bps: NDArray[np.generic], layout: PlaneLayout | None
+    ) -> NDArray[np.bool_] | None:
         """Return the mask of packets of this rank's averaged shard to defer for the slowest receiver; None for none."""
         share = max(self._deferral.shares(rates_bps).values(), default=0.0)
-        return self._choose(ALL_GATHER, self._context.rank, share, tags)
+        return self._choose(ALL_GATHER, self._context.rank, share, tags, layout)
 
-    def _choose(self, phase: int, owner: int, share: float, tags: PacketTags) -> NDArray[np.bool_] | None:
+    def _choose(
+        self, phase: int, owner: int, share: float, tags: PacketTags, layout: PlaneLayout | None
+    ) -> NDArray[np.bool_] | None:
         if not share:
             return None
         (start, stop), packets, bucket, context = self._bounds[owner], self._packets[owner], self._bucket, self._context
         per_packet = context.connection.options.payload_bytes // bucket.values.itemsize
-        magnitudes = packet_magnitudes(bucket.values[start:stop], bucket.value_type, per_packet)
         matters = context.tagger.small_layer_packets(bucket.segments, len(bucket.values), per_packet)[packets]
-        matters = matters | self._deferral.due(packets.start, len(magnitudes), self._turn)
         if context.options.layers:
-            matters |= context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
-        more = len(tags.queue) - len(magnitudes)
+            matters = matters | context.options.layers.exact_packets(bucket.segments, per_packet)[packets]
+        first, planes = packets.start, 1
+        if layout is not None:
+            matters = np.logical_or.reduceat(matters, layout.starts(per_packet))
+            first, planes, per_packet = start // layout.per_packet, layout.planes, layout.per_packet
+        magnitudes = packet_magnitudes(bucket.values[start:stop], bucket.value_type, per_packet)
+        matters = matters | self._deferral.due(first, len(magnitudes), self._turn)
+        more = len(tags.queue) - planes * len(magnitudes)
         if not more:
             matters[-1] = True  # tells the size
-        limit = self._bound.deferrable(len(tags.queue))
+        limit = self._bound.deferrable(len(tags.queue)) // planes
         deferred = self._deferral.choose((phase, self._sequence, owner), magnitudes, ~matters, share, limit)
-        return deferred if deferred is None else np.append(deferred, np.zeros(more, np.bool_))
+        return deferred if deferred is None else np.append(np.tile(deferred, planes), np.zeros(more, np.bool_))
 
 
 def shares_by_value(

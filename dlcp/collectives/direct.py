@@ -335,7 +335,7 @@ class DirectPlan:
         bound, layout = self.loss_bounds[owner], self.layouts.get(owner)
         if layout is None:
             return bound
-        return replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes), deferral=0.0)
+        return replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes))
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""
@@ -389,7 +389,7 @@ class DirectRun(BucketRun):
         self.average_bound = plan.average_bound
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
         """This rank's shard, once averaged."""
-        self.deferral = None if plan.layouts else reducer.deferral_of(sequence, bucket, plan)
+        self.deferral = reducer.deferral_of(sequence, bucket, plan)
         self.exchanges_rates = False
         self.latest = self.rank
         """The rank whose average arrived last."""
@@ -449,7 +449,7 @@ class DirectRun(BucketRun):
             if bucket.factor != 1:
                 np.multiply(own, np.float32(bucket.factor), out=own)
         elif accumulator.layout is not None:
-            self._average_encoded(accumulator, accumulator.layout)
+            self._average_encoded(accumulator)
         elif accumulator.peers:
             mean = average(
                 {**accumulator.contributions, self.rank: own},
@@ -475,12 +475,19 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         own = self.own
         own.trailer, own.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
-        if own.code is None:
+        layout = accumulator.layout
+        if layout is None:
             own.tags = self._tags(self.rank, len(own.trailer))
         else:
-            own.tags = self._encoded_tags(self.rank, own.code, len(own.trailer))
+            own.tags = self._encoded_tags(self.rank, own.encode(layout, self._wide(self.rank)), len(own.trailer))
         if self.deferral:
-            self._defer_average(self.deferral, own.tags)
+            own.deferred = self.deferral.of_average(own.tags, np.abs(self.reducer.rates()), layout)
+        if own.deferred is not None:
+            own.tags = own.tags._replace(protected=~own.deferred)
+        if layout is not None:
+            self._round_average(layout)
+        elif own.deferred is not None:
+            self._defer_average(own.deferred)
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -499,35 +506,37 @@ class DirectRun(BucketRun):
         if not accumulator.whole and self.own.copy is not None:
             self.own.copy[:] = own
 
-    def _average_encoded(self, accumulator: ShardAccumulator, layout: PlaneLayout) -> None:
-        """Average encoded contributions, and encode the average; all ranks get the decoded one."""
-        bucket, ranks = self.bucket, len(self.context.contributors)
+    def _average_encoded(self, accumulator: ShardAccumulator) -> None:
+        """Average encoded contributions."""
         mean = self._wide(self.rank)
         with np.errstate(over="ignore", invalid="ignore"):  # the loss scaler handles these
             accumulator.add_decoded(mean)
-            mean *= np.float32(bucket.factor / ranks)
-            if not bucket.scattered:
-                code = self.own.encode(layout, mean)
-                if self.context.options.error_feedback:
-                    rest = layout.rest(mean, code)
-                    rest *= np.float32(ranks)  # the next contribution is divided by the number of ranks
-                    self.rounded.append((self.bounds[self.rank][0], rest))
-                layout.decode(code, mean)
-            if bucket.value_type is not ValueType.FLOAT32:
-                self.own.values[:] = bucket.value_type.narrow(mean)
+            mean *= np.float32(self.bucket.factor / len(self.context.contributors))
+            if self.bucket.value_type is not ValueType.FLOAT32:
+                self.own.values[:] = self.bucket.value_type.narrow(mean)
 
-    def _defer_average(self, deferral: "BucketDeferral", tags: PacketTags) -> None:
-        """Defer packets of this rank's averaged shard, for the slowest receiver; they are zero on all ranks."""
+    def _round_average(self, layout: PlaneLayout) -> None:
+        """Replace this rank's averaged shard by what all ranks decode, and keep the rest as residual."""
+        own, code, sent = self.own, self.own.encoded, None
+        if own.deferred is not None:
+            sent = ~own.deferred
+            self._note_waiting(self.rank, self._plain_packets(self.rank, layout, own.deferred))
+        if self.context.options.error_feedback:
+            rest = layout.rest(self._wide(self.rank), code, sent)
+            # The next contribution is divided by the number of ranks.
+            self.rounded.append(
+                (self.bounds[self.rank][0], np.multiply(rest, np.float32(len(self.context.contributors)), out=rest))
+            )
+        self._decode(self.rank, layout, code, sent)
+
+    def _defer_average(self, deferred: NDArray[np.bool_]) -> None:
+        """Set deferred packets of this rank's averaged shard to zero, as they are on all ranks."""
         own, widen = self.own, self.bucket.value_type.widen
-        deferred = deferral.of_average(tags, np.abs(self.reducer.rates()))
-        if deferred is None:
-            return
         positions = self._positions(deferred, len(own.values))
         # The next contribution is divided by the number of ranks.
         self._lose(self.rank, positions, widen(own.values) * np.float32(len(self.context.contributors)))
         own.write(positions, 0)
         self._note_waiting(self.rank, deferred)
-        own.deferred, own.tags = deferred, tags._replace(protected=~deferred)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""
@@ -556,8 +565,8 @@ class DirectRun(BucketRun):
             # every packet is protected already.
             tags.protected[-1] = True
         deferred = None
-        if self.deferral and layout is None:
-            tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()))
+        if self.deferral:
+            tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()), layout)
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
         payload = self._bytes(owner) if layout is None else self.codes[owner]
         request = SendRequest(owner, key, payload.data, tags, bound, label, tail, order, deferred, layout)
@@ -577,6 +586,8 @@ class DirectRun(BucketRun):
         context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery, bits)
         if layout is not None:
             self._keep_rounded(owner, layout, delivery.delivered)
+            if delivery.deferred is not None:
+                self._note_waiting(owner, self._plain_packets(owner, layout, delivery.deferred))
             context.connection.buffers.give(self.codes.pop(owner))
         elif delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
@@ -605,7 +616,8 @@ class DirectRun(BucketRun):
     ) -> None:
         layout = self.plan.layouts.get(owner)
         if layout is not None:
-            self._decode(owner, layout, arrival)
+            self._decode(owner, layout, arrival.payload, arrival.delivered)
+            self.context.connection.buffers.give(arrival.payload)
         elif arrival.deferred:
             start, stop = self.bounds[owner]
             shard, deferred = self.values[start:stop], ~arrival.delivered[: len(contributed)]
@@ -619,17 +631,16 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
 
-    def _decode(self, owner: int, layout: PlaneLayout, arrival: Arrival) -> None:
+    def _decode(self, owner: int, layout: PlaneLayout, code: Bytes, delivered: NDArray[np.bool_] | None) -> None:
         """Write an encoded average into the bucket."""
         shard = self.values[slice(*self.bounds[owner])]
         if self.bucket.value_type is ValueType.FLOAT32:
-            layout.decode(arrival.payload, cast("NDArray[np.float32]", shard), arrival.delivered)
+            layout.decode(code, cast("NDArray[np.float32]", shard), delivered)
         else:
             decoded = np.empty(len(shard), np.float32)
-            layout.decode(arrival.payload, decoded, arrival.delivered)
+            layout.decode(code, decoded, delivered)
             with np.errstate(over="ignore"):
                 shard[:] = self.bucket.value_type.narrow(decoded)
-        self.context.connection.buffers.give(arrival.payload)
 
     def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
         self.shards[owner], self.latest = state, owner
@@ -785,6 +796,13 @@ class DirectRun(BucketRun):
             starts = layout.starts(self.values_per_packet)
             may_drop &= ~np.logical_or.reduceat(exact[self._packets(owner)], starts)
         return layout.tags(plain, self.values_per_packet, code, may_drop, more)
+
+    def _plain_packets(self, owner: int, layout: PlaneLayout, packets: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which packets of a shard, if it is not encoded, begin in these packets of an encoded message."""
+        part = self._packets(owner)
+        within = np.arange(part.stop - part.start) * self.values_per_packet // layout.per_packet
+        chosen: NDArray[np.bool_] = packets[within]
+        return chosen
 
     def _wide(self, owner: int) -> NDArray[np.float32]:
         """Return a shard's values as float32; not a copy if they are."""

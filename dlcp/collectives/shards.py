@@ -352,6 +352,12 @@ class AveragedShard:
         self.layout.decode(self.code, values)
         return value_type.widen(value_type.narrow(values))
 
+    @property
+    def encoded(self) -> NDArray[np.uint8]:
+        """The code, which must exist."""
+        assert self.code is not None
+        return self.code
+
     def encode(self, layout: PlaneLayout, mean: NDArray[np.float32]) -> NDArray[np.uint8]:
         """Send ``mean`` encoded, without the caller's buffer; return the code."""
         self.layout, self.code = layout, self._connection.buffers.take(layout.bytes)

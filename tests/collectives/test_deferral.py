@@ -96,10 +96,13 @@ def test_shares_stay_as_they_are_while_ports_do():
 
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.BFLOAT16], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("count", [2, 4])
-def test_replicas_are_equal_and_what_is_deferred_is_owed(count, value_type):
-    ranks, gradients, averages, _ = train(count, value_type=value_type)
+@pytest.mark.parametrize("precision", ["32", "8", "4"])
+def test_replicas_are_equal_and_what_is_deferred_is_owed(precision, count, value_type):
+    ranks, gradients, averages, _ = train(count, value_type=value_type, precision=precision)
     for each in averages:
         assert_identical(each)
+    assert sum(ledger.summary()["deferred"] for ledger in ranks.ledgers) > 0
+    assert all(ledger.violations == 0 for ledger in ranks.ledgers)
     widen = value_type.widen
     for name in SIZES:
         given = sum(widen(rank[name]).astype(np.float64) for step in gradients for rank in step)
@@ -108,6 +111,15 @@ def test_replicas_are_equal_and_what_is_deferred_is_owed(count, value_type):
         error = np.abs(had + owed - given)
         assert error.max() < (1e-3 if value_type is ValueType.FLOAT32 else 2), name  # bfloat16 has eight bits
         assert error.mean() < (1e-5 if value_type is ValueType.FLOAT32 else 0.03), name
+
+
+def test_deferral_shortens_steps_of_lower_precision_too():
+    medians = [
+        np.median(train(4, deferral_bound=bound, precision=precision)[3][3:])
+        for precision, bound in (("32", 0.0), ("8", 0.0), ("8", BOUND))
+    ]
+    assert medians[0] / medians[1] > 2.5
+    assert medians[1] / medians[2] > 1.2
 
 
 def test_what_matters_most_is_sent():
