@@ -4,6 +4,7 @@
 The amount follows the arithmetic of real ranks (`dlcp.slow_ports`). The simulator only counts packets, and sends a
 message with fewer of them. The amount depends on the times of earlier steps:
 
+- A message that is encoded is sent whole, as by real ranks.
 - A shard is sent whole if its messages take no longer than the ranks compute: nobody waits for it. Otherwise enough is
   deferred for the shard to finish by the end of the computation.
 - With a direct all-reduce, deferral also requires a rank that receives at a far lower rate than the others, as with
@@ -66,7 +67,7 @@ class SimulatedDeferral:
 
     def __init__(self, spec: DeferralSpec, ranks: tuple[int, ...], servers: tuple[int, ...]) -> None:
         self.spec, self._ranks, self._servers = spec, ranks, servers
-        self._slow: set[int] = set()
+        self._ports = RankPorts(ranks)
         self.shares: dict[int, tuple[float, float]] = {}
 
     def learn(self, submitted: SubmittedGraph, records: NDArray[np.void], step: int, compute_s: float) -> None:
@@ -109,13 +110,11 @@ class SimulatedDeferral:
         if self._servers:
             share = share_to_defer(PortLoads.of_server(count, 1 / len(self._servers)), 1.0, ceiling)
             return dict.fromkeys(self._servers, (share, share))
-        measured = {rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}
-        rates = snap_to_fastest(measured, self._slow)
+        rates = self._ports.learn(senders, receivers, records)
         fastest = max(rates.values())
-        self._slow = {rank for rank, rate in rates.items() if rate < fastest}
         loads = PortLoads.of_direct(count, 1 / count, 1 / count)
         shares = {
-            rank: share_to_defer(loads, fastest / rates[rank], ceiling) if rank in self._slow else 0.0
+            rank: share_to_defer(loads, fastest / rates[rank], ceiling) if rank in self._ports.slow else 0.0
             for rank in self._ranks
         }
         return {owner: (shares[owner], max(shares[rank] for rank in self._ranks if rank != owner)) for owner in shares}
@@ -129,9 +128,34 @@ class SimulatedDeferral:
         shares = np.zeros((int(owners.max()) + 1, 2))
         for owner, pair in self.shares.items():
             shares[owner] = pair
-        whole = submitted.packets[messages]
-        deferred = deferred_packets(whole, shares[owners, results.astype(int)])
-        simulation.resize(submitted, messages, whole - deferred)
+        sizes = submitted.sizes[messages]
+        deferred = deferred_packets(sizes["packets"], shares[owners, results.astype(int)])
+        sizes["packets"] -= np.where(sizes["upper"], 0, deferred)  # real ranks defer nothing that is encoded
+        simulation.resize(submitted, messages, sizes)
+
+
+class RankPorts:
+    """The rates at which a job's ranks receive.
+
+    Attributes
+    ----------
+    slow
+        The ranks that received at a far lower rate than others in the last step.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self.slow: set[int] = set()
+
+    def learn(
+        self, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
+    ) -> dict[int, float]:
+        """Return each rank's rate from a step's messages, in packets a second; 0 if unknown."""
+        measured = {rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}
+        rates = snap_to_fastest(measured, self.slow)
+        fastest = max(rates.values())
+        self.slow = {rank for rank, rate in rates.items() if rate < fastest}
+        return rates
 
 
 def deferred_packets(packets: NDArray[np.int32], shares: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -154,10 +178,10 @@ def seconds_under_way(records: NDArray[np.void]) -> float:
 def _inbound_rate(
     rank: int, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
 ) -> float:
-    """Return the median over senders of the packets a second that a rank receives, like real ranks.
+    """Return the median over senders of the packets a second that a rank receives, like real ranks; 0 if unknown.
 
     The median ignores a slow sender, whose rate says nothing about the receiver.
     """
-    received = receivers == rank
+    received = (receivers == rank) & (records["end_ps"] > 0)
     from_each = [records[received & (senders == sender)] for sender in np.unique(senders[received])]
-    return float(np.median([own["packets"].sum() / seconds_under_way(own) for own in from_each]))
+    return float(np.median([own["packets"].sum() / seconds_under_way(own) for own in from_each] or [0.0]))

@@ -335,7 +335,7 @@ class DirectPlan:
         bound, layout = self.loss_bounds[owner], self.layouts.get(owner)
         if layout is None:
             return bound
-        return replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes))
+        return replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""
