@@ -268,7 +268,7 @@ class RingRun(BucketRun):
         """Return each hop's loss bound for a piece."""
         bound = self.context.options.bound_within(self.bucket, piece.start, piece.stop, self.values_per_packet)
         bound, layout = bound_of_hop(bound, self.reducer.ranks) if bound.ratio else RELIABLE, self.layouts.get(piece)
-        return bound if layout is None else replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes))
+        return bound if layout is None else replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
 
     def _tag(self) -> PacketTags:
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
