@@ -982,7 +982,6 @@ class HostInterface:
         stream = message.flow
         if packet.satisfied:
             message.satisfied = True
-        message.congested |= packet.ecn_echo
         state = message.state[packet.index]
         rules.leave_probe_mode(stream)
         if sent.in_flight:
@@ -994,6 +993,7 @@ class HostInterface:
             rtt_ps = self.engine.now_ps - sent.sent_ps
             rules.measure_rtt(stream, stream.transport, rtt_ps)
             stream.backoff = 0
+            message.congested |= packet.ecn_echo
             rules.on_ack(stream, stream.transport, packet.ecn_echo, rtt_ps, sent.number, self.engine.now_ps, limited)
             before = self._end_tail_probe(stream, sent.number)
             in_flight = stream.in_flight_by_queue[sent.queue]

@@ -506,8 +506,6 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
     t = k.transports_of(w)[m.transport]
     if x.satisfied != 0:
         m.satisfied = 1
-    if x.ecn_echo != 0:
-        m.congested = 1
     cell = m.offset + x.index
     state = states[cell]
     r = transmissions[x.transmission]
@@ -524,6 +522,8 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         free_transmission(w, x.transmission)
         rules.measure_rtt(s, t, rtt)
         s.backoff = 0
+        if x.ecn_echo != 0:
+            m.congested = 1
         rules.on_ack(s, t, x.ecn_echo, rtt, number, now, limited)
         # If the tail probe has been answered, every unacknowledged packet sent before it is lost.
         before = -1
