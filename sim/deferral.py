@@ -4,7 +4,6 @@
 The amount follows the arithmetic of real ranks (`dlcp.slow_ports`). The simulator only counts packets, and sends a
 message with fewer of them. The amount depends on the times of earlier steps:
 
-- A message that is encoded is sent whole, as by real ranks.
 - A shard is sent whole if its messages take no longer than the ranks compute: nobody waits for it. Otherwise enough is
   deferred for the shard to finish by the end of the computation.
 - With a direct all-reduce, deferral also requires a rank that receives at a far lower rate than the others, as with
@@ -82,7 +81,7 @@ class SimulatedDeferral:
         """
         nodes = submitted.graph.nodes
         chosen = np.flatnonzero((submitted.packets > 0) & (nodes["step"] == step))
-        nodes, records, whole = nodes[chosen], records[chosen], submitted.packets[chosen]
+        nodes, records, whole = nodes[chosen], records[chosen], submitted.sizes["packets"][chosen]
         results = (nodes["message"] & RESULT_MESSAGE) != 0
         owners = np.where(results, nodes["source"], nodes["target"])
         slow = self._of_slow_ports(nodes["source"], nodes["target"], records)
@@ -129,8 +128,12 @@ class SimulatedDeferral:
         for owner, pair in self.shares.items():
             shares[owner] = pair
         sizes = submitted.sizes[messages]
-        deferred = deferred_packets(sizes["packets"], shares[owners, results.astype(int)])
-        sizes["packets"] -= np.where(sizes["upper"], 0, deferred)  # real ranks defer nothing that is encoded
+        # The planes of the same values are deferred together.
+        encoded = sizes["upper"] > 0
+        planes = np.where(encoded, sizes["packets"] // np.maximum(sizes["upper"], 1), 1)
+        deferred = deferred_packets(sizes["packets"] // planes, shares[owners, results.astype(int)])
+        sizes["packets"] -= planes * deferred
+        sizes["upper"] -= np.where(encoded, deferred, 0)
         simulation.resize(submitted, messages, sizes)
 
 
@@ -141,17 +144,23 @@ class RankPorts:
     ----------
     slow
         The ranks that received at a far lower rate than others in the last step.
+    slowest
+        The lowest rate between two ranks in the last step, in packets a second; 0 if none is known.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
         self.slow: set[int] = set()
+        self.slowest = 0.0
 
     def learn(
         self, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
     ) -> dict[int, float]:
         """Return each rank's rate from a step's messages, in packets a second; 0 if unknown."""
-        measured = {rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}
+        pairs = {rank: _inbound_rates(rank, senders, receivers, records) for rank in self._ranks}
+        self.slowest = min((rate for rates in pairs.values() for rate in rates), default=0.0)
+        # The median ignores a slow sender, whose rate says nothing about the receiver.
+        measured = {rank: float(np.median(rates or [0.0])) for rank, rates in pairs.items()}
         rates = snap_to_fastest(measured, self.slow)
         fastest = max(rates.values())
         self.slow = {rank for rank, rate in rates.items() if rate < fastest}
@@ -175,13 +184,10 @@ def seconds_under_way(records: NDArray[np.void]) -> float:
     return float(end[-1] - begin[0] - idle) / PS_PER_S
 
 
-def _inbound_rate(
+def _inbound_rates(
     rank: int, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
-) -> float:
-    """Return the median over senders of the packets a second that a rank receives, like real ranks; 0 if unknown.
-
-    The median ignores a slow sender, whose rate says nothing about the receiver.
-    """
+) -> list[float]:
+    """Return the packets a second that a rank receives from each sender whose rate is known."""
     received = (receivers == rank) & (records["end_ps"] > 0)
     from_each = [records[received & (senders == sender)] for sender in np.unique(senders[received])]
-    return float(np.median([own["packets"].sum() / seconds_under_way(own) for own in from_each] or [0.0]))
+    return [float(own["packets"].sum()) / seconds_under_way(own) for own in from_each]

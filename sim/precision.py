@@ -29,19 +29,28 @@ class SimulatedPrecision:
     ----------
     value_bytes
         Bytes of a value in full precision.
+    payload_bytes
+        Payload of a packet in bytes.
     ranks
         Hosts of the workers.
     has_servers
-        Whether servers own the shards. If not, a slow port counts as congestion.
+        Whether servers own the shards. If not, a slow port counts as congestion, and rates between ranks are known.
     error_feedback
         Whether rounding errors are sent with the next step.
     """
 
     def __init__(
-        self, precision: Precision, value_bytes: int, ranks: tuple[int, ...], *, has_servers: bool, error_feedback: bool
+        self,
+        precision: Precision,
+        value_bytes: int,
+        payload_bytes: int,
+        ranks: tuple[int, ...],
+        *,
+        has_servers: bool,
+        error_feedback: bool,
     ) -> None:
         self._chooser = PrecisionChooser(str(precision), error_feedback=error_feedback)
-        self._value_bytes, self._has_servers = value_bytes, has_servers
+        self._value_bytes, self._payload_bytes, self._has_servers = value_bytes, payload_bytes, has_servers
         self._ports = RankPorts(ranks)
         self._congested = False
 
@@ -65,7 +74,8 @@ class SimulatedPrecision:
             self._ports.learn(nodes["source"], nodes["target"], records)
         # Real ranks report congestion in the middle of a step, and so in this step or the last one.
         before, self._congested = self._congested, bool(records["congested"].any())
-        self._chooser.begin_step(self._congested or before or bool(self._ports.slow))
+        congested = self._congested or before or bool(self._ports.slow)
+        self._chooser.begin_step(congested, self._ports.slowest * self._payload_bytes * 8)
 
     def apply(self, simulation: Simulation, submitted: SubmittedGraph) -> None:
         """Set the precision of a graph's messages that have not begun."""

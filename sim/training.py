@@ -591,6 +591,7 @@ def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | N
     return SimulatedPrecision(
         spec.precision,
         spec.bytes_per_value,
+        transport.packet_bytes - transport.header_bytes,
         job.workers,
         has_servers=bool(job.servers),
         error_feedback=transport.error_feedback,

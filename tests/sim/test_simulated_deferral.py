@@ -184,6 +184,7 @@ class Submitted:
         all_reduce(builder, "parameter_server" if servers else "direct", spec, servers=servers)
         self.graph, self.number = builder.build(), 0
         self.packets = -(-self.graph.nodes["size_bytes"] // 1000)
+        self.sizes = {"packets": self.packets}
         self.results = (self.graph.nodes["message"] & RESULT_MESSAGE) != 0
 
     def records(self, contribution_s, average_s):
