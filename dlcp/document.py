@@ -333,8 +333,8 @@ def _convert(value: Any, kind: Any, steps: Steps) -> Any:
     form = _alternative(value, kind, steps)
     arguments, fields = typing.get_args(form), _fields(form)
     origin = typing.get_origin(form) or form
-    if origin is Literal and isinstance(value, str) and value not in arguments:
-        known = nearest(value, map(str, arguments))
+    if origin is Literal and isinstance(value, str | int) and value not in arguments:
+        known = nearest(str(value), map(str, arguments))
         raise PlaceError(f"there is no {steps[-1] if steps else 'choice'} {value!r}{known}", *steps)
     if origin in (tuple, list) and isinstance(value, list) and (origin is list or arguments[-1] is ...):
         for index, inner in enumerate(value):

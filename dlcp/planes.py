@@ -87,6 +87,11 @@ class PlaneLayout:
         plain = -(-values // (payload_bytes // value_bytes))
         return layout if layout.planes * layout.packets < plain else None
 
+    @property
+    def loss_bound_max(self) -> float:
+        """The share of a message's packets that are in the lower plane: no others may be lost."""
+        return 1 - 1 / self.planes
+
     def encode(self, values: NDArray[np.float32], code: NDArray[np.uint8]) -> None:
         """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN."""
         record = self._record()

@@ -66,7 +66,7 @@ class SimulatedDeferral:
 
     def __init__(self, spec: DeferralSpec, ranks: tuple[int, ...], servers: tuple[int, ...]) -> None:
         self.spec, self._ranks, self._servers = spec, ranks, servers
-        self._slow: set[int] = set()
+        self._ports = RankPorts(ranks)
         self.shares: dict[int, tuple[float, float]] = {}
 
     def learn(self, submitted: SubmittedGraph, records: NDArray[np.void], step: int, compute_s: float) -> None:
@@ -81,7 +81,7 @@ class SimulatedDeferral:
         """
         nodes = submitted.graph.nodes
         chosen = np.flatnonzero((submitted.packets > 0) & (nodes["step"] == step))
-        nodes, records, whole = nodes[chosen], records[chosen], submitted.packets[chosen]
+        nodes, records, whole = nodes[chosen], records[chosen], submitted.sizes["packets"][chosen]
         results = (nodes["message"] & RESULT_MESSAGE) != 0
         owners = np.where(results, nodes["source"], nodes["target"])
         slow = self._of_slow_ports(nodes["source"], nodes["target"], records)
@@ -109,13 +109,11 @@ class SimulatedDeferral:
         if self._servers:
             share = share_to_defer(PortLoads.of_server(count, 1 / len(self._servers)), 1.0, ceiling)
             return dict.fromkeys(self._servers, (share, share))
-        measured = {rank: _inbound_rate(rank, senders, receivers, records) for rank in self._ranks}
-        rates = snap_to_fastest(measured, self._slow)
+        rates = self._ports.learn(senders, receivers, records)
         fastest = max(rates.values())
-        self._slow = {rank for rank, rate in rates.items() if rate < fastest}
         loads = PortLoads.of_direct(count, 1 / count, 1 / count)
         shares = {
-            rank: share_to_defer(loads, fastest / rates[rank], ceiling) if rank in self._slow else 0.0
+            rank: share_to_defer(loads, fastest / rates[rank], ceiling) if rank in self._ports.slow else 0.0
             for rank in self._ranks
         }
         return {owner: (shares[owner], max(shares[rank] for rank in self._ranks if rank != owner)) for owner in shares}
@@ -129,9 +127,44 @@ class SimulatedDeferral:
         shares = np.zeros((int(owners.max()) + 1, 2))
         for owner, pair in self.shares.items():
             shares[owner] = pair
-        whole = submitted.packets[messages]
-        deferred = deferred_packets(whole, shares[owners, results.astype(int)])
-        simulation.resize(submitted, messages, whole - deferred)
+        sizes = submitted.sizes[messages]
+        # The planes of the same values are deferred together.
+        encoded = sizes["upper"] > 0
+        planes = np.where(encoded, sizes["packets"] // np.maximum(sizes["upper"], 1), 1)
+        deferred = deferred_packets(sizes["packets"] // planes, shares[owners, results.astype(int)])
+        sizes["packets"] -= planes * deferred
+        sizes["upper"] -= np.where(encoded, deferred, 0)
+        simulation.resize(submitted, messages, sizes)
+
+
+class RankPorts:
+    """The rates at which a job's ranks receive.
+
+    Attributes
+    ----------
+    slow
+        The ranks that received at a far lower rate than others in the last step.
+    slowest
+        The lowest rate between two ranks in the last step, in packets a second; 0 if none is known.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self.slow: set[int] = set()
+        self.slowest = 0.0
+
+    def learn(
+        self, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
+    ) -> dict[int, float]:
+        """Return each rank's rate from a step's messages, in packets a second; 0 if unknown."""
+        pairs = {rank: _inbound_rates(rank, senders, receivers, records) for rank in self._ranks}
+        self.slowest = min((rate for rates in pairs.values() for rate in rates), default=0.0)
+        # The median ignores a slow sender, whose rate says nothing about the receiver.
+        measured = {rank: float(np.median(rates or [0.0])) for rank, rates in pairs.items()}
+        rates = snap_to_fastest(measured, self.slow)
+        fastest = max(rates.values())
+        self.slow = {rank for rank, rate in rates.items() if rate < fastest}
+        return rates
 
 
 def deferred_packets(packets: NDArray[np.int32], shares: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -151,13 +184,10 @@ def seconds_under_way(records: NDArray[np.void]) -> float:
     return float(end[-1] - begin[0] - idle) / PS_PER_S
 
 
-def _inbound_rate(
+def _inbound_rates(
     rank: int, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
-) -> float:
-    """Return the median over senders of the packets a second that a rank receives, like real ranks.
-
-    The median ignores a slow sender, whose rate says nothing about the receiver.
-    """
-    received = receivers == rank
+) -> list[float]:
+    """Return the packets a second that a rank receives from each sender whose rate is known."""
+    received = (receivers == rank) & (records["end_ps"] > 0)
     from_each = [records[received & (senders == sender)] for sender in np.unique(senders[received])]
-    return float(np.median([own["packets"].sum() / seconds_under_way(own) for own in from_each]))
+    return [float(own["packets"].sum()) / seconds_under_way(own) for own in from_each]

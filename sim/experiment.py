@@ -18,15 +18,32 @@ from msgspec import Meta
 
 from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
 from dlcp.error_text import nearest
+from dlcp.planes import FULL_BITS
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.topology import build_topology
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
+from dlcp.sim.transports import DlcpTransport
 
 
 class RunSetting(NetworkSetting, frozen=True, kw_only=True):
     """The complete setting of one run."""
 
     training: tuple[TrainingJob, ...] = ()
+
+    def check_precision(self) -> None:
+        """Reject lower precision over other transports than DLCP's.
+
+        Raises
+        ------
+        dlcp.document.PlaceError
+            A job has it; ``steps`` lead to its place.
+        """
+        for number, job in enumerate(self.training):
+            transport = self.transports[job.transport]
+            if job.precision != FULL_BITS and not isinstance(transport, DlcpTransport):
+                kind = transport.__struct_config__.tag
+                message = f"precision {job.precision} needs a transport of kind dlcp, but {job.transport!r} is {kind}"
+                raise PlaceError(message, "training", number, "precision")
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -280,6 +297,7 @@ class _ChangedSetting:
                 job.deferral_curve()
         with self._blamed():
             setting.check_senders(training=setting.training, traffic=setting.traffic)
+            setting.check_precision()
         return setting
 
     @contextmanager

@@ -36,9 +36,12 @@ NODE_ROW = row_type(
 )
 """A node's description; see `GraphBuilder.messages`."""
 
-NODE_RECORD = row_type((np.int64, "begin_ps end_ps"), (np.int32, "packets missing_packets sent_packets"))
+NODE_RECORD = row_type(
+    (np.int64, "begin_ps end_ps"), (np.int32, "packets missing_packets sent_packets"), (np.bool_, "congested")
+)
 """A node's outcome: when it began (packets could be sent) and ended, the number of the message's packets, how many of
-them never reached its target, and how many were sent, including retransmissions."""
+them never reached its target, how many were sent, including retransmissions, and whether the sender knows of any that
+was lost or marked. The times are -1 before."""
 
 
 class GraphBuilder:

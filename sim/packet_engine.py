@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.arithmetic import path_hashes, slot_owners
 from dlcp.sim.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
@@ -90,22 +91,27 @@ STREAM_START: Final = row_type((np.int64, "serial source target transport path_h
 """A new stream, as engines need it. A single-use stream carries one message and is freed with it."""
 
 
+MESSAGE_SIZE: Final = row_type((np.int32, "packets last_bytes upper allowed budget"), (np.int16, "profile"))
+"""A message's packets, all 0 for a node that sends nothing: their number, and the payload of the last one. The first
+``upper`` packets have the upper digits of a message that is encoded (`dlcp.planes`), and are in drop class 0; otherwise
+there are none. ``allowed`` packets may stay lost, and each switch may drop ``budget`` of these. ``profile``: number of
+the distribution of drop classes."""
+
+
 @dataclass(slots=True)
 class Submission:
     """A graph with values that both engines derive from it.
 
     Attributes
     ----------
-    packets, last_bytes
-        Packets of each message, and the payload of its last packet; 0 for a node that sends nothing.
+    sizes
+        `MESSAGE_SIZE` (n,) in full precision and without deferral.
     streams
         int64 (n,): serial number of each message's stream, -1 for other nodes.
     new_streams
         `STREAM_START` (n,) of the new streams.
     bounded
         Whether a message has a loss bound.
-    allowed, budget
-        How many packets of a message may stay lost, and how many of these each switch may drop.
     owner
         The hash by which switches identify a message.
     salt
@@ -115,16 +121,12 @@ class Submission:
     graph: Graph
     number: int
     now_ps: int
-    packets: NDArray[np.int32]
-    last_bytes: NDArray[np.int32]
+    sizes: NDArray[Any]
     streams: NDArray[np.int64]
     new_streams: NDArray[Any]
     bounded: NDArray[np.bool_]
-    allowed: NDArray[np.int32]
-    budget: NDArray[np.int32]
     owner: NDArray[np.int64]
     queue: NDArray[np.int8]
-    profile: NDArray[np.int16]
     salt: NDArray[np.int64]
 
 
@@ -153,10 +155,10 @@ class PacketEngine(Protocol):
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
 
-    def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
-        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs.
+    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun, `MESSAGE_SIZE` (nodes,). Others keep theirs.
 
-        The numbers of packets that may be lost, and that a switch may drop, stay the same.
+        A message has from 1 packet to as many as at first.
         """
 
     def forget(self, number: int) -> None:
@@ -199,35 +201,63 @@ class Submitter:
         sends = nodes["size_bytes"] > 0
         self._check(nodes, sends)
         # Column by column: a graph may have millions of nodes.
-        transport = nodes["transport"]
-        kind, payload = rules["kind"][transport], rules["payload"][transport]
-        packets = np.where(sends, -(-nodes["size_bytes"] // payload), 0)
-        bounded = sends & (kind == TransportKind.DLCP) & (nodes["loss_bound"] > 0)
-        allowed = np.where(bounded, np.floor(nodes["loss_bound"] * packets + 1e-9), 0).astype(np.int32)
+        transport, bounded = nodes["transport"], self._bounded(nodes)
         owner = np.zeros(len(nodes), np.int64)
         if bounded.any():
             owner[bounded] = slot_owners(*(nodes[name][bounded] for name in ("job", "step", "message", "sender")))
         streams, new_streams = self._assign_streams(nodes, np.flatnonzero(sends))
         preset = (rules["control_queue"][transport] == Queue.ORDINARY) | (nodes["queue"] < 0)
-        shares = nodes["class_shares"]
         number = self._next_graph
         self._next_graph += 1
         return Submission(
             graph=graph,
             number=number,
             now_ps=now_ps,
-            packets=packets.astype(np.int32),
-            last_bytes=np.where(sends, nodes["size_bytes"] - (packets - 1) * payload, 0).astype(np.int32),
+            sizes=self.sizes(nodes),
             streams=streams,
             new_streams=new_streams,
             bounded=bounded,
-            allowed=allowed,
-            budget=np.minimum(allowed // rules["switch_hops"][transport], 0xFFFF).astype(np.int32),
             owner=owner,
             queue=np.where(preset, rules["queue"][transport], nodes["queue"]).astype(np.int8),
-            profile=np.where(shares < 0, rules["profile"][transport], shares).astype(np.int16),
             salt=(nodes["step"] * 131 + nodes["message"]) * 257 + nodes["sender"] + self.plan.seed * 65537,
         )
+
+    def sizes(self, nodes: NDArray[Any], bits: int = FULL_BITS, value_bytes: int = 4) -> NDArray[Any]:
+        """Return the sizes of messages, `MESSAGE_SIZE` (n,).
+
+        Parameters
+        ----------
+        nodes
+            Their descriptions, `dlcp.sim.graph.NODE_ROW` (n,).
+        bits, value_bytes
+            Bits of each value that are sent, and bytes of a value in full precision. Like real ranks, messages are sent
+            in full precision if they would not have fewer packets otherwise.
+        """
+        transport, size_bytes, shares = nodes["transport"], nodes["size_bytes"], nodes["class_shares"]
+        payload = self._transports["payload"][transport]
+        sizes = np.zeros(len(nodes), MESSAGE_SIZE)
+        sizes["profile"] = np.where(shares < 0, self._transports["profile"][transport], shares)
+        loss_bound = np.where(self._bounded(nodes), nodes["loss_bound"], 0.0)
+        if bits < FULL_BITS:
+            plain, size_bytes = size_bytes, size_bytes.copy()
+            for size, most in set(zip(plain.tolist(), payload.tolist(), strict=True)):
+                if layout := PlaneLayout.of(size // value_bytes, value_bytes, bits, most):
+                    own = (plain == size) & (payload == most)
+                    size_bytes[own], sizes["upper"][own] = layout.bytes, layout.packets
+                    sizes["profile"][own] = self.plan.lower_profile
+                    loss_bound[own] = np.minimum(loss_bound[own], layout.loss_bound_max)
+        packets = -(-size_bytes // payload)
+        sizes["packets"] = packets
+        sizes["last_bytes"] = np.where(packets > 0, size_bytes - (packets - 1) * payload, 0)
+        sizes["allowed"] = np.floor(loss_bound * packets + 1e-9)
+        sizes["budget"] = np.minimum(sizes["allowed"] // self._transports["switch_hops"][transport], 0xFFFF)
+        return sizes
+
+    def _bounded(self, nodes: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which nodes are messages with a loss bound."""
+        dlcp = self._transports["kind"][nodes["transport"]] == TransportKind.DLCP
+        bounded: NDArray[np.bool_] = (nodes["size_bytes"] > 0) & dlcp & (nodes["loss_bound"] > 0)
+        return bounded
 
     def _check(self, nodes: NDArray[Any], sends: NDArray[np.bool_]) -> None:
         hosts, transports = self.plan.hosts, len(self.plan.transports)

@@ -26,7 +26,7 @@ from dlcp.sim.transports import (
     PiasTransport,
     TransportSpec,
 )
-from dlcp.wire import Queue
+from dlcp.wire import DROP_CLASSES, Queue
 
 Row = Any
 """A structured array, one of its rows, or Numba's view of either."""
@@ -41,6 +41,8 @@ cells."""
 PROTECTED_BLOCK_PACKETS: Final = 64
 """Size of a block, in which the packets of class 0 are sent first. DLCP's hosts have since moved to blocks of 256
 (`dlcp.tags.BLOCK_PACKETS`); the simulator keeps 64, because all its published results were computed with it."""
+LOWER_PLANE_SHARES: Final = (0.0, *[1 / (DROP_CLASSES - 1)] * (DROP_CLASSES - 1))
+"""Share of the lower plane's packets in each drop class, as in `dlcp.planes.PlaneLayout.tags`."""
 TIMEOUT_BACKOFF_MAX: Final = 6
 """Most doublings of a timeout; not tuned."""
 DLCP_BACKOFF_MAX: Final = 1
@@ -273,7 +275,8 @@ class EnginePlan:
     node_random, node_salt
         Random state and hash salt, by node.
     profiles
-        uint8 (n, `PROFILE_CELLS`): drop classes; the hash of a packet chooses the cell.
+        uint8 (n, `PROFILE_CELLS`): drop classes; the hash of a packet chooses the cell. The last one is for packets of
+        the lower plane in messages that are encoded.
     """
 
     topology: NetworkTopology
@@ -290,6 +293,11 @@ class EnginePlan:
     def hosts(self) -> int:
         """Return the number of hosts."""
         return self.topology.hosts
+
+    @property
+    def lower_profile(self) -> int:
+        """Return the drop-class profile of lower planes."""
+        return len(self.profiles) - 1
 
 
 def make_plan(
@@ -340,7 +348,7 @@ def make_plan(
         node_seeds,
         salts,
         tuple(rules),
-        np.array([_profile(item) for item in shares or [(1.0,)]], np.uint8),
+        np.array([_profile(item) for item in [*shares, LOWER_PLANE_SHARES]], np.uint8),
         seed,
     )
 

@@ -86,6 +86,7 @@ class Message:
     node: int
     packets: int
     last_bytes: int
+    upper: int
     delay_ps: int
     order: int
     waits: int
@@ -124,6 +125,7 @@ class Message:
     done: bool = False
     closed: bool = False
     satisfied: bool = False
+    congested: bool = False
     probed: bool = False
     probing: bool = False
     filling_holes: bool = False
@@ -788,6 +790,7 @@ class HostInterface:
         """Declare a packet in flight lost: retransmit it, or make it a hole if the message may do without it."""
         message = sent.message
         self._take_from_flight(sent)
+        message.congested = True
         self.engine.count(EngineCounter.DECLARED_LOST)
         if message.satisfied or (message.bounded and message.drop_class[sent.index]):
             message.flow.repairing -= sent.repeated
@@ -990,6 +993,7 @@ class HostInterface:
             rtt_ps = self.engine.now_ps - sent.sent_ps
             rules.measure_rtt(stream, stream.transport, rtt_ps)
             stream.backoff = 0
+            message.congested |= packet.ecn_echo
             rules.on_ack(stream, stream.transport, packet.ecn_echo, rtt_ps, sent.number, self.engine.now_ps, limited)
             before = self._end_tail_probe(stream, sent.number)
             in_flight = stream.in_flight_by_queue[sent.queue]
@@ -1058,7 +1062,7 @@ def _is_missing_hole(message: Message) -> bool:
 
 
 def drop_classes(message: Message) -> list[int]:
-    """Return the drop class of each packet; in each block the packets of class 0 come first."""
+    """Return the drop class of each packet; the upper plane, and in each block the packets of class 0, come first."""
     classes = []
     droppable = [drop_class for drop_class in message.profile if drop_class]
     zeros = PROFILE_CELLS - len(droppable)
@@ -1068,7 +1072,7 @@ def drop_classes(message: Message) -> list[int]:
         classes += [0] * keep
         indices = range(start + keep, start + count)
         classes += [droppable[mix(index, message.salt & MASK64) % len(droppable)] for index in indices]
-    return classes
+    return [0] * message.upper + classes[message.upper :]
 
 
 class ReferenceEngine:
@@ -1163,21 +1167,23 @@ class ReferenceEngine:
         given = {
             name: row[name].item() for name in ("delay_ps", "order", "watched", "job", "step", "message", "sender")
         }
-        derived = {
-            name: getattr(submission, name)[node].item()
-            for name in ("packets", "last_bytes", "bounded", "budget", "queue", "salt")
-        }
+        derived = {name: getattr(submission, name)[node].item() for name in ("bounded", "queue", "salt")}
         return Message(
             graph=graph,
             node=node,
             waits=int(submission.graph.waits[node]),
-            required=derived["packets"] - int(submission.allowed[node]),
-            profile=self._profiles[int(submission.profile[node])],
             transport=self.plan.transports[int(row["transport"])],
             stream=self._streams.get(int(submission.streams[node])),
             **given,
             **derived,
+            **self._size_fields(submission.sizes[node]),
         )
+
+    def _size_fields(self, size: np.void) -> dict[str, Any]:
+        """Return a message's fields for a `MESSAGE_SIZE` row."""
+        fields = {name: size[name].item() for name in ("packets", "last_bytes", "upper", "budget")}
+        required = fields["packets"] - size["allowed"].item()
+        return {**fields, "required": required, "profile": self._profiles[int(size["profile"])]}
 
     def _begin_after(self, message: Message, now_ps: int) -> None:
         self.at(now_ps + message.delay_ps, lambda: self._begin(message))
@@ -1218,15 +1224,15 @@ class ReferenceEngine:
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
         nodes = self._graphs[number].nodes
-        return np.array([(m.begin_ps, m.end_ps, m.packets, m.missing, m.sent) for m in nodes], NODE_RECORD)
+        return np.array([(m.begin_ps, m.end_ps, m.packets, m.missing, m.sent, m.congested) for m in nodes], NODE_RECORD)
 
-    def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
-        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs."""
-        for node, count in zip(nodes.tolist(), packets.tolist(), strict=True):
+    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun; see `dlcp.sim.packet_engine.PacketEngine.resize`."""
+        for node, size in zip(nodes.tolist(), sizes, strict=True):
             message = self._graphs[number].nodes[node]
             if message.begin_ps < 0:
-                message.required += count - message.packets
-                message.packets = count
+                for name, value in self._size_fields(size).items():
+                    setattr(message, name, value)
 
     def forget(self, number: int) -> None:
         """Free the memory of a closed graph."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_backg
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
 
+Number = TypeVar("Number", int, float)
 FORMAT: Final = 3
 """Format of result files. If it changes, a sweep runs everything again."""
 
@@ -33,9 +35,10 @@ _INDIFFERENT: Final = ("report.py", "results.py", "sweep.py", "experiments/")
 """Parts of the simulator that do not change results: they start runs, show results, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
-    *("slow_ports.py", "tags.py", "wire/__init__.py", "wire/header.py"),
+    *("planes.py", "precision.py", "slow_ports.py", "tags.py"),
+    *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
-"""Parts of DLCP itself that change results: they define packets, tags, deferral, and its cost."""
+"""Parts of DLCP itself that change results: they define packets, tags, deferral, precision, and their costs."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
 """Prefixes of the time metrics: all training messages, contributions, results; flows of other traffic, and the small
@@ -111,7 +114,8 @@ class MessageMeasures:
     ----------
     packets, missing, sent
         Packets of contributions, and how many of these never arrived; packets sent for all messages, including
-        retransmissions.
+        retransmissions. A contribution that is encoded counts as its packets in full precision, none of which is
+        missing, because a lost packet of the lower plane leaves no value out.
     deferred
         By job, int64 (2, 2): a row for contributions and one for averages, each with the packets deferred and their
         total, in all steps but the first.
@@ -128,7 +132,7 @@ class MessageMeasures:
         """Add the records of a graph. Messages that are not done do not count."""
         nodes = submitted.graph.nodes
         sends = (nodes["size_bytes"] > 0) & (records["end_ps"] > 0)
-        nodes, records, whole = nodes[sends], records[sends], submitted.packets[sends]
+        nodes, records, sizes, packets = nodes[sends], records[sends], submitted.sizes[sends], submitted.packets[sends]
         took = records["end_ps"] - records["begin_ps"]
         if submitted.label[0] in self.traffic:
             self.times["other"].add(took)
@@ -138,8 +142,9 @@ class MessageMeasures:
         self.times["fct"].add(took)
         self.times["contribution"].add(took[~results])
         self.times["result"].add(took[results])
-        self.packets += int(records["packets"][~results].sum())
-        self.missing += int(records["missing_packets"][~results].sum())
+        encoded, whole = sizes["upper"] > 0, sizes["packets"]
+        self.packets += int(np.where(encoded, packets, records["packets"])[~results].sum())
+        self.missing += int(records["missing_packets"][~results & ~encoded].sum())
         self.sent += int(records["sent_packets"].sum())
         counts = self.deferred.setdefault(submitted.label[0], np.zeros((2, 2), np.int64))
         for half, own in enumerate((~results & (nodes["step"] > 0), results & (nodes["step"] > 0))):
@@ -237,7 +242,7 @@ def _document(
 ) -> dict[str, Any]:
     counts = simulation.engine.counts
     metrics = _metrics(simulation, jobs, messages)
-    metrics |= _convergence(item, messages, metrics)
+    metrics |= _convergence(item, jobs, messages, metrics)
     return {
         "experiment": item.experiment,
         "point": dict(item.point),
@@ -253,6 +258,7 @@ def _document(
                 "name": job.job.name,
                 "compute_s": significant(job.profile.compute_s),
                 "step_s": [significant(seconds) for seconds in job.step_s],
+                **({"bits": job.bits} if job.bits else {}),
                 "profile": job.profile.source,
             }
             for job in jobs
@@ -261,6 +267,11 @@ def _document(
         "drops_by_class": drops_by_class(counts),
         "setting": msgspec.to_builtins(item.setting),
     }
+
+
+def steady(steps: list[Number]) -> list[Number]:
+    """Return the steps that count: all but the first, which begins with empty queues and small windows."""
+    return steps[1:] or steps
 
 
 def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeasures) -> dict[str, float]:
@@ -280,26 +291,30 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
         found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios
     dropped = [count for name, count in counts_by_name(counts).items() if name.startswith("drops_")]
     found["dropped_packets"] = float(sum(dropped))
-    # The first step does not count: it begins with empty queues and small windows.
-    steady = {job.job.name: job.step_s[1:] or job.step_s for job in jobs if job.step_s}
-    if steady:
-        every = [seconds for steps in steady.values() for seconds in steps]
+    if bits := [each for job in jobs for each in steady(job.bits)]:
+        found["bits_per_value"] = fmean(bits)
+    counted = {job.job.name: steady(job.step_s) for job in jobs if job.step_s}
+    if counted:
+        every = [seconds for steps in counted.values() for seconds in steps]
         found["step_s"] = sum(every) / len(every)
         found["compute_s"] = sum(job.profile.compute_s for job in jobs) / len(jobs)
         found["waiting_s"] = found["step_s"] - found["compute_s"]
         found["samples_per_s"] = sum(
             job.profile.batch * job.job.spec.workers * len(steps) / sum(steps)
             for job in jobs
-            if (steps := steady.get(job.job.name))
+            if (steps := counted.get(job.job.name))
         )
     return found
 
 
-def _convergence(item: ExperimentRun, messages: MessageMeasures, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the factor on the number of steps due to loss and deferral, and the step time multiplied by it.
+def _convergence(
+    item: ExperimentRun, jobs: list[Progress], messages: MessageMeasures, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the factor on the number of steps due to loss, deferral and precision, and the step time multiplied by it.
 
     The deferred share is that of the half with the larger share. A factor below 1 on a deferral curve is noise of its
-    seeds, and counts as 1. The result is empty if not every measured run converged at that share.
+    seeds, and counts as 1. The result is empty if not every measured run converged at that share. The factor of
+    precision is the mean over a job's steps, of the job with the largest.
     """
     deferred = [found for job in item.setting.training if (found := job.deferral_curve())]
     share = max(messages.deferred_ratios)
@@ -307,6 +322,8 @@ def _convergence(item: ExperimentRun, messages: MessageMeasures, metrics: Mappin
         return {}
     factor = curve(item.convergence).steps_factor(messages.loss_ratio)
     factor *= max([1.0, *(found.steps_factor(share) for found in deferred)])
+    by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
+    factor *= max(map(fmean, by_job), default=1.0)
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
 
 

@@ -65,7 +65,10 @@ class SubmittedGraph:
     closed
         SimPy event: nothing of the graph is in flight any more, acknowledgements included.
     packets
-        int32 (n,): packets of each message without deferral; 0 for a node that sends nothing.
+        int32 (n,): packets of each message in full precision and without deferral; 0 for a node that sends nothing.
+    sizes
+        `dlcp.sim.packet_engine.MESSAGE_SIZE` (n,): the messages' sizes without deferral, in the precision that
+        `Simulation.encode` has set.
     label
         The submitter's label, passed on with the records.
     last_records
@@ -74,7 +77,8 @@ class SubmittedGraph:
 
     def __init__(self, env: simpy.Environment, submission: Submission, label: Any) -> None:
         graph = submission.graph
-        self.graph, self.number, self.packets, self.label = graph, submission.number, submission.packets, label
+        self.graph, self.number, self.sizes, self.label = graph, submission.number, submission.sizes.copy(), label
+        self.packets: NDArray[np.int32] = submission.sizes["packets"]
         self.done, self.closed = env.event(), env.event()
         self.last_records: NDArray[Any] | None = None
         self.nodes = {int(node): env.event() for node in np.flatnonzero(graph.nodes["watched"])}
@@ -140,10 +144,25 @@ class Simulation:
         """Return a graph's current records, `dlcp.sim.graph.NODE_RECORD` (n,)."""
         return self.engine.records(submitted.number) if submitted.last_records is None else submitted.last_records
 
-    def resize(self, submitted: SubmittedGraph, nodes: Nodes, packets: NDArray[np.int32]) -> None:
-        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs."""
+    def resize(self, submitted: SubmittedGraph, nodes: Nodes, sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun, `dlcp.sim.packet_engine.MESSAGE_SIZE` (nodes,)."""
         if submitted.last_records is None:
-            self.engine.resize(submitted.number, nodes, packets)
+            self.engine.resize(submitted.number, nodes, sizes)
+
+    def encode(self, submitted: SubmittedGraph, bits: int, value_bytes: int) -> None:
+        """Set the precision of messages that have not begun, which are then sent without deferral.
+
+        Parameters
+        ----------
+        bits
+            Bits per value.
+        value_bytes
+            Bytes of a value in full precision.
+        """
+        waiting = np.flatnonzero((submitted.packets > 0) & (self.records(submitted)["begin_ps"] < 0))
+        sizes = self._submitter.sizes(submitted.graph.nodes[waiting], bits, value_bytes)
+        submitted.sizes[waiting] = sizes
+        self.resize(submitted, waiting, sizes)
 
     def run(self) -> None:
         """Run until no events are left, or to ``stop_s`` of the scenario."""
@@ -296,6 +315,7 @@ MESSAGE_RECORD = row_type(
     (np.int32, "label step source target"),
     (np.int64, "size_bytes begin_ps end_ps"),
     (np.int32, "packets missing_packets sent_packets"),
+    (np.bool_, "congested"),
 )
 """A message's outcome: it began when it could be sent, and ended when its target had what it needed."""
 

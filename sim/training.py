@@ -20,6 +20,7 @@ order:
     messages of about a hundred packets, so that a share of each can be lost.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,13 +32,17 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dlcp.convergence import ConvergenceCurve, curve
+from dlcp.convergence import COST_OF_PRECISION, ConvergenceCurve, curve
+from dlcp.planes import FULL_BITS
+from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, CollectiveName, all_reduce
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
+from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.simulation import Process, Simulation
+from dlcp.sim.transports import DlcpTransport
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -67,7 +72,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ----------
     model
         A name in `dlcp.sim.models.MODELS`, or a profile file that ``dlcp sim profile`` has written.
-    gpu, precision
+    gpu, gpu_precision
         The published throughput to take computing times from. A profile file has its own times.
     batch
         Samples per worker and step; by default, the batch of the published throughput.
@@ -99,8 +104,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         delivered whole.
     deferral
         What may be deferred to a later step, for ``parameter_server`` and ``direct``.
+    precision
+        Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
+        fewer under congestion, from the second step on.
     optimizer
-        Selects the curve of additional steps that deferral costs; these are measured by optimizer.
+        Selects the curves of additional steps that deferral and precision cost; these are measured by optimizer.
     layer_queues
         Whether ``dlcp`` puts front layers into more urgent queues; otherwise all use the transport's queue.
     magnitude_classes
@@ -114,7 +122,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: str
     model: str = "resnet50"
     gpu: str = "v100"
-    precision: Literal["single", "mixed"] = "mixed"
+    gpu_precision: Literal["single", "mixed"] = "mixed"
     batch: _Count | None = None
     workers: Annotated[int, Meta(ge=2)] = 8
     servers: Annotated[int, Meta(ge=0)] = 0
@@ -132,6 +140,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     compression: Annotated[float, Meta(ge=1)] = 1.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     deferral: DeferralSpec | None = None
+    precision: Precision = FULL_BITS
     optimizer: Literal["sgd", "adamw"] = "sgd"
     steps: Annotated[int, Meta(ge=1, le=1000)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -157,6 +166,16 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"deferral is for parameter_server and direct, and begins with the second step; got collective "
                 f"{self.collective!r} and {self.steps} steps"
             )
+        if self.precision != FULL_BITS and (
+            self.collective not in ("parameter_server", "direct")
+            or self.compression > 1
+            or (self.precision == AUTO_PRECISION and self.steps < 2)
+        ):
+            raise ValueError(
+                f"precision is for parameter_server and direct without compression, and auto begins with the second "
+                f"step; got precision {self.precision}, collective {self.collective!r}, compression "
+                f"{self.compression:g} and {self.steps} steps"
+            )
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
 
@@ -179,6 +198,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"{found.reaches:.0%}; lower it, or measure more with `python -m tests.bench convergence --ceilings`"
             )
         return found
+
+    def precision_steps_factor(self, bits: int) -> float:
+        """Return the factor on the number of steps if values have ``bits`` bits on the wire; noise below 1 is 1."""
+        share = 1 - bits / FULL_BITS if bits < 8 * self.bytes_per_value else 0.0
+        return max(1.0, curve(f"{COST_OF_PRECISION}_{self.optimizer}").steps_factor(share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +401,13 @@ class StepGraph:
     ----------
     ends
         One watched node per step, done when all workers have finished the forward pass after the step.
+    worker_ends
+        Per step, the nodes at which each worker has finished. They are watched if asked for.
     """
 
     graph: Graph
     ends: tuple[int, ...]
+    worker_ends: tuple[Nodes, ...]
 
 
 def step_graph(
@@ -390,6 +417,8 @@ def step_graph(
     factors: NDArray[np.float64],
     first_step: int,
     transport: int,
+    *,
+    watch_workers: bool = False,
 ) -> StepGraph:
     """Return the backward passes, all-reduces and forward passes of some steps.
 
@@ -401,11 +430,14 @@ def step_graph(
         float64 (steps, workers): each worker's computing time relative to the profile.
     first_step
         Number of the first step.
+    watch_workers
+        Whether a process can wait for each worker's end of a step.
     """
     builder = GraphBuilder()
     forward = np.array([layer.forward_s for layer in profile.layers])
     backward = np.array([layer.backward_s for layer in profile.layers])
     ends: list[int] = []
+    worker_ends: list[Nodes] = []
     previous: Nodes | None = None
     shards = max(len(job.servers), len(job.workers) if job.spec.collective == "direct" else 1)
     for offset, speed in enumerate(factors):
@@ -433,8 +465,12 @@ def step_graph(
                 needs[layer].append(done)
         ahead = _chain(builder, forward, speed, back[0], needs)
         previous = ahead[-1]
+        worker_ends.append(previous)
         ends.append(builder.barrier(previous, watched=True))
-    return StepGraph(builder.build(), tuple(ends))
+    graph = builder.build()
+    if watch_workers:
+        graph.nodes["watched"][np.concatenate(worker_ends)] = True
+    return StepGraph(graph, tuple(ends), tuple(worker_ends))
 
 
 def _message_number(number: int, shards: int) -> int:
@@ -474,11 +510,14 @@ class Progress:
     ----------
     step_s
         Duration of each step, including the forward pass after it.
+    bits
+        Bits per value of each step; empty in full precision.
     """
 
     job: PlacedJob
     profile: StepProfile
     step_s: list[float] = field(default_factory=list)
+    bits: list[int] = field(default_factory=list)
 
 
 def profile_of(job: TrainingJob) -> StepProfile:
@@ -491,7 +530,7 @@ def profile_of(job: TrainingJob) -> StepProfile:
     """
     if job.model.endswith((".yaml", ".yml", ".json")):
         return read_profile(Path(job.model))
-    return step_profile(job.model, job.gpu, job.precision, job.batch)
+    return step_profile(job.model, job.gpu, job.gpu_precision, job.batch)
 
 
 def training(simulation: Simulation, progress: Progress) -> Process:
@@ -508,6 +547,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
     )
     factors = _factors(simulation, job)
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
+    precision = _precision(simulation, job)
     yield env.timeout(seconds_to_ps(job.start_s))
     before = int(env.now)
     for first in range(0, spec.steps, STEPS_PER_GRAPH):
@@ -518,11 +558,21 @@ def training(simulation: Simulation, progress: Progress) -> Process:
             factors[first : first + STEPS_PER_GRAPH],
             first,
             simulation.transports[spec.transport],
+            watch_workers=precision is not None,
         )
         running = simulation.submit(steps.graph, label=(job.name, first))
+        if precision:
+            precision.apply(simulation, running)
         if deferral:
             deferral.apply(simulation, running)
-        for step, end in enumerate(steps.ends, first):
+        for step, end, worker_ends in zip(itertools.count(first), steps.ends, steps.worker_ends):
+            if precision:
+                progress.bits.append(precision.bits)
+                yield env.any_of([running.nodes[node] for node in worker_ends.tolist()])
+                precision.learn(running, simulation.records(running), step)
+                precision.apply(simulation, running)
+                if deferral:
+                    deferral.apply(simulation, running)
             yield running.nodes[end]
             progress.step_s.append((int(env.now) - before) / 1e12)
             before = int(env.now)
@@ -531,6 +581,21 @@ def training(simulation: Simulation, progress: Progress) -> Process:
                 deferral.learn(running, simulation.records(running), step, compute_s)
                 deferral.apply(simulation, running)
         yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
+
+
+def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | None:
+    """Return what chooses the precision of a job's messages; None for full precision."""
+    spec, transport = job.spec, simulation.scenario.transports[job.spec.transport]
+    if spec.precision == FULL_BITS or not isinstance(transport, DlcpTransport):
+        return None
+    return SimulatedPrecision(
+        spec.precision,
+        spec.bytes_per_value,
+        transport.packet_bytes - transport.header_bytes,
+        job.workers,
+        has_servers=bool(job.servers),
+        error_feedback=transport.error_feedback,
+    )
 
 
 def _factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:

@@ -26,6 +26,7 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.residual import Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
+from dlcp.planes import FULL_BITS
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, TransportError
 from dlcp.transport.messages import SHARE
@@ -82,6 +83,10 @@ class Bucket:
     def whole(self) -> bool:
         """Whether nothing may be lost or deferred, regardless of the options."""
         return self.exact or self.flush
+
+    def bits_at(self, precision: int) -> int:
+        """Return the bits of each value on the wire in a step with a precision, in bits."""
+        return FULL_BITS if self.whole or self.value_type is ValueType.FLOAT64 else precision
 
     def label(self, start: int, stop: int) -> str:
         """Name the layers of the values from ``start`` to before ``stop``, for messages."""
@@ -255,7 +260,7 @@ class ReduceOptions:
     layers
         Bounds of individual layers.
     precision
-        Bits of each value: ``auto``, ``32``, ``16``, ``8`` or ``4`` (:mod:`dlcp.collectives.precision`).
+        Bits of each value: ``auto``, ``32``, ``16``, ``8`` or ``4`` (:mod:`dlcp.precision`).
 
     Raises
     ------

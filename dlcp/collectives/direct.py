@@ -25,7 +25,6 @@ from dlcp.collectives.bucket import RATE, Bucket, BucketRun, ContributionTail, R
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.pair import PAIR_BYTES_MAX, PairRun
 from dlcp.collectives.partial_result import PartialResult
-from dlcp.collectives.precision import PrecisionChooser
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
 from dlcp.collectives.shards import (
     COPY_BYTES_PER_S,
@@ -41,6 +40,7 @@ from dlcp.collectives.shards import (
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
+from dlcp.precision import PrecisionChooser
 from dlcp.tags import ChunkOrder, PacketTags, plain_tags
 from dlcp.transport import (
     EMPTY,
@@ -169,7 +169,7 @@ class DirectAllReduce:
         # A server keeps what it rounds off by bucket, so it waits until DDP has rebuilt its buckets.
         if self._has_server and self._steps <= SERVER_WHOLE_STEPS:
             return FULL_BITS
-        return self.precision.bits_of(bucket)
+        return bucket.bits_at(self.precision.bits)
 
     def _goes_in_one_hop(self, bucket: Bucket, bits: int) -> bool:
         allowed = self._one_hop and not bucket.scattered and self.deferral is None and bits == FULL_BITS
@@ -335,7 +335,7 @@ class DirectPlan:
         bound, layout = self.loss_bounds[owner], self.layouts.get(owner)
         if layout is None:
             return bound
-        return replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes))
+        return replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""

@@ -27,10 +27,10 @@ from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Cos
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ring_buckets
 from dlcp.collectives.partial_result import PartialResult
-from dlcp.collectives.precision import AUTO_PRECISION
 from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, REDUCTION_RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
 from dlcp.planes import FULL_BITS
+from dlcp.precision import AUTO_PRECISION
 
 if TYPE_CHECKING:
     from dlcp.compress import Compressor

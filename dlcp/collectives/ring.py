@@ -40,13 +40,13 @@ from numpy.typing import NDArray
 from dlcp.collectives.bucket import RATE, Bucket, BucketRun, RankContext
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER, pieces_allowed, ring_number
 from dlcp.collectives.partial_result import PartialResult
-from dlcp.collectives.precision import PrecisionChooser
 from dlcp.collectives.reduction_rules import divide
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
 from dlcp.error_text import describe
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
+from dlcp.precision import PrecisionChooser
 from dlcp.tags import PacketTags
 from dlcp.transport import (
     EMPTY,
@@ -244,7 +244,7 @@ class RingRun(BucketRun):
         )
         if options.error_feedback:
             context.residual.apply(bucket.values, bucket.segments, self.value_type)
-        bits, itemsize = reducer.precision.bits_of(bucket), bucket.values.itemsize
+        bits, itemsize = bucket.bits_at(reducer.precision.bits), bucket.values.itemsize
         self.layouts = {
             piece: layout
             for piece in self.pieces
@@ -268,7 +268,7 @@ class RingRun(BucketRun):
         """Return each hop's loss bound for a piece."""
         bound = self.context.options.bound_within(self.bucket, piece.start, piece.stop, self.values_per_packet)
         bound, layout = bound_of_hop(bound, self.reducer.ranks) if bound.ratio else RELIABLE, self.layouts.get(piece)
-        return bound if layout is None else replace(bound, ratio=min(bound.ratio, 1 - 1 / layout.planes))
+        return bound if layout is None else replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
 
     def _tag(self) -> PacketTags:
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet

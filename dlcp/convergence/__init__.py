@@ -3,8 +3,8 @@
 
 ``published.json`` has curves made from published bounds on loss; each cites its sentence. ``measured.json`` has the
 results of ``python -m tests.bench.digits_loss``, and ``shortfall.json`` those of ``python -m tests.bench convergence
---curves``. The simulator uses them to convert loss and deferral to additional steps. So do the rules of ``adapt`` and
-``dlcp advise`` (:mod:`dlcp.tuning.rules`), to weigh a shorter step against its cost.
+--curves``. The simulator uses them to convert loss, deferral and precision to additional steps. So do the rules of
+``adapt`` and ``dlcp advise`` (:mod:`dlcp.tuning.rules`), to weigh a shorter step against its cost.
 """
 
 import json

@@ -9,10 +9,10 @@ from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_server_defers, check_stages
-from dlcp.collectives.precision import AUTO_PRECISION, PRECISIONS
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.planes import FULL_BITS
+from dlcp.precision import AUTO_PRECISION, PRECISIONS
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
@@ -39,7 +39,7 @@ class Options:
     precision
         Bits of each value on the wire: ``32`` (all, for any number format), ``16``, ``8``, ``4``, or ``auto``: all, but
         8 while a path drops or marks packets, or a rank's port is far slower than the others'
-        (:mod:`dlcp.collectives.precision`). Values are rounded in blocks of 32 that share a scale
+        (:mod:`dlcp.precision`). Values are rounded in blocks of 32 that share a scale
         (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next step. Without it,
         ``auto`` is 32. With a compression that adds up, such as ``fp16`` or ``powersgd``, it applies to what that
         sends. No effect on float64, nor on messages of a few packets.

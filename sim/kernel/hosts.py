@@ -171,7 +171,7 @@ def begin_message(w: Row, message: int, now: int) -> None:
             # In each block the packets of class 0 come first, as DLCP's hosts send them (dlcp/native/tags.c).
             start = index & ~(PROTECTED_BLOCK_PACKETS - 1)
             keep = rules.protected_packets(zeros, min(PROTECTED_BLOCK_PACKETS, m.packets - start))
-            if index - start < keep:
+            if index < m.upper or index - start < keep:
                 m.protected += 1
             else:
                 states[m.offset + index] = profiles[first + zeros + k.mix(index, m.salt) % (PROFILE_CELLS - zeros)]
@@ -522,6 +522,8 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         free_transmission(w, x.transmission)
         rules.measure_rtt(s, t, rtt)
         s.backoff = 0
+        if x.ecn_echo != 0:
+            m.congested = 1
         rules.on_ack(s, t, x.ecn_echo, rtt, number, now, limited)
         # If the tail probe has been answered, every unacknowledged packet sent before it is lost.
         before = -1
@@ -576,6 +578,7 @@ def declare_lost(w: Row, transmission: int) -> None:
     m = k.messages_of(w)[r.message]
     s = k.streams_of(w)[m.stream]
     take_from_flight(w, s, m, transmission)
+    m.congested = 1
     k.counts_of(w)[EngineCounter.DECLARED_LOST] += 1
     cell = m.offset + r.index
     state = states[cell]

@@ -114,7 +114,7 @@ class KernelEngine:
         count = len(graph)
         self._add_streams(submission.new_streams)
         nodes = self._message_room.take(count)
-        segments = self._state_room.take(int(submission.packets.sum()))
+        segments = self._state_room.take(int(submission.sizes["packets"].sum()))
         edges = self._follower_room.take(len(graph.followers))
         _refuse_beyond(nodes.stop, "messages in flight")
         self._a.messages = _enlarged(self._a.messages, nodes.stop)
@@ -139,7 +139,8 @@ class KernelEngine:
         graph = submission.graph
         serials, inverse = np.unique(submission.streams, return_inverse=True)
         streams = np.array([self._stream_rows[serial] for serial in serials.tolist()], np.int32)[inverse]
-        offsets = segment + np.cumsum(submission.packets) - submission.packets
+        packets = submission.sizes["packets"]
+        offsets = segment + np.cumsum(packets) - packets
         count = len(graph)
         for start in range(0, count, _ROWS_AT_ONCE):
             part = slice(start, min(start + _ROWS_AT_ONCE, count))
@@ -151,8 +152,8 @@ class KernelEngine:
             rows["graph"], rows["waits"] = slot, graph.waits[part]
             rows["followers"] = edge + graph.starts[part]
             rows["follower_count"] = graph.starts[part.start + 1 : part.stop + 1] - graph.starts[part]
-            rows["required"] = submission.packets[part] - submission.allowed[part]
-            for name in ("packets", "last_bytes", "owner", "salt", "budget", "profile", "queue", "bounded"):
+            _set_sizes(rows, slice(None), submission.sizes[part])
+            for name in ("owner", "salt", "queue", "bounded"):
                 rows[name] = getattr(submission, name)[part]
             for name in ("order", "step", "transport", "watched"):
                 rows[name] = described[name]
@@ -169,15 +170,14 @@ class KernelEngine:
         records = np.zeros(len(rows), NODE_RECORD)
         records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
         records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
+        records["congested"] = rows["congested"]
         return records
 
-    def resize(self, number: int, nodes: NDArray[np.int64], packets: NDArray[np.int32]) -> None:
-        """Set the packets of messages that have not begun: from 1 to their number at first. Others keep theirs."""
+    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun; see `dlcp.sim.packet_engine.PacketEngine.resize`."""
         rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
         waiting = rows["begin"][nodes] < 0
-        nodes, packets = nodes[waiting], packets[waiting]
-        rows["required"][nodes] += packets - rows["packets"][nodes]
-        rows["packets"][nodes] = packets
+        _set_sizes(rows, nodes[waiting], sizes[waiting])
 
     def _slot_of(self, number: int) -> int:
         return next(slot for slot, known in self._graph_numbers.items() if known == number)
@@ -327,6 +327,13 @@ class _Room:
         if merged[-1][1] == self._end:
             self._end = merged.pop()[0]
         self._free = merged
+
+
+def _set_sizes(rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
+    """Write `MESSAGE_SIZE` rows into rows of messages."""
+    for name in ("packets", "last_bytes", "upper", "budget", "profile"):
+        rows[name][where] = sizes[name]
+    rows["required"][where] = sizes["packets"] - sizes["allowed"]
 
 
 def _make_ports(plan: EnginePlan) -> NDArray[Any]:

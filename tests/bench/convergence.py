@@ -28,10 +28,10 @@ from typing import Any, Final
 
 from dlcp import convergence
 from dlcp.bench.results import BenchError, BenchResult, result, say
-from dlcp.collectives.precision import AUTO_BITS
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
+from dlcp.precision import AUTO_BITS
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
     OPTIMIZER_MAKERS,

@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distribut
 
 from dlcp.bench.results import BenchResult, significant
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
-from dlcp.collectives.precision import AUTO_PRECISION
 from dlcp.dtypes import ValueType
 from dlcp.planes import FULL_BITS
+from dlcp.precision import AUTO_PRECISION
 from dlcp.tags import Layer, Segment
 from dlcp.transport import (
     Address,

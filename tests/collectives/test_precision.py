@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives.precision import CLEAR_STEPS, PrecisionChooser
 from dlcp.dtypes import ValueType
+from dlcp.precision import CLEAR_STEPS, PrecisionChooser
 from tests.collectives.test_reduce_scatter import ScatteringRanks
 from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, SMALL_SIZES, Ranks, SmallRanks, assert_identical
 from tests.collectives.virtual_ring import RingRanks

@@ -28,7 +28,7 @@ SLOW_PORT = {"host0": LinkSpec(rate_gbps=2.5)}
 
 
 class Outcome:
-    """A job's run: its steps, the engine's counts, its messages with their records, and the bytes of each link."""
+    """A job's run: its steps with their bits, the engine's counts, its messages with records, and each link's bytes."""
 
     def __init__(self, *, engine="kernel", rate_gbps=10.0, host_links=None, **fields):
         fields = {"workers": 4, "steps": 5, "scheduler": "dlcp", "transport": "t", "jitter": 0.1} | fields
@@ -48,7 +48,7 @@ class Outcome:
         progress = Progress(place_jobs([job], job.workers + job.servers, 1)[0], PROFILE)
         simulation.process(training(simulation, progress))
         simulation.run()
-        self.job, self.step_s = progress.job, progress.step_s
+        self.job, self.step_s, self.bits = progress.job, progress.step_s, progress.bits
         self.counts = counts_by_name(simulation.engine.counts)
         self.nodes = np.concatenate([submitted.graph.nodes for submitted, _ in kept])
         self.records = np.concatenate([records for _, records in kept])
@@ -151,13 +151,18 @@ def test_what_has_begun_keeps_its_packets(engine):
     assert running.packets.tolist() == [100, 100, 100, 0]
     kept = []
 
+    def resize(*packets):
+        sizes = running.sizes[: len(packets)].copy()
+        sizes["packets"] = packets
+        simulation.resize(running, np.arange(len(packets)), sizes)
+
     def resizing():
         yield simulation.env.timeout(500_000)
-        simulation.resize(running, np.array([0, 1, 2]), np.array([50, 60, 70], np.int32))
+        resize(50, 60, 70)
         yield running.nodes[0]
-        simulation.resize(running, np.array([0, 1, 2]), np.array([10, 10, 80], np.int32))
+        resize(10, 10, 80)
         yield running.closed
-        simulation.resize(running, np.array([0]), np.array([10], np.int32))
+        resize(10)
         kept.append(simulation.records(running))
 
     simulation.process(resizing())
@@ -179,6 +184,7 @@ class Submitted:
         all_reduce(builder, "parameter_server" if servers else "direct", spec, servers=servers)
         self.graph, self.number = builder.build(), 0
         self.packets = -(-self.graph.nodes["size_bytes"] // 1000)
+        self.sizes = {"packets": self.packets}
         self.results = (self.graph.nodes["message"] & RESULT_MESSAGE) != 0
 
     def records(self, contribution_s, average_s):

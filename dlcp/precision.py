@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The precision of a step: all bits on clear paths, fewer under congestion.
+"""The precision of a step, for real and simulated ranks: all bits on clear paths, fewer under congestion.
 
 All ranks use the same precision in a step. So the choice depends only on what ranks report with the averages of the
 step before, which all ranks have. Congestion anywhere lowers the precision of all messages: if only some were smaller,
@@ -14,8 +14,6 @@ the next time.
 
 from typing import Final
 
-from dlcp.collectives.bucket import Bucket
-from dlcp.dtypes import ValueType
 from dlcp.planes import CODED_BITS, FULL_BITS
 
 AUTO_PRECISION: Final = "auto"
@@ -79,9 +77,3 @@ class PrecisionChooser:
         elif lasted:
             self.bits, self._clear_steps = FULL_BITS, 0
             self._patience = min(2 * self._patience, CLEAR_STEPS_MAX)
-
-    def bits_of(self, bucket: Bucket) -> int:
-        """Return the precision of a bucket in the current step."""
-        if bucket.whole or bucket.value_type is ValueType.FLOAT64:
-            return FULL_BITS
-        return self.bits
