@@ -30,7 +30,7 @@ from dlcp.processes import Fact, ReportingFork, send_fact
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
 from dlcp.wire import DROP_CLASSES
 
-_JOB: Final = 1
+JOB: Final = 1
 _PAYLOAD_BYTES: Final = 1440
 """Fills an MTU of 1500 bytes, also on loopback, whose MTU is larger."""
 _CONTROL_SHARE: Final = 0.015
@@ -65,13 +65,14 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
-        network = stack.enter_context(make_network(setup, _shares(setup, variant), _JOB))
+        shares = fair_shares(setup) if variant.held else None
+        network = stack.enter_context(make_network(setup, shares, JOB))
         bursts = setup.bursts()
-        sinks, sources = _background(setup, network, bursts, stack)
+        sinks, sources = start_background(setup, network, bursts, stack)
         servers, ranks = _ranks(setup, variant, network, folder, stack, progress)
         workers = ranks[: setup.workers]
         everybody = [*sinks, *sources, *servers, *ranks]
-        _await_ready(everybody)
+        await_ready(everybody)
         start_s = time.monotonic() + 0.3
         for process in (*sources, *workers):
             process.start_at(start_s)
@@ -127,10 +128,8 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
     }
 
 
-def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
-    """Return the job's shares of the ports, or None if it is not limited."""
-    if not variant.held:
-        return None
+def fair_shares(setup: DemoSetup) -> Shares:
+    """Return the job's fair shares of the ports, control packets included."""
     data = {host: setup.fair_share(host) - _CONTROL_SHARE for host in range(setup.workers + 1)}
     usual = data[0]
     # Allow bursts of one full queue. With shorter ones, packets that fit the queue would be demoted behind all others.
@@ -138,7 +137,7 @@ def _shares(setup: DemoSetup, variant: Variant) -> Shares | None:
     return Shares(usual, _CONTROL_SHARE, burst_s, {host: share for host, share in data.items() if share != usual})
 
 
-def _background(
+def start_background(
     setup: DemoSetup, network: DemoNetwork, bursts: Sequence[BackgroundBurst], stack: ExitStack
 ) -> tuple[list[ReportingFork], list[ReportingFork]]:
     """Start the background traffic; return its sinks, once they are ready, and its sources."""
@@ -146,7 +145,7 @@ def _background(
         _start(stack, network, "sink", host, sink, [network.background_end(host, setup.sources)])
         for host in setup.targets
     ]
-    _await_ready(sinks)
+    await_ready(sinks)
     sources = [
         _start(stack, network, "source", host, source, [network.background_end(host, setup.targets), bursts])
         for host in setup.sources
@@ -191,7 +190,7 @@ def _ranks(
             "GLOO_SOCKET_IFNAME": network.interface,
             "DLCP_BIND": network.bind_of(rank, variant.udp_port),
             "DLCP_ADVERTISE": network.address_of(rank, variant.udp_port),
-            "DLCP_JOB": str(_JOB),
+            "DLCP_JOB": str(JOB),
             "DLCP_PAYLOAD_BYTES": str(_PAYLOAD_BYTES),
             "DLCP_SECRET_FILE": str(secret_file),
             # PyTorch's all-reduce would be measured as DLCP.
@@ -218,7 +217,14 @@ def _work(channel: Connection, task: RankTask) -> None:
     worker.main(channel, task)
 
 
-def _await_ready(processes: Sequence[ReportingFork]) -> None:
+def await_ready(processes: Sequence[ReportingFork]) -> None:
+    """Wait until processes have reported their first fact.
+
+    Raises
+    ------
+    DemoError
+        One failed, or did not report in time.
+    """
     deadline_s = time.monotonic() + _READY_DEADLINE_S
     for process in processes:
         while not process.ready.wait(0.2):

@@ -30,6 +30,10 @@ TABLE = {
     "advise": Entry("steps as `dlcp advise` says beside steps with the defaults, on three networks", "advise"),
     "mixed-speeds": Entry("ranks of unequal speed with equal and with balanced batches", "mixed_speeds"),
     "convergence": Entry("what deferral, loss and lower precision cost in accuracy and steps: an hour", "convergence"),
+    "alternatives": Entry(
+        "time to the same loss beside what people use instead: PyTorch's hooks and model averaging: hours",
+        "alternatives",
+    ),
     "testbed": Entry("training over Mininet, against Gloo: hours", "testbed"),
     "incast": Entry("sixteen ranks that send to one through a shallow port", "incast"),
     "switch": Entry("the built-in switch between network interfaces, against simple_switch", "switch"),

@@ -48,9 +48,9 @@ WHOLE: Final = Shortfall()
 BF16_HOOK: Final = Shortfall(bf16_hook=True)
 LOWER_LOST: Final = Shortfall(bits=AUTO_BITS, lost=0.2)
 """The precision that ``auto`` uses, while the network drops a fifth of the packets that it may drop."""
-_SMOOTH: Final = 3
+SMOOTH: Final = 3
 """How many tests in a row a loss is the mean of."""
-_TARGET_BY: Final = 1 / 3
+TARGET_BY: Final = 1 / 3
 """In this share of the whole run's steps is the loss that others have to reach."""
 _STEPS_ALLOWED: Final = 0.05
 _STEPS_ALLOWED_WORST: Final = 0.10
@@ -61,12 +61,12 @@ in the mean and in the worst task, and points of accuracy. With five seeds, stan
 
 
 class LossCurve:
-    """The test loss of a run, step by step, as the mean of three tests in a row."""
+    """The test loss of a run, step by step, as the mean of three tests in a row; one test every fourth step."""
 
-    def __init__(self, run: TrainingRun) -> None:
-        self.steps = TEST_EVERY * len(run.losses)
-        ends = range(_SMOOTH, len(run.losses) + 1)
-        self._points = [(TEST_EVERY * end, statistics.fmean(run.losses[end - _SMOOTH : end])) for end in ends]
+    def __init__(self, losses: Sequence[float]) -> None:
+        self.steps = TEST_EVERY * len(losses)
+        ends = range(SMOOTH, len(losses) + 1)
+        self._points = [(TEST_EVERY * end, statistics.fmean(losses[end - SMOOTH : end])) for end in ends]
 
     @property
     def last(self) -> float:
@@ -74,9 +74,14 @@ class LossCurve:
         return self._points[-1][1]
 
     @property
+    def lowest(self) -> float:
+        """The lowest loss."""
+        return min(loss for _, loss in self._points)
+
+    @property
     def target(self) -> float:
         """The loss that other runs of this seed have to reach."""
-        return min(loss for step, loss in self._points if step <= _TARGET_BY * self.steps)
+        return min(loss for step, loss in self._points if step <= TARGET_BY * self.steps)
 
     def steps_to(self, target: float) -> float | None:
         """Return the first step with a loss as low as that, interpolated between tests; None if there is none."""
@@ -109,7 +114,7 @@ class PairedRuns:
     def steps(self) -> list[tuple[float | None, float]]:
         """Return how many steps each run took to its target, None if it never got there, and the whole run's."""
         found = []
-        for run, whole in zip(map(LossCurve, self.runs), map(LossCurve, self.whole), strict=True):
+        for run, whole in zip(_curves(self.runs), _curves(self.whole), strict=True):
             usual = whole.steps_to(whole.target)
             assert usual is not None
             found.append((run.steps_to(whole.target), usual))
@@ -117,14 +122,14 @@ class PairedRuns:
 
     def factors(self) -> list[float]:
         """Return how many times the whole run's steps each run took; its length counts if it never got there."""
-        length = LossCurve(self.runs[0]).steps
+        length = LossCurve(self.runs[0].losses).steps
         return [(taken or length) / usual for taken, usual in self.steps()]
 
     def result(self) -> BenchResult:
         """Return the accuracy beside the whole runs'; with means, standard errors and steps in the details."""
         first, points, factors = self.runs[0], self.points(), self.factors()
         ours, others = ([run.accuracy for run in side] for side in (self.runs, self.whole))
-        loss = statistics.fmean(LossCurve(run).last for run in self.runs)
+        loss = statistics.fmean(curve.last for curve in _curves(self.runs))
         details = {
             "peer": WHOLE.name,
             "task": TASKS[first.task].words,
@@ -173,6 +178,10 @@ def beside_hook(pairs: Sequence[tuple[PairedRuns, PairedRuns]]) -> BenchResult:
     }
     ours, theirs = ([factor for pair in pairs for factor in pair[side].factors()] for side in (0, 1))
     return result(f"convergence.{pairs[0][0].runs[0].shortfall}", "steps factor", ours, theirs, details=details)
+
+
+def _curves(runs: Sequence[TrainingRun]) -> list[LossCurve]:
+    return [LossCurve(run.losses) for run in runs]
 
 
 def _with_error(values: Sequence[float]) -> list[float]:

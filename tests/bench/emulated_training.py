@@ -337,9 +337,7 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
     model = learned.network(seed)
     parameters = list(model.parameters())[::-1]  # as DistributedDataParallel fills its buckets
     stepper = OPTIMIZER_MAKERS[optimizer](parameters, learned.rates[optimizer])
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        stepper, lambda step: min(1, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
-    )
+    schedule = schedule_of(stepper, steps)
     ranks = EmulatedRanks(segments_of(model), shortfall, seed)
     losses: list[float] = []
     for step, batches in enumerate(batches_of(steps, learned.batch, len(data.train_labels), seed), 1):
@@ -348,9 +346,16 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
         stepper.step()
         schedule.step()
         if step % TEST_EVERY == 0:
-            losses.append(_test(model, data)[1])
-    accuracy, deferred = _test(model, data)[0], ranks.averages_deferred / max(1, ranks.averages_sent)
+            losses.append(evaluate(model, data)[1])
+    accuracy, deferred = evaluate(model, data)[0], ranks.averages_deferred / max(1, ranks.averages_sent)
     return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, deferred, losses)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return the schedule of a run of so many steps: the learning rate rises linearly, and falls as a cosine."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
 
 
 def segments_of(model: nn.Module) -> list[Segment]:
@@ -377,7 +382,7 @@ def gradient(
     model: nn.Module, parameters: Sequence[nn.Parameter], data: LabelledData, batch: torch.Tensor
 ) -> NDArray[np.float32]:
     """Return the gradient of the mean loss of a batch, flat, in the order of ``parameters``."""
-    loss = _loss(model(data.train_inputs[batch]), data.train_labels[batch])
+    loss = loss_of(model(data.train_inputs[batch]), data.train_labels[batch])
     found = torch.autograd.grad(loss, list(parameters))
     values: NDArray[np.float32] = torch.cat([each.reshape(-1) for each in found]).numpy()
     return values
@@ -390,18 +395,19 @@ def assign(parameters: Sequence[nn.Parameter], values: NDArray[np.float32]) -> N
         parameter.grad = part.view_as(parameter)
 
 
-def _loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of scores, whose last axis counts classes."""
     return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
 
 
-def _test(model: nn.Module, data: LabelledData) -> tuple[float, float]:
+def evaluate(model: nn.Module, data: LabelledData) -> tuple[float, float]:
     """Return the share of test samples that a model gets right, and its loss on them."""
     model.eval()
     with torch.no_grad():
         scores = model(data.test_inputs)
     model.train()
     right = (scores.argmax(-1) == data.test_labels).float().mean()
-    return right.item(), _loss(scores, data.test_labels).item()
+    return right.item(), loss_of(scores, data.test_labels).item()
 
 
 @cache

@@ -226,7 +226,7 @@ def run_of(losses, accuracy=0.9, shortfall="whole"):
 
 
 def test_steps_to_a_loss_are_interpolated():
-    curve = LossCurve(run_of([float(loss) for loss in range(12, 0, -1)]))
+    curve = LossCurve([float(loss) for loss in range(12, 0, -1)])
     assert curve.steps == 48
     assert (curve.target, curve.last) == (10, 2)  # the mean of 11, 10 and 9, at step 16 of 48
     assert curve.steps_to(10) == 16
@@ -275,7 +275,7 @@ def test_lower_precision_is_compared_with_the_hook(late, accuracy, good):
     found = convergence.beside_hook([tuple(pairs)] * 2)
     assert found.name == "convergence.bits8"
     assert found.details["as_good"] is good
-    usual = LossCurve(whole).steps_to(LossCurve(whole).target)
+    usual = LossCurve(losses).steps_to(LossCurve(losses).target)
     more = pytest.approx([4 * (late - 1) / usual, 0], abs=1e-3)
     assert found.details["additional_steps"] == more
     assert found.details["additional_steps_worst"] == {"table": more}
