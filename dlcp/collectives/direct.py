@@ -196,9 +196,9 @@ class DirectAllReduce:
         """Forget a bucket that all peers have received."""
         self._runs.pop((run.step, run.sequence), None)
 
-    def end_pairs_before(self, step: int) -> None:
-        """Forget the one-hop buckets of earlier steps, which the peer has."""
-        for which in [which for which, run in self._runs.items() if which[0] < step and isinstance(run, PairRun)]:
+    def end_before(self, step: int) -> None:
+        """Forget the averaged buckets of earlier steps, which all ranks have."""
+        for which in [which for which, run in self._runs.items() if which[0] < step and run.done.done()]:
             del self._runs[which]
 
     def deferral_of(self, sequence: int, bucket: Bucket, plan: "DirectPlan") -> "BucketDeferral | None":
@@ -399,6 +399,8 @@ class DirectRun(BucketRun):
         """Future residual of encoded shards: their start in the bucket, and what the code lacks of each value."""
         self.waiting = np.zeros(len(self.tags.queue), np.bool_)
         """The packets of the bucket that this rank must still send."""
+        self.averaged: NDArray[np.generic] | None = None
+        """With a parameter server, a copy of the average until all workers are known to have it."""
         self.codes: dict[int, Bytes] = {}
         """Encoded contributions by owner, until they are acknowledged."""
         for owner, layout in plan.layouts.items():
@@ -725,7 +727,11 @@ class DirectRun(BucketRun):
 
     def _end(self) -> None:
         self.phase = BucketPhase.ENDED
-        self.reducer.end(self)
+        if self.reducer.between_ranks:
+            self.reducer.end(self)
+        else:  # a server may end before it has sent the average to another worker, which then needs it
+            self.averaged = self.values.copy()
+            self.reducer.end_before(self.step)
         self.own.release()
 
     # Partial result ---------------------------------------------------------------------------------------------------
@@ -733,6 +739,12 @@ class DirectRun(BucketRun):
     def partial_result(self) -> PartialResult:
         """Return this rank's state of the bucket."""
         widen, packets = self.bucket.value_type.widen, len(self.tags.queue)
+        if self.averaged is not None:
+            whole = np.ones(packets, np.bool_)
+            included = dict.fromkeys(self.context.contributors, whole)
+            return PartialResult(
+                self.step, self.sequence, widen(self.averaged), self.values_per_packet, whole, included
+            )
         final, unconfirmed = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
         included = {rank: np.zeros(packets, np.bool_) for rank in self.context.contributors}
         mine = self._packets(self.rank)

@@ -123,7 +123,7 @@ class PairRun(BucketRun):
         self._note("summed")
         self._note("gathered", self.peer)
         # The peer would not have begun this step before it had all earlier results.
-        self.reducer.end_pairs_before(self.step)
+        self.reducer.end_before(self.step)
         self.done.set_result(ours)
 
     def partial_result(self) -> PartialResult:

@@ -79,8 +79,8 @@ def test_a_bucket_that_broke_off_is_completed_from_its_parts():
     ranks.reduce(0, ranks.gradients(0), THREE_BUCKETS)
     gradients = ranks.gradients(1)
     started = ranks.start(1, gradients, THREE_BUCKETS)
-    parts_of_step = len([key for key in ranks.reducers[0].plain._runs if key[0] == 1])
-    ranks.network.run(lambda: 0 < len(ranks.reducers[0].plain._runs) < parts_of_step)
+    runs = [run for key, run in ranks.reducers[0].plain._runs.items() if key[0] == 1]
+    ranks.network.run(lambda: 0 < sum(run.done.done() for run in runs) < len(runs))
     assert not all(future.done() for row in started for future in row)
     held = [{each.sequence: each for each in reducer.partial_results() if each.step == 1} for reducer in ranks.reducers]
     open_buckets = sorted({sequence for mine in held for sequence in mine})
