@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.planes import FULL_BITS
+from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 from dlcp.wire import DROP_CLASSES
@@ -91,11 +91,11 @@ class Ledger:
         tags: PacketTags,
         bound: LossBound,
         delivery: Delivery,
-        bits: int = FULL_BITS,
+        layout: PlaneLayout | None = None,
     ) -> MessageRecord:
         """Record a message that its receiver has acknowledged; its tags must not change any more.
 
-        ``bits`` is the precision of its values.
+        ``layout`` is that of its values if they are encoded.
 
         Raises
         ------
@@ -103,6 +103,7 @@ class Ledger:
             More was lost or deferred than the bound allows, or a protected packet was lost; the message is recorded
             nevertheless.
         """
+        bits = layout.bits if layout else FULL_BITS
         packets, arrived = len(delivery.delivered), int(np.count_nonzero(delivery.delivered))
         deferred = 0 if delivery.deferred is None else int(np.count_nonzero(delivery.deferred))
         recovered = min(delivery.resent, arrived)  # after a loss and a retransmission

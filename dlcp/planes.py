@@ -10,11 +10,12 @@ The bytes are defined in :mod:`dlcp.wire.payloads`, and written and read in C (`
 """
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.dtypes import ValueType
 from dlcp.native import ffi, lib
 from dlcp.tags import PacketTags
 from dlcp.wire import DROP_CLASSES
@@ -94,6 +95,7 @@ class PlaneLayout:
 
     def encode(self, values: NDArray[np.float32], code: NDArray[np.uint8]) -> None:
         """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN."""
+        self._check(code, values)
         record = self._record()
         lib.dlcp_planes_encode(record, ffi.from_buffer("float[]", values), ffi.from_buffer("uint8_t[]", code))
 
@@ -109,6 +111,22 @@ class PlaneLayout:
             digits are missing are 0.
         """
         self._decode(lib.PLANES_SET, code, values, delivered)
+
+    def decode_as(
+        self,
+        value_type: ValueType,
+        code: NDArray[np.uint8],
+        values: NDArray[np.generic],
+        delivered: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Replace ``values``, a buffer in the storage of ``value_type``, by the encoded ones; see :meth:`decode`."""
+        if value_type is ValueType.FLOAT32:
+            self.decode(code, cast("NDArray[np.float32]", values), delivered)
+            return
+        decoded = np.empty(self.values, np.float32)
+        self.decode(code, decoded, delivered)
+        with np.errstate(over="ignore"):  # the loss scaler handles infinity
+            values[:] = value_type.narrow(decoded)
 
     def add(
         self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
@@ -182,6 +200,13 @@ class PlaneLayout:
         classes: NDArray[np.uint8] = (DROP_CLASSES - 1 - (DROP_CLASSES - 1) * rank // self.packets).astype(np.uint8)
         return classes
 
+    def _check(self, code: NDArray[np.uint8], values: NDArray[np.float32]) -> None:
+        """Raise ValueError for memory that does not fit the layout, because the C code does not check it."""
+        if code.dtype != np.uint8 or len(code) < self.bytes:
+            raise ValueError(f"{self.values} values in {self.bits} bits are {self.bytes} bytes, not {code.nbytes}")
+        if values.dtype != np.float32 or values.shape != (self.values,):
+            raise ValueError(f"expected {self.values} float32 values, got {values.dtype} of shape {values.shape}")
+
     def _record(self) -> object:
         fields = ("values", "digit_bits", "planes", "per_packet", "packets", "payload_bytes", "bytes")
         return ffi.new("plane_layout *", {name: getattr(self, name) for name in fields})
@@ -194,6 +219,9 @@ class PlaneLayout:
         delivered: NDArray[np.bool_] | None,
         rest: NDArray[np.float32] | None = None,
     ) -> None:
+        self._check(code, values)
+        if delivered is not None and (delivered.dtype != np.bool_ or len(delivered) < self.planes * self.packets):
+            raise ValueError(f"`delivered` must have {self.planes * self.packets} bools, got {len(delivered)}")
         mask = ffi.NULL if delivered is None else ffi.from_buffer("uint8_t[]", delivered)
         floats = [ffi.NULL if each is None else ffi.from_buffer("float[]", each) for each in (values, rest)]
         lib.dlcp_planes_decode(self._record(), ffi.from_buffer("uint8_t[]", code), mask, operation, *floats)

@@ -43,8 +43,8 @@ EVENTS: Final = {
 }
 """Values of each event's note.
 
-Of a bucket, by step and its number: it is ``ready``; its packets are ``tagged``, and
-values have so many ``bits`` (32 for all, in any number format); all ranks have ``contributed`` to this
+Of a bucket, by step and its number: it is ``ready``; its packets are ``tagged``, with the precision ``bits`` (32 for
+full precision in any number format); all ranks have ``contributed`` to this
 rank's shard, rank ``last`` as the last one; the shard is ``summed``; all shards are ``gathered``; the bucket is
 ``averaged``, and ``applied`` when its waiter has it. Of a message, by step and its own number: a peer has acknowledged
 it (``sent``), or it has ``arrived``. The note is taken when it ends; ``began_ns`` is when it was sent or its receive

@@ -114,8 +114,8 @@ class MessageMeasures:
     ----------
     packets, missing, sent
         Packets of contributions, and how many of these never arrived; packets sent for all messages, including
-        retransmissions. A contribution that is encoded counts as its packets in full precision, none of which is
-        missing, because a lost packet of the lower plane leaves no value out.
+        retransmissions. An encoded contribution counts as the packets that it would have in full precision. None of
+        them is missing: a lost packet of the lower plane only rounds values.
     deferred
         By job, int64 (2, 2): a row for contributions and one for averages, each with the packets deferred and their
         total, in all steps but the first.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dlcp.ledger import Ledger, add_up, as_json, coded
+from dlcp.planes import PlaneLayout
 from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 
@@ -76,7 +77,8 @@ def test_packets_are_counted_by_precision():
     latest = []
     for step, number in itertools.product(range(len(bits)), range(2)):
         key, layer, precision = MessageKey(step, number), [number] * PACKETS, bits[step][number]
-        ledger.record(key, 1, "fc", tags(layer=layer), LossBound(0.1), delivery([step % 2]), precision)
+        layout = PlaneLayout(9999, precision, 1440) if precision < 32 else None
+        ledger.record(key, 1, "fc", tags(layer=layer), LossBound(0.1), delivery([step % 2]), layout)
         latest.append(ledger.latest_bits())
     assert latest == [8, 8, 8, 8, 8, 8, 32, 32], "small messages are not encoded, so one says little"
     summary = ledger.summary()

@@ -54,6 +54,7 @@ FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(FLOATS, min_size=1, max_size=200), st.sampled_from(CODED_BITS))
+@np.errstate(over="ignore")  # values near the largest float may round to infinity, in C as well
 def test_c_and_numpy_encode_alike(numbers, bits):
     values = np.array(numbers, np.float32)
     upper, lower, scales = reference(values.astype(np.float64), bits)
@@ -143,3 +144,16 @@ def test_lower_packets_are_dropped_by_the_size_of_their_digits():
     assert (np.diff(others) >= 0).all()
     assert (others[0], others[-1]) == (1, 7)
     np.testing.assert_array_equal(tags.queue[upper], tags.queue[lower])
+
+
+def test_memory_that_does_not_fit_is_refused():
+    layout = PlaneLayout(5000, 8, PAYLOAD)
+    values, code = np.zeros(5000, np.float32), np.zeros(layout.bytes, np.uint8)
+    with pytest.raises(ValueError, match=f"5000 values in 8 bits are {layout.bytes} bytes, not {layout.bytes - 1}"):
+        layout.add(code[1:], values)
+    with pytest.raises(ValueError, match="expected 5000 float32 values, got float64"):
+        layout.encode(values.astype(np.float64), code)
+    with pytest.raises(ValueError, match=r"expected 5000 float32 values, got float32 of shape \(4999,\)"):
+        layout.decode(code, values[1:])
+    with pytest.raises(ValueError, match=f"must have {2 * layout.packets} bools"):
+        layout.decode(code, values, np.ones(layout.packets, np.bool_))

@@ -26,7 +26,7 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.residual import Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
-from dlcp.planes import FULL_BITS
+from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, TransportError
 from dlcp.transport.messages import SHARE
@@ -133,8 +133,18 @@ class ContributionTail(NamedTuple):
 
     @classmethod
     def decode(cls, contribution: NDArray[np.uint8]) -> "ContributionTail":
-        """Read the tail at the end of a contribution."""
+        """Read the tail at the end of a contribution.
+
+        Raises
+        ------
+        ValueError
+            It is too short, or has an unknown number format.
+        """
+        if len(contribution) < TAIL_BYTES:
+            raise ValueError(f"a contribution of {len(contribution)} bytes has no tail")
         values, number, bits, flags = _TAIL.unpack(contribution[-TAIL_BYTES:].tobytes())
+        if number >= len(FORMATS):
+            raise ValueError(f"a contribution has the unknown number format {number}")
         return cls(FORMATS[number], bits, values, bool(flags & 1), bool(flags & 2))
 
 
@@ -447,6 +457,18 @@ class BucketRun(ABC):
     def _note(self, event: str, *values: int) -> None:
         if self.timeline is not None:
             self.timeline.note(event, self.step, self.sequence, *values)
+
+    def _may_drop(self, layout: PlaneLayout, packets: slice) -> NDArray[np.bool_]:
+        """Return which lower packets of an encoded message may be lost: those without values of exact layers.
+
+        ``packets`` are the message's in the bucket, if it is not encoded.
+        """
+        layers = self.context.options.layers
+        if not layers:
+            return np.ones(layout.packets, np.bool_)
+        exact = layers.exact_packets(self.bucket.segments, self.values_per_packet)[packets]
+        may_drop: NDArray[np.bool_] = ~np.logical_or.reduceat(exact, layout.starts(self.values_per_packet))
+        return may_drop
 
     def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
         """Return the positions of the values in these packets, of ``count`` values in all."""

@@ -23,18 +23,16 @@ from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import RATE, Bucket, BucketRun, ContributionTail, RankContext, protect_all_but
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
-from dlcp.collectives.pair import PAIR_BYTES_MAX, PairRun
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
 from dlcp.collectives.shards import (
     COPY_BYTES_PER_S,
     PATIENCE_S,
     AveragedShard,
+    CongestionReport,
     ShardAccumulator,
     inbound_rates,
-    is_any_congested,
     shard_bounds,
-    slowest_rate,
     weights_for_rates,
 )
 from dlcp.dtypes import ValueType
@@ -57,8 +55,12 @@ from dlcp.transport import (
 
 if TYPE_CHECKING:
     from dlcp.collectives.deferral import BucketDeferral, Deferral
+    from dlcp.collectives.pair import PairRun
 
 
+ONE_HOP_BYTES_MAX: Final = 1 << 20
+"""Larger buckets of two ranks are added up as they arrive, in two hops: one pass over memory less then outweighs a hop.
+"""
 SERVER_WHOLE_STEPS: Final = 2
 """With a parameter server, the first steps in full precision."""
 
@@ -115,8 +117,7 @@ class DirectAllReduce:
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
-        reports = self.rates_bps, self.context.contributors
-        congested, slowest_bps = is_any_congested(*reports), slowest_rate(*reports)
+        congested, slowest_bps = CongestionReport.of(self.rates_bps, self.context.contributors)
         rates = self.received_bps(self._slow)
         if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
@@ -157,27 +158,34 @@ class DirectAllReduce:
     def prepare(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun | PairRun":
         """Return a bucket's run, with residual added, tagged and ready to start."""
         bits = self._bits_of(bucket)
-        kind = PairRun if self._goes_in_one_hop(bucket, bits) else DirectRun
-        run = self._runs[step, sequence] = kind(self, step, sequence, bucket)
-        if isinstance(run, DirectRun) and bucket.scattered:
+        if self._goes_in_one_hop(bucket, bits):
+            from dlcp.collectives.pair import PairRun  # most jobs have more than two ranks
+
+            pair = self._runs[step, sequence] = PairRun(self, step, sequence, bucket)
+            return pair
+        run = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket, bits)
+        if bucket.scattered:
             # Averages carry rates in other buckets. The choice of precision needs them once a step.
             is_first, self._scattered_step = step != self._scattered_step, step
             run.exchanges_rates = run.average_bound.deferral > 0 or (is_first and self.precision.is_auto)
         return run
 
     def _bits_of(self, bucket: Bucket) -> int:
+        bits = self.precision.bits
         # A server keeps what it rounds off by bucket, so it waits until DDP has rebuilt its buckets.
-        if self._has_server and self._steps <= SERVER_WHOLE_STEPS:
+        if bits == FULL_BITS or (self._has_server and self._steps <= SERVER_WHOLE_STEPS):
             return FULL_BITS
-        return bucket.bits_at(self.precision.bits)
+        return bucket.bits_at(bits)
 
     def _goes_in_one_hop(self, bucket: Bucket, bits: int) -> bool:
         allowed = self._one_hop and not bucket.scattered and self.deferral is None and bits == FULL_BITS
-        return allowed and bucket.values.nbytes <= PAIR_BYTES_MAX
+        return allowed and bucket.values.nbytes <= ONE_HOP_BYTES_MAX
 
-    def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float]) -> "DirectPlan":
+    def plan_of(
+        self, sequence: int, bucket: Bucket, weights: Mapping[int, float], bits: int = FULL_BITS
+    ) -> "DirectPlan":
         """Return a bucket's plan: that of the last step, if bucket, division and precision are unchanged."""
-        plan, bits = self._plans.get(sequence), self._bits_of(bucket)
+        plan = self._plans.get(sequence)
         if plan is None or not plan.fits(bucket, weights, bits):
             plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights, bits)
         return plan
@@ -294,6 +302,9 @@ class DirectPlan:
             for owner, (start, stop) in self.bounds.items()
             if (layout := PlaneLayout.of(stop - start, bucket.values.itemsize, bits, payload_bytes))
         }
+        for owner, layout in self.layouts.items():
+            bound = self.loss_bounds[owner]
+            self.loss_bounds[owner] = replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
         self.bits = bits if self.layouts else FULL_BITS
         self.bound, self.average_bound = options.bound_of(bucket), options.average_bound(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
@@ -330,13 +341,6 @@ class DirectPlan:
         layers.protect(tags, bucket.segments, per_packet, bound, seed=step)
         return tags
 
-    def loss_bound(self, owner: int) -> LossBound:
-        """Return the loss bound of contributions to a shard: encoded ones lose only packets of the lower plane."""
-        bound, layout = self.loss_bounds[owner], self.layouts.get(owner)
-        if layout is None:
-            return bound
-        return replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
-
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
         """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""
         if tags is not self.whole:
@@ -370,12 +374,14 @@ class Shard(Enum):
 class DirectRun(BucketRun):
     """One bucket in progress."""
 
-    def __init__(self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket) -> None:
+    def __init__(
+        self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket, bits: int = FULL_BITS
+    ) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
         if bucket.scattered and reducer.adaptive:
             raise ValueError(f"step {step}, bucket {sequence}: scattered, so adaptive_shards must be off")
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
-        plan = self.plan = reducer.plan_of(sequence, bucket, reducer.weights)
+        plan = self.plan = reducer.plan_of(sequence, bucket, reducer.weights, bits)
         self.bounds = plan.bounds
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
@@ -403,6 +409,8 @@ class DirectRun(BucketRun):
         """With a parameter server, a copy of the average until all workers are known to have it."""
         self.codes: dict[int, Bytes] = {}
         """Encoded contributions by owner, until they are acknowledged."""
+        self.deferred: dict[int, NDArray[np.bool_]] = {}
+        """Masks of their packets that are not sent, by owner."""
         for owner, layout in plan.layouts.items():
             if owner != self.rank:  # in this thread, since the endpoint's must keep up with packets
                 self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
@@ -423,7 +431,7 @@ class DirectRun(BucketRun):
 
     def _accumulate(self) -> None:
         connection, own, peers, plan = self.context.connection, self.own.values, self.context.peers, self.plan
-        key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bound(self.rank), plan.labels[self.rank]
+        key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bounds[self.rank], plan.labels[self.rank]
         streaming, layout = self.bucket.value_type is ValueType.FLOAT32, plan.layouts.get(self.rank)
         accumulator = self.accumulator = ShardAccumulator(
             connection, peers, own, streaming=streaming, key=key, layout=layout
@@ -551,7 +559,7 @@ class DirectRun(BucketRun):
 
     def _contribute(self, owner: int) -> None:
         context, plan = self.context, self.plan
-        bound, tail, layout = plan.loss_bound(owner), EMPTY, plan.layouts.get(owner)
+        bound, tail, layout = plan.loss_bounds[owner], EMPTY, plan.layouts.get(owner)
         if owner not in context.contributors:
             tail = self._tail_for_server().encode()
         if layout is not None:
@@ -569,6 +577,8 @@ class DirectRun(BucketRun):
         deferred = None
         if self.deferral:
             tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()), layout)
+        if deferred is not None:
+            self.deferred[owner] = deferred
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
         payload = self._bytes(owner) if layout is None else self.codes[owner]
         request = SendRequest(owner, key, payload.data, tags, bound, label, tail, order, deferred, layout)
@@ -582,12 +592,12 @@ class DirectRun(BucketRun):
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:
         start, stop = self.bounds[owner]
-        context, label, loss_bound = self.context, self.plan.labels[owner], self.plan.loss_bound(owner)
+        context, label, loss_bound = self.context, self.plan.labels[owner], self.plan.loss_bounds[owner]
         layout = self.plan.layouts.get(owner)
-        bits = layout.bits if layout else FULL_BITS
-        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery, bits)
+        context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery, layout)
         if layout is not None:
-            self._keep_rounded(owner, layout, delivery.delivered)
+            if context.options.error_feedback:
+                self.rounded.append((start, self._rest(owner, layout, delivery.delivered)))
             if delivery.deferred is not None:
                 self._note_waiting(owner, self._plain_packets(owner, layout, delivery.deferred))
             context.connection.buffers.give(self.codes.pop(owner))
@@ -635,14 +645,7 @@ class DirectRun(BucketRun):
 
     def _decode(self, owner: int, layout: PlaneLayout, code: Bytes, delivered: NDArray[np.bool_] | None) -> None:
         """Write an encoded average into the bucket."""
-        shard = self.values[slice(*self.bounds[owner])]
-        if self.bucket.value_type is ValueType.FLOAT32:
-            layout.decode(code, cast("NDArray[np.float32]", shard), delivered)
-        else:
-            decoded = np.empty(len(shard), np.float32)
-            layout.decode(code, decoded, delivered)
-            with np.errstate(over="ignore"):
-                shard[:] = self.bucket.value_type.narrow(decoded)
+        layout.decode_as(self.bucket.value_type, code, self.values[slice(*self.bounds[owner])], delivered)
 
     def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
         self.shards[owner], self.latest = state, owner
@@ -655,8 +658,8 @@ class DirectRun(BucketRun):
 
     def _on_average_sent(self, request: SendRequest, delivery: Delivery) -> None:
         peer = request.peer
-        bits = request.layout.bits if request.layout else FULL_BITS
-        self.context.ledger.record(request.key, peer, request.label, request.tags, self.average_bound, delivery, bits)
+        sent = request.label, request.tags, request.bound
+        self.context.ledger.record(request.key, peer, *sent, delivery, request.layout)
         if self.average_bound.deferral and self.reducer.deferral:
             self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.own.unconfirmed.discard(peer)
@@ -765,13 +768,17 @@ class DirectRun(BucketRun):
                 included[self.rank][part] = state is not Shard.AVERAGED
                 unconfirmed[part] = state is Shard.CONTRIBUTING
         values = widen(self.values)
-        for owner in self.codes:  # unacknowledged contributions, in case their owner has averaged them
-            self._keep_rounded(owner, self.plan.layouts[owner])
-        residual = np.zeros(len(values), values.dtype) if self.lost or self.rounded else None
+        rounded = list(self.rounded)
+        if self.context.options.error_feedback:
+            for owner in self.codes:  # unacknowledged contributions, in case their owner has averaged them
+                unsent = self.deferred.get(owner)
+                rest = self._rest(owner, self.plan.layouts[owner], None if unsent is None else ~unsent)
+                rounded.append((self.bounds[owner][0], rest))
+        residual = np.zeros(len(values), values.dtype) if self.lost or rounded else None
         if residual is not None:
             for positions, lost in self.lost:
                 residual[positions] += lost
-            for start, rest in self.rounded:
+            for start, rest in rounded:
                 residual[start : start + len(rest)] += rest
         return PartialResult(
             self.step, self.sequence, values, self.values_per_packet, final, included, residual, unconfirmed
@@ -802,11 +809,7 @@ class DirectRun(BucketRun):
         """Return the tags of a shard's packets in an encoded message; see :meth:`_tags`."""
         layout, plain = self.plan.layouts[owner], self.plan.tags_of(owner, self.plan.whole)
         more = -(-(layout.bytes + tail_bytes) // layout.payload_bytes) - layout.planes * layout.packets
-        may_drop = np.full(layout.packets, droppable)
-        if droppable and self.context.options.layers:
-            exact = self.context.options.layers.exact_packets(self.bucket.segments, self.values_per_packet)
-            starts = layout.starts(self.values_per_packet)
-            may_drop &= ~np.logical_or.reduceat(exact[self._packets(owner)], starts)
+        may_drop = self._may_drop(layout, self._packets(owner)) if droppable else None
         return layout.tags(plain, self.values_per_packet, code, may_drop, more)
 
     def _plain_packets(self, owner: int, layout: PlaneLayout, packets: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -820,11 +823,9 @@ class DirectRun(BucketRun):
         """Return a shard's values as float32; not a copy if they are."""
         return cast("NDArray[np.float32]", self.bucket.value_type.widen(self.values[slice(*self.bounds[owner])]))
 
-    def _keep_rounded(self, owner: int, layout: PlaneLayout, delivered: NDArray[np.bool_] | None = None) -> None:
-        """Record what an encoded contribution, or its packets that arrived, lacks of the values."""
-        if self.context.options.error_feedback:
-            rest = layout.rest(self._wide(owner), self.codes[owner], delivered)
-            self.rounded.append((self.bounds[owner][0], rest))
+    def _rest(self, owner: int, layout: PlaneLayout, delivered: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+        """Return what the packets of an encoded contribution lack of its values; ``delivered`` is None for all."""
+        return layout.rest(self._wide(owner), self.codes[owner], delivered)
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
         """Record a shard's ``values`` at ``positions`` as lost."""

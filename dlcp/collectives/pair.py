@@ -8,7 +8,7 @@ Replicas stay equal even with packet loss: the peer's acknowledgement tells a ra
 arrived. The rank leaves out the others, as the peer must, and keeps them as residual.
 """
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,6 @@ from dlcp.transport import EMPTY, Arrival, Delivery, MessageKey, ReceiveRequest,
 
 if TYPE_CHECKING:
     from dlcp.collectives.direct import DirectAllReduce
-
-PAIR_BYTES_MAX: Final = 1 << 20
-"""Larger buckets are added up as they arrive, in two hops: one pass over memory less then outweighs a hop.
-"""
 
 
 class PairRun(BucketRun):

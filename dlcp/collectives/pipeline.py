@@ -148,7 +148,8 @@ class Pipeline:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
-        self._plain = {name: sequence for name, sequence in self._plain.items() if name[0] >= step - 1}
+        last = max((name[0] for name in self._plain), default=step)  # another rank may not have finished it
+        self._plain = {name: sequence for name, sequence in self._plain.items() if name[0] == last}
         self.plain.begin_step(step)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":

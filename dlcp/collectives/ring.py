@@ -13,9 +13,10 @@ Rescaling needs the number of ranks in each packet's sum, or the number of sampl
 These counts follow the sum in a protected trailer of two or four bytes per packet. The trailer exists only if packets
 may be lost, and not on the first hop, whose sum has one rank.
 
-**Lower precision.** An encoded partial sum (:mod:`dlcp.planes`) is decoded, added to, and encoded again at every hop.
-What a hop rounds off is residual of its sender, as lost packets are. Averages are encoded once, and passed on as they
-are. The rate that each average carries is negative if no packet of its sender was lost or marked.
+**Lower precision.** Every hop decodes a partial sum, adds its own gradients, and encodes the sum again
+(:mod:`dlcp.planes`). Its rounding error becomes residual of the sender, as lost packets do. An average is encoded once;
+ranks forward its bytes unchanged. Each average carries a rate, which is negative if no packet of its sender was lost or
+marked.
 
 A packet is tagged by its sender's own gradients, not by the partial sum. For gradients of a small convolutional network
 on eight ranks, the two packet orders correlate by 0.63 to 0.97, and the tenth with the smallest own gradients holds at
@@ -372,19 +373,16 @@ class RingRun(BucketRun):
             total /= np.float32(self.reducer.ranks)
             code = self.connection.buffers.take(layout.bytes)
             layout.encode(total, code)
-            self._decode(piece, layout, code)
+            layout.decode_as(self.value_type, code, self._values(piece))
             if self.context.options.error_feedback:  # the next contribution is divided by the number of ranks
                 self._lose(piece, layout.rest(total, code) * np.float32(self.reducer.ranks))
         self._begin_average(piece, code)
 
     def _send_encoded(self, piece: Piece, layout: PlaneLayout, total: NDArray[np.floating]) -> None:
-        """Send an encoded sum. What it lacks is known once the receiver acknowledges it, so the sum is kept."""
+        """Send an encoded sum, and keep the sum itself until the receiver acknowledges which digits arrived."""
         total, code = np.array(total, np.float32), self.connection.buffers.take(layout.bytes)
         layout.encode(total, code)
-        may_drop = np.full(layout.packets, self.bounds[piece].ratio > 0)
-        if self.context.options.layers:
-            exact = self.context.options.layers.exact_packets(self.bucket.segments, self.values_per_packet)
-            may_drop &= ~np.logical_or.reduceat(exact[self._within(piece)], layout.starts(self.values_per_packet))
+        may_drop = self._may_drop(layout, self._within(piece)) if self.bounds[piece].ratio else None
         plain = self._tags(piece, self._packets(piece))
         tags = layout.tags(plain, self.values_per_packet, code, may_drop)
         then = partial(self._on_encoded_sent, piece, layout, code, total)
@@ -398,13 +396,6 @@ class RingRun(BucketRun):
         self.connection.buffers.give(code)
         if self._distance(piece) == 0:
             self._receive_average(piece)
-
-    def _decode(self, piece: Piece, layout: PlaneLayout, code: Bytes) -> None:
-        """Write an encoded average into the bucket."""
-        values = np.empty(layout.values, np.float32)
-        layout.decode(code, values)
-        with np.errstate(over="ignore"):
-            self._values(piece)[:] = self.value_type.narrow(values)
 
     # Second round: averages -------------------------------------------------------------------------------------------
 
@@ -472,10 +463,9 @@ class RingRun(BucketRun):
         )
 
         layout = self.layouts.get(piece)
-        bits = layout.bits if layout else FULL_BITS
 
         def on_sent(delivery: Delivery) -> None:
-            self.context.ledger.record(key, peer, label, tags, bound, delivery, bits)
+            self.context.ledger.record(key, peer, label, tags, bound, delivery, layout)
             then(delivery)
 
         self.under_way.add((True, key))
@@ -501,7 +491,7 @@ class RingRun(BucketRun):
         def on_arrival(arrival: Arrival) -> None:
             if phase == ALL_GATHER:  # even if the bucket has failed meanwhile
                 if layout := self.layouts.get(piece):
-                    self._decode(piece, layout, into)
+                    layout.decode_as(self.value_type, into, self._values(piece))
                 self._note_final(piece)
             go_on(arrival)
 

@@ -27,7 +27,7 @@ from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.planes import FULL_BITS, PlaneLayout
+from dlcp.planes import PlaneLayout
 from dlcp.tags import PacketTags, Segment, queue_of_layer
 from dlcp.transport import Arrival, Connection, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
 
@@ -65,7 +65,8 @@ class AllReduceInParts:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on."""
-        self._started = {name: each for name, each in self._started.items() if name[0] >= step - 1}
+        last = max((name[0] for name in self._started), default=step)  # another worker may not have finished it
+        self._started = {name: each for name, each in self._started.items() if name[0] == last}
         self.plain.begin_step(step)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
@@ -259,6 +260,11 @@ class ParameterServer:
             raise ValueError(f"step {key.step}, {self._label(key)}: workers sent {sent}; do all run the same model?")
         tail = next(iter(tails.values()))
         layout = PlaneLayout.of(tail.values, tail.value_type.storage.itemsize, tail.bits, payload_bytes)
+        expected = TAIL_BYTES + (layout.bytes if layout else tail.values * tail.value_type.storage.itemsize)
+        for worker, arrival in bucket.items():
+            if len(arrival.payload) != expected:
+                size = f"{len(arrival.payload)} bytes instead of {expected}"
+                raise ValueError(f"step {key.step}, {self._label(key)}: the contribution of rank {worker} has {size}")
         mean = self._mean(key, bucket, tail, layout)
         if self.weighted and sequence == 0:
             self._samples = key.step, samples_of(read_table(mean, self.workers))
@@ -344,8 +350,8 @@ class ParameterServer:
         return None if deferred is None else np.append(deferred, np.zeros(len(tags.queue) - packets, np.bool_))
 
     def _on_sent(self, request: SendRequest, delivery: Delivery) -> None:
-        bits = request.layout.bits if request.layout else FULL_BITS
-        self.ledger.record(request.key, request.peer, request.label, request.tags, request.bound, delivery, bits)
+        sent = request.label, request.tags, request.bound
+        self.ledger.record(request.key, request.peer, *sent, delivery, request.layout)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

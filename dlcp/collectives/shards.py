@@ -102,36 +102,43 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
 
 
-def is_any_congested(reported_bps: Mapping[int, NDArray[np.generic]], ranks: Sequence[int]) -> bool | None:
-    """Return whether any rank reported congestion in the step; None if none reported anything.
+class CongestionReport(NamedTuple):
+    """What the ranks' reports of a step say together.
 
     Parameters
     ----------
-    reported_bps
-        Each rank's report (:func:`inbound_rates`). A parameter server reports a positive rate under congestion, else 0.
-    ranks
-        All ranks that contribute, in the order of reports.
+    congested
+        Whether a rank met congestion; None without reports.
+    slowest_bps
+        The lowest rate from one rank to another, in bit/s; 0 if none is known.
     """
-    if not reported_bps:
-        return None
-    return any(
-        math.copysign(1, rates[ranks.index(rank)]) > 0 if rank in ranks else any(rates)
-        for rank, rates in ((rank, report.tolist()) for rank, report in reported_bps.items())
-    )
 
+    congested: bool | None
+    slowest_bps: float
 
-def slowest_rate(reported_bps: Mapping[int, NDArray[np.generic]], ranks: Sequence[int]) -> float:
-    """Return the lowest rate that a rank reported to another one, in bit/s; 0 if none is known.
+    @classmethod
+    def of(cls, reported_bps: Mapping[int, NDArray[np.generic]], ranks: Sequence[int]) -> "CongestionReport":
+        """Combine the reports of a step.
 
-    The parameters are those of :func:`is_any_congested`.
-    """
-    known = (
-        abs(rate)
-        for reporter, rates in reported_bps.items()
-        for rank, rate in zip(ranks, rates.tolist(), strict=True)
-        if reporter in ranks and rank != reporter and rate
-    )
-    return min(known, default=0.0)
+        Parameters
+        ----------
+        reported_bps
+            Each rank's report (:func:`inbound_rates`). A parameter server reports a positive number under congestion,
+            else 0.
+        ranks
+            All ranks that contribute, in the order of reports.
+        """
+        if not reported_bps:
+            return cls(None, 0.0)
+        congested, known_bps = False, []
+        for reporter, report in reported_bps.items():
+            rates = report.tolist()
+            if reporter not in ranks:
+                congested |= any(rates)
+                continue
+            congested |= math.copysign(1, rates.pop(ranks.index(reporter))) > 0
+            known_bps += [abs(rate) for rate in rates if rate]
+        return cls(congested, min(known_bps, default=0.0))
 
 
 def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
@@ -295,6 +302,10 @@ class AveragedShard:
         The copy, flat; None without one.
     code
         The encoded shard, which is sent in place of the values; None if it is not encoded.
+    layout
+        The layout of the encoded shard.
+    is_kept
+        Whether it can be sent without the caller's buffer, because there is a copy or a code.
     tags, trailer
         The tags of its packets, and the bytes that follow its values in a message.
     deferred
@@ -310,6 +321,7 @@ class AveragedShard:
         self.trailer: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.code: NDArray[np.uint8] | None = None
         self.layout: PlaneLayout | None = None
+        self.is_kept = False
         self.deferred: NDArray[np.bool_] | None = None
         self.unconfirmed: set[int] = set()
         self._connection = connection
@@ -320,6 +332,7 @@ class AveragedShard:
         memory = self._connection.exported.take(self.values.nbytes)
         if memory is not None:  # one copy for all local peers, made while the data is cached
             self.copy = copy = memory.view(np.float32)
+            self.is_kept = True
             reduction.copy_into(copy)
 
     def write(self, positions: "NDArray[np.int64] | slice", values: NDArray[np.generic] | int) -> None:
@@ -337,11 +350,6 @@ class AveragedShard:
             *(peer, key, payload, self.tags, bound, label, self.trailer), deferred=self.deferred, layout=self.layout
         )
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether it can be sent without the caller's buffer."""
-        return self.copy is not None or self.code is not None
-
     def kept(self, value_type: ValueType) -> NDArray[np.floating]:
         """Return the values as ranks have them, widened, without the caller's buffer; it must be kept."""
         if self.code is None:
@@ -349,7 +357,7 @@ class AveragedShard:
             return value_type.widen(self.copy)
         assert self.layout
         values = np.empty(self.layout.values, np.float32)
-        self.layout.decode(self.code, values)
+        self.layout.decode(self.code, values, None if self.deferred is None else ~self.deferred)
         return value_type.widen(value_type.narrow(values))
 
     @property
@@ -360,7 +368,7 @@ class AveragedShard:
 
     def encode(self, layout: PlaneLayout, mean: NDArray[np.float32]) -> NDArray[np.uint8]:
         """Send ``mean`` encoded, without the caller's buffer; return the code."""
-        self.layout, self.code = layout, self._connection.buffers.take(layout.bytes)
+        self.layout, self.code, self.is_kept = layout, self._connection.buffers.take(layout.bytes), True
         layout.encode(mean, self.code)
         return self.code
 
@@ -374,7 +382,7 @@ class AveragedShard:
         """
         connection, values = self._connection, self.values
         self._copy_owner, buffer = connection.buffers, connection.buffers.take(values.nbytes)
-        self.copy = buffer.view(values.dtype)
+        self.copy, self.is_kept = buffer.view(values.dtype), True
         self.copy[:] = values
         for peer in self.unconfirmed:
             connection.detach(peer, key_of(peer), buffer)
@@ -383,7 +391,7 @@ class AveragedShard:
         """Release the copy's memory."""
         if self.copy is not None:
             self._copy_owner.give(self.copy.view(np.uint8))
-            self.copy = None
+            self.copy, self.is_kept = None, False
         if self.code is not None:
             self._connection.buffers.give(self.code)
-            self.code = None
+            self.code, self.is_kept = None, False

@@ -8,33 +8,15 @@
 #include <string.h>
 
 #include "packet.h"
-
-#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
-#define FASTEST __attribute__((target_clones("avx2", "default")))
-#else
-#define FASTEST
-#endif
-#define INLINED static inline __attribute__((always_inline))
+#include "vector.h"
 
 enum { BLOCK = PLANE_BLOCK_VALUES, LANES = 8, VECTORS = BLOCK / LANES, SCALE_NAN = 255 };
 /* Adding it to a float below 2^22 in magnitude rounds that to an integer, ties to even, in the lower bits. */
 static const float ROUNDER = 12582912.0f; /* 1.5 * 2^23 */
 
-INLINED float as_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINED uint32_t as_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 /* The power of two that a scale byte stands for; infinity for SCALE_NAN, which turns codes of 0 into NaN. */
 INLINED float scale_of(uint8_t scale) {
-    return as_float(scale ? (uint32_t)scale << 23 : 1u << 22);
+    return float_of(scale ? (uint32_t)scale << 23 : 1u << 22);
 }
 
 /* Return the scale byte of a block whose largest magnitude has these bits: the smallest with which the rounded value is
@@ -42,7 +24,7 @@ INLINED float scale_of(uint8_t scale) {
 INLINED uint32_t choose_scale(uint32_t magnitude, int bits, float largest) {
     /* With this scale the value is at least 2^(bits - 2) and below 2^(bits - 1): too large by at most a factor of 2. */
     int32_t scale = (int32_t)(magnitude >> 23) - (bits - 2);
-    scale += (magnitude & 0x7fffffu) >= (as_bits(largest + 0.5f) & 0x7fffffu);
+    scale += (magnitude & 0x7fffffu) >= (bits_of(largest + 0.5f) & 0x7fffffu);
     return magnitude >= 0x7f800000u ? SCALE_NAN : scale > 0 ? (uint32_t)scale : 0;
 }
 
@@ -100,11 +82,11 @@ INLINED void encode_block(const float *values, int digit_bits, uint8_t *upper, u
         magnitude = magnitudes[i] > magnitude ? magnitudes[i] : magnitude;
     uint32_t scale = choose_scale((uint32_t)magnitude, bits, largest);
     upper[0] = (uint8_t)scale;
-    float factor = as_float(scale < 254 ? (254 - scale) << 23 : 1u << 22); /* 2^(127 - scale) */
+    float factor = float_of(scale < 254 ? (254 - scale) << 23 : 1u << 22); /* 2^(127 - scale) */
     uint32_t keep = scale == SCALE_NAN ? 0 : UINT32_MAX;
     words codes[VECTORS], high[VECTORS];
     for (int k = 0; k < VECTORS; k++)
-        codes[k] = ((words)(block[k] * factor + ROUNDER) - as_bits(ROUNDER)) & keep;
+        codes[k] = ((words)(block[k] * factor + ROUNDER) - bits_of(ROUNDER)) & keep;
     if (!lower) {
         put_digits(upper + 1, codes, digit_bits);
         return;

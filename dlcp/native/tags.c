@@ -6,30 +6,11 @@
 #include <string.h>
 
 #include "packet.h"
-
-/* A second version of a function for AVX2, chosen at load time; requires the GNU C library. */
-#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
-#define FASTEST __attribute__((target_clones("avx2", "default")))
-#else
-#define FASTEST
-#endif
-#define INLINED static inline __attribute__((always_inline))
+#include "vector.h"
 
 /* ---- magnitudes ---- */
 
 enum { LANES = 32 }; /* independent sums, so that vector units need not wait for one another */
-
-INLINED float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINED uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 INLINED float widen_float32(float value) {
     return value;

@@ -103,8 +103,8 @@ class Options:
         If DLCP cannot be used, at the start or later, continue with the framework's own all-reduce, or in a group with
         its store. If off, that is an error.
     route
-        What averages gradients while DLCP works: ``dlcp``; ``framework``, its own all-reduce, or FSDP2's
-        reduce-scatter; or ``auto``, the faster one. With ``auto`` the ranks time a few steps of each in turn
+        Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
+        reduce-scatter; or ``auto``, the faster of the two. With ``auto`` the ranks time a few steps of each in turn
         (:mod:`dlcp.session.route`), but only where they exchange packets through a clean network. All ranks use the
         same one in a step. ``auto`` means ``dlcp`` without PyTorch, with the backend ``dlcp``, with a parameter server,
         and with ``samples``, ``adapt``, ``phases``, ``compression``, another ``combine`` than ``average``, or a

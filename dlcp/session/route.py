@@ -5,7 +5,7 @@ On a clean network that is faster than the processor, DLCP through sockets costs
 framework's all-reduce. With ``route="auto"`` the ranks therefore time a few steps of each in turn, and take the faster
 one from there on. A step goes one way as a whole, the same on all ranks.
 
-:class:`RouteChooser` decides, from what all ranks have seen of each step. It does no input or output.
+:class:`RouteChooser` decides, from all ranks' reports on each step. It is pure computation, without input or output.
 :class:`StepRouter` measures this rank's steps, exchanges the measurements with the other ranks, and asks the chooser.
 """
 

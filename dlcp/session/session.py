@@ -104,7 +104,7 @@ class PendingBucket:
     reducing
         Whether the averager has it. Valid once ``decided`` is set.
     route
-        What averages its step while DLCP works.
+        The route of its step while DLCP works.
     """
 
     step: int
@@ -259,7 +259,7 @@ class Fallback:
     watch
         How ranks leave DLCP together when it fails. None if a failure concerns its own bucket only.
     route
-        What is needed to average this way while DLCP works, too, where it is faster. None if it never is.
+        How to use this way while DLCP works, where it is faster. None if DLCP averages all steps.
     """
 
     name: str
@@ -408,7 +408,7 @@ class TrainingSession:
 
     @property
     def route(self) -> str:
-        """What averages gradients while DLCP works, and why, in one sentence; ``""`` if there is no choice."""
+        """The current route and the reason for it, as one sentence; ``""`` if DLCP averages all steps."""
         return self.router.decision if self.router else ""
 
     @property

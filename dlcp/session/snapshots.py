@@ -69,7 +69,7 @@ class RankSnapshot(TypedDict):
     fallback: str
     """What averages when DLCP does not."""
     route: str
-    """What averages while DLCP is in use, and why; ``""`` if there is no choice."""
+    """The current route and the reason for it; ``""`` if DLCP averages all steps."""
     framework_steps: int
     """Number of steps that the framework has averaged meanwhile."""
     ended: bool

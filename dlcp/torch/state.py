@@ -251,7 +251,7 @@ class State:
 
     @property
     def route(self) -> str:
-        """What averages gradients while DLCP is in use, and why, in one sentence; ``""`` if there is no choice."""
+        """The current route and the reason for it, as one sentence; ``""`` if DLCP averages all steps."""
         return self.session.route if self.session else ""
 
     @property

@@ -300,7 +300,7 @@ class CongestedPath(BenchPath):
 
     @property
     def words(self) -> str:
-        """What the path is, in words."""
+        """The path's description."""
         return f"the demo's switch, {_CONGESTED_BPS / 1e6:g} Mbit/s, bursts of {self.burst_s:g} s beside"
 
     def address(self, rank: int) -> str:
@@ -529,7 +529,7 @@ class StepTimes:
         return Counter(self.bits).most_common(1)[0][0]
 
     def seconds_for(self, steps: float, first: int) -> float:
-        """Return the time of a number of steps, of which so many first ones count at their own time."""
+        """Return the time of ``steps`` steps: the ``first`` ones at their own times, the others at the median."""
         first_s = [median(times) for times in zip(*self.first_s, strict=True)][:first]
         whole = min(int(steps), len(first_s))
         return sum(first_s[:whole]) + (steps - whole) * median(self.step_s)

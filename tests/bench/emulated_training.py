@@ -266,7 +266,7 @@ def rounded(values: NDArray[np.floating], bits: int) -> NDArray[np.floating]:
     Blocks are as in :mod:`dlcp.planes`, which does not encode 3 bits.
     """
     blocks = np.pad(values, (0, -len(values) % PLANE_BLOCK_VALUES)).reshape(-1, PLANE_BLOCK_VALUES)
-    limit = 2 ** (bits - 1) - 0.5  # a value must be below so many units, or it would be rounded to one integer too many
+    limit = 2 ** (bits - 1) - 0.5  # in units: a larger value would round to an integer that does not fit
     _, exponents = np.frexp(np.abs(blocks).max(axis=1, keepdims=True) / limit)
     found: NDArray[np.floating] = np.ldexp(np.rint(np.ldexp(blocks, -exponents)), exponents).ravel()[: len(values)]
     return found
@@ -352,7 +352,7 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
 
 
 def schedule_of(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return the schedule of a run of so many steps: the learning rate rises linearly, and falls as a cosine."""
+    """Return the learning-rate schedule of a run of ``steps`` steps: linear warm-up, then cosine decay."""
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
     )

@@ -71,7 +71,7 @@ class BenchPath(Closing):
 
     @property
     def words(self) -> str:
-        """What the path is, in words."""
+        """The path's description."""
         return "loopback"
 
     def address(self, rank: int) -> str:
@@ -173,7 +173,7 @@ class VethPair(BenchHosts):
 
     @property
     def words(self) -> str:
-        """What the path is, in words."""
+        """The path's description."""
         return f"veth pair, MTU {self.mtu_bytes}"
 
     def _link(self) -> None:
@@ -227,7 +227,7 @@ class RoutedPath(BenchHosts):
 
     @property
     def words(self) -> str:
-        """What the path is, in words."""
+        """The path's description."""
         links = f"links of {self.rate_bps / 1e6:g} Mbit/s" if self.rate_bps else "fast links"
         if self.slowest_bps:
             links += f", one of {self.slowest_bps / 1e6:g},"
@@ -286,7 +286,7 @@ class DelayedPath(BenchHosts):
 
     @property
     def words(self) -> str:
-        """What the path is, in words."""
+        """The path's description."""
         rate, rtt = self.rate_bps / 1e6, self.rtt_s * 1e3
         lost = f", {self.loss:.1%} random loss" if self.loss else ""
         return f"switch with {rate:g} Mbit/s, round trip {rtt:g} ms, queue of {self.depth_packets} packets{lost}"

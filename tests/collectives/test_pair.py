@@ -30,7 +30,7 @@ def data_messages(network):
 
 @pytest.mark.parametrize(("bytes_max", "each_way"), [(1 << 20, 1), (1 << 10, 2)])
 def test_a_small_bucket_takes_one_message_each_way_and_a_larger_one_two(monkeypatch, bytes_max, each_way):
-    monkeypatch.setattr("dlcp.collectives.direct.PAIR_BYTES_MAX", bytes_max)
+    monkeypatch.setattr("dlcp.collectives.direct.ONE_HOP_BYTES_MAX", bytes_max)
     ranks = SmallRanks(2)
     gradients = ranks.gradients(1)
     averages = ranks.reduce(0, gradients)

@@ -100,6 +100,23 @@ def test_a_bucket_that_broke_off_is_completed_from_its_parts():
             np.testing.assert_allclose(found[sequence].values, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_averages_are_kept_until_all_workers_have_them():
+    """The server may end before it has sent an average to another worker; step numbers may have gaps."""
+    ranks = RanksWithServer()
+    averages = ranks.reduce(3, ranks.gradients(0), THREE_BUCKETS)
+    for reducer in ranks.reducers:
+        reducer.begin_step(9)
+        kept = {each.sequence: each for each in reducer.partial_results()}
+        for sequence, names in enumerate(THREE_BUCKETS):
+            assert kept[sequence].step == 3
+            assert kept[sequence].final.all()
+            expected = np.concatenate([averages[0][name] for name in names])
+            np.testing.assert_array_equal(kept[sequence].values, expected)
+    ranks.reduce(9, ranks.gradients(1), THREE_BUCKETS)
+    ranks.reduce(10, ranks.gradients(2), THREE_BUCKETS)
+    assert {each.step for reducer in ranks.reducers for each in reducer.partial_results()} == {10}
+
+
 def test_timelines_show_buckets_and_not_their_parts():
     ranks = RanksWithServer()
     noted = []

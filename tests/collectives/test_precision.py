@@ -57,20 +57,6 @@ def test_a_ring_loses_nothing_by_rounding(count, loss, precision):
     assert all(reducer.context.residual.size > 1000 for reducer in ranks.reducers), "nothing was rounded"
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_ring_goes_down_under_congestion_and_returns(count):
-    ranks = RingRanks(count, loss=0.1, seed=4, precision="auto", **UNMARKED)
-    bits = []
-    for step in range(3 * CLEAR_STEPS):
-        if step == 4:
-            ranks.network.loss = 0.0
-        averages = ranks.reduce(step, ranks.gradients(step))
-        assert_identical(averages)
-        (now,) = {reducer.precision.bits for reducer in ranks.reducers}
-        bits.append(now)
-    assert (bits[0], bits[2:4], bits[-1]) == (32, [8, 8], 32)
-
-
 @FORMATS
 @PRECISION
 def test_a_ring_is_close_in_every_format(value_type, precision):
@@ -166,8 +152,9 @@ def test_auto_keeps_all_bits_on_clear_paths():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_auto_goes_down_under_congestion_and_returns(count):
-    ranks = SmallRanks(count, loss=0.1, seed=4, precision="auto", **UNMARKED)
+@pytest.mark.parametrize("kind", [SmallRanks, RingRanks])
+def test_auto_goes_down_under_congestion_and_returns(kind, count):
+    ranks = kind(count, loss=0.1, seed=4, precision="auto", **UNMARKED)
     bits = []
     for step in range(3 * CLEAR_STEPS):
         if step == 4:

@@ -9,6 +9,7 @@ import pytest
 
 from dlcp.collectives import Residual
 from dlcp.ledger import Ledger
+from dlcp.planes import PlaneLayout
 from dlcp.session import Options, snapshots
 from dlcp.session.averager import StepAverager
 from dlcp.session.session import Fallback, TrainingSession
@@ -37,13 +38,13 @@ def read(folder):
     return json.loads(path.read_text())
 
 
-def enter(session, receiver, packets, lost, bits=32):
-    """Enter a message that lost so many packets."""
+def enter(session, receiver, packets, lost, layout=None):
+    """Enter a message that lost packets."""
     zeros = np.zeros(packets, np.uint8)
     tags = PacketTags(queue=zeros, drop_class=zeros, layer=zeros, protected=zeros.astype(bool))
     delivered = np.arange(packets) >= lost
     delivery = Delivery(delivered, packets + 2, 2, 0.01, None)
-    session.averager.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery, bits)
+    session.averager.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery, layout)
 
 
 def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monkeypatch):
@@ -54,7 +55,7 @@ def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monke
     assert (found["rank"], found["ranks"], found["process_rank"], found["phase"]) == (1, [0, 1, 2], 5, "joining")
     assert (found["session"], found["ended"], found["packets"], found["layers"]) == ("", False, {}, [])
     enter(session, 0, 10, 1)
-    enter(session, 2, 20, 0, bits=8)
+    enter(session, 2, 20, 0, PlaneLayout(9999, 8, 1440))
     writer.label = "0-abc"
     until(lambda: read(tmp_path / "made")["session"] == "0-abc")
     writer.close("ready", "the test is over")
