@@ -9,12 +9,13 @@ reach the bucket in time, it hangs: all ranks report it, and it logs the stacks 
 import faulthandler
 import io
 import logging
+import os
 import sys
 import threading
 import traceback
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
 from dlcp.error_text import describe
@@ -149,21 +150,40 @@ class HangWatchdog:
         Time from the last :meth:`postpone` until the stacks are printed, in seconds.
     """
 
+    _timer: ClassVar = threading.Lock()
+    _running: ClassVar = 0
+
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
 
     def __enter__(self) -> "HangWatchdog":
+        HangWatchdog._running += 1
         self.postpone()
         return self
 
     def postpone(self) -> None:
         """Restart the timer."""
         if faulthandler.is_enabled():
-            with suppress(*_NO_FILE):
+            with self._timer, suppress(*_NO_FILE):
                 faulthandler.dump_traceback_later(self._after_s, file=sys.stderr)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        HangWatchdog._running -= 1
         if faulthandler.is_enabled():
             faulthandler.cancel_dump_traceback_later()
+
+    @classmethod
+    def before_fork(cls) -> None:
+        """Stop the timer: a forked child lacks its thread, for which Python's finalization would wait forever."""
+        cls._timer.acquire()
+        if cls._running and faulthandler.is_enabled():
+            faulthandler.cancel_dump_traceback_later()
+
+
+os.register_at_fork(
+    before=HangWatchdog.before_fork,
+    after_in_parent=HangWatchdog._timer.release,
+    after_in_child=HangWatchdog._timer.release,
+)

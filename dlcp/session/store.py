@@ -11,6 +11,7 @@ ended or its host no longer answers, the store writes the rank's last will: the 
 
 import ast
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import hashlib
@@ -62,6 +63,8 @@ number of concurrent calls per connection."""
 HANDSHAKE_S: Final = 5.0
 """Time limit of a new connection's TLS and HTTP/2 handshakes. Afterwards it is closed, so that idle strangers do not
 keep connections. Not tuned."""
+STOP_S: Final = 5.0
+"""Time limit for closing a store's connections, so that it cannot keep a process from ending. Not tuned."""
 SPARE_DESCRIPTORS: Final = 4
 """Connections leave one in this many of the process's free file descriptors to the training. Not tuned."""
 CHUNK_BYTES: Final = 1 << 22
@@ -144,7 +147,9 @@ class StoreServer(grpc.GenericRpcHandler):
 
     def close(self) -> None:
         """Close all connections."""
-        asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result()
+        stopping = asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop)
+        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+            stopping.result(STOP_S)
 
     async def _listen(self, address: Address) -> int:
         self._changed = asyncio.Condition()

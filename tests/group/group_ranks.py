@@ -2,9 +2,11 @@
 """Ranks as threads of one process, which join a group over a store of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -14,6 +16,7 @@ from dlcp.session.serving import SessionServer
 from tests.transport.free_ports import free_port
 
 LIMIT_S = 40
+PROCESSES_LIMIT_S = 100
 
 
 def on_ranks(size, function, *, only=None):
@@ -65,6 +68,7 @@ def start_process(rank, size, port, code, *arguments, **variables):
     """Start a rank as a process that runs some Python code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
     told = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    told["PYTHONFAULTHANDLER"] = 1
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**environment, **{name: str(value) for name, value in told.items()}},
@@ -72,3 +76,17 @@ def start_process(rank, size, port, code, *arguments, **variables):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ends_of(processes):
+    """Wait for all ranks; return each one's output and errors. Of ranks that hang, tell where."""
+    end_s, hanging, ends = time.monotonic() + PROCESSES_LIMIT_S, [], []
+    for rank, process in enumerate(processes):
+        try:
+            ends.append(process.communicate(timeout=max(0.0, end_s - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            hanging.append(rank)
+            process.send_signal(signal.SIGABRT)  # its threads' stacks go to its errors
+            ends.append(process.communicate())
+    assert not hanging, f"ranks {hanging} had not ended after {PROCESSES_LIMIT_S} s: {ends}"
+    return ends

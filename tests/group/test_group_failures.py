@@ -15,10 +15,9 @@ from dlcp.session.session import SessionPhase
 from dlcp.session.store import StoreError
 from dlcp.transport import TransportError
 from tests.faults.bad_network import BadNetwork, Weather
-from tests.group.group_ranks import LIMIT_S, on_ranks, start_process, together
+from tests.group.group_ranks import LIMIT_S, PROCESSES_LIMIT_S, ends_of, on_ranks, start_process, together
 from tests.transport.free_ports import free_port, free_udp_ports
 
-PROCESSES_LIMIT_S = 100
 QUICK = Options(silence_s=1.2, deadline_s=5.0, meet_s=30.0, payload_bytes=1440)
 PATIENT = QUICK.with_(silence_s=10 * LIMIT_S, deadline_s=20 * LIMIT_S)
 """Both waits outlast the test's limit: a test that passes has waited for neither."""
@@ -54,7 +53,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_its_name(dead):
     port = free_port()
     processes = [start_process(rank, 3, port, TRAINING, dead, "SIGKILL", 200, 300) for rank in range(3)]
     # Whoever waited for a deadline would be late.
-    ends = {rank: process.communicate(timeout=PROCESSES_LIMIT_S) for rank, process in enumerate(processes)}
+    ends = ends_of(processes)
     assert processes[dead].returncode == -signal.SIGKILL
     for rank in {0, 1, 2} - {dead}:
         output, errors = ends[rank]
@@ -92,7 +91,7 @@ for step in range(1000):
         raise ZeroDivisionError("out of luck")
 """
     processes = [start_process(rank, 2, port, code) for rank in range(2)]
-    errors = [process.communicate(timeout=PROCESSES_LIMIT_S)[1] for process in processes]
+    errors = [errors for _, errors in ends_of(processes)]
     assert [process.returncode for process in processes] == [1, 1]
     last = errors[0].strip().splitlines()[-1]
     assert "TransportError" in last
@@ -276,7 +275,7 @@ group.barrier()
 """
     port = free_port()
     processes = [start_process(rank, 3, port, code) for rank in range(3)]
-    errors = [process.communicate(timeout=PROCESSES_LIMIT_S)[1] for process in processes]
+    errors = [errors for _, errors in ends_of(processes)]
     assert [process.returncode for process in processes] == [0, 0, 0], errors
 
 
@@ -294,7 +293,7 @@ if group.rank == 1:
 """
     port = free_port()
     processes = [start_process(rank, 2, port, code) for rank in range(2)]
-    found = [process.communicate(timeout=PROCESSES_LIMIT_S) for process in processes]
+    found = ends_of(processes)
     assert [process.returncode for process in processes] == [0, 0], found
     assert found[1][0] == "True \n"
 
@@ -314,7 +313,7 @@ group.average({"w": np.ones(5, np.float32)})
 """
     port = free_port()
     processes = [start_process(rank, 2, port, code) for rank in range(2)]
-    errors = [process.communicate(timeout=PROCESSES_LIMIT_S)[1] for process in processes]
+    errors = [errors for _, errors in ends_of(processes)]
     assert [process.returncode for process in processes] == [1, 1]
     assert "rank 0 gives up: ZeroDivisionError('out of luck')" in errors[1].strip().splitlines()[-1]
 
