@@ -164,7 +164,9 @@ class Trait(Enum):
 
     AGREED = "the same on all ranks"
     SET_ALIKE = "set on all ranks or on none"
-    WHOLE_STEP = "not with `cross_step`, FSDP2 or the backend `dlcp`, which exchange no step as a whole"
+    WHOLE_STEP = (
+        "not with `cross_step`, `LocalSGD`, FSDP2 or the backend `dlcp`, which exchange no step's gradients as a whole"
+    )
     WITHOUT_TORCH = "only where ranks meet without PyTorch"
     OWN = "each rank's own"
     """A parameter server does not get it."""

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from dlcp.torch.backend import allow_loss
     from dlcp.torch.balance import BalancedBatches, balanced_batches, samples_per_s
     from dlcp.torch.crossstep import CrossStep, cross_step
+    from dlcp.torch.local_sgd import LocalSGD
 
 __all__ = [
     "BalancedBatches",
     "CrossStep",
+    "LocalSGD",
     "Options",
     "State",
     "allow_loss",
@@ -39,6 +41,7 @@ __getattr__ = on_demand(
     {
         "BalancedBatches": "balance",
         "CrossStep": "crossstep",
+        "LocalSGD": "local_sgd",
         "allow_loss": "backend",
         "balanced_batches": "balance",
         "cross_step": "crossstep",

@@ -60,7 +60,7 @@ from dlcp.configuration import Trait
 from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback
-from dlcp.torch.framework import framework_route, profiled
+from dlcp.torch.framework import copy_from_first_rank, framework_route, profiled
 from dlcp.torch.hook import refuse_sparse
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.partial_step import Guard, PartialStep
@@ -115,7 +115,7 @@ class CrossStep(Optimizer):
         self._begun = self._averaged = self._dirty = self._closed = False
         self._updates = 0
         join_layers(traffic, group, self._groups)
-        _copy_from_first_rank(model, group)
+        copy_from_first_rank(model, group)
         self._guard = Guard(model, self._wait_for)
         self._hooks: list[Any] = [
             # PyTorch does not annotate this.
@@ -591,9 +591,3 @@ def refuse_changed(where: str, changed: Sequence[str]) -> None:
             f"{where} changed the gradient of {changed[0]} after it was sent: call `synchronize()` before "
             "gradients are clipped, unscaled or otherwise changed"
         )
-
-
-def _copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    first = dist.get_global_rank(group, 0) if group is not None else 0
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.data, first, group=group)

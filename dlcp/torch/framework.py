@@ -125,6 +125,13 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
     return join(options, agreement, call="init_process_group").endpoint
 
 
+def copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Copy the first rank's parameters and buffers to the others; all must call it."""
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, first, group=group)
+
+
 # Recovering -----------------------------------------------------------------------------------------------------------
 
 

@@ -65,14 +65,7 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
         refuse_second_hook(model)
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     refuse_sparse(plain)
-    for name, parameter in plain.named_parameters():
-        if parameter.requires_grad and (
-            parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda")
-        ):
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype} on {parameter.device}; this version of DLCP exchanges "
-                f"{', '.join(kind.value for kind in VALUE_TYPES.values())} on the CPU and on CUDA"
-            )
+    refuse_types(plain)
     if state is None:
         state = State(options or Options.from_environment())
     elif options is not None:
@@ -103,6 +96,18 @@ def refuse_second_hook(model: DistributedDataParallel) -> None:
         raise RuntimeError(
             "DLCP has averaged the gradients of this model, and its state is closed: call attach(model) of that state"
         )
+
+
+def refuse_types(model: torch.nn.Module) -> None:
+    """Raise ValueError if a parameter's type or device is not supported."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (
+            parameter.dtype not in VALUE_TYPES or parameter.device.type not in ("cpu", "cuda")
+        ):
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype} on {parameter.device}; this version of DLCP exchanges "
+                f"{', '.join(kind.value for kind in VALUE_TYPES.values())} on the CPU and on CUDA"
+            )
 
 
 def refuse_sparse(model: torch.nn.Module) -> None:

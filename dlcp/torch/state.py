@@ -139,13 +139,17 @@ class State:
         """
         self.attach_tensors(dict(model.module.named_parameters()), model.process_group)
 
-    def attach_tensors(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Join a group's other ranks to average DDP buckets of these tensors' gradients; all ranks must call it.
+    def attach_tensors(
+        self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, *, call: str = "dlcp.torch.enable"
+    ) -> None:
+        """Join a group's other ranks to average buckets of these tensors' gradients; all ranks must call it.
 
         Parameters
         ----------
         tensors
             By name, first layers first; all on one device.
+        call
+            See :func:`dlcp.session.joining.join`.
         """
         self.check_unattached()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -161,7 +165,7 @@ class State:
             return Fallback(FRAMEWORK, average, watch, route)
 
         parameters = [tensor for tensor in tensors.values() if tensor.requires_grad]
-        self.join(group, parameters, fallback, self.options, call="dlcp.torch.enable")
+        self.join(group, parameters, fallback, self.options, call=call)
         self.attached = True
 
     def check_unattached(self) -> None:

@@ -101,10 +101,13 @@ class Method(ABC):
         Steps from one average of models to the next; 1 if gradients are averaged.
     bucket_mb
         Size of DDP's buckets.
+    precision
+        Of DLCP's values, ``""`` without DLCP.
     """
 
     family: str
     amount = ""
+    precision = ""
     first = 0
     period = 1
     bucket_mb = _BUCKET_MB
@@ -124,8 +127,10 @@ class Method(ABC):
         return self
 
     @abstractmethod
-    def attach(self, model: DistributedDataParallel, bind: str) -> Callable[[], int] | None:
-        """Let a model use this method; ``bind`` is the address of DLCP's socket.
+    def attach(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str
+    ) -> Callable[[], int] | None:
+        """Let a model and its optimizer use this method; ``bind`` is the address of DLCP's socket.
 
         Returns
         -------
@@ -143,7 +148,7 @@ class Gloo(Method):
 
     family = "gloo"
 
-    def attach(self, model: DistributedDataParallel, bind: str) -> None:
+    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
         """Register nothing."""
 
 
@@ -153,7 +158,7 @@ class HalfHook(Method):
     def __init__(self, family: str, hook: Callable[..., Any]) -> None:
         self.family, self._hook = family, hook
 
-    def attach(self, model: DistributedDataParallel, bind: str) -> None:
+    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
         """Register the hook, wrapped: without NCCL, PyTorch refuses bfloat16's by name, though Gloo supports it."""
 
         def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -173,7 +178,7 @@ class PowerSgdHook(Method):
     def __init__(self, rank: int) -> None:
         self.amount = str(rank)
 
-    def attach(self, model: DistributedDataParallel, bind: str) -> None:
+    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
         """Register the hook, with error feedback and warm start."""
         state = PowerSGDState(
             None,
@@ -194,7 +199,7 @@ class LocalSgd(Method):
     def __init__(self, period: int) -> None:
         self.amount, self.period = str(period), period
 
-    def attach(self, model: DistributedDataParallel, bind: str) -> None:
+    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
         """Register the hook that averages gradients until models are averaged."""
         state = PostLocalSGDState(None, None, start_localSGD_iter=_START, post_local_gradient_allreduce=False)
         model.register_comm_hook(state, post_localSGD_hook)
@@ -202,6 +207,20 @@ class LocalSgd(Method):
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return an optimizer that averages models, too."""
         return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(self.period, warmup_steps=_START))
+
+
+def dlcp_options(precision: str, compression: str, bind: str) -> dlcp.torch.Options:
+    """Return the options of all methods of DLCP."""
+    return dlcp.torch.Options(
+        precision=precision,
+        compression=compression,
+        bind=bind,
+        job=JOB,
+        payload_bytes=payload_for_mtu(1500),
+        shared_memory=False,
+        route="dlcp",  # another route or the fallback would show Gloo's figures as DLCP's
+        fallback=False,
+    )
 
 
 class Dlcp(Method):
@@ -223,23 +242,43 @@ class Dlcp(Method):
         """Return DLCP with a fixed precision, so that a step does not depend on the network."""
         return Dlcp(str(bits), self.compression) if self.precision == AUTO_PRECISION else self
 
-    def attach(self, model: DistributedDataParallel, bind: str) -> Callable[[], int]:
+    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> Callable[[], int]:
         """Enable DLCP."""
-        options = dlcp.torch.Options(
-            precision=self.precision,
-            compression=self.compression,
-            bind=bind,
-            job=JOB,
-            payload_bytes=payload_for_mtu(1500),
-            shared_memory=False,
-            route="dlcp",  # another route or the fallback would show Gloo's figures as DLCP's
-            fallback=False,
-        )
-        state = dlcp.torch.enable(model, options)
+        state = dlcp.torch.enable(model, dlcp_options(self.precision, self.compression, bind))
 
         def end() -> int:
             state.close()
             return state.ledger.latest_bits()
+
+        return end
+
+
+class DlcpLocalSgd(Method):
+    """Local SGD over DLCP, from the first step on, as it comes or with a precision."""
+
+    family = "dlcp-local"
+
+    def __init__(self, period: int, precision: str = AUTO_PRECISION) -> None:
+        self.period, self.precision = period, precision
+        self.amount = str(period) if precision == AUTO_PRECISION else f"{period}:{precision}"
+
+    def trained(self, bits: int) -> Method:
+        """Return it with a fixed precision, so that a step does not depend on the network."""
+        return DlcpLocalSgd(self.period, str(bits)) if self.precision == AUTO_PRECISION else self
+
+    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> Callable[[], int]:
+        """Average nothing in the backward pass, but the models after steps of the optimizer."""
+        model.register_comm_hook(None, dlcp.torch.noop_hook)
+        averager = dlcp.torch.LocalSGD(model.module, self.period, dlcp_options(self.precision, "", bind))
+
+        def average(*_: object) -> None:
+            averager.step()
+
+        optimizer.register_step_post_hook(average)
+
+        def end() -> int:
+            averager.close()
+            return averager.traffic.ledger.latest_bits()
 
         return end
 
@@ -256,6 +295,7 @@ METHODS: Final[dict[str, Method]] = {
         *(Dlcp(str(bits)) for bits in (32, 8, 4)),
         Dlcp(compression="bf16"),
         *(Dlcp(compression=f"powersgd:{rank}") for rank in (1, 2, 4, 8)),
+        *map(DlcpLocalSgd, (4, 8, 16, 32)),
     )
 }
 PLAIN: Final = "gloo"
@@ -355,8 +395,8 @@ class Learner:
             bucket_cap_mb=method.bucket_mb,
             init_sync=False,  # the seed makes all ranks' parameters equal
         )
-        self._end = method.attach(self._model, bind)
         optimizer = OPTIMIZER_MAKERS[_OPTIMIZER](list(self.network.parameters()), learned.rates[_OPTIMIZER])
+        self._end = method.attach(self._model, optimizer, bind)
         self._schedule = schedule_of(optimizer, learned.steps)
         self._optimizer = method.wrap(optimizer)
         drawn = batches_of(_UNLIMITED, learned.batch, len(data.train_labels), seed)
@@ -720,7 +760,7 @@ def _figure(entry: BenchResult | None) -> str:
         return ""
     method = METHODS[entry.details["method"]]
     notes = [method.name.removeprefix(method.row).strip(":")]
-    if isinstance(method, Dlcp) and method.precision == AUTO_PRECISION:
+    if method.precision == AUTO_PRECISION:
         notes.append("/".join(map(str, sorted(set(entry.details["bits"])))) + " bits")
     if None in entry.details["steps"]:
         notes.append(f"{entry.details['steps'].count(None)} never")

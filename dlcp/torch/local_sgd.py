@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD: ranks train alone for some steps, then average what their parameters have changed by.
+
+A plain model and optimizer, without DistributedDataParallel, become data parallel with two lines::
+
+    averager = dlcp.torch.LocalSGD(model, period=16)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        averager.step()  # after every step of the optimizer
+    averager.flush()
+    averager.close()
+
+A step then needs a fraction 1 / ``period`` of the bytes, and fewer still at a lower precision. What the network or the
+precision takes from a change is added to the next one, as for gradients. Replicas are equal after each average, and
+differ in between: call ``average`` before a model is tested, and ``flush`` before it is saved for good.
+
+With an ``outer`` optimizer, which takes the averaged change as its gradient, this is DiLoCo (arXiv 2311.08105)::
+
+    outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    averager = dlcp.torch.LocalSGD(model, period=64, outer=outer)
+
+Without, it is local SGD (Stich, ICLR'19); with ``warmup_steps``, post-local SGD (Lin et al., ICLR'20).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
+
+from dlcp.closing import Closing
+from dlcp.configuration import Trait
+from dlcp.session.options import Options
+from dlcp.tags import Segment, layers_in_order
+from dlcp.torch import fsdp
+from dlcp.torch.framework import copy_from_first_rank
+from dlcp.torch.hook import refuse_types
+from dlcp.torch.state import State
+
+BUCKET_BYTES = 25 << 20
+"""Changes are averaged in buckets of up to this size, one larger parameter aside, as gradients are by DDP."""
+
+
+class LocalSGD(Closing):
+    """Averages the changes of a model's parameters over all ranks, once in ``period`` steps; all ranks must make it.
+
+    The first rank's parameters and buffers are copied to all. Afterwards, buffers, such as batch norm's statistics, and
+    the state of the optimizer stay local to each rank.
+
+    Parameters
+    ----------
+    model
+        A plain module, not a DistributedDataParallel one. Parameters that require no gradient are not averaged.
+    period
+        Number of steps from one average to the next, at least 1, the same on all ranks.
+    options
+        By default :meth:`Options.from_environment`.
+    warmup_steps
+        Number of first steps that are each followed by an average.
+    outer
+        Makes the outer optimizer from the parameters; None to use the averaged changes as they are.
+    group
+        The ranks that train together, by default all. Its backend is used to connect them.
+    state
+        ``traffic`` from a checkpoint, to continue from; ``options`` replace its own if given.
+
+    Attributes
+    ----------
+    traffic
+        Options, ledger and residual, and as its step the number of averages; pickle it with a checkpoint.
+    outer
+        The outer optimizer, if any; its state belongs in the checkpoint, too.
+    steps
+        Number of calls of :meth:`step`.
+
+    Raises
+    ------
+    ValueError
+        The model, a parameter's type, the period or an option is not supported, or ranks have different periods or
+        numbers of first steps; the message says which.
+    NotJoinedError
+        Not all ranks can use DLCP, and ``options.fallback`` is off. With it the framework computes the averages.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        period: int,
+        options: Options | None = None,
+        *,
+        warmup_steps: int = 0,
+        outer: Callable[[Iterable[Parameter]], Optimizer] | None = None,
+        group: dist.ProcessGroup | None = None,
+        state: State | None = None,
+    ) -> None:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) or fsdp.is_sharded(model):
+            raise ValueError(
+                "LocalSGD takes a plain model: not a sharded one, and of DistributedDataParallel its module"
+            )
+        if period < 1 or warmup_steps < 0:
+            raise ValueError(f"period must be at least 1, and warmup_steps 0, got {period} and {warmup_steps}")
+        refuse_types(model)
+        if state is None:
+            state = State(options or Options.from_environment())
+        elif options is not None:
+            state.options = options
+        for name in state.options.given(Trait.WHOLE_STEP):
+            raise ValueError(f"LocalSGD does not support {name}=...: omit it")
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        if not named:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self.traffic, self.steps = state, 0
+        self._period, self._warmup_steps = period, warmup_steps
+        self._refuse_different(group)
+        copy_from_first_rank(model, group)
+        self._buckets = _buckets(named)
+        state.ledger.job = state.options.job
+        state.attach_tensors(named, group, call="dlcp.torch.LocalSGD")
+        self.outer = outer(named.values()) if outer else None
+
+    def step(self) -> bool:
+        """Count a step of the optimizer, and average if it is the turn; return whether it was.
+
+        Raises
+        ------
+        TransportError
+            As for :meth:`average`.
+        """
+        self.steps += 1
+        due = self.steps <= self._warmup_steps or (self.steps - self._warmup_steps) % self._period == 0
+        if due:
+            self.average()
+        return due
+
+    def average(self) -> None:
+        """Average the parameters' changes since the last average; all ranks must call it.
+
+        Raises
+        ------
+        RuntimeError
+            It is closed.
+        TransportError
+            An average is not available; the message names rank, step and layers.
+        """
+        if not self.traffic.attached:
+            raise RuntimeError("this averager is closed: make another one")
+        pending = [bucket.start(partial(self.traffic.average, number)) for number, bucket in enumerate(self._buckets)]
+        for average in pending:
+            average.wait()
+        self.traffic.step += 1
+        for bucket in self._buckets:
+            bucket.finish(by_outer=self.outer is not None)
+        if self.outer:
+            self.outer.step()
+            for bucket in self._buckets:
+                bucket.settle()
+
+    def flush(self) -> None:
+        """Average in full, with everything lost or rounded off before; all ranks must call it.
+
+        Raises
+        ------
+        RuntimeError, TransportError
+            As for :meth:`average`.
+        """
+        self.traffic.flush()
+        self.average()
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
+        self.traffic.close(reason)
+
+    def _refuse_different(self, group: dist.ProcessGroup | None) -> None:
+        mine = {"period": self._period, "warmup_steps": self._warmup_steps}
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, mine, group=group)
+        for name in mine:
+            if len(values := {rank[name] for rank in every}) > 1:
+                raise ValueError(f"{name} must be the same on all ranks, got {sorted(values)}")
+
+
+class _Bucket:
+    """Neighbouring parameters of one type and device, and their values after the last average.
+
+    Parameters
+    ----------
+    parameters
+        The parameters and where each is in the bucket.
+    """
+
+    def __init__(self, parameters: list[tuple[Parameter, Segment]]) -> None:
+        self._parameters = parameters
+        self._anchor = torch.cat([parameter.detach().reshape(-1) for parameter, _ in parameters])
+        self._change = torch.empty_like(self._anchor)
+        self._gradients: list[torch.Tensor | None] = []
+
+    @property
+    def _values(self) -> list[torch.Tensor]:
+        return [parameter.detach().reshape(-1) for parameter, _ in self._parameters]
+
+    def start(
+        self, average: Callable[..., "torch.futures.Future[torch.Tensor]"]
+    ) -> "torch.futures.Future[torch.Tensor]":
+        """Start to average the changes."""
+        torch.cat(self._values, out=self._change)
+        self._change.sub_(self._anchor)
+        return average([segment for _, segment in self._parameters], self._change)
+
+    def finish(self, *, by_outer: bool) -> None:
+        """Add the averages to the anchor; for an outer optimizer, instead make them gradients there."""
+        if not by_outer:
+            self._anchor.add_(self._change)
+        self._gradients = [parameter.grad for parameter, _ in self._parameters]
+        for parameter, segment in self._parameters:
+            part = slice(segment.start, segment.stop)
+            parameter.detach().copy_(self._anchor[part].view_as(parameter))
+            if by_outer:
+                parameter.grad = -self._change[part].view_as(parameter)
+
+    def settle(self) -> None:
+        """Make what the outer optimizer has found the anchor."""
+        torch.cat(self._values, out=self._anchor)
+        for (parameter, _), gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _buckets(named: Mapping[str, Parameter]) -> list[_Bucket]:
+    """Divide parameters into buckets, in order of definition."""
+    layers = layers_in_order(list(named), {name: tuple(parameter.shape) for name, parameter in named.items()})
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Parameter, Segment]]] = {}
+    divided = []
+    for name, parameter in named.items():
+        bucket = open_buckets.setdefault((parameter.dtype, parameter.device), [])
+        start = bucket[-1][1].stop if bucket else 0
+        if start and (start + parameter.numel()) * parameter.element_size() > BUCKET_BYTES:
+            bucket, start = [], 0
+            open_buckets[parameter.dtype, parameter.device] = bucket
+        if not bucket:
+            divided.append(bucket)
+        bucket.append((parameter, Segment(layers[name], start, start + parameter.numel())))
+    return [_Bucket(bucket) for bucket in divided]
