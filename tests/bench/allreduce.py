@@ -13,10 +13,11 @@
   without any bound and Gloo. What is deferred is sent later in real training, so that a time alone says half: the
   share of packets that were deferred is with it, and ``convergence`` says what that costs.
 - ``tail``: OptiReduce (NSDI '25) describes an environment by the ratio of the 99th percentile of latency to the median,
-  which background traffic sets, and asks how much longer a step takes where that ratio is larger. Here the latency is
-  that of Gloo's ring alone. Bursts of datagrams at the rate of the port go into each host's port, at random and once a
-  second in the mean. How long they are is found by trying lengths out until the ring has the wanted ratio. Then all
-  contenders take turns beside bursts of that length. Which ratio the ring had then is reported with the times.
+  which background traffic sets, and asks how much longer a step takes where that ratio is larger. The latency is that
+  of Gloo's ring for 2,000 values, as there. Bursts of datagrams at the rate of the port go into each host's port, at
+  random. How long they are is found by trying lengths out until the ring has the wanted ratio. Then all contenders take
+  turns beside bursts of that length, in steps whose bytes take a second. Which ratio the ring had beside them is
+  reported with the times.
 - ``cpu``: fast links are limited by the processor, and what the transport takes of it, training lacks. Beside DLCP and
   Gloo runs ``floor.c``, which does nothing but what cannot be left out: bursts through the same kind of sockets, and
   additions.
@@ -481,10 +482,12 @@ SLOW_PATH: Final = Benchmark(
 
 RATIOS: Final = (1.0, 1.5, 3.0)
 """Those that OptiReduce compares."""
-_LENGTHS_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+_PROBE_VALUES: Final = 2000
+"""The all-reduce whose latency has the ratio, as in OptiReduce."""
+_LENGTHS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08)
 """Mean lengths of bursts that are tried, the shortest first, until one has the largest ratio."""
-_TAIL_CONTENDERS: Final = 25
-"""Six at each of three ratios, and one for each length of bursts that is tried."""
+_TAIL_CONTENDERS: Final = 12
+"""Four at each of three ratios. Probes take no time beside them."""
 
 
 def ratio_of(times: Sequence[float]) -> float:
@@ -514,22 +517,22 @@ def beside_bursts(
 ) -> list[BenchResult]:
     """Measure at all ratios: mean ms of a step beside that of Gloo's ring, with the ratio that was reached.
 
-    ``tail.growth``: by how many per cent the mean grows from the second to the third ratio, beside the ring's. Half
-    the budget is for finding the lengths, half for the ratios.
+    ``tail.growth``: by how many per cent the mean grows from the second to the third ratio, beside the ring's.
     """
     ours = [AllReduceContender(LOSSY, 1, bound=0.1), AllReduceContender(LOSSLESS, 1, bound=0, precision="32")]
-    gloo = gloo_of(path)
+    gloo = [AllReduceContender(f"gloo, {control}", 1, control=control) for control in path.controls]
     ring, suffix = gloo[0], name.removeprefix("tail")
-    tried = _try_lengths(path, megabytes, ring, turns.share(0.5), probes, seed)
+    tried = _try_lengths(path, ring, turns, probes, seed)
     results, samples = [], []
     for ratio in RATIOS:
         length_s = 0.0 if ratio == RATIOS[0] else length_for(ratio, tried)
-        turns.progress(f"tail.ratio{ratio:g}{suffix}: bursts of {1e3 * length_s:.0f} ms in the mean")
+        turns.progress(f"tail.ratio{ratio:g}{suffix}: bursts of {1e3 * length_s:.1f} ms in the mean")
         with BackgroundBursts(path, length_s, seed):
+            reached = _probe(path, ring, turns, probes)
             found = reduction.measure(
                 path,
                 values_in(megabytes),
-                turns.share(0.5 / len(RATIOS)),
+                turns.share(1 / len(RATIOS)),
                 ways=[*ours, *gloo],
                 all_stay=True,  # rare runs count, so that two fast ones say little
             )
@@ -538,7 +541,8 @@ def beside_bursts(
             "path": path.words,
             "burst_ms": significant(1e3 * length_s),
             "ratio_wanted": ratio,
-            "ratio_reached": significant(ratio_of(found.samples[ring.name])),
+            "ratio_reached": significant(ratio_of(reached)),
+            "small_ms": significant(median(reached)),
             "gloo_best": min((way.name for way in gloo), key=lambda each: mean(samples[-1][each])),
             "packets": found.ledgers[LOSSY],
         }
@@ -547,19 +551,26 @@ def beside_bursts(
 
 
 def _try_lengths(
-    path: RoutedPath, megabytes: float, ring: AllReduceContender, turns: Turns, probes: int, seed: int
+    path: RoutedPath, ring: AllReduceContender, turns: Turns, probes: int, seed: int
 ) -> list[tuple[float, float]]:
     """Return pairs of length and ratio, from none at all up to the largest that is wanted."""
     tried: list[tuple[float, float]] = []
-    probing = replace(turns.share(1 / (1 + len(_LENGTHS_S))), rounds=probes, warm_up=2, progress=lambda _: None)
     for length_s in (0.0, *_LENGTHS_S):
         with BackgroundBursts(path, length_s, seed):
-            found = reduction.measure(path, values_in(megabytes), probing, ways=[ring])
-        tried.append((length_s, ratio_of(found.samples[ring.name])))
-        turns.progress(f"tail: bursts of {1e3 * length_s:.0f} ms: ratio {tried[-1][1]:.2f}")
+            times = _probe(path, ring, turns, probes)
+        tried.append((length_s, ratio_of(times)))
+        turns.progress(
+            f"tail: bursts of {1e3 * length_s:g} ms: ring of {median(times):.2f} ms, ratio {tried[-1][1]:.2f}"
+        )
         if tried[-1][1] >= RATIOS[-1]:
             break
     return tried
+
+
+def _probe(path: RoutedPath, ring: AllReduceContender, turns: Turns, probes: int) -> Sequence[float]:
+    """Return times of small all-reduces in ms."""
+    often = replace(turns, rounds=probes, warm_up=probes // 10, budget_s=None, progress=lambda _: None)
+    return reduction.measure(path, _PROBE_VALUES, often, ways=[ring]).samples[ring.name]
 
 
 def _growth(samples: Sequence[Samples], ring: str, suffix: str) -> BenchResult:
@@ -583,7 +594,7 @@ def _tail(arguments: argparse.Namespace) -> Sequence[BenchResult]:
         lambda ranks: RoutedPath(ranks, rate_bps=rate_bps),
         partial(beside_bursts, probes=arguments.probes, seed=arguments.seed),
     )
-    cells = Cells(arguments, [4], 1.0)
+    cells = Cells(arguments, [4], 8.0)
     return cells.measure([row], cells.has_time(_TAIL_CONTENDERS, rate_bps))
 
 
@@ -591,11 +602,11 @@ TAIL: Final = Benchmark(
     _tail,
     {
         "--rate-mbps": rate_option(100.0),
-        "--probes": int_option(60, "for each length of bursts"),
+        "--probes": int_option(1000, "small all-reduces for each length of bursts"),
         "--seed": int_option(SEED, "of the bursts", least=0),
-        **sweep_options("1", "4"),
+        **sweep_options("8", "4"),
     },
-    rounds=60,
+    rounds=20,
     root=True,
 )
 

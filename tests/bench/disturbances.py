@@ -21,8 +21,8 @@ _OUTAGE_S: Final = (0.005, 0.05)
 """The shortest and the longest time that a link is gone."""
 _OUTAGES_PER_S: Final = 1.0
 _DROP_ALL: Final = "1,6 0 0 2"
-_BURSTS_PER_S: Final = 1.0
-"""Into each port: several steps lie between two."""
+_BURSTS_PER_S: Final = 5.0
+"""Into each port: so many that more than one in a hundred small all-reduces meets one."""
 _DATAGRAM: Final = bytes(1472)
 _TURN_S: Final = 0.001
 """Datagrams of so long leave together: a tenth of what a port's queue holds."""
@@ -147,26 +147,26 @@ def _send_bursts(channel: Connection, addresses: Sequence[str], rate_bps: int, l
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         began_s = time.monotonic()
-        on: list[PortBurst] = []
-        per_turn = rate_bps / 8 / FRAME_BYTES * _TURN_S
+        per_s = rate_bps / 8 / FRAME_BYTES
         due = dict.fromkeys(range(len(addresses)), 0.0)
+        on: list[PortBurst] = []  # each from where it has not been sent yet
         coming = iter(bursts(len(addresses), length_s, 3600.0, seed))
         following = next(coming, None)
-        while not channel.poll(0):
+        while not channel.poll(0) and (on or following):
             now_s = time.monotonic() - began_s
             while following and following.start_s <= now_s:
                 on.append(following)
                 following = next(coming, None)
-            on = [burst for burst in on if burst.stop_s > now_s]
-            if not on and not following:
-                return
+            until_s = now_s + _TURN_S
             for burst in on:
-                due[burst.rank] += per_turn
+                due[burst.rank] += per_s * (min(until_s, burst.stop_s) - burst.start_s)
                 for _ in range(int(due[burst.rank])):
                     with contextlib.suppress(OSError):  # the port's queue is full
                         sock.sendto(_DATAGRAM, (addresses[burst.rank], _PORT))
                 due[burst.rank] %= 1
-            until_s = now_s + _TURN_S if on or not following else following.start_s
+            on = [burst._replace(start_s=until_s) for burst in on if burst.stop_s > until_s]
+            if not on and following:
+                until_s = following.start_s
             time.sleep(max(0.0, began_s + until_s - time.monotonic()))
 
 

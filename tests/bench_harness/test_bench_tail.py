@@ -25,7 +25,7 @@ def test_bursts_follow_from_the_seed_and_are_as_long_as_wanted():
         own = [burst for burst in found if burst.rank == rank]
         assert all(one.stop_s < other.start_s for one, other in pairwise(own)), "one after the other"
         assert sum(burst.stop_s - burst.start_s for burst in own) / len(own) == pytest.approx(0.05, rel=0.2)
-        assert len(own) == pytest.approx(400 / 1.05, rel=0.2)
+        assert len(own) == pytest.approx(400 / 0.25, rel=0.2)
 
 
 @pytest.mark.parametrize(
