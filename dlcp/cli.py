@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Final, NamedTuple
 
 from dlcp import __version__
+from dlcp.error_text import closest
 
 
 class _MissingPackageError(Exception):
@@ -22,8 +23,8 @@ class _MissingPackageError(Exception):
 class Command(NamedTuple):
     """A command: ``dlcp.commands.NAME`` has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
 
-    If it wraps another program, ``arguments.torchrun`` gets the unknown options before ``--``, and ``arguments.script``
-    the words after it.
+    If it wraps another program, ``arguments.script`` gets the words from the first that is neither an option nor an
+    option's value, or those after ``--``, and ``arguments.torchrun`` the unknown options before.
     """
 
     purpose: str
@@ -53,8 +54,8 @@ COMMANDS: Final = {
 _FIRST_STEPS: Final = """
 where to begin:
   dlcp doctor                                          what works on this machine
-  dlcp train --nproc-per-node 2 -- script.py           train your PyTorch script with DLCP
-  dlcp doctor --nproc-per-node 2 -- script.py          measure what DLCP can gain for it
+  dlcp train --nproc-per-node 2 script.py              train your PyTorch script with DLCP
+  dlcp doctor --nproc-per-node 2 script.py             measure what DLCP can gain for it
   dlcp demo                                            see DLCP and Gloo on a congested switch
   dlcp COMMAND --help                                  options of a command
 """
@@ -77,7 +78,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
         epilog=_FIRST_STEPS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"dlcp {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"dlcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
     for name, command in COMMANDS.items():
         purpose = f"{command.purpose[0].upper()}{command.purpose[1:]}."
@@ -109,16 +110,57 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         The command line is wrong, or asks for help.
     """
     wanted = next((word for word in argv if not word.startswith("-")), "")
+    if wanted and wanted not in COMMANDS:
+        raise SystemExit(
+            _complain(f"there is no command {wanted!r}; dlcp --help lists them{closest(wanted, COMMANDS)}")
+        )
     try:
         parser = parser_of([wanted])
     except ModuleNotFoundError as error:
         raise _missing(wanted, error) from None
-    if wanted not in COMMANDS or not COMMANDS[wanted].wraps:
+    if not wanted or not COMMANDS[wanted].wraps:
         return parser.parse_args(argv)
-    end = list(argv).index("--") if "--" in argv else len(argv)
+    end = _options_end(argv, argv.index(wanted) + 1, _options_of(parser, wanted))
     arguments, unknown = parser.parse_known_args(argv[:end])
-    arguments.torchrun, arguments.script = unknown, list(argv[end + 1 :])
+    arguments.torchrun, arguments.script = unknown, list(argv[end:])
+    if arguments.script[:1] == ["--"]:
+        del arguments.script[0]
+    elif arguments.script[:1] == ["--module"]:
+        arguments.script[0] = "-m"
     return arguments
+
+
+def _options_end(argv: Sequence[str], start: int, own: Mapping[str, argparse.Action]) -> int:
+    """Return where the options of a command and of torchrun end, and a script, ``-m`` or ``--`` begins."""
+    known = own
+    while start < len(argv) and argv[start].startswith("-") and argv[start] not in ("--", "-m", "--module"):
+        flag, equals, _ = argv[start].partition("=")
+        if flag not in known:
+            known = {**_options_of_torchrun(), **own}
+        follows = start + 1 < len(argv) and not argv[start + 1].startswith("-")
+        # An option that torchrun knows only by an abbreviation may have a value if `--` marks where the script begins.
+        takes_value = not equals and (known[flag].nargs != 0 if flag in known else "--" in argv[start:])
+        start += 1 + (takes_value and follows)
+    return start
+
+
+def _options_of(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    options: Mapping[str, argparse.Action] = commands.choices[command]._option_string_actions
+    return options
+
+
+def _options_of_torchrun() -> Mapping[str, argparse.Action]:
+    try:
+        from torch.distributed.run import get_args_parser
+    except ModuleNotFoundError:
+        return {}
+    return get_args_parser()._option_string_actions
+
+
+def _complain(text: str) -> int:
+    print(f"dlcp: {text}", file=sys.stderr)
+    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -26,6 +26,9 @@ from typing import Any, Final, TypeVar, cast
 
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
+SECRET_VARIABLE: Final = "DLCP_SECRET"
+_INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
+"""Prefixes of variables by which DLCP's processes tell each other something."""
 DEFAULT_FILE: Final = "dlcp.toml"
 DEFAULT_ORIGIN: Final = "default"
 
@@ -279,11 +282,12 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
     Raises
     ------
     ValueError
-        A variable or a line of the file has an invalid value, the file has an unknown option, or it cannot be read; the
-        message names the variable or the file.
+        A variable or a line of the file has an invalid value, there is no such variable or option, or the file cannot
+        be read; the message names the variable or the file.
     """
     environment = os.environ if environment is None else environment
     declared = options_of(cls)
+    _check_variables(environment, declared)
     path = file_in_force(environment)
     from_file = _check_file(path, read_file(path), declared) if path else {}
     found = []
@@ -390,6 +394,16 @@ def short(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _check_variables(environment: Iterable[str], declared: Iterable[str]) -> None:
+    """Refuse an unknown variable: a mistyped one would silently have no effect."""
+    known = {PREFIX + name.upper() for name in declared} | {FILE_VARIABLE, SECRET_VARIABLE}
+    for name in environment:
+        if name.startswith(PREFIX) and name not in known and not name.startswith(_INTERNAL):
+            from dlcp.error_text import closest  # rarely needed
+
+            raise ValueError(f"{name} is set, but there is no such variable: correct or unset it{closest(name, known)}")
 
 
 def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Option]) -> dict[str, object]:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from dlcp import cli
 from dlcp.cli import main
 
 
@@ -36,3 +37,33 @@ def test_a_reader_that_leaves_ends_a_command_quietly(monkeypatch):
     with open(writing, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
         assert main(["--help"]) == 141
+
+
+@pytest.mark.parametrize(
+    ("words", "torchrun", "script"),
+    [
+        ("script.py", "", "script.py"),
+        ("-- script.py --steps 3", "", "script.py --steps 3"),
+        (
+            "--standalone --nproc-per-node 2 script.py --n 3 -- x",
+            "--standalone --nproc-per-node 2",
+            "script.py --n 3 -- x",
+        ),
+        ("--nproc_per_node=2 -m module --help", "--nproc_per_node=2", "-m module --help"),
+        ("--nproc-per-node 2 --module module", "--nproc-per-node 2", "-m module"),
+        ("--option loss_bound=0 --measure script.py --option x=1", "", "script.py --option x=1"),
+        ("--max-rest 3 -- script.py", "--max-rest 3", "script.py"),
+    ],
+)
+def test_a_script_begins_where_the_options_end(words, torchrun, script):
+    pytest.importorskip("torch")
+    arguments = cli.parse(["train", *words.split()])
+    assert arguments.torchrun == torchrun.split()
+    assert arguments.script == script.split()
+
+
+def test_a_mistyped_command_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(["trian"])
+    assert stopped.value.code == 2
+    assert "there is no command 'trian'; dlcp --help lists them; did you mean train?" in capsys.readouterr().err

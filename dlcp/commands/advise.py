@@ -14,7 +14,7 @@ from dlcp.train.launcher import TrainPlan, launch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp advise``."""
     parser.usage = (
-        "dlcp advise [--steps N] [--json] [--save FILE] [torchrun's options] -- script.py [the script's arguments]\n"
+        "dlcp advise [--steps N] [--json] [--save FILE] [torchrun's options] script.py [the script's arguments]\n"
         "       dlcp advise [--json] --measured FILE"
     )
     parser.epilog = "The model is not trained properly while it is measured: discard what the script saves."

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "dlcp doctor [--json] [--all-options] [--peer HOST[:PORT] ...]\n"
         "       dlcp doctor --listen [HOST[:PORT]] [--seconds DURATIONS]\n"
-        "       dlcp doctor [--steps N] [torchrun's options] -- script.py [the script's arguments]"
+        "       dlcp doctor [--steps N] [torchrun's options] script.py [the script's arguments]"
     )
     add_json(parser)
     parser.add_argument("--all-options", action="store_true", help="also list the options that are at their defaults")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(path, "--packets", "N", whole(1, 100_000), "packets to measure loss with", default=PROBES)
     add(path, "--listen", "HOST[:PORT]", str, "answer doctors on other machines", nargs="?", const="")
     add(path, "--seconds", "SECONDS", real(DURATIONS), "how long to listen (default: until Ctrl-C)")
-    gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] -- script.py ...")
+    gain = parser.add_argument_group("what DLCP can gain here: dlcp doctor [torchrun's options] script.py ...")
     add_steps(gain, MEASURED_STEPS, "training steps to measure")
 
 

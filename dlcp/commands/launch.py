@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp launch -n 4 -- python script.py``: start a command once per rank, without any framework."""
+"""``dlcp launch -n 4 python script.py``: start a command once per rank, without any framework."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from dlcp.processes import JobLayout, Processes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp launch``."""
-    parser.usage = "dlcp launch -n PROCESSES [options] -- command [its arguments]"
+    parser.usage = "dlcp launch -n PROCESSES [options] command [its arguments]"
     parser.epilog = (
         "Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
         "environment. When one fails, the others are ended and its exit status is returned. On several machines, run "
@@ -50,10 +50,10 @@ def _layout(arguments: argparse.Namespace) -> JobLayout:
 
 def _command(arguments: argparse.Namespace) -> list[str]:
     if arguments.torchrun:
-        raise ValueError(f"there is no option {arguments.torchrun[0]}; put the command after --")
+        raise ValueError(f"there is no option {arguments.torchrun[0]}; the command's own options come after it")
     command = list(arguments.script)
     if not command:
-        raise ValueError("no command: dlcp launch -n 4 -- python script.py")
+        raise ValueError("no command: dlcp launch -n 4 python script.py")
     if shutil.which(command[0]) is None:
         raise ValueError(f"there is no program {command[0]}")
     return command

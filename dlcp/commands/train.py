@@ -16,10 +16,10 @@ from dlcp.train.launcher import TrainPlan, UsageError, launch, temporary_folder
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp train``."""
-    parser.usage = "dlcp train [options] [torchrun's options] -- script.py [the script's arguments]"
+    parser.usage = "dlcp train [options] [torchrun's options] script.py [the script's arguments]"
     parser.epilog = (
-        "All other options before -- go to torchrun: --nproc-per-node 4, --nnodes, --rdzv-endpoint, --max-restarts ... "
-        "Instead of script.py, `-m module` runs a module."
+        "All other options before the script go to torchrun: --nproc-per-node 4, --nnodes, --rdzv-endpoint, "
+        "--max-restarts ... Instead of script.py, `-m module` runs a module."
     )
     add_option(parser)
     parser.add_argument(

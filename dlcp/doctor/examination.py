@@ -11,7 +11,6 @@ from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
-from dlcp.error_text import closest
 from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
@@ -19,10 +18,7 @@ from dlcp.transport.path_mtu import payload_for_mtu
 if TYPE_CHECKING:
     from dlcp.session.options import Options  # needs gRPC, which may be what is missing
 
-_OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, "DLCP_SECRET"})
-"""Variables that have a meaning but are not training options."""
 _JUMBO_MTU_BYTES: Final = 9000
-_INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 
 
 def examine(peers: Sequence[str], packets: int = PROBES) -> tuple[list[Section], list[Setting]]:
@@ -118,7 +114,6 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     text = f"{len(chosen)} set, {len(found) - len(chosen)} at their defaults; {where}"
     section.findings.append(ok("origin", text, file=str(path) if path else None))
     section.findings.extend([examine_own_address(options, environment), examine_secret(options)])
-    section.findings.extend(_unknown_variables(environment, [setting.name for setting in found]))
     return section, found
 
 
@@ -214,16 +209,3 @@ def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> lis
         text = f"{chosen} bytes of values ({setting.origin}); {where} carries {fits}"
         return [note(subject, text, f"unset {variable}: fewer packets, less work", **data)]
     return [ok(subject, f"{chosen} bytes of values fit {where}", **data)]
-
-
-def _unknown_variables(environment: Mapping[str, str], known: list[str]) -> list[Diagnosis]:
-    """Report variables that look like options but are not, such as misspelt ones."""
-    names = [PREFIX + name.upper() for name in known]
-    return [
-        note(variable, "is set, but there is no such option", f"unset it{hint}")
-        for variable in sorted(environment)
-        if variable.startswith(PREFIX)
-        and variable not in (*names, *_OTHER_VARIABLES)
-        and not variable.startswith(_INTERNAL)
-        for hint in [closest(variable, names)]
-    ]

@@ -10,7 +10,7 @@ The lines that a training script needs::
     params = dlcp.jax.broadcast(params, group)
     optimizer = optax.chain(dlcp.jax.average_gradients(group), optax.adam(1e-3))
 
-``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
+``dlcp launch -n 4 python script.py`` starts it on four ranks.
 """
 
 from dlcp.jax.transformation import average_gradients, broadcast, forward_order, name_of

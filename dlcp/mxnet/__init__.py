@@ -7,7 +7,7 @@ The lines that a training script needs::
 
     trainer = gluon.Trainer(model.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore="dist_dlcp")
 
-``dlcp launch -n 4 -- python script.py`` starts it on four workers. As with MXNet's ``dist_sync``, gradients are summed:
+``dlcp launch -n 4 python script.py`` starts it on four workers. As with MXNet's ``dist_sync``, gradients are summed:
 ``trainer.step`` takes the batch size of all workers together.
 """
 

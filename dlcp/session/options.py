@@ -11,6 +11,7 @@ from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_server_defers, check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
+from dlcp.error_text import closest
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_PRECISION, PRECISIONS
 from dlcp.tags import TagPolicy
@@ -176,6 +177,14 @@ class Options:
     combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
     trace: Annotated[str, OWN] = ""
     live: Annotated[str, OWN] = ""
+
+    def __new__(cls, *values: object, **named: object) -> "Options":
+        """Refuse an unknown option by name; the fields are set as in any dataclass."""
+        known = cls.__dataclass_fields__
+        for name in named:
+            if name not in known:
+                raise TypeError(f"there is no option {name!r}{closest(name, known)}")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", str(self.precision))  # 8 is as clear as "8"

@@ -14,6 +14,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from dlcp.configuration import SECRET_VARIABLE
 from dlcp.session.options import Options
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dlcp")
 
-SECRET_VARIABLE: Final = "DLCP_SECRET"
 SECRET_BYTES_MIN: Final = 16
 """Minimum length of a secret: 128 bits, if it is random. An attacker who has recorded a proof can try out shorter ones
 offline."""

@@ -13,7 +13,7 @@ The lines that a training script needs, with names as in Horovod::
         dlcp.MetricAverageCallback(),
     ])
 
-``dlcp launch -n 4 -- python script.py`` starts it on four ranks.
+``dlcp launch -n 4 python script.py`` starts it on four ranks.
 """
 
 from dlcp.session import current, init, local_rank, rank, shutdown, size

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -186,7 +187,7 @@ def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
         There is no script, or an option of torchrun cannot be combined with DLCP.
     """
     if not script:
-        raise UsageError("no script: dlcp train [options] -- script.py [the script's arguments]")
+        raise UsageError("no script: dlcp train [options] script.py [the script's arguments]")
     for word, why in _REFUSED.items():
         if word in torchrun or word.replace("-", "_").replace("__", "--", 1) in torchrun:
             raise UsageError(f"{word} cannot be used here: {why}")
@@ -194,9 +195,9 @@ def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
         return ["-m", *script]
     if script[0] == "-m":
         if len(script) == 1:
-            raise UsageError("-m without a module's name: dlcp train [options] -- -m module [arguments]")
+            raise UsageError("-m without a module's name: dlcp train [options] -m module [arguments]")
     elif not Path(script[0]).is_file():
-        raise UsageError(f"there is no script {script[0]}; give a file, or -m and a module")
+        raise UsageError(f"there is no script {script[0]}; give a file, or -m and a module, after torchrun's options")
     return list(script)
 
 
@@ -254,7 +255,10 @@ def set_options(words: Sequence[str]) -> None:
     try:
         configuration.build(Options)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        text = str(error)
+        for name in {word.partition("=")[0] for word in words}:
+            text = re.sub(rf"\b{configuration.PREFIX}{name.upper()}\b", f"--option {name}", text)
+        raise UsageError(text) from None
 
 
 def _status_of(error: "ChildFailedError") -> int:

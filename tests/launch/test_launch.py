@@ -114,7 +114,7 @@ def test_a_killed_process_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "no command: dlcp launch -n 4 -- python script.py"),
+        ([], "no command: dlcp launch -n 4 python script.py"),
         (["--", "no-such-program"], "there is no program no-such-program"),
         (["--port", "3", "--", "true"], "there is no option --port"),
         (["--nodes", "2", "--", "true"], "several machines need --master"),

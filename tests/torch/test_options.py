@@ -11,7 +11,7 @@ from dlcp.torch import Options
 
 def test_without_variables_the_defaults_are_in_force():
     assert Options.from_environment({}) == Options()
-    assert Options.from_environment({"DLCP_NO_SUCH_OPTION": "1", "PATH": "/bin"}) == Options()
+    assert Options.from_environment({"PATH": "/bin"}) == Options()
 
 
 def test_every_simple_option_can_be_set_by_the_environment():
@@ -118,3 +118,12 @@ def test_options_can_be_changed_and_pickled():
 def test_sums_are_rescaled_only_where_nothing_is_sent_again(feedback, rescales):
     assert Options(error_feedback=feedback).reduction().rescale is rescales
     assert not Options(error_feedback=feedback, rescale=False).reduction().rescale
+
+
+def test_a_mistyped_option_is_an_error_with_a_suggestion():
+    """Otherwise it would have no effect, and nobody would know."""
+    with pytest.raises(TypeError, match=r"no option 'lossbound'; did you mean loss_bound\?"):
+        Options(lossbound=0.1)
+    with pytest.raises(ValueError, match=r"DLCP_LOSSBOUND is set, .* did you mean DLCP_LOSS_BOUND\?"):
+        Options.from_environment({"DLCP_LOSSBOUND": "0.1"})
+    assert Options.from_environment({"DLCP_SECRET": "x", "DLCP_TRAIN_PLAN": "{}"}) == Options()

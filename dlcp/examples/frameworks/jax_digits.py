@@ -2,7 +2,7 @@
 """Train a small convolutional network on handwritten digits with JAX and optax, on any number of ranks.
 
 Comments mark the lines for DLCP. Run it with ``python -m dlcp.examples.frameworks.jax_digits``, or on two ranks with
-``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.jax_digits``.
+``dlcp launch -n 2 python -m dlcp.examples.frameworks.jax_digits``.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 """Train a small convolutional network on handwritten digits with Keras, on any number of ranks.
 
 Comments mark the lines for DLCP. Run it with ``python -m dlcp.examples.frameworks.keras_digits``, or on two ranks with
-``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.keras_digits``.
+``dlcp launch -n 2 python -m dlcp.examples.frameworks.keras_digits``.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 """Train a small convolutional network on handwritten digits with PyTorch's DDP, on any number of ranks.
 
 Comments mark the lines for DLCP. Run it on two ranks with
-``dlcp launch -n 2 -- python -m dlcp.examples.frameworks.torch_digits``, or with torchrun.
+``dlcp launch -n 2 python -m dlcp.examples.frameworks.torch_digits``, or with torchrun.
 """
 
 import argparse
