@@ -215,6 +215,9 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Transports by the names that jobs and traffic use.
     stop_s
         Latest end of a run in simulated time; packets may still be in flight.
+    any_discipline
+        Whether transports may run on switches that they were not made for, such as ``ndp`` without trimming. That is no
+        baseline for a comparison.
     """
 
     topology: TopologySpec = msgspec.field(default_factory=Star)
@@ -226,9 +229,10 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     failures: tuple[FailureSpec, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0
+    any_discipline: bool = False
 
     def check_senders(self, **senders: Sequence[Any]) -> None:
-        """Reject unknown transports, and jobs or traffic with the same name; ``senders`` are by field.
+        """Reject unknown or mismatched transports, and senders of the same name; ``senders`` are by field.
 
         Raises
         ------
@@ -240,6 +244,14 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             if spec.transport not in self.transports:
                 known = nearest(spec.transport, self.transports)
                 raise PlaceError(f"there is no transport {spec.transport!r}{known}", field, number, "transport")
+            transport, discipline = self.transports[spec.transport], self.switches.discipline
+            if discipline not in transport.disciplines and not self.any_discipline:
+                kind, fitting = transport.__struct_config__.tag, ", ".join(transport.disciplines)
+                raise PlaceError(
+                    f"{spec.transport!r} is {kind}, made for switches with the discipline {fitting}, not {discipline}: "
+                    "change one of them, or set any_discipline if that is what you want to see",
+                    *(field, number, "transport"),
+                )
         names = [spec.name for _, _, spec in every]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

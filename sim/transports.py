@@ -10,7 +10,7 @@ Each setting is the one that the transport's authors publish, with its source be
 DLCP's authors publish none: `sim/experiments/README.md` says how ours were chosen.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,8 @@ _Balancing = Literal["flow", "packet"]
 
 
 class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    disciplines: ClassVar[tuple[str, ...]] = ("fifo", "priority", "dlcp")
+    """Those of the switches that it was made for."""
     packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 1500
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 60
     ack_bytes: Annotated[int, Meta(ge=40)] = 64
@@ -83,6 +85,8 @@ class PiasTransport(TailProbeTransport, frozen=True, tag="pias"):
     (PIAS-NS2, ``scripts/run_pias_dctcp.py``).
     """
 
+    disciplines: ClassVar[tuple[str, ...]] = ("priority",)
+
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16
     demotion_bytes: tuple[int, ...] = tuple(1460 * packets for packets in (909, 1329, 1648, 1960, 2143, 2337, 2484))
 
@@ -106,6 +110,8 @@ class PFabricTransport(_Transport, frozen=True, tag="pfabric"):
         A reply lets it start again with a window of 1.
     """
 
+    disciplines: ClassVar[tuple[str, ...]] = ("pfabric",)
+
     initial_window_packets: _Window = 18.0
     max_window_packets: _Window = 35.0
     min_timeout_us: _Microseconds = 45.0
@@ -119,6 +125,8 @@ class NdpTransport(_Transport, frozen=True, tag="ndp"):
     Only link failures lose whole packets, so the timer serves them alone. Its value is not published; it exceeds the
     wait for a PULL when a hundred flows share a receiver.
     """
+
+    disciplines: ClassVar[tuple[str, ...]] = ("trim",)
 
     initial_window_packets: _Window = 23.0
     balancing: _Balancing = "packet"

@@ -70,6 +70,7 @@ def draw(seed: int) -> Scenario:
     sizes = ((500.0, 0.0), (5000.0, 0.6), (60000.0, 1.0))
     flows = TrafficSpec(name="flows", load=0.3, sizes=sizes, transport="flows", stop_s=1e-4)
     return Scenario(
+        any_discipline=True,
         topology=topology,
         switches=_switches(dice, kind),
         transports={"t": _transport(dice, kind), "flows": DctcpTransport()},

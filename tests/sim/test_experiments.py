@@ -46,6 +46,12 @@ def test_what_comes_with_dlcp_can_be_read(path) -> None:
         ("scheduler: fifo", "scheduler: p4", 10, "there is no scheduler 'p4'; it has fifo, p3"),
         ("collective: ring", "collective: rnig", 10, "there is no collective 'rnig'; did you mean ring"),
         ("transport: tcp, steps", "transport: tpc, steps", 10, "there is no transport 'tpc'; did you mean tcp"),
+        (
+            "tcp: {kind: cubic}",
+            "tcp: {kind: ndp}",
+            10,
+            "'tcp' is ndp, made for switches with the discipline trim, not fifo",
+        ),
         ("workers: 4", "workers: 9", 9, "the jobs need 9 hosts, but the topology has 8"),
         ("x: rate, series: scheduler}", "x: rat, series: scheduler}", 25, "there is no axis 'rat'; did you mean rate"),
         ("rate: [slow]", "rate: [slw]", 23, "axis rate has no point 'slw'; did you mean slow"),
