@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a 25-million-parameter model: DDP over Gloo, DDP with DLCP's hook, and cross-step scheduling.
 
-DLCP's hook trains in two ways: over DLCP in all steps, and by the route that the ranks choose.
+DLCP's hook trains in two ways: over DLCP in all steps, and by the route that the ranks choose. With ``--precision`` it
+trains at that precision, too, and PyTorch's hook for bfloat16 does, over Gloo.
 
 All ways train the same model on the same data in the same processes, some steps of one at a time. What a step takes
 without any communication shows the head-room.
@@ -14,14 +15,17 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp.bench.results import BenchResult, median, result, significant
-from dlcp.commands.common import MBPS, real
+from dlcp.commands.common import MBPS, option, real
 from dlcp.ledger import Ledger
 from dlcp.netlab import become_root
+from dlcp.precision import AUTO_PRECISION
 from dlcp.session.route import LAG, TRIAL, WARM_UP
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport.path_mtu import payload_for_mtu
@@ -41,6 +45,7 @@ _SEQUENCE: Final = 64
 """Symbols a rank sees in a step: few, since four ranks share few cores."""
 
 _WAYS = _NOTHING, _GLOO, _HOOK, _AUTO, _CROSS_STEP = "no communication", "gloo", "dlcp", "auto", "dlcp, cross-step"
+_COARSE_WAYS = _BF16, _COARSE = "gloo, bf16", "dlcp, lower precision"
 
 
 class ReplicasDifferError(RuntimeError):
@@ -56,6 +61,7 @@ def measure(
     mtu_bytes: int = 1500,
     rate_bps: int | None = None,
     shared_memory: bool = True,
+    precision: str = AUTO_PRECISION,
 ) -> list[BenchResult]:
     """Time steps in all ways, in turns.
 
@@ -73,13 +79,16 @@ def measure(
         Of every rank's link, through a router and with the kernel's offloads; None: over loopback.
     shared_memory
         Let DLCP's packets go through memory over loopback, as they do by default.
+    precision
+        If given, DLCP's hook trains at it, too, and PyTorch's hook for bfloat16.
 
     Returns
     -------
     ``step.compute``, a step without communication; ``step.ddp``, the hook against Gloo; ``step.auto``, the hook with
     ``route="auto"`` against the better of the two, once it has chosen; ``step.crossstep``, cross-step scheduling
-    against the better of the two. Each ends in ``.n`` and the number of ranks, and in the rate of the links
-    where they have one; values are in ms.
+    against the better of the two; ``step.precision8``, the hook at 8 bits against Gloo, and ``step.precision8.bf16``,
+    against PyTorch's hook for bfloat16. Each ends in ``.n`` and the number of ranks, and in the rate of the links where
+    they have one; values are in ms.
 
     Raises
     ------
@@ -100,12 +109,13 @@ def measure(
             fallback=False,  # it would show Gloo's figures as DLCP's
             route="dlcp",  # likewise
         )
-        arguments = [hosts, path.interface, str(folder / "store"), width, depth, options]
+        ways = _WAYS if precision == AUTO_PRECISION else _WAYS + _COARSE_WAYS
+        arguments = [hosts, path.interface, str(folder / "store"), width, depth, options, ways, precision]
         with Ranks(Trainee, arguments, path.namespaces) as trainees:
             trainees.call("block", _AUTO, _CHOICE_STEPS)
-            runs = {name: partial(_block_ms, trainees, name) for name in _WAYS}
+            runs = {name: partial(_block_ms, trainees, name) for name in ways}
             samples = turns.take(runs)
-            for name in (_GLOO, _HOOK, _AUTO, _CROSS_STEP):
+            for name in ways[1:]:
                 if len(set(trainees.call("digest", name))) > 1:
                     raise ReplicasDifferError(f"{name}: after training, ranks have different parameters")
             packets = {name: _total(trainees.call("packets", name)) for name in (_HOOK, _CROSS_STEP)}
@@ -119,11 +129,17 @@ def measure(
             route = trainees.call("route")[0]
     hook, cross = (details | {"packets": packets[name]} for name in (_HOOK, _CROSS_STEP))
     where = f"n{ranks}" + (f".{rate_bps / 1e6:g}mbit" if rate_bps else "")
+    coarse = [
+        against_best(f"step.precision{precision}{name}.{where}", "ms", samples, _COARSE, [peer], details)
+        for peer, name in ((_GLOO, ""), (_BF16, ".bf16"))
+        if _COARSE in ways
+    ]
     return [
         result(f"step.compute.{where}", "ms", samples[_NOTHING], details=details),
         against_best(f"step.ddp.{where}", "ms", samples, _HOOK, [_GLOO], hook),
         against_best(f"step.auto.{where}", "ms", samples, _AUTO, [_GLOO, _HOOK], details | {"route": route}),
         against_best(f"step.crossstep.{where}", "ms", samples, _CROSS_STEP, [_GLOO, _HOOK], cross),
+        *coarse,
     ]
 
 
@@ -169,10 +185,16 @@ class LanguageModel(nn.Module):
         return scores
 
 
+def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook, which it refuses by its name without NCCL, though Gloo supports it."""
+    averaged: torch.futures.Future[torch.Tensor] = bf16_compress_hook(state, bucket)
+    return averaged
+
+
 class TrainingWay:
     """One way to train: a model of its own, and how its gradients are averaged."""
 
-    def __init__(self, name: str, width: int, depth: int, options: dlcp.torch.Options) -> None:
+    def __init__(self, name: str, width: int, depth: int, options: dlcp.torch.Options, precision: str) -> None:
         torch.manual_seed(7)
         self.plain = LanguageModel(width, depth)
         self.optimizer: Any = torch.optim.SGD(self.plain.parameters(), lr=0.01, momentum=0.9)
@@ -191,8 +213,11 @@ class TrainingWay:
         self.model = ddp = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
         if name == _NOTHING:
             ddp.register_comm_hook(None, dlcp.torch.noop_hook)
-        elif name in (_HOOK, _AUTO):
-            state = self.state = dlcp.torch.enable(ddp, options.with_(route="auto") if name == _AUTO else options)
+        elif name == _BF16:
+            ddp.register_comm_hook(None, bf16_hook)
+        elif name in (_HOOK, _AUTO, _COARSE):
+            changes: dict[str, str] = {_AUTO: {"route": "auto"}, _COARSE: {"precision": precision}}.get(name, {})
+            state = self.state = dlcp.torch.enable(ddp, options.with_(**changes))
             self.ledger, self.local_peers, self.close = state.ledger, state.local_peers, state.close
 
     def step(self, rank: int) -> None:
@@ -221,6 +246,10 @@ class Trainee:
         Of the model.
     options
         DLCP's, but for the address.
+    ways
+        The ways to train.
+    precision
+        Of DLCP's lower precision, if that is one of them.
     """
 
     def __init__(
@@ -232,11 +261,13 @@ class Trainee:
         width: int,
         depth: int,
         options: dlcp.torch.Options,
+        ways: Sequence[str],
+        precision: str,
     ) -> None:
         self.rank = rank
         join_gloo(rank, len(hosts), store, interface)
         options = options.with_(bind=f"{hosts[rank]}:0")
-        self.ways = {name: TrainingWay(name, width, depth, options) for name in _WAYS}
+        self.ways = {name: TrainingWay(name, width, depth, options, precision) for name in ways}
 
     def parameters(self) -> int:
         """Return how many parameters the model has."""
@@ -285,6 +316,7 @@ def _step(arguments: argparse.Namespace) -> list[BenchResult]:
         rate_bps=round(arguments.rate_mbps * 1e6) if arguments.rate_mbps else None,
         mtu_bytes=arguments.mtu,
         shared_memory=not arguments.sockets,
+        precision=arguments.precision,
     )
 
 
@@ -298,6 +330,12 @@ BENCHMARK: Final = Benchmark(
             "help": "rate of each link (default: over loopback)",
         },
         "--sockets": {"action": "store_true", "help": "over loopback, too (default: through memory there)"},
+        "--precision": {
+            "type": option("precision"),
+            "default": AUTO_PRECISION,
+            "metavar": "BITS",
+            "help": "also train at this precision, and with PyTorch's hook for bfloat16",
+        },
         **MTU,
     },
     rounds=9,

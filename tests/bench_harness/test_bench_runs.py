@@ -109,8 +109,10 @@ def test_what_cannot_be_measured_is_said_and_leaves_a_document_without_results(c
 
 
 def test_a_step_is_measured_in_all_ways():
-    results = {entry.name: entry for entry in step.measure(Turns(1, 1), ranks=2, width=32, depth=1)}
-    assert list(results) == ["step.compute.n2", "step.ddp.n2", "step.auto.n2", "step.crossstep.n2"]
+    results = {entry.name: entry for entry in step.measure(Turns(1, 1), ranks=2, width=32, depth=1, precision="8")}
+    ways = ["compute", "ddp", "auto", "crossstep", "precision8", "precision8.bf16"]
+    assert list(results) == [f"step.{way}.n2" for way in ways]
+    assert results["step.precision8.bf16.n2"].details["peer"] == "gloo, bf16"
     assert results["step.compute.n2"].peer is None
     for name in ("step.ddp.n2", "step.crossstep.n2"):
         packets = results[name].details["packets"]
