@@ -14,8 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
 from dlcp.closing import Closing
+from dlcp.netlab import Namespace
 from dlcp.processes import Fork
-from tests.bench.paths import FRAME_BYTES, SPINES, RoutedPath, SpineFabric
+from tests.bench.paths import FRAME_BYTES, SPINES, DelayedPath, RoutedPath, SpineFabric
 
 _OUTAGE_S: Final = (0.005, 0.05)
 """The shortest and the longest time that a link is gone."""
@@ -23,6 +24,8 @@ _OUTAGES_PER_S: Final = 1.0
 _DROP_ALL: Final = "1,6 0 0 2"
 _BURSTS_PER_S: Final = 5.0
 """Into each port: so many that more than one in a hundred small all-reduces meets one."""
+_OVERLOAD: Final = 2
+"""How many times the rate of the port: as when two hosts send at once, so that a queue grows while a burst lasts."""
 _DATAGRAM: Final = bytes(1472)
 _TURN_S: Final = 0.001
 """Datagrams of so long leave together: a tenth of what a port's queue holds."""
@@ -114,26 +117,28 @@ class BackgroundBursts(Closing):
     Parameters
     ----------
     path
-        Whose router sends them.
+        The ranks' hosts, and the rate of their ports.
+    source
+        The host that sends them.
     length_s
         Of a burst, in the mean; 0: there are none.
     seed
         Of lengths and pauses.
     """
 
-    def __init__(self, path: RoutedPath, length_s: float, seed: int) -> None:
-        self._path, self._length_s, self._seed = path, length_s, seed
+    def __init__(self, path: RoutedPath | DelayedPath, source: Namespace, length_s: float, seed: int) -> None:
+        self._path, self._source, self._length_s, self._seed = path, source, length_s, seed
         self._stack = ExitStack()
 
     def __enter__(self) -> "BackgroundBursts":
         if not self._length_s:
             return self
-        addresses = [self._path.address(rank) for rank in range(len(self._path.hosts))]
-        for host, address in zip(self._path.hosts, addresses, strict=True):
+        addresses = [self._path.address(rank) for rank in range(len(self._path.namespaces))]
+        for host, address in zip(self._path.hosts, addresses, strict=False):
             sink = self._stack.enter_context(host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)))
             sink.bind((address, _PORT))  # nobody reads it: without it the host would answer each datagram
         arguments = (addresses, self._path.rate_bps, self._length_s, self._seed)
-        fork = Fork("bursts", _send_bursts, arguments, namespace=self._path.router.path)
+        fork = Fork("bursts", _send_bursts, arguments, namespace=self._source.path)
         self._stack.callback(fork.close)
         return self
 
@@ -147,7 +152,7 @@ def _send_bursts(channel: Connection, addresses: Sequence[str], rate_bps: int, l
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         began_s = time.monotonic()
-        per_s = rate_bps / 8 / FRAME_BYTES
+        per_s = _OVERLOAD * rate_bps / 8 / FRAME_BYTES
         due = dict.fromkeys(range(len(addresses)), 0.0)
         on: list[PortBurst] = []  # each from where it has not been sent yet
         coming = iter(bursts(len(addresses), length_s, 3600.0, seed))

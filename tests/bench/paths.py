@@ -275,14 +275,26 @@ class DelayedPath(BenchHosts):
         Number of hosts.
     loss
         The probability that a packet is lost at random on its way to a host, 0 to 1.
+    bystander
+        Whether there is one more host, which is no rank's: the last of :attr:`hosts`.
     """
 
-    def __init__(self, rate_bps: int, rtt_s: float, buffer: float, ranks: int = 2, loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        rate_bps: int,
+        rtt_s: float,
+        buffer: float,
+        ranks: int = 2,
+        loss: float = 0.0,
+        *,
+        bystander: bool = False,
+    ) -> None:
         if not 0 <= loss < 1:
             raise ValueError(f"loss must lie in [0, 1), got {loss}")
         self.rate_bps, self.rtt_s, self.loss = rate_bps, rtt_s, loss
         self.depth_packets = max(DEPTH_MIN_PACKETS, round(buffer * rate_bps * rtt_s / 8 / FRAME_BYTES))
-        super().__init__(ranks, 1500)
+        super().__init__(ranks + bystander, 1500)
+        del self.namespaces[ranks:]
 
     @property
     def words(self) -> str:

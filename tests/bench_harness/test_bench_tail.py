@@ -87,11 +87,11 @@ def test_bursts_fill_the_ports_of_hosts():
             shown = path.hosts[1].run(["ip", "-s", "link", "show", "eth0"], capture_output=True, text=True).stdout
             return int(shown.splitlines()[3].split()[1])
 
-        with BackgroundBursts(path, 5.0, seed=1):
+        with BackgroundBursts(path, path.router, 5.0, seed=1):
             until(lambda: received() > 200)
         after = received()
         time.sleep(0.1)  # passing time is what is tested: they are over
         assert received() - after < 200
-        with BackgroundBursts(path, 0.0, seed=1):
+        with BackgroundBursts(path, path.router, 0.0, seed=1):
             time.sleep(0.1)
         assert received() - after < 200
