@@ -66,6 +66,8 @@ class Ledger:
         self.job = job
         self.records: deque[MessageRecord] = deque(maxlen=keep)
         self.violations = 0
+        self.probes = 0
+        """Probes for missing packets that took the packets' own queue: switches count them as the packets."""
         self.max_message_ratio = self.max_deferred_ratio = 0.0
         self.max_deferred_steps = 0
         """The most consecutive steps that a packet waited, see :meth:`note_waiting`."""
@@ -130,6 +132,7 @@ class Ledger:
             self.records.append(entry)
             totals = self._totals.setdefault(receiver, [0] * len(COUNTS))
             totals[:] = map(add, totals, (delivery.sent, arrived, lost, delivery.resent, deferred))
+            self.probes += delivery.probes
             self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
@@ -217,7 +220,7 @@ class Ledger:
             return np.array(self._by_class)
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals in packets, the worst message, the most steps that a packet waited, and violations."""
+        """Return the totals in packets, the worst message, violations, and the most steps that a packet waited."""
         with self._lock:
             self._count()
             return {
@@ -226,6 +229,7 @@ class Ledger:
                 "max_deferred_ratio": self.max_deferred_ratio,
                 "max_deferred_steps": self.max_deferred_steps,
                 "violations": self.violations,
+                "probes": self.probes,
                 "by_bits": {str(bits): counts for bits, counts in sorted(self._by_bits.items())},
                 "by_class": self._by_class.tolist(),
                 "by_layer": {str(position): row for position, row in enumerate(self._by_layer.tolist()) if row[0]},
@@ -242,7 +246,7 @@ class Ledger:
 
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the summaries of different ranks' ledgers."""
-    counts = (*COUNTS, "violations")
+    counts = (*COUNTS, "violations", "probes")
     largest = {"max_message_ratio": 0.0, "max_deferred_ratio": 0.0, "max_deferred_steps": 0}
     return {
         **{name: sum(each[name] for each in summaries) for name in counts},

@@ -185,7 +185,15 @@ def test_entries_from_several_threads_are_all_counted():
 
 
 def test_ledgers_of_several_ranks_add_up():
-    one = {"sent": 5, "delivered": 4, "lost": 1, "retransmitted": 0, "violations": 0, "max_message_ratio": 0.2}
+    one = {
+        "sent": 5,
+        "delivered": 4,
+        "lost": 1,
+        "retransmitted": 0,
+        "violations": 0,
+        "probes": 2,
+        "max_message_ratio": 0.2,
+    }
     one |= {"deferred": 2, "max_deferred_ratio": 0.4, "max_deferred_steps": 3}
     one |= {"by_class": [[5, 1, 2, 3]] + [[0, 0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 2, 3]}}
     one |= {"by_bits": {"32": [2, 0], "8": [3, 1]}}

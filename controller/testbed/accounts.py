@@ -450,7 +450,8 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
     """Compare the data packets of the ledgers with those of the switches.
 
     Each packet is counted once: as forwarded to a host, or as dropped by policy or at a full queue anywhere on its way.
-    A switch tells data from control packets by the queue in their tag: only control packets use the most urgent one.
+    A switch tells data from control packets by the queue in their tag: only control packets use the most urgent one. Of
+    them, only probes for missing packets use others, and the ledgers count these.
     A packet beyond its job's share is moved to the lowest queue, and OVER_SHARE is counted under its tagged queue.
     """
     at: dict[str, list[int]] = {}
@@ -464,8 +465,8 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
         seen += account.count("FORWARDED", ports=ports, queues=GRADIENT_QUEUES) + account.count("POLICY_DROP")
         seen -= account.count("OVER_SHARE", ports=ports, queues=[Queue.CONTROL])
         doubtful += _moved_between_switches(account, ports)
-    sent = sum(ledger["sent"] for ledger in ledgers)
-    what = "Gradient packets, sent by hosts and seen by switches"
+    sent = sum(ledger["sent"] + ledger["probes"] for ledger in ledgers)
+    what = "Gradient packets and their probes, sent by hosts and seen by switches"
     if None in tails:
         rest = sent - seen
         note = "None was dropped at a full queue." if not rest else f"The other {rest:,} were dropped, uncounted."

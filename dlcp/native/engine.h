@@ -32,7 +32,7 @@ typedef struct {
 } config;
 
 typedef enum {
-    EVENT_SENT,       /* the receiver has acknowledged a message: packets, sent, resent, bits */
+    EVENT_SENT,       /* the receiver has acknowledged a message: packets, sent, resent, probes, bits */
     EVENT_ARRIVED,    /* a message is complete: packets, deferred, last_bytes, bits, data (layers) */
     EVENT_UNEXPECTED, /* the first packet of a message without a posted receive: packets */
     EVENT_MISMATCH,   /* a posted receive differs in size from its message: packets, as sent */
@@ -45,7 +45,7 @@ typedef enum {
 typedef struct {
     event_kind kind;
     int64_t peer, step, message, packets;
-    int64_t sent, resent, deferred, last_bytes;
+    int64_t sent, resent, probes, deferred, last_bytes;
     int64_t delivered, marked, lost;
     bool limited, waiting; /* the window was the limit; packets wait to be sent */
     int64_t tos, bytes, path;

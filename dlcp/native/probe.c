@@ -34,6 +34,8 @@ void probe_send(io *io, flow *to, tx_message *self, double now_s) {
     }
     if (io_send_datagram(io, to, datagram, bytes, tos, way) < 0)
         io->view.counters.control_unsent++;
+    else
+        self->probes_behind += behind;
 }
 
 /* Return when to probe for missing packets; infinity while packets leave freely. With losses, a probe follows the last

@@ -188,6 +188,7 @@ void tx_complete(io *io, flow *to, tx_message *self, const uint64_t *bits, doubl
     event *ev = io_message_event(io, EVENT_SENT, &self->id, self->packets, now_s);
     ev->sent = self->sent;
     ev->resent = self->resent;
+    ev->probes = self->probes_behind;
     ev->bits = bits;
     tx_free(io, to, self);
 }

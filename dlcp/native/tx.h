@@ -42,7 +42,8 @@ struct tx_message {
     int64_t questions;         /* probes so far */
     double probed_s;           /* when the last one was sent */
     int64_t probes_unanswered, probes_without_progress, delivered_seen;
-    uint64_t *confirmed; /* contents of the STOP's parts */
+    int64_t probes_behind; /* probes in the packets' own queue */
+    uint64_t *confirmed;   /* contents of the STOP's parts */
     int64_t confirmed_packets;
     tx_message *next_whole; /* list of the messages that the current acknowledgement reports complete */
     bool whole;

@@ -509,7 +509,8 @@ class Connection:
             if self.on_message is not None:
                 self.on_message(event.peer, event.now_s)
             seconds = event.now_s - sending.started_s
-            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, sending.request.deferred)
+            deferred = sending.request.deferred
+            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, deferred, event.probes)
             if self.timeline is not None:
                 self._note_sent(self.timeline, event, sending, delivery)
             _finish(sending, delivery)

@@ -43,7 +43,7 @@ _COUNTERS: Final = tuple(name for name, _ in ffi.typeof("packet_counters").field
 class Sent(NamedTuple):
     """The receiver has acknowledged a message.
 
-    The event has the packets that arrived, and the numbers sent and retransmitted.
+    The event has the packets that arrived, and the numbers sent and retransmitted, and of probes in the packets' queue.
     """
 
     peer: int
@@ -51,6 +51,7 @@ class Sent(NamedTuple):
     delivered: NDArray[np.bool_]
     sent: int
     resent: int
+    probes: int
     now_s: float
 
 
@@ -149,7 +150,7 @@ def _event_of(event: Any, peer: int) -> Event:
         return Mismatch(peer, key, packets)
     delivered = _unpacked(ffi.buffer(event.bits, -(-packets // 64) * 8), packets) if event.bits else all_of(packets)
     if kind == lib.EVENT_SENT:
-        return Sent(peer, key, delivered, event.sent, event.resent, event.now_s)
+        return Sent(peer, key, delivered, event.sent, event.resent, event.probes, event.now_s)
     layer = np.frombuffer(ffi.buffer(event.data, packets)[:], np.uint8)
     return Arrived(peer, key, delivered, layer, event.last_bytes, event.deferred, event.now_s)
 

@@ -191,7 +191,8 @@ class Delivery(NamedTuple):
     """Outcome of a sent message, as its receiver acknowledged it.
 
     ``delivered`` and ``deferred`` (None for none) are masks of packets, shape (packets,). ``sent`` counts all
-    transmissions, ``resent`` those after each packet's first.
+    transmissions, ``resent`` those after each packet's first, and ``probes`` the probes for missing packets that took
+    the packets' own queue.
     """
 
     delivered: NDArray[np.bool_]
@@ -199,6 +200,7 @@ class Delivery(NamedTuple):
     resent: int
     seconds: float
     deferred: NDArray[np.bool_] | None = None
+    probes: int = 0
 
     @property
     def lost(self) -> int:

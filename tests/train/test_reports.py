@@ -13,6 +13,7 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0, by_bits=None):
         "delivered": sent - lost,
         "lost": lost,
         "retransmitted": 5,
+        "probes": 0,
         "deferred": 3,
         "max_deferred_ratio": worst / 2,
         "max_deferred_steps": 1,

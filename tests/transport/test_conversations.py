@@ -4,7 +4,9 @@
 import numpy as np
 import pytest
 
+from dlcp import wire
 from dlcp.transport import LossBound, MessageKey, TransportOptions
+from dlcp.wire import PacketType, Queue
 from tests.transport.exchanges import Network, all_done, check, packets_of, payload_of, receive, send
 from tests.transport.test_exchange import mixed_tags
 
@@ -84,3 +86,11 @@ def test_the_same_conversation_sends_the_same_packets_at_the_same_times():
     assert first.dropped["loss"] > 20
     assert sum(delivery.resent for delivery, _ in results) > 20
     assert any(not delivery.delivered.all() for delivery, _ in results)
+
+
+def test_probes_in_the_queue_of_packets_are_counted_with_them():
+    """Switches tell gradients by their queue, so hosts have to know how many packets of it are none."""
+    network, _, results = converse(1, NETWORKS["lossy"], OPTIONS["tagged"])
+    sent = [wire.decode(entry[3]) for entry in network.sent]
+    probes = [header for header in sent if header.type is PacketType.PROBE and header.queue != Queue.CONTROL]
+    assert sum(delivery.probes for delivery, _ in results) == len(probes) > 0
