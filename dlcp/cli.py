@@ -31,24 +31,123 @@ class Command(NamedTuple):
     wraps: bool = False
     needs: str = ""
     """The package extra that it needs, as in ``pip install 'dlcp[EXTRA]'``."""
+    examples: str = ""
+    """Command lines, one to a line; what each is for may follow after two spaces."""
+
+
+class _Help(argparse.HelpFormatter):
+    """Help whose indented lines, those of examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = super()._fill_text
+        return "\n".join(line if line.startswith(" ") else filled(line, width, indent) for line in text.split("\n"))
 
 
 COMMANDS: Final = {
-    "train": Command("run an unchanged training script with DLCP, as torchrun would", True, needs="torch"),
-    "launch": Command("start a command once per rank, whatever framework it uses", True),
-    "doctor": Command("report what works here, which options are in force, and what DLCP can gain", True),
-    "advise": Command(
-        "measure a training script and recommend settings for it here, with reasons", True, needs="torch"
+    "train": Command(
+        "run an unchanged training script with DLCP, as torchrun would",
+        True,
+        needs="torch",
+        examples="""
+dlcp train --nproc-per-node 4 script.py --epochs 3
+dlcp train --option precision=8 --live 9465 --nproc-per-node 4 -m package.training
+""",
     ),
-    "live": Command("serve a live page and Prometheus metrics of running ranks", needs="live"),
-    "trace": Command("merge the timelines of all ranks into one trace for Perfetto"),
-    "bench": Command("time all-reduces of DLCP beside the framework's own, here or on a cluster", needs="torch"),
-    "demo": Command("train over a congested switch, with and without DLCP, and write a report page", needs="demo"),
-    "server": Command("run a parameter server"),
-    "switch": Command("run the built-in switch", needs="switch"),
-    "sim": Command("simulate training on a cluster you do not have, and reproduce the paper's figures", needs="sim"),
-    "fabric": Command("program the switches of a fabric, and keep them programmed", needs="fabric"),
-    "testbed": Command("train over real switches in Mininet, and compare (needs root)", needs="fabric,demo"),
+    "launch": Command(
+        "start a command once per rank, whatever framework it uses",
+        True,
+        examples="""
+dlcp launch -n 4 python script.py
+dlcp launch -n 4 --nodes 2 --node 1 --master 10.0.0.1:29500 python script.py
+""",
+    ),
+    "doctor": Command(
+        "report what works here, which options are in force, and what DLCP can gain",
+        True,
+        examples="""
+dlcp doctor --all-options
+dlcp doctor --listen                                   on one machine, then
+dlcp doctor --peer 10.0.0.1                            on another: the path between them
+dlcp doctor --nproc-per-node 4 script.py               what DLCP can gain for a script
+""",
+    ),
+    "advise": Command(
+        "measure a training script and recommend settings for it here, with reasons",
+        True,
+        needs="torch",
+        examples="""
+dlcp advise --nproc-per-node 4 --save advice.json script.py
+""",
+    ),
+    "live": Command(
+        "serve a live page and Prometheus metrics of running ranks",
+        needs="live",
+        examples="""
+dlcp live --listen 0.0.0.0:9465 /shared/snapshots
+""",
+    ),
+    "trace": Command(
+        "merge the timelines of all ranks into one trace for Perfetto",
+        examples="""
+dlcp trace --out run.json /shared/timelines
+""",
+    ),
+    "bench": Command(
+        "time all-reduces of DLCP beside the framework's own, here or on a cluster",
+        needs="torch",
+        examples="""
+dlcp bench allreduce --end 16MB
+dlcp launch -n 4 dlcp bench allreduce --sizes 60KB 25MB --json found.json
+""",
+    ),
+    "demo": Command(
+        "train over a congested switch, with and without DLCP, and write a report page",
+        needs="demo",
+        examples="""
+dlcp demo --seed 2
+dlcp demo --precision 4 --only gloo dlcp --out out/coarse
+""",
+    ),
+    "server": Command(
+        "run a parameter server",
+        examples="""
+dlcp server --bind node9:53696 --secret-file secret
+""",
+    ),
+    "switch": Command(
+        "run the built-in switch",
+        needs="switch",
+        examples="""
+dlcp switch --hosts 4 --rate-bps 64000000 --watch
+dlcp switch --port 1=packet:eth1 --port 2=packet:eth2 --p4runtime 127.0.0.1:9559 --insecure
+""",
+    ),
+    "sim": Command(
+        "simulate training on a cluster you do not have, and reproduce the paper's figures",
+        needs="sim",
+        examples="""
+dlcp sim list
+dlcp sim run fct_144 --quick --point transport=DLCP
+dlcp sim all speedup --quick
+""",
+    ),
+    "fabric": Command(
+        "program the switches of a fabric, and keep them programmed",
+        needs="fabric",
+        examples="""
+dlcp fabric plan star.yaml
+dlcp fabric apply star.yaml
+""",
+    ),
+    "testbed": Command(
+        "train over real switches in Mininet, and compare (needs root)",
+        needs="fabric,demo",
+        examples="""
+dlcp testbed up
+dlcp testbed run --collective ps
+dlcp testbed down
+""",
+    ),
 }
 
 _FIRST_STEPS: Final = """
@@ -83,10 +182,14 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         purpose = f"{command.purpose[0].upper()}{command.purpose[1:]}."
         # Abbreviations would capture options meant for torchrun.
-        subparser = commands.add_parser(name, help=command.purpose, description=purpose, allow_abbrev=False)
+        subparser = commands.add_parser(
+            name, help=command.purpose, description=purpose, allow_abbrev=False, formatter_class=_Help
+        )
         if name in wanted:
             module = importlib.import_module(f"dlcp.commands.{name}")
             module.add_arguments(subparser)
+            examples = "".join(f"\n  {line}" for line in command.examples.strip().splitlines())
+            subparser.epilog = f"{subparser.epilog or ''}\n\nexamples:{examples}".lstrip()
             subparser.set_defaults(run=module.run)
     return parser
 

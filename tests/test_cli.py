@@ -67,3 +67,24 @@ def test_a_mistyped_command_gets_a_suggestion(capsys):
         cli.parse(["trian"])
     assert stopped.value.code == 2
     assert "there is no command 'trian'; dlcp --help lists them; did you mean train?" in capsys.readouterr().err
+
+
+EXAMPLES = [line.split("  ")[0] for command in cli.COMMANDS.values() for line in command.examples.strip().splitlines()]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_in_the_help_are_accepted(example):
+    program, *words = example.split()
+    assert program == "dlcp"
+    arguments = cli.parse(words)
+    assert not getattr(arguments, "torchrun", [])[2:], "nothing but --nproc-per-node N goes to torchrun"
+
+
+def test_every_command_has_examples_in_its_help(capsys):
+    for name, command in cli.COMMANDS.items():
+        with pytest.raises(SystemExit):
+            cli.parse([name, "--help"])
+        printed = capsys.readouterr().out
+        assert command.examples.strip()
+        for line in command.examples.strip().splitlines():
+            assert f"\n  {line}\n" in printed + "\n"
