@@ -43,6 +43,8 @@ WATCHING: Final = "watching"
 _FILE_COLUMNS: Final = 120
 """Width of output that does not go to a terminal."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:]*):[0-9]{1,5}")
+DIFFERS: Final = 3
+"""The exit status of ``plan`` if a switch differs from the description."""
 _T = TypeVar("_T")
 
 
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="fabric_command")
     for name, purpose in {
         "check": "report what is wrong with a description, or what it makes of each switch",
-        "plan": "show what differs between the switches and the description, and change nothing",
+        "plan": f"show what differs between switches and description (exit status {DIFFERS}), and change nothing",
         "apply": "write what differs",
         "watch": "write what differs whenever it differs, and serve metrics to Prometheus",
         "status": "show the state of the switches and their counters",
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of the commands; return 0 if done, 1 if a switch failed, 2 if the description is wrong."""
+    """Run one of the commands; return 0, 1 if a switch failed, 2 if the description is wrong, or ``DIFFERS``."""
     try:
         fabric = load(arguments.file)
         pipeline = CompiledProgram() if arguments.program is None else CompiledProgram(arguments.program)
@@ -95,10 +97,10 @@ def _plan(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgr
         return await plan(session, wanted(fabric, session.switch, pipeline))
 
     found = asyncio.run(_everywhere(fabric, pipeline, ask))
-    for answer in found.values():
-        if not isinstance(answer, str):
-            _console().print(plan_tree(answer, pipeline, every=arguments.all))
-    return _print_errors(found)
+    plans = [answer for answer in found.values() if not isinstance(answer, str)]
+    for each in plans:
+        _console().print(plan_tree(each, pipeline, every=arguments.all))
+    return _print_errors(found) or (DIFFERS if any(plans) else 0)
 
 
 def _apply(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgram) -> int:

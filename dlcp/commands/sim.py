@@ -2,12 +2,13 @@
 """``dlcp sim``: run experiments, compare and report them."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.commands.common import add, add_out, check_writable, real, refuse, whole
+from dlcp.commands.common import add, add_json, add_out, check_writable, real, refuse, whole
 from dlcp.configuration import Range, short
 from dlcp.document import DocumentError
 from dlcp.error_text import nearest
@@ -19,20 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp sim``."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
     single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
-    _files(single, several=False)
+    _files(single, 1)
     point = "choose a point of an axis (default: each axis' first)"
     add(single, "--point", "AXIS=NAME", str, point, action="append", default=[])
     add(single, "--output", "FILE", Path, "also write the results to a file")
     single.set_defaults(action=_run)
     several = commands.add_parser("sweep", help="run all combinations that have no results yet")
-    _files(several, several=True)
+    _files(several, "+")
     _where(several)
     several.set_defaults(action=_sweep)
     report = commands.add_parser("report", help="write report.html, summary.json and the plots of all results")
-    _files(report, several=True)
+    _files(report, "*")
     report.set_defaults(action=_report)
     everything = commands.add_parser("all", help="sweep, then report")
-    _files(everything, several=True)
+    _files(everything, "*")
     _where(everything)
     everything.set_defaults(action=_all)
     compare = commands.add_parser("compare", help="print how the numbers of two result files or folders differ")
@@ -47,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
     add(profile, "--output", "FILE", Path, "YAML file to write", required=True)
     profile.set_defaults(action=_profile)
-    commands.add_parser("list", help="name the experiments that come with DLCP").set_defaults(action=_list)
+    listed = commands.add_parser("list", help="name the experiments that come with DLCP")
+    add_json(listed)
+    listed.set_defaults(action=_list)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,11 +91,10 @@ def experiment_files(names: Sequence[str]) -> list[Path]:
     return found
 
 
-def _files(parser: argparse.ArgumentParser, *, several: bool) -> None:
-    words = "experiment: a file, or the name of one that comes with DLCP" + (
-        " (default: all of these)" if several else ""
-    )
-    parser.add_argument("experiments", metavar="FILE", nargs="*" if several else 1, help=words)
+def _files(parser: argparse.ArgumentParser, nargs: int | str) -> None:
+    words = "experiment: a file, or the name of one that comes with DLCP"
+    default = " (default: all of these)" if nargs == "*" else ""
+    parser.add_argument("experiments", metavar="FILE", nargs=nargs, help=words + default)
     parser.add_argument("--quick", action="store_true", help="run only the quick selection of each experiment")
     add(parser, "--seed", "N", whole(0), "seed, instead of the file's; may be repeated", action="append")
     add_out(parser, _OUT)
@@ -207,7 +209,13 @@ def _profile(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     from dlcp.sim.experiment import read
 
-    for path in experiment_files([]):
-        described = read(path)
-        print(f"{path.stem:20} {len(described.runs):4} runs  {described.experiment.title}")
+    found = [
+        {"name": path.stem, "runs": len(each.runs), "title": each.experiment.title, "file": str(path)}
+        for path in experiment_files([])
+        for each in [read(path)]
+    ]
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(f"{each['name']:20} {each['runs']:4} runs  {each['title']}" for each in found))
     return 0
