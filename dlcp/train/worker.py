@@ -143,10 +143,14 @@ class ScriptSession:
             self._restarts = json.loads(report_path(folder, _local_rank()).read_text())["restarts"] + 1
         self._write_report(KILLED)
 
-    def ready(self, model: DistributedDataParallel) -> None:
-        """Switch DLCP on, or measure a step; called on all ranks before each synchronised forward pass."""
+    def ready(self, model: torch.nn.Module) -> None:
+        """Switch DLCP on, or measure a step; called on all ranks, see :func:`watch`."""
         known = next((entry for entry in self.models if entry.wrapped is model), None)
         if self.plan.measure_steps:
+            if not isinstance(model, DistributedDataParallel):
+                note = "FSDP2 models cannot be measured, only those of DistributedDataParallel"
+                self._enter(Model(model, None, note))
+                return
             if known and known.note in self._not_measured:
                 return
             if known:
@@ -174,8 +178,8 @@ class ScriptSession:
         else:
             self._enter(Model(model, None, "the script registers a communication hook of its own"))
 
-    def _switch_on(self, model: DistributedDataParallel) -> None:
-        if model._join_config.enable:
+    def _switch_on(self, model: torch.nn.Module) -> None:
+        if isinstance(model, DistributedDataParallel) and model._join_config.enable:
             self._enter(Model(model, None, "the script uses join(), which no communication hook follows"))
             return
         options = configuration.build(dlcp.torch.Options)
@@ -241,24 +245,22 @@ def _failure(error: BaseException | None) -> str | None:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-WhenReady = Callable[[DistributedDataParallel], None]
+WhenReady = Callable[[torch.nn.Module], None]
 WhenHooked = Callable[[torch.nn.Module, object], None]
 _Method = Callable[..., Any]
 
 
 @contextlib.contextmanager
 def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> Iterator[None]:
-    """Intercept an unchanged script's use of DistributedDataParallel and ``init_process_group``.
-
-    FSDP2 models are detected when the script itself calls :func:`dlcp.torch.enable`.
+    """Intercept an unchanged script's use of DistributedDataParallel, ``fully_shard`` and ``init_process_group``.
 
     DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass: until then the script
-    may register its own hook. All ranks take part in that pass, so all switch DLCP on.
+    may register its own hook, or shard more modules. All ranks take part in that pass, so all switch DLCP on.
 
     Parameters
     ----------
     ready
-        Called before every synchronised forward pass of a model.
+        Called before every synchronised forward pass of a wrapped model, and before the first one of a sharded one.
     hooked
         Called before a communication hook is registered, with the model and the hook's state; and when DLCP has been
         switched on in an FSDP2 model.
@@ -291,6 +293,16 @@ def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> I
             if not isinstance(model, DistributedDataParallel):
                 hooked(model, state)
             return state
+
+        with contextlib.suppress(ImportError):  # where PyTorch has it elsewhere, scripts call dlcp.torch.enable
+            from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+            @replacing(FSDPState, "_lazy_init")
+            def _(original: _Method, state: Any) -> None:
+                first = state._is_root is None
+                original(state)
+                if first and not isinstance(state._modules[0], DistributedDataParallel):
+                    ready(state._modules[0])
 
         if backend:
 

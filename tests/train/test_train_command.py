@@ -168,3 +168,44 @@ def test_torchrun_and_gloo_are_told_the_address_that_leads_to_the_rendezvous(mon
 )
 def test_modules_and_scripts_are_told_apart(torchrun, script, target):
     assert launcher.target_of(torchrun, script) == target
+
+
+SHARDED = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for step in range(4):
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 64, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+if dist.get_rank() == 0:
+    print(json.dumps(losses), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_sharded_model_is_switched_on_too(tmp_path):
+    script, file = tmp_path / "sharded.py", tmp_path / "summary.json"
+    script.write_text(SHARDED)
+    done = dlcp("train", "--summary", file, "--nproc-per-node", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert "averages the gradients of FSDPSequential (19,210 parameters), loss bound 10%; switched on" in done.stderr
+    plain = dlcp("train", "--option", "compression=topk:0.5", "--nproc-per-node", "2", script)
+    assert plain.returncode == 0, plain.stderr
+    assert "leaves FSDPSequential (19,210 parameters) alone: FSDP2 does not support compression" in plain.stderr
+    assert json.loads(done.stdout) == pytest.approx(json.loads(plain.stdout), rel=1e-5)
+    (model,) = json.loads(file.read_text())["models"]
+    assert (model["on"], model["steps"], model["fallback"]) == (True, 4, None)
+    assert model["delivered"] > 0
