@@ -145,7 +145,7 @@ def _bring_up(arguments: argparse.Namespace) -> TestbedState:
 
 def _fabric(arguments: argparse.Namespace, kind: SwitchKind) -> Fabric:
     """Return the fabric that the options describe."""
-    shape = arguments.fabric or "star"
+    shape = "star" if arguments.fabric is None else arguments.fabric
     rate = _RATE_BPS if arguments.rate_mbps is None else round(arguments.rate_mbps * 1e6)
     depth = _DEPTH_PACKETS[kind] if arguments.depth is None else arguments.depth
     queueing = PortQueueing(rate_bps=rate, depth_packets=depth)

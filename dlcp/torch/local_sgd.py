@@ -24,7 +24,7 @@ With an ``outer`` optimizer, which takes the averaged change as its gradient, th
 Without, it is local SGD (Stich, ICLR'19); with ``warmup_steps``, post-local SGD (Lin et al., ICLR'20).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -35,15 +35,13 @@ from torch.optim.optimizer import Optimizer
 
 from dlcp.closing import Closing
 from dlcp.configuration import Trait
+from dlcp.session.buckets import BucketPlan
 from dlcp.session.options import Options
 from dlcp.tags import Segment, layers_in_order
 from dlcp.torch import fsdp
 from dlcp.torch.framework import copy_from_first_rank
 from dlcp.torch.hook import refuse_types
-from dlcp.torch.state import State
-
-BUCKET_BYTES = 25 << 20
-"""Changes are averaged in buckets of up to this size, one larger parameter aside, as gradients are by DDP."""
+from dlcp.torch.state import VALUE_TYPES, State
 
 
 class LocalSGD(Closing):
@@ -112,13 +110,17 @@ class LocalSGD(Closing):
         for name in state.options.given(Trait.WHOLE_STEP):
             raise ValueError(f"LocalSGD does not support {name}=...: omit it")
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        if not named:
-            raise ValueError("the model has no parameter that requires a gradient")
+        if len({each.device for each in named.values()}) != 1:
+            raise ValueError("the model needs parameters that require gradients, all on one device")
         self.traffic, self.steps = state, 0
         self._period, self._warmup_steps = period, warmup_steps
         self._refuse_different(group)
         copy_from_first_rank(model, group)
-        self._buckets = _buckets(named)
+        layers = layers_in_order(list(named), {name: tuple(each.shape) for name, each in named.items()})
+        plan = BucketPlan.of((layers[name], each.numel(), VALUE_TYPES[each.dtype]) for name, each in named.items())
+        self._buckets = [
+            _Bucket([(named[segment.layer.name], segment) for segment in bucket.segments]) for bucket in plan.buckets
+        ]
         state.ledger.job = state.options.job
         state.attach_tensors(named, group, call="dlcp.torch.LocalSGD")
         self.outer = outer(named.values()) if outer else None
@@ -185,7 +187,7 @@ class LocalSGD(Closing):
 
 
 class _Bucket:
-    """Neighbouring parameters of one type and device, and their values after the last average.
+    """Neighbouring parameters of one type, and their values after the last average.
 
     Parameters
     ----------
@@ -227,20 +229,3 @@ class _Bucket:
         torch.cat(self._values, out=self._anchor)
         for (parameter, _), gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-
-
-def _buckets(named: Mapping[str, Parameter]) -> list[_Bucket]:
-    """Divide parameters into buckets, in order of definition."""
-    layers = layers_in_order(list(named), {name: tuple(parameter.shape) for name, parameter in named.items()})
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Parameter, Segment]]] = {}
-    divided = []
-    for name, parameter in named.items():
-        bucket = open_buckets.setdefault((parameter.dtype, parameter.device), [])
-        start = bucket[-1][1].stop if bucket else 0
-        if start and (start + parameter.numel()) * parameter.element_size() > BUCKET_BYTES:
-            bucket, start = [], 0
-            open_buckets[parameter.dtype, parameter.device] = bucket
-        if not bucket:
-            divided.append(bucket)
-        bucket.append((parameter, Segment(layers[name], start, start + parameter.numel())))
-    return [_Bucket(bucket) for bucket in divided]

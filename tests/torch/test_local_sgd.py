@@ -186,7 +186,7 @@ def test_what_cannot_work_is_refused():
         "ValueError: period must be at least 1, and warmup_steps 0, got 4 and -1",
         "ValueError: LocalSGD does not support compression=...",
         "ValueError: parameter weight is torch.complex64",
-        "ValueError: the model has no parameter that requires a gradient",
+        "ValueError: the model needs parameters that require gradients",
         "ValueError: period must be the same on all ranks, got [4, 5]",
         "RuntimeError: this averager is closed",
     ]
