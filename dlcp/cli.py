@@ -214,9 +214,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     wanted = next((word for word in argv if not word.startswith("-")), "")
     if wanted and wanted not in COMMANDS:
-        raise SystemExit(
-            _complain(f"there is no command {wanted!r}; dlcp --help lists them{closest(wanted, COMMANDS)}")
-        )
+        hint = closest(wanted, COMMANDS)
+        print(f"dlcp: there is no command {wanted!r}; dlcp --help lists them{hint}", file=sys.stderr)
+        raise SystemExit(2)
     try:
         parser = parser_of([wanted])
     except ModuleNotFoundError as error:
@@ -259,11 +259,6 @@ def _options_of_torchrun() -> Mapping[str, argparse.Action]:
     except ModuleNotFoundError:
         return {}
     return get_args_parser()._option_string_actions
-
-
-def _complain(text: str) -> int:
-    print(f"dlcp: {text}", file=sys.stderr)
-    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -85,7 +85,7 @@ class Bucket:
         return self.exact or self.flush
 
     def bits_at(self, precision: int) -> int:
-        """Return the bits of each value on the wire in a step with a precision, in bits."""
+        """Return how many bits each value has on the wire in a step of a precision, in bits."""
         return FULL_BITS if self.whole or self.value_type is ValueType.FLOAT64 else precision
 
     def label(self, start: int, stop: int) -> str:

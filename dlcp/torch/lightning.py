@@ -25,7 +25,7 @@ class DlcpStrategy(DDPStrategy):
 
     Attributes
     ----------
-    dlcp
+    dlcp_state
         DLCP's state, to be kept with checkpoints; None before ``fit`` has begun.
     """
 
@@ -33,7 +33,7 @@ class DlcpStrategy(DDPStrategy):
 
     def __init__(self, options: Options | None = None, *, state: State | None = None, **ddp: Any) -> None:
         super().__init__(**ddp)
-        self._options, self.dlcp = options, state
+        self._options, self.dlcp_state = options, state
 
     def configure_ddp(self) -> None:
         """Wrap the model as ``DDPStrategy`` does, and let DLCP average its gradients.
@@ -45,12 +45,12 @@ class DlcpStrategy(DDPStrategy):
         """
         super().configure_ddp()
         if isinstance(self.model, DistributedDataParallel):
-            self.dlcp = enable(self.model, self._options, state=self.dlcp)
+            self.dlcp_state = enable(self.model, self._options, state=self.dlcp_state)
 
     def teardown(self) -> None:
         """Leave the other ranks."""
-        if self.dlcp:
-            self.dlcp.close()
+        if self.dlcp_state:
+            self.dlcp_state.close()
         super().teardown()
 
 

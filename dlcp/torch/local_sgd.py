@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD: ranks train alone for some steps, then average what their parameters have changed by.
+"""Local SGD: each rank trains alone for some steps, and then the ranks average their parameters' changes.
 
 A plain model and optimizer, without DistributedDataParallel, become data parallel with two lines::
 
@@ -155,12 +155,15 @@ class LocalSGD(Closing):
         for average in pending:
             average.wait()
         self.traffic.step += 1
-        for bucket in self._buckets:
-            bucket.finish(by_outer=self.outer is not None)
-        if self.outer:
-            self.outer.step()
+        if self.outer is None:
             for bucket in self._buckets:
-                bucket.settle()
+                bucket.apply()
+            return
+        for bucket in self._buckets:
+            bucket.as_gradients()
+        self.outer.step()
+        for bucket in self._buckets:
+            bucket.adopt()
 
     def flush(self) -> None:
         """Average in full, with everything lost or rounded off before; all ranks must call it.
@@ -213,19 +216,25 @@ class _Bucket:
         self._change.sub_(self._anchor)
         return average([segment for _, segment in self._parameters], self._change)
 
-    def finish(self, *, by_outer: bool) -> None:
-        """Add the averages to the anchor; for an outer optimizer, instead make them gradients there."""
-        if not by_outer:
-            self._anchor.add_(self._change)
-        self._gradients = [parameter.grad for parameter, _ in self._parameters]
-        for parameter, segment in self._parameters:
-            part = slice(segment.start, segment.stop)
-            parameter.detach().copy_(self._anchor[part].view_as(parameter))
-            if by_outer:
-                parameter.grad = -self._change[part].view_as(parameter)
+    def apply(self) -> None:
+        """Add the averaged changes to the parameters."""
+        self._anchor.add_(self._change)
+        for parameter, part in self._parts(self._anchor):
+            parameter.detach().copy_(part)
 
-    def settle(self) -> None:
-        """Make what the outer optimizer has found the anchor."""
+    def as_gradients(self) -> None:
+        """Undo this rank's changes, and make the averaged ones gradients for the outer optimizer."""
+        self._gradients = [parameter.grad for parameter, _ in self._parameters]
+        for parameter, part in self._parts(self._anchor):
+            parameter.detach().copy_(part)
+        for parameter, part in self._parts(self._change):
+            parameter.grad = -part
+
+    def adopt(self) -> None:
+        """Start the next changes from the outer optimizer's result, and put the gradients back."""
         torch.cat(self._values, out=self._anchor)
         for (parameter, _), gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
+
+    def _parts(self, flat: torch.Tensor) -> list[tuple[Parameter, torch.Tensor]]:
+        return [(each, flat[segment.start : segment.stop].view_as(each)) for each, segment in self._parameters]

@@ -20,27 +20,20 @@ import math
 import os
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-import dlcp.torch
 from dlcp.bench.results import BenchError, BenchResult, median, processor, result, say, significant
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
@@ -50,7 +43,6 @@ from dlcp.error_text import nearest
 from dlcp.netlab import become_root
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_BITS, AUTO_PRECISION
-from dlcp.transport.path_mtu import payload_for_mtu
 from tests.bench.convergence import SMOOTH, TARGET_BY, LossCurve
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
@@ -63,19 +55,12 @@ from tests.bench.emulated_training import (
 )
 from tests.bench.harness import Benchmark, FailedError, Turns, int_option, scratch
 from tests.bench.learning_tasks import TASKS, LabelledData
+from tests.bench.methods import METHODS, PLAIN, TRAINED, Method
 from tests.bench.paths import BenchPath, DelayedPath, RoutedPath, loopback
 from tests.bench.ranks import RankError, Ranks, join_gloo
 
 RANKS: Final = EMULATED_RANKS
 _OPTIMIZER: Final = "adamw"
-_BUCKET_MB: Final = 0.5
-"""As in the demo: a bucket travels while the next one is computed."""
-_ONE_BUCKET_MB: Final = 1e4
-"""PyTorch's PowerSGD hook with several buckets deadlocks on Gloo."""
-_START: Final = 2
-"""Steps before PowerSGD and model averaging begin: the fewest that PyTorch's PowerSGD hook allows."""
-_NOTICED: Final = 3
-"""Steps until DLCP has noticed congestion, and has lowered the precision."""
 _BLOCK_S: Final = 1.5
 """About how long a method trains at a time: several times as long as the slowest step on most paths."""
 _BLOCK_STEPS: Final = (3, 24)
@@ -84,235 +69,6 @@ _FIRST_SEED: Final = 1
 _UNLIMITED: Final = 1 << 40
 _CONGESTED_BPS: Final = 64_000_000
 _BACKGROUND_S: Final = 3600.0
-
-# Methods --------------------------------------------------------------------------------------------------------------
-
-
-class Method(ABC):
-    """A way to average gradients, or models.
-
-    Attributes
-    ----------
-    family, amount
-        Methods of a family differ only in ``amount``: a rank, a period or a precision. It may be empty.
-    first
-        Number of steps before it saves bytes, which are counted at their own time.
-    period
-        Steps from one average of models to the next; 1 if gradients are averaged.
-    bucket_mb
-        Size of DDP's buckets.
-    precision
-        Of DLCP's values, ``""`` without DLCP.
-    """
-
-    family: str
-    amount = ""
-    precision = ""
-    first = 0
-    period = 1
-    bucket_mb = _BUCKET_MB
-
-    @property
-    def name(self) -> str:
-        """The name in results and on the command line, such as ``powersgd:4``."""
-        return f"{self.family}:{self.amount}" if self.amount else self.family
-
-    @property
-    def row(self) -> str:
-        """Row of the table, where the best method counts."""
-        return self.family
-
-    def trained(self, bits: int) -> "Method":
-        """Return the method whose steps count if the lowest precision of values was ``bits``: often itself."""
-        return self
-
-    @abstractmethod
-    def attach(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str
-    ) -> Callable[[], int] | None:
-        """Let a model and its optimizer use this method; ``bind`` is the address of DLCP's socket.
-
-        Returns
-        -------
-        A function that ends DLCP's session and returns the lowest precision of values in its last steps, in bits. None
-        without DLCP.
-        """
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer to use."""
-        return optimizer
-
-
-class Gloo(Method):
-    """DDP as it comes."""
-
-    family = "gloo"
-
-    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
-        """Register nothing."""
-
-
-class HalfHook(Method):
-    """PyTorch's hook for 16-bit values."""
-
-    def __init__(self, family: str, hook: Callable[..., Any]) -> None:
-        self.family, self._hook = family, hook
-
-    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
-        """Register the hook, wrapped: without NCCL, PyTorch refuses bfloat16's by name, though Gloo supports it."""
-
-        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            averaged: torch.futures.Future[torch.Tensor] = self._hook(state, bucket)
-            return averaged
-
-        model.register_comm_hook(None, hook)
-
-
-class PowerSgdHook(Method):
-    """PyTorch's PowerSGD hook."""
-
-    family = "powersgd"
-    first = _START
-    bucket_mb = _ONE_BUCKET_MB
-
-    def __init__(self, rank: int) -> None:
-        self.amount = str(rank)
-
-    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
-        """Register the hook, with error feedback and warm start."""
-        state = PowerSGDState(
-            None,
-            int(self.amount),
-            start_powerSGD_iter=_START,
-            use_error_feedback=True,
-            warm_start=True,
-        )
-        model.register_comm_hook(state, powerSGD_hook)
-
-
-class LocalSgd(Method):
-    """PyTorch's post-local SGD: models are averaged once in a period, instead of gradients.
-
-    Parameters
-    ----------
-    period
-        Steps from one average to the next.
-    first
-        Number of first steps whose gradients are averaged.
-    """
-
-    family = "local"
-
-    def __init__(self, period: int, first: int = _START) -> None:
-        self.period, self.first = period, first
-        self.amount = str(period) if first == _START else f"{period}:{first}"
-
-    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> None:
-        """Register the hook that averages gradients until models are averaged."""
-        state = PostLocalSGDState(None, None, start_localSGD_iter=self.first, post_local_gradient_allreduce=False)
-        model.register_comm_hook(state, post_localSGD_hook)
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return an optimizer that averages models, too."""
-        return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(self.period, warmup_steps=self.first))
-
-
-def dlcp_options(precision: str, compression: str, bind: str) -> dlcp.torch.Options:
-    """Return the options of all methods of DLCP."""
-    return dlcp.torch.Options(
-        precision=precision,
-        compression=compression,
-        bind=bind,
-        job=JOB,
-        payload_bytes=payload_for_mtu(1500),
-        shared_memory=False,
-        route="dlcp",  # another route or the fallback would show Gloo's figures as DLCP's
-        fallback=False,
-    )
-
-
-class Dlcp(Method):
-    """DLCP with a precision and a compressor."""
-
-    def __init__(self, precision: str = AUTO_PRECISION, compression: str = "") -> None:
-        self.precision, self.compression = precision, compression
-        family, _, amount = compression.partition(":")
-        self.family = f"dlcp-{family}" if family else "dlcp"
-        self.amount = ":".join(filter(None, (amount, "" if precision == AUTO_PRECISION else precision)))
-        self.first = _NOTICED if precision == AUTO_PRECISION else 0
-
-    @property
-    def row(self) -> str:
-        """Row of the table: every precision has its own."""
-        return self.family if self.compression else self.name
-
-    def trained(self, bits: int) -> Method:
-        """Return DLCP with a fixed precision, so that a step does not depend on the network."""
-        return Dlcp(str(bits), self.compression) if self.precision == AUTO_PRECISION else self
-
-    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> Callable[[], int]:
-        """Enable DLCP."""
-        state = dlcp.torch.enable(model, dlcp_options(self.precision, self.compression, bind))
-
-        def end() -> int:
-            state.close()
-            return state.ledger.latest_bits()
-
-        return end
-
-
-class DlcpLocalSgd(Method):
-    """Local SGD over DLCP, from the first step on, as it comes or with a precision."""
-
-    family = "dlcp-local"
-
-    def __init__(self, period: int, precision: str = AUTO_PRECISION) -> None:
-        self.period, self.precision = period, precision
-        self.amount = str(period) if precision == AUTO_PRECISION else f"{period}:{precision}"
-
-    def trained(self, bits: int) -> Method:
-        """Return it with a fixed precision, so that a step does not depend on the network."""
-        return DlcpLocalSgd(self.period, str(bits)) if self.precision == AUTO_PRECISION else self
-
-    def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> Callable[[], int]:
-        """Average nothing in the backward pass, but the models after steps of the optimizer."""
-        model.register_comm_hook(None, dlcp.torch.noop_hook)
-        averager = dlcp.torch.LocalSGD(model.module, self.period, dlcp_options(self.precision, "", bind))
-
-        def average(*_: object) -> None:
-            averager.step()
-
-        optimizer.register_step_post_hook(average)
-
-        def end() -> int:
-            averager.close()
-            return averager.traffic.ledger.latest_bits()
-
-        return end
-
-
-METHODS: Final[dict[str, Method]] = {
-    method.name: method
-    for method in (
-        Gloo(),
-        HalfHook("bf16", bf16_compress_hook),
-        HalfHook("fp16", fp16_compress_hook),
-        *map(PowerSgdHook, (1, 2, 4, 8)),
-        *(LocalSgd(period, first) for first in (_START, 0) for period in (4, 8, 16, 32)),
-        Dlcp(),
-        *(Dlcp(str(bits)) for bits in (32, 8, 4)),
-        Dlcp(compression="bf16"),
-        *(Dlcp(compression=f"powersgd:{rank}") for rank in (1, 2, 4, 8)),
-        *map(DlcpLocalSgd, (4, 8, 16, 32)),
-    )
-}
-PLAIN: Final = "gloo"
-"""The method that others are compared with."""
-_TRAINED: Final = {
-    method.name: method for each in METHODS.values() for method in map(each.trained, (FULL_BITS, AUTO_BITS))
-}
-"""Every method whose steps are counted."""
-
 
 # Settings -------------------------------------------------------------------------------------------------------------
 
@@ -508,7 +264,7 @@ class Trainee:
 
     def _make(self, task: str, method: str, seed: int) -> Learner:
         data = self._data_of(task, seed)
-        return Learner(self._rank, task, (METHODS | _TRAINED)[method], data, seed, self._bind)
+        return Learner(self._rank, task, (METHODS | TRAINED)[method], data, seed, self._bind)
 
 
 @contextmanager
@@ -763,7 +519,7 @@ def table(results: Sequence[BenchResult], task: str) -> list[str]:
 
 
 def _rank(entry: BenchResult) -> tuple[int, float]:
-    """Return what the best method of a row has the least of: seeds that never reach the loss, then seconds."""
+    """Return the sort key of a row's methods: seeds that never reach the loss, then seconds."""
     return entry.details["steps"].count(None), entry.value
 
 

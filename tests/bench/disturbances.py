@@ -23,7 +23,7 @@ _OUTAGE_S: Final = (0.005, 0.05)
 _OUTAGES_PER_S: Final = 1.0
 _DROP_ALL: Final = "1,6 0 0 2"
 _BURSTS_PER_S: Final = 5.0
-"""Into each port: so many that more than one in a hundred small all-reduces meets one."""
+"""Into each port; more than 1 % of small all-reduces then meet one, which the 99th percentile needs."""
 _OVERLOAD: Final = 2
 """How many times the rate of the port: as when two hosts send at once, so that a queue grows while a burst lasts."""
 _DATAGRAM: Final = bytes(1472)

@@ -15,9 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
@@ -30,6 +28,7 @@ from dlcp.session.route import LAG, TRIAL, WARM_UP
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport.path_mtu import payload_for_mtu
 from tests.bench.harness import MTU, Benchmark, Turns, against_best, int_option, scratch
+from tests.bench.methods import bf16_hook
 from tests.bench.paths import BenchPath, RoutedPath, loopback
 from tests.bench.ranks import Ranks, join_gloo
 
@@ -183,12 +182,6 @@ class LanguageModel(nn.Module):
             hidden = block(hidden, mask, is_causal=True)
         scores: torch.Tensor = self.head(self.norm(hidden))
         return scores
-
-
-def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook, which it refuses by its name without NCCL, though Gloo supports it."""
-    averaged: torch.futures.Future[torch.Tensor] = bf16_compress_hook(state, bucket)
-    return averaged
 
 
 class TrainingWay:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with alternatives: what a figure is the product of, cells that are kept, and a small real run."""
+"""The comparison with alternatives: how a figure is calculated, how cells are kept, and a small real run."""
 
 import json
 
@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 from dlcp.bench.results import BenchResult
 from tests.bench import alternatives
 from tests.bench.__main__ import main
-from tests.bench.alternatives import METHODS, CellFile, StepTimes, Training, compare, table, trained_by, whole_periods
+from tests.bench.alternatives import CellFile, StepTimes, Training, compare, table, trained_by, whole_periods
+from tests.bench.methods import METHODS
 
 SEEDS = range(1, 4)
 FALLING = [float(loss) for loss in range(12, 0, -1)]

@@ -54,7 +54,10 @@ def main():
     same = dlcp.torch.replicas_identical(classifier.model)
     if trainer.is_global_zero:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
-            json.dump({"losses": classifier.losses, "same": same, "ranks": trainer.world_size}, file)
+            found = {"losses": classifier.losses, "same": same, "ranks": trainer.world_size}
+            if state := getattr(trainer.strategy, "dlcp_state", None):
+                found |= {"steps": state.step, "delivered": state.ledger.summary()["delivered"]}
+            json.dump(found, file)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_precisions_are_those_of_real_ranks():
 
 
 class Chosen(Submitted):
-    """Steps of an all-reduce, of which each rank's packets arrive in a second, or in ``slow_s`` at the last rank."""
+    """All-reduces in which each rank's packets take a second to arrive, and ``slow_s`` at the last rank."""
 
     def __init__(self, servers=(), *, error_feedback=True, precision="auto", payload_bytes=1000):
         super().__init__((0, 1, 2, 3), servers)
