@@ -11,7 +11,7 @@ FILES_MAX = 17
 MOVES_MAX = 84
 C_FUNCTIONS_MAX = 7
 FRAMES_MAX = 13
-"""The present counts (16 files, 78 moves, 6 C functions), and what a late acknowledgement adds."""
+"""The present counts (16 files, 78 moves, 6 C functions), and what one late acknowledgement adds."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 LOOP = "dlcp/transport/endpoint.py _run", "dlcp/transport/endpoint.py _turn"
 """What is on the stack of the endpoint's thread whatever it does."""
 SETTLED_STEPS = 3
-"""Steps before the one that is traced: by then the buckets are rebuilt and round trips are known."""
+"""Steps before those that are traced: by then the buckets are rebuilt and round trips are known."""
+TRACED_STEPS = 5
+"""Steps that are traced, each by itself: on a busy machine a late acknowledgement lengthens some of them."""
 
 
 class Call(NamedTuple):
@@ -47,11 +49,19 @@ class _Tracer:
 
     def __init__(self):
         self.on = False
+        self.start()
+
+    def start(self):
+        """Forget what was noted."""
         self.files = {}
         self.calls = {}
         self.crossings = Counter()
         self.handed_over = []
         self.sending = []
+
+    def walk(self):
+        """Return what was noted since the start."""
+        return Walk(list(self.files), list(self.calls), dict(self.crossings), self.sending)
 
     def install(self):
         sys.setprofile(self._note)
@@ -97,7 +107,7 @@ def _file_of(frame):
 
 
 def trace(worker):
-    """Train a small model for some steps with the hook, and return rank 0's walk of the last step's only bucket."""
+    """Train a small model for some steps with the hook, and return rank 0's shortest walk of a step's only bucket."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -108,19 +118,21 @@ def trace(worker):
     model = DistributedDataParallel(network, bucket_cap_mb=100)
     state = enable(model, worker.options())
     tracer = _Tracer()
-    if worker.rank == 0:
-        state.endpoint.call(tracer.install)
-    for step in range(SETTLED_STEPS + 1):
+    state.endpoint.call(tracer.install)
+    walks = []
+    for step in range(SETTLED_STEPS + TRACED_STEPS):
         loss = model(torch.randn(16, 1000)).square().mean()
-        if worker.rank == 0 and step == SETTLED_STEPS:
-            tracer.on = True
-            tracer.install()
+        tracer.start()
+        tracer.on = step >= SETTLED_STEPS
+        tracer.install()
         loss.backward()
-    sys.setprofile(None)
-    state.endpoint.flush(5.0)  # until what was sent is confirmed, which is the end of the walk
-    tracer.on = False
+        sys.setprofile(None)
+        state.endpoint.flush(5.0)  # until what was sent is confirmed, which is the end of the walk
+        if tracer.on:
+            walks.append(tracer.walk())
+        tracer.on = False
     state.close()
-    return Walk(list(tracer.files), list(tracer.calls), dict(tracer.crossings), tracer.sending)
+    return min(walks, key=lambda walk: len(walk.calls))
 
 
 def walk_of_a_bucket():
