@@ -171,6 +171,11 @@ class GlooWatch(PeerWatch):
         """Announce in PyTorch's store that this rank has left DLCP."""
         self._agreement.publish(LEFT, reason)
 
+    def publish_failed(self, reason: str) -> None:
+        """Announce the same: the others may wait for nothing at the moment, and would not notice."""
+        with contextlib.suppress(RuntimeError):  # the store ended with its rank
+            self.publish_left(reason)
+
     def close(self) -> None:
         """Destroy the Gloo group."""
         if self._gloo:
