@@ -68,6 +68,8 @@ class State:
         Whether it averages a model's gradients: after :meth:`attach`, until :meth:`close`.
     session
         The session; None before the ranks have joined, and in a group of one.
+    group_ranks
+        The job's numbers of the ranks that train the model; empty before they join.
     """
 
     def __init__(self, options: Options) -> None:
@@ -77,6 +79,7 @@ class State:
         self.feedback = Residual()
         self.tagger = Tagger(options.classes())
         self.session: TrainingSession | None = None
+        self.group_ranks: tuple[int, ...] = ()
         self.attached = False
         self._by_framework: FrameworkAverager | None = None
         self._stagers: dict[torch.device, Stager | None] = {}
@@ -201,6 +204,7 @@ class State:
             See :func:`dlcp.session.joining.join`.
         """
         size = dist.get_world_size(group)
+        self.group_ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self._alone = size == 1
         if self._alone:
             return None

@@ -20,11 +20,12 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     ``models`` has one entry per trained model, in the order in which the script first trained them.
     """
     ranks = reports[0]["ranks"] if reports else 0
-    count = max((len(report["models"]) for report in reports), default=0)
-    models = [
-        _merge([report["models"][number] for report in reports if number < len(report["models"])], ranks)
-        for number in range(count)
-    ]
+    # A script may train one model on some ranks and another one on the others, such as the stages of a pipeline.
+    groups: dict[tuple[int, tuple[int, ...]], list[dict[str, Any]]] = {}
+    for report in reports:
+        for number, model in enumerate(report["models"]):
+            groups.setdefault((number, tuple(model["group_ranks"] or range(ranks))), []).append(model)
+    models = [_merge(groups[key], key[1]) for key in sorted(groups)]
     return {
         "ranks": ranks,
         "ranks_here": [report["rank"] for report in reports],
@@ -56,8 +57,11 @@ def as_lines(found: dict[str, Any]) -> list[str]:
 def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if not model["on"]:
         return [f"DLCP left {model['model']} alone: {model['note']}"]
-    here, ranks = len(found["ranks_here"]), found["ranks"]
-    who = f"{ranks} ranks" if here == ranks else f"{here} of {ranks} ranks, those of this machine"
+    members, ranks = model["group_ranks"], len(model["group_ranks"])
+    here = len(set(members) & set(found["ranks_here"]))
+    who = f"{ranks} ranks" if ranks == found["ranks"] else f"ranks {', '.join(map(str, members))}"
+    if here < ranks:
+        who = f"{here} of {who}, those of this machine"
     head = f"DLCP  {model['model']}, {model['steps']:,} steps, {who if ranks > 1 else '1 rank: nothing to exchange'}"
     if ranks == 1:
         return [f"{head} (torchrun's --nproc-per-node says how many)"]
@@ -110,8 +114,8 @@ def _share(last_steps: Sequence[dict[str, int]]) -> float:
     return sum(each["left_over"] for each in last_steps) / packets if packets else 0.0
 
 
-def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """Add up the ranks' reports on one model."""
+def _merge(parts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
+    """Add up the ranks' reports on one model; ``ranks`` are all that train it."""
     ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
     return {
         **{
@@ -127,6 +131,7 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: int) -> dict[str, Any]:
         "left_over": _share([part["last_step"] for part in parts if part["last_step"]]),
         "bound_exceeded": ledger["violations"],
         "refused": dict(sum((Counter(part["refused"]) for part in parts), Counter())),
-        "through": _way(parts, ranks),
+        "through": _way(parts, len(ranks)),
+        "group_ranks": list(ranks),
         "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),
     }

@@ -71,6 +71,7 @@ class Model:
             "route": state.route if state else "",
             "framework_steps": state.framework_steps if state else 0,
             "local_peers": state.local_peers if state else 0,
+            "group_ranks": list(state.group_ranks) if state else None,
             "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,
             "last_step": _last_step(state) if state else None,
@@ -165,7 +166,8 @@ class ScriptSession:
                 with self._own_hook():
                     kind = AdvisedMeasurement if self.plan.advise else Measurement
                     self._measurement = kind(model, self.plan.measure_steps)
-            self._measurement.before_step(model)
+            if model.require_backward_grad_sync:
+                self._measurement.before_step(model)
         elif known is None:
             self._switch_on(model)
 
@@ -254,13 +256,13 @@ _Method = Callable[..., Any]
 def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> Iterator[None]:
     """Intercept an unchanged script's use of DistributedDataParallel, ``fully_shard`` and ``init_process_group``.
 
-    DLCP is not switched on when a model is wrapped, but at its first synchronised forward pass: until then the script
+    DLCP is not switched on when a model is wrapped, but at its first forward pass with gradients: until then the script
     may register its own hook, or shard more modules. All ranks take part in that pass, so all switch DLCP on.
 
     Parameters
     ----------
     ready
-        Called before every synchronised forward pass of a wrapped model, and before the first one of a sharded one.
+        Called before every forward pass with gradients of a wrapped model, and before the first one of a sharded one.
     hooked
         Called before a communication hook is registered, with the model and the hook's state; and when DLCP has been
         switched on in an FSDP2 model.
@@ -330,8 +332,8 @@ def _replacing(stack: contextlib.ExitStack, owner: Any, name: str) -> Callable[[
 
 
 def _before_forward(ready: WhenReady, model: DistributedDataParallel, arguments: object) -> None:
-    """Call ``ready`` if the pass's backward will be synchronised, by DistributedDataParallel's own criterion."""
-    if torch.is_grad_enabled() and model.require_backward_grad_sync:
+    """Call ``ready`` before a pass for training; pipelines run all of them under ``no_sync``."""
+    if torch.is_grad_enabled():
         ready(model)
 
 

@@ -38,6 +38,7 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "route": "",
         "framework_steps": 0,
         "local_peers": 0,
+        "group_ranks": list(range(ranks)),
         "refused": {},
         "ledger": ledger(**counts),
         "last_step": {"packets": 100, "left_over": left_over},
@@ -125,6 +126,16 @@ def test_the_way_that_packets_took_is_told(local_peers, way):
     found = summary.summarize(reports)
     assert found["models"][0]["through"] == way
     assert f"packets sent       3,000, through {way}\n" in "\n".join(summary.as_lines(found))
+
+
+def test_models_of_some_ranks_are_told_apart():
+    reports = [report(rank, ranks=4, sent=100 * (rank + 1)) for rank in range(3)]
+    for each in reports[:2]:
+        each["models"][0]["group_ranks"] = [0, 1]
+    reports[2]["models"][0]["group_ranks"] = [2, 3]
+    text = "\n".join(summary.as_lines(summary.summarize([*reports, report(3, ranks=4, models=[])])))
+    assert "Net, 10 steps, ranks 0, 1\n  packets sent       300" in text
+    assert "Net, 12 steps, ranks 2, 3\n  packets sent       300" in text
 
 
 def test_ranks_of_other_machines_are_not_claimed():
