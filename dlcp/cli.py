@@ -79,6 +79,14 @@ dlcp doctor --nproc-per-node 4 script.py               what DLCP can gain for a 
 dlcp advise --nproc-per-node 4 --save advice.json script.py
 """,
     ),
+    "plan": Command(
+        "divide a model into the stages of a pipeline, and workers among them",
+        needs="sim",
+        examples="""
+dlcp plan vgg16 --workers 8 --rate-mbps 10000 --batch 64
+dlcp plan my.module:model --input 3,224,224 --workers 4 --rate-mbps 1000
+""",
+    ),
     "live": Command(
         "serve a live page and Prometheus metrics of running ranks",
         needs="live",

@@ -19,6 +19,7 @@ from msgspec import Meta
 from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
+from dlcp.sim.pipeline_training import pipeline_of
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.topology import build_topology
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
@@ -286,13 +287,16 @@ class _ChangedSetting:
         with self._blamed("topology"):
             topology = build_topology(setting.topology)
         with self._blamed("training"):
-            place_jobs(setting.training, topology.hosts, setting.seed)
+            placed = place_jobs(setting.training, topology.hosts, setting.seed)
         for number, failing in enumerate(setting.failures):
             with self._blamed("failures", number, "nodes"):
                 topology.between(*failing.nodes)
         for number, job in enumerate(setting.training):
             with self._blamed("training", number, "model"):
-                profile_of(job)
+                profile = profile_of(job)
+            if job.pipeline:
+                with self._blamed("training", number, "pipeline"):
+                    pipeline_of(next(each for each in placed if each.spec is job), profile, topology)
             with self._blamed("training", number, "deferral"):
                 job.deferral_curve()
         with self._blamed():

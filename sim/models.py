@@ -5,6 +5,7 @@
 """
 
 import importlib
+import logging
 import statistics
 import time
 import warnings
@@ -19,7 +20,9 @@ import msgspec
 import yaml
 
 from dlcp.document import Document
-from dlcp.error_text import nearest
+from dlcp.error_text import describe, nearest
+
+log = logging.getLogger("dlcp")
 
 
 class ModelLayer(msgspec.Struct, frozen=True, array_like=True):
@@ -31,11 +34,14 @@ class ModelLayer(msgspec.Struct, frozen=True, array_like=True):
         Number of values.
     macs
         Multiply-accumulate operations of the forward pass, for one sample (an image, a sequence, or a token).
+    outputs
+        Values of one sample that later layers need from this layer and earlier ones; 0 if unknown.
     """
 
     name: str
     parameters: int
     macs: int
+    outputs: int = 0
 
 
 class ModelArchitecture(msgspec.Struct, frozen=True):
@@ -47,11 +53,15 @@ class ModelArchitecture(msgspec.Struct, frozen=True):
         Unit of the batch size.
     source
         Publication that describes the architecture.
+    extends, after
+        The model has all layers of this one, too: its own come behind that layer of it.
     """
 
     layers: tuple[ModelLayer, ...]
     sample: Literal["image", "sequence", "token"]
     source: str
+    extends: str = ""
+    after: str = ""
 
     @property
     def parameters(self) -> int:
@@ -93,9 +103,20 @@ class _Published(msgspec.Struct, frozen=True):
     throughputs: tuple[Throughput, ...]
 
 
+def _extended(model: ModelArchitecture, models: Mapping[str, ModelArchitecture]) -> ModelArchitecture:
+    """Return a model with the layers of the one that it extends."""
+    if not model.extends:
+        return model
+    others = models[model.extends].layers
+    place = [layer.name for layer in others].index(model.after) + 1
+    return msgspec.structs.replace(model, layers=(*others[:place], *model.layers, *others[place:]))
+
+
 _PUBLISHED: Final = msgspec.yaml.decode(Path(__file__).with_name("models.yaml").read_bytes(), type=_Published)
-MODELS: Final = _PUBLISHED.models
+MODELS: Final = {name: _extended(model, _PUBLISHED.models) for name, model in _PUBLISHED.models.items()}
 THROUGHPUTS: Final = _PUBLISHED.throughputs
+VALUE_BYTES: Final = 4
+"""Bytes of a parameter, a gradient and an activation in single precision."""
 BACKWARD_OVER_FORWARD: Final = 2.0
 """The backward pass has two matrix products for each one of the forward pass: for the gradients of the inputs and of
 the weights (Narayanan et al., SC 2021, arXiv 2104.04473, appendix)."""
@@ -116,12 +137,20 @@ def architecture(name: str) -> ModelArchitecture:
 
 @dataclass(frozen=True, slots=True)
 class TimedLayer:
-    """A layer's parameters, and the times of its forward and backward pass for a whole batch."""
+    """A layer's parameters, and the times of its forward and backward pass for a whole batch.
+
+    Parameters
+    ----------
+    output_bytes
+        What later layers need from this layer and earlier ones, for a whole batch; 0 if unknown, or if the model cannot
+        be cut here.
+    """
 
     name: str
     parameters: int
     forward_s: float
     backward_s: float
+    output_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +206,13 @@ def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | Non
             forward_s = samples / rate / (1 + BACKWARD_OVER_FORWARD)
             forward = [forward_s * layer.macs / model.macs for layer in model.layers]
             layers = [
-                TimedLayer(layer.name, layer.parameters, seconds, seconds * BACKWARD_OVER_FORWARD)
+                TimedLayer(
+                    layer.name,
+                    layer.parameters,
+                    seconds,
+                    seconds * BACKWARD_OVER_FORWARD,
+                    samples * layer.outputs * VALUE_BYTES,
+                )
                 for layer, seconds in zip(model.layers, forward, strict=True)
             ]
             return StepProfile(name, tuple(layers), samples, entry.source)
@@ -238,8 +273,9 @@ def measure(
 ) -> StepProfile:
     """Return a model's profile.
 
-    Each module with parameters of its own is a layer. Modules without parameters (activations, pooling) count towards
-    the layer before them, so that the layers' times add up to the step's.
+    Each module with parameters of its own is a layer; layers are in the order in which the model calls them. Modules
+    without parameters (activations, pooling) count towards the layer before them, so that the layers' times add up to
+    the step's.
 
     Parameters
     ----------
@@ -290,11 +326,47 @@ def measure(
         for handle in handles:
             handle.remove()
     forward, backward = zip(*passes[1:], strict=True)
+    outputs = _outputs(torch, model, inputs, name)
+    called = list(passes[0][0])  # by forward pass
+    layers.sort(key=lambda layer: called.index(layer[0]) if layer[0] in called else len(called))
     timed = tuple(
-        TimedLayer(path, _own(module), _median(forward, path), _median(backward, path)) for path, module in layers
+        TimedLayer(path, _own(module), _median(forward, path), _median(backward, path), outputs.get(path, 0))
+        for path, module in layers
     )
     source = f"measured with PyTorch {torch.__version__} on {device}, median of {rounds} passes"
     return StepProfile(name, timed, batch, source)
+
+
+def _outputs(torch: Any, model: Any, inputs: Any, name: str) -> dict[str, int]:
+    """Return the bytes that later layers need from each layer and earlier ones, where the model can be cut after it.
+
+    It can be cut before the first use of the next layer's parameters, unless parameters are used on both sides.
+    """
+    try:
+        exported = torch.export.export(model, (inputs,), strict=False)
+    except Exception as error:
+        reason = describe(error).partition("\n")[0]
+        log.warning("%s cannot be cut into stages: torch.export does not follow it: %s", name, reason)
+        return {}
+    nodes = list(exported.graph.nodes)
+    at = {node: number for number, node in enumerate(nodes)}
+    parameters = {**exported.graph_signature.inputs_to_parameters, **exported.graph_signature.inputs_to_buffers}
+    uses: defaultdict[str, list[int]] = defaultdict(list)
+    for node in nodes:
+        if node.name in parameters and node.users:
+            uses[parameters[node.name].rpartition(".")[0]] += [at[user] for user in node.users]
+    order = sorted(uses, key=lambda path: min(uses[path]))
+    found = {}
+    for path, following in pairwise(order):
+        cut = min(uses[following])
+        if max(max(uses[each]) for each in order[: order.index(following)]) < cut:
+            values = [
+                node.meta["val"]
+                for node in nodes[:cut]
+                if node.name not in parameters and any(at[user] >= cut for user in node.users)
+            ]
+            found[path] = sum(each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor))
+    return found
 
 
 def _own(module: Any) -> int:

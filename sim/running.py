@@ -21,6 +21,7 @@ from dlcp.convergence import curve
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineName, counts_by_name, drops_by_class
+from dlcp.sim.pipeline_training import pipelined_training
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
@@ -192,7 +193,9 @@ def run(
     simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=messages)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
-    started = [simulation.process(training(simulation, job)) for job in jobs]
+    started = [
+        simulation.process((pipelined_training if job.job.spec.pipeline else training)(simulation, job)) for job in jobs
+    ]
     start_background_and_failures(simulation)
     if started:
         simulation.process(_end(simulation, started))
@@ -259,6 +262,7 @@ def _document(
                 "compute_s": significant(job.profile.compute_s),
                 "step_s": [significant(seconds) for seconds in job.step_s],
                 **({"bits": job.bits} if job.bits else {}),
+                **({"pipeline": job.pipeline} if job.pipeline else {}),
                 "profile": job.profile.source,
             }
             for job in jobs
@@ -304,6 +308,13 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
             for job in jobs
             if (steps := counted.get(job.job.name))
         )
+        speeds = [
+            (job.profile.compute_s / fmean(counted[job.job.name]), job.job.spec.workers) for job in jobs if job.step_s
+        ]
+        found["efficiency"] = fmean(speed for speed, _ in speeds)
+        found["speedup"] = fmean(speed * workers for speed, workers in speeds)
+        samples = sum(job.minibatches * job.profile.batch for job in jobs)
+        found["packets_per_sample"] = messages.sent / samples
     return found
 
 

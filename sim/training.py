@@ -40,6 +40,7 @@ from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, 
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
+from dlcp.sim.pipeline import parse_replicas
 from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.simulation import Process, Simulation
 from dlcp.sim.transports import DlcpTransport
@@ -48,6 +49,8 @@ from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
+PLANNED_PIPELINE: Final = "planned"
+"""The value of `TrainingJob.pipeline` that leaves stages to the planner."""
 
 
 class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -107,6 +110,9 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     precision
         Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
         fewer under congestion, from the second step on.
+    pipeline
+        Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
+        (`dlcp.sim.pipeline`); by default, every worker has the whole model.
     optimizer
         Selects the curves of additional steps that deferral and precision cost; these are measured by optimizer.
     layer_queues
@@ -141,6 +147,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     deferral: DeferralSpec | None = None
     precision: Precision = FULL_BITS
+    pipeline: str = ""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     steps: Annotated[int, Meta(ge=1, le=1000)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -176,8 +183,16 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"step; got precision {self.precision}, collective {self.collective!r}, compression "
                 f"{self.compression:g} and {self.steps} steps"
             )
+        if self.pipeline:
+            self._check_pipeline()
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
+
+    def _check_pipeline(self) -> None:
+        if self.servers or self.deferral or self.precision != FULL_BITS:
+            raise ValueError("a pipeline has no servers, no deferral and precision 32; leave these out, or pipeline")
+        if self.pipeline != PLANNED_PIPELINE and sum(parse_replicas(self.pipeline)) != self.workers:
+            raise ValueError(f"pipeline {self.pipeline} does not add up to the {self.workers} workers")
 
     def deferral_curve(self) -> ConvergenceCurve | None:
         """Return the curve of additional steps that the job's deferral costs; None without deferral.
@@ -284,15 +299,16 @@ UNIFORM_PROFILE: Final = 256
 _SHARDED: Final = ("ring", "direct", "halving_doubling", "hierarchical")
 
 
-def piece_limit(job: TrainingJob) -> int:
+def piece_limit(job: TrainingJob, workers: int | None = None) -> int:
     """Return the largest size of a job's pieces, in bytes.
 
-    Pieces that are cut into one shard per worker may be larger by the number of workers, up to a ``fifo`` bucket.
+    Pieces that are cut into one shard per worker may be larger by the number of workers, up to a ``fifo`` bucket. All
+    of the job's workers share them, or as many as ``workers``.
     """
     if job.piece_bytes is not None:
         return job.piece_bytes
     most = SCHEDULER_PIECE_BYTES[job.scheduler]
-    return min(DDP_BUCKET_BYTES, most * job.workers) if job.collective in _SHARDED else most
+    return min(DDP_BUCKET_BYTES, most * (workers or job.workers)) if job.collective in _SHARDED else most
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,12 +528,22 @@ class Progress:
         Duration of each step, including the forward pass after it.
     bits
         Bits per value of each step; empty in full precision.
+    minibatches
+        Minibatches that all workers together compute.
+    pipeline
+        Replicas of each stage; empty if each worker has the whole model.
     """
 
     job: PlacedJob
     profile: StepProfile
     step_s: list[float] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
+    minibatches: int = 0
+    pipeline: str = ""
+
+    def __post_init__(self) -> None:
+        """Count a minibatch per worker and step."""
+        self.minibatches = self.job.spec.steps * len(self.job.workers)
 
 
 def profile_of(job: TrainingJob) -> StepProfile:
@@ -545,7 +571,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
         layer_queues=spec.layer_queues,
         magnitude_classes=spec.magnitude_classes,
     )
-    factors = _factors(simulation, job)
+    factors = computing_factors(simulation, job)
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
     yield env.timeout(seconds_to_ps(job.start_s))
@@ -598,7 +624,7 @@ def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | N
     )
 
 
-def _factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:
+def computing_factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:
     """Return each worker's computing time relative to the profile, float64 (steps, workers)."""
     spec = job.spec
     random = simulation.random(3, job.number)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dlcp import configuration
 from dlcp.configuration import Range, short
+from dlcp.document import DocumentError
 
 _Parser = argparse._ActionsContainer
 """A parser or a group of its options."""
@@ -166,3 +167,17 @@ def write_late(command: str, file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         refuse(command, f"warning: {file} was not written: {error.strerror}")
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Return the shape of one sample, given as ``3,224,224``.
+
+    Raises
+    ------
+    DocumentError
+        It is not a list of positive numbers.
+    """
+    try:
+        return tuple(map(whole(1), text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise DocumentError(f"--input takes a shape such as 3,224,224, got {short(text)}: {error}") from None

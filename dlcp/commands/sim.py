@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.commands.common import add, add_json, add_out, check_writable, real, refuse, whole
-from dlcp.configuration import Range, short
+from dlcp.commands.common import add, add_json, add_out, check_writable, parse_shape, real, refuse, whole
+from dlcp.configuration import Range
 from dlcp.document import DocumentError
 from dlcp.error_text import nearest
 
@@ -190,10 +190,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     from dlcp.sim.models import load_factory, measure, write_profile
 
-    try:
-        shape = tuple(map(whole(1), arguments.input.split(",")))
-    except argparse.ArgumentTypeError as error:
-        raise DocumentError(f"--input takes a shape such as 3,224,224, got {short(arguments.input)}: {error}") from None
+    shape = parse_shape(arguments.input)
     try:
         check_writable("--output", arguments.output)
     except ValueError as error:
