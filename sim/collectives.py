@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces as graphs: ring, direct, parameter server, halving and doubling, tree, and two levels.
+"""All-reduces as graphs: ring, direct, parameter server, BytePS, halving and doubling, tree, and two levels.
 
 Each function adds one all-reduce to a graph. ``after`` has one node per rank, which has to be done before the rank
 takes part. The function returns one node per rank, int64 (ranks,), which is done when the rank has the result.
@@ -23,7 +23,9 @@ RESULT_MESSAGE: Final = 0x8000
 SHARD_MESSAGES: Final = 64
 """Distance between the message numbers of two shards: a step of a job has about 64 all-reduces."""
 
-CollectiveName = Literal["parameter_server", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
+CollectiveName = Literal["parameter_server", "byteps", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
+WITH_SERVERS: Final = ("parameter_server", "byteps")
+"""All-reduces with servers; BytePS does without, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,12 @@ def all_reduce(
     Parameters
     ----------
     servers
-        Hosts of the parameter servers, for ``parameter_server``.
+        Hosts of the parameter servers, for ``parameter_server`` and ``byteps``.
     group
         Number of ranks in a group of neighbours, for ``hierarchical``.
     """
-    if collective == "parameter_server":
-        return parameter_server(builder, spec, servers, after)
+    if collective in WITH_SERVERS:
+        return (parameter_server if collective == "parameter_server" else byteps)(builder, spec, servers, after)
     if collective in ("ring", "direct"):
         return (ring if collective == "ring" else direct)(builder, spec, after)
     if after is None:
@@ -170,41 +172,63 @@ def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None)
 
 def direct(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None) -> Nodes:
     """Add a direct all-reduce: every rank sends each other rank that rank's shard, and receives the averages."""
-    return _through_owners(builder, spec, range(len(spec.hosts)), after, owners_are_ranks=True)
+    return _through_owners(builder, spec, spec.hosts, shard_sizes(spec.size_bytes, len(spec.hosts)), after)
 
 
 def parameter_server(
     builder: GraphBuilder, spec: AllReduceSpec, servers: Sequence[int], after: Nodes | None = None
 ) -> Nodes:
     """Add an exchange through parameter servers: ``servers`` own equal shards, ranks are the workers."""
+    _check_servers(spec, servers)
+    return _through_owners(builder, spec, servers, shard_sizes(spec.size_bytes, len(servers)), after)
+
+
+def byteps(builder: GraphBuilder, spec: AllReduceSpec, servers: Sequence[int], after: Nodes | None = None) -> Nodes:
+    """Add BytePS' exchange: n ranks and up to n additional servers own shards that load all links alike.
+
+    A rank's link also carries the rank's own gradients, so its shard is smaller than a server's (Jiang et al., OSDI
+    2020, section 4.1). Without servers this is a direct all-reduce.
+    """
+    _check_servers(spec, servers)
+    ranks, extra = len(spec.hosts), len(servers)
+    if extra > ranks:
+        raise ValueError(f"byteps divides the load over at most as many servers as ranks; got {extra} and {ranks}")
+    shares = [ranks - extra] * ranks + [2 * (ranks - 1)] * extra
+    ends = np.rint(np.cumsum([0, *shares]) * (spec.size_bytes / sum(shares))).astype(np.int64)
+    return _through_owners(builder, spec, [*spec.hosts, *servers], np.diff(ends), after)
+
+
+def _check_servers(spec: AllReduceSpec, servers: Sequence[int]) -> None:
     overlap = sorted(set(spec.hosts) & set(servers))
     if overlap:
         raise ValueError(f"hosts {overlap} are workers and servers at once; use the direct all-reduce instead")
-    return _through_owners(builder, spec, servers, after, owners_are_ranks=False)
 
 
 def _through_owners(
-    builder: GraphBuilder, spec: AllReduceSpec, owners: Sequence[int], after: Nodes | None, *, owners_are_ranks: bool
+    builder: GraphBuilder,
+    spec: AllReduceSpec,
+    owners: Sequence[int],
+    sizes: NDArray[np.int64],
+    after: Nodes | None,
 ) -> Nodes:
+    """Add an exchange in which each rank sends each shard to its owner, a rank or a server, and receives the result."""
     hosts = np.asarray(spec.hosts, np.int64)
     ranks = np.arange(len(hosts))
-    sizes = shard_sizes(spec.size_bytes, len(owners))
     ends = builder.delays(np.zeros(len(hosts), np.int64))
-    for shard, owner in enumerate(owners):
-        others = ranks[ranks != owner] if owners_are_ranks else ranks
-        home = int(hosts[owner]) if owners_are_ranks else owner
+    for shard, (owner, size) in enumerate(zip(owners, sizes.tolist(), strict=True)):
+        if not size:
+            continue
+        others = ranks[hosts != owner]
         number = spec.shard_message(shard)
-        contributions = spec.messages(
-            builder, hosts[others], home, sizes[shard], sender=others, result=False, message=number
-        )
+        contributions = spec.messages(builder, hosts[others], owner, size, sender=others, result=False, message=number)
         if after is not None:
             builder.follow(after[others], contributions)
         reduced = builder.barrier(contributions)
-        if owners_are_ranks:
-            if after is not None:
-                builder.follow(after[owner], reduced)
-            builder.follow(reduced, ends[owner])
-        results = spec.messages(builder, home, hosts[others], sizes[shard], sender=others, result=True, message=number)
+        own = ranks[hosts == owner]
+        if after is not None:
+            builder.follow(after[own], reduced)
+        builder.follow(reduced, ends[own])
+        results = spec.messages(builder, owner, hosts[others], size, sender=others, result=True, message=number)
         builder.follow(reduced, results)
         builder.follow(results, ends[others])
     return ends

@@ -36,7 +36,14 @@ from dlcp.convergence import COST_OF_PRECISION, ConvergenceCurve, curve
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
-from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, CollectiveName, all_reduce
+from dlcp.sim.collectives import (
+    RESULT_MESSAGE,
+    SHARD_MESSAGES,
+    WITH_SERVERS,
+    AllReduceSpec,
+    CollectiveName,
+    all_reduce,
+)
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
@@ -80,7 +87,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     batch
         Samples per worker and step; by default, the batch of the published throughput.
     workers, servers
-        Number of workers, and of parameter servers on additional hosts, for ``parameter_server``.
+        Number of workers, and of parameter servers on additional hosts, for ``parameter_server`` and ``byteps``.
     placement
         Which hosts: the next free ones, every n-th free one, or random ones.
     copies
@@ -157,11 +164,15 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         """Reject contradictory settings."""
-        if (self.collective == "parameter_server") != bool(self.servers):
+        if (self.servers and self.collective not in WITH_SERVERS) or (
+            self.collective == "parameter_server" and not self.servers
+        ):
             raise ValueError(
                 f"servers is {self.servers} and collective is {self.collective!r}; servers are for parameter_server, "
-                "which needs at least one"
+                "which needs at least one, and for byteps"
             )
+        if self.collective == "byteps" and self.servers > self.workers:
+            raise ValueError(f"byteps has at most as many servers as workers; got {self.servers} and {self.workers}")
         if self.collective == "halving_doubling" and self.workers & (self.workers - 1):
             raise ValueError(f"halving_doubling needs a power of two as the number of workers, got {self.workers}")
         if self.collective == "hierarchical" and self.workers % self.group:
@@ -296,7 +307,7 @@ UNIFORM_SHARES: Final = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Shares of drop classes if magnitude does not count: all packets are in the class with the highest threshold."""
 UNIFORM_PROFILE: Final = 256
 """Number of that distribution in `class_shares`; smaller numbers are layer positions."""
-_SHARDED: Final = ("ring", "direct", "halving_doubling", "hierarchical")
+_SHARDED: Final = ("ring", "direct", "byteps", "halving_doubling", "hierarchical")
 
 
 def piece_limit(job: TrainingJob, workers: int | None = None) -> int:
@@ -455,7 +466,8 @@ def step_graph(
     ends: list[int] = []
     worker_ends: list[Nodes] = []
     previous: Nodes | None = None
-    shards = max(len(job.servers), len(job.workers) if job.spec.collective == "direct" else 1)
+    by_ranks = job.spec.collective in ("direct", "byteps")
+    shards = max(1, len(job.servers) + (len(job.workers) if by_ranks else 0))
     for offset, speed in enumerate(factors):
         back = _chain(builder, backward[::-1], speed, previous)[::-1]
         needs: list[list[Nodes]] = [[] for _ in profile.layers]
@@ -473,7 +485,7 @@ def step_graph(
                 step=first_step + offset,
                 message=_message_number(number, shards),
             )
-            servers = _servers(job.servers, piece.size_bytes, number)
+            servers = job.servers if by_ranks else _servers(job.servers, piece.size_bytes, number)
             done = all_reduce(
                 builder, job.spec.collective, spec, back[piece.ready], servers=servers, group=job.spec.group
             )

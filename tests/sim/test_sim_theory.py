@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
+from dlcp.sim.collectives import AllReduceSpec, byteps
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star
@@ -173,3 +174,34 @@ def test_budget_is_the_most_that_a_switch_drops():
     assert result.drops_by_class[7] > result.drops_by_class[1]
     # What comes back is whole.
     assert not result.messages["missing_packets"][result.messages["source"] == 0].any()
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(4, 1), (8, 0), (8, 4), (8, 8)])
+def test_byteps_loads_all_links_alike(ranks, servers):
+    """Jiang et al., OSDI 2020: t = 2 n (n - 1) M / ((n^2 + k n - 2 k) B) for k servers beside n ranks."""
+    size, pieces = 80_000_000, 100
+    transport = DctcpTransport(packet_bytes=9000)
+    topology = Star(hosts=ranks + servers, host_link=LinkSpec(rate_gbps=10.0))
+    switches = SwitchSpec(packet_bytes=9000, buffer_packets=400, ecn=EcnSpec(min_packets=11, max_packets=11))
+    simulation = Simulation(Scenario(topology=topology, transports={"t": transport}, switches=switches))
+    builder = GraphBuilder()
+    for piece in range(pieces):
+        spec = AllReduceSpec(range(ranks), size // pieces, 0, order=piece, message=piece)
+        byteps(builder, spec, range(ranks, ranks + servers))
+    graph = builder.build()
+    simulation.submit(graph)
+    simulation.run()
+    busiest = 2 * ranks * (ranks - 1) * size / (ranks**2 + servers * ranks - 2 * servers)
+    sent = graph.nodes[graph.nodes["size_bytes"] > 0]
+    for end in ("source", "target"):
+        loads = np.bincount(sent[end], sent["size_bytes"])
+        assert loads == pytest.approx(np.full(ranks + servers, busiest), rel=1e-4)
+    wire = transport.packet_bytes / (transport.packet_bytes - transport.header_bytes)
+    assert 1.0 < simulation.engine.now_ps / 1e12 / (busiest * wire * 8 / 10e9) < 1.1
+
+
+def test_byteps_takes_at_most_as_many_servers_as_ranks():
+    with pytest.raises(ValueError, match="at most as many servers as ranks; got 3 and 2"):
+        byteps(GraphBuilder(), AllReduceSpec((0, 1), 10, 0), (2, 3, 4))
+    with pytest.raises(ValueError, match="workers and servers at once"):
+        byteps(GraphBuilder(), AllReduceSpec((0, 1), 10, 0), (1,))

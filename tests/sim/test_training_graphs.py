@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce, ring
+from dlcp.sim.collectives import RESULT_MESSAGE, WITH_SERVERS, AllReduceSpec, all_reduce, ring
 from dlcp.sim.experiment import RunSetting
 from dlcp.sim.graph import Graph, GraphBuilder
 from dlcp.sim.models import StepProfile, TimedLayer
@@ -44,14 +44,14 @@ def reached(graph: Graph) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(
-    "collective", ["parameter_server", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
+    "collective", ["parameter_server", "byteps", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
 )
 def test_everybody_gets_everybodys(collective) -> None:
     count = 8
     builder = GraphBuilder()
     after = builder.delays(np.zeros(count, np.int64))
     exchange = AllReduceSpec(list(range(count)), 8_000_000, 0, loss_bound=0.1)
-    servers = (8, 9) if collective == "parameter_server" else ()
+    servers = (8, 9) if collective in WITH_SERVERS else ()
     ends = all_reduce(builder, collective, exchange, after, servers=servers, group=4)
     graph = builder.build()
     before = reached(graph)
@@ -159,6 +159,7 @@ def test_jobs_get_hosts_of_their_own() -> None:
     [
         ({"collective": "parameter_server"}, "needs at least one"),
         ({"servers": 2}, "servers are for parameter_server"),
+        ({"collective": "byteps", "workers": 2, "servers": 3}, "at most as many servers as workers"),
         ({"collective": "halving_doubling", "workers": 6}, "power of two"),
         ({"collective": "hierarchical", "workers": 10, "group": 4}, "groups of 4"),
         ({"stragglers": (StragglerSpec(worker=8),)}, "rank is beyond"),
