@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel support vector machine is scikit-learn's, whatever the number of ranks and whatever it eliminates."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+from sklearn.svm import SVC
+
+import dlcp.session
+from dlcp.examples import svm
+
+pytestmark = pytest.mark.timeout(120)
+OPTIONS = {"loss_bound": 0.0, "precision": "32", "combine": "sum", "fallback": False}
+
+
+@pytest.mark.parametrize("name", ["cancer", "digits"])
+@pytest.mark.parametrize("elimination", svm.ELIMINATION)
+def test_it_is_scikit_learns(name, elimination):
+    samples, labels, test_samples, test_labels = svm.load(name, 1)
+    cost, gamma = svm.COSTS[name]
+    theirs = SVC(C=cost, gamma=gamma).fit(samples, labels)
+    with dlcp.session.join(dlcp.session.Options(**OPTIONS), rank=0, size=1) as group:
+        ours = svm.train(group, name, 1, elimination)
+    assert ours["accuracy"] == (theirs.predict(test_samples) == test_labels).mean()
+    assert ours["threshold"] == pytest.approx(-theirs.intercept_[0], abs=2 * svm.TOLERANCE)
+    assert ours["support_vectors"] == pytest.approx(theirs.n_support_.sum(), abs=2)
+
+
+def test_elimination_saves_work_and_is_undone():
+    found = {}
+    for elimination in ("none", "early"):
+        with dlcp.session.join(dlcp.session.Options(**OPTIONS), rank=0, size=1) as group:
+            found[elimination] = svm.train(group, "digits", 1, elimination)
+    assert found["early"]["kernel_evaluations"] < 0.8 * found["none"]["kernel_evaluations"]
+    assert found["early"]["reconstructions"] > found["none"]["reconstructions"] == 0
+
+
+def test_four_ranks_find_what_one_finds():
+    command = [sys.executable, "-m", "dlcp.examples.svm", "--data", "digits"]
+    found = []
+    for launcher in ([], [sys.executable, "-m", "dlcp.cli", "launch", "-n", "4", "--"]):
+        done = subprocess.run(
+            [*launcher, *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    one, four = found
+    assert (one["ranks"], four["ranks"]) == (1, 4)
+    for name in ("accuracy", "rounds", "support_vectors", "reconstructions"):
+        assert one[name] == four[name]
+    assert one["threshold"] == pytest.approx(four["threshold"], abs=1e-9)
+
+
+def test_rows_of_texts_are_sent_sparse():
+    samples, labels, *_ = svm.load("text", 1)
+    widest = int(np.diff(samples.indptr).max())
+    assert widest <= 40
+    assert samples.shape == (len(labels), 5000)
