@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces as graphs: ring, direct, parameter server, BytePS, halving and doubling, tree, and two levels.
+"""Collectives as graphs.
 
-Each function adds one all-reduce to a graph. ``after`` has one node per rank, which has to be done before the rank
+All-reduces: ring, direct, parameter server, BytePS, halving and doubling, tree, and two levels.
+
+Each function adds one collective to a graph. ``after`` has one node per rank, which has to be done before the rank
 takes part. The function returns one node per rank, int64 (ranks,), which is done when the rank has the result.
 
 Contributions (reduce-scatter, and up a tree) may lose packets within the loss bound. Results (all-gather, and down a
@@ -137,15 +139,32 @@ def shard_sizes(size_bytes: int, shards: int) -> NDArray[np.int64]:
 
 def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None) -> Nodes:
     """Add a ring: 2 (n - 1) rounds, in which each rank sends a shard to the next rank."""
-    hosts = np.asarray(spec.hosts, np.int64)
-    count = len(hosts)
+    count = len(spec.hosts)
     if count < 2:
         raise ValueError(f"a ring needs at least two hosts, and has {count}")
+    return _ring_rounds(builder, spec, after, range(2 * (count - 1)))
+
+
+def reduce_scatter(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
+    """Add a reduce-scatter, the first half of a ring: each rank begins with ``size_bytes`` and ends with its shard."""
+    return _ring_rounds(builder, spec, after, range(len(spec.hosts) - 1))
+
+
+def all_gather(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
+    """Add an all-gather, the second half of a ring: each rank begins with its shard and ends with ``size_bytes``."""
+    count = len(spec.hosts)
+    return _ring_rounds(builder, spec, after, range(count - 1, 2 * (count - 1)))
+
+
+def _ring_rounds(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None, turns: range) -> Nodes:
+    """Add rounds of a ring: the first n - 1 reduce and scatter, the last n - 1 gather."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    count = len(hosts)
     sizes = shard_sizes(spec.size_bytes, count)
     ranks = np.arange(count)
     previous: Nodes | None = None
     results: list[Nodes] = []
-    for turn in range(2 * (count - 1)):
+    for turn in turns:
         nodes = spec.messages(
             builder,
             hosts,
@@ -155,7 +174,7 @@ def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None)
             sender=(ranks + turn * count) & 0xFFFF,
             result=turn >= count - 1,
         )
-        if after is not None and turn < count:
+        if after is not None and turn < turns.start + count:
             # A rank first sends its own shard, then n - 1 times what it received plus its own values.
             builder.follow(after, nodes)
         if previous is not None:
@@ -164,6 +183,9 @@ def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None)
             results.append(nodes)
         previous = nodes
     ends = builder.delays(np.zeros(count, np.int64))
+    if after is not None:
+        # In half a ring, what a rank receives does not imply that the rank itself has begun.
+        builder.follow(after, ends)
     for nodes in results:
         # The last sum completes one shard of the rank; all other shards arrive complete. Messages may be reordered.
         builder.follow(np.roll(nodes, 1), ends)
@@ -324,3 +346,76 @@ def _within(
         sender=(sources * group + shards).ravel() & 0xFFFF,
         result=result,
     )
+
+
+def all_to_all(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
+    """Add an all-to-all: each rank sends each other rank one of the n equal parts of its ``size_bytes``."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    count = len(hosts)
+    sizes = shard_sizes(spec.size_bytes, count)
+    ranks = np.arange(count)
+    ends = builder.delays(np.zeros(count, np.int64))
+    builder.follow(after, ends)
+    for offset in range(1, count):
+        # In each turn, every rank sends to another one: no rank receives from all others at once at the start.
+        targets = (ranks + offset) % count
+        parts = spec.messages(builder, hosts, hosts[targets], sizes[targets], sender=ranks, result=True)
+        builder.follow(after, parts)
+        builder.follow(parts, ends[targets])
+    return ends
+
+
+def broadcast(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
+    """Add a broadcast of ``size_bytes`` from a rank, along a binomial tree."""
+    return _binomial(builder, spec, root, after, up=False)
+
+
+def reduce(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
+    """Add a reduction of ``size_bytes`` to a rank, along a binomial tree."""
+    return _binomial(builder, spec, root, after, up=True)
+
+
+def _binomial(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes, *, up: bool) -> Nodes:
+    """Add a binomial tree, whose edges span 1, 2, 4, ... ranks from the root on: the longest first unless ``up``."""
+    count = len(spec.hosts)
+    hosts = np.roll(np.asarray(spec.hosts, np.int64), -root)
+    ready = np.roll(after, -root)
+    spans = [1 << bit for bit in range((count - 1).bit_length())]
+    for span in spans if up else reversed(spans):
+        inner = np.arange(0, count - span, 2 * span)
+        sources, targets = (inner + span, inner) if up else (inner, inner + span)
+        messages = spec.messages(
+            builder, hosts[sources], hosts[targets], spec.size_bytes, sender=sources, result=not up
+        )
+        builder.follow(ready[sources], messages)
+        received = builder.delays(np.zeros(len(messages), np.int64))
+        builder.follow(messages, received)
+        builder.follow(ready[targets], received)
+        ready[targets] = received
+    return np.roll(ready, root)
+
+
+def gather(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
+    """Add a gather: each other rank sends its ``size_bytes`` to one rank."""
+    return _with_root(builder, spec, root, after, spec.size_bytes, inwards=True)
+
+
+def scatter(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
+    """Add a scatter: a rank sends each other rank one of the n equal parts of its ``size_bytes``."""
+    return _with_root(builder, spec, root, after, -(-spec.size_bytes // len(spec.hosts)), inwards=False)
+
+
+def _with_root(
+    builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes, size_bytes: int, *, inwards: bool
+) -> Nodes:
+    """Add a message between one rank and each other rank."""
+    hosts = np.asarray(spec.hosts, np.int64)
+    others = np.delete(np.arange(len(hosts)), root)
+    roots = np.full(len(others), root)
+    sources, targets = (others, roots) if inwards else (roots, others)
+    messages = spec.messages(builder, hosts[sources], hosts[targets], size_bytes, sender=others, result=True)
+    builder.follow(after[sources], messages)
+    ends = builder.delays(np.zeros(len(hosts), np.int64))
+    builder.follow(after, ends)
+    builder.follow(messages, ends[targets])
+    return ends
