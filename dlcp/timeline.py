@@ -28,7 +28,7 @@ BYTES_MAX: Final = 256 << 20
 """Largest file: some million notes, more than a trace viewer can show."""
 EVENTS: Final = {
     "joined": ("session",),
-    "ready": ("layers",),
+    "ready": ("bytes", "layers"),
     "tagged": ("bits",),
     "contributed": ("last",),
     "summed": (),
@@ -43,10 +43,10 @@ EVENTS: Final = {
 }
 """Values of each event's note.
 
-Of a bucket, by step and its number: it is ``ready``; its packets are ``tagged``, with the precision ``bits`` (32 for
-full precision in any number format); all ranks have ``contributed`` to this
-rank's shard, rank ``last`` as the last one; the shard is ``summed``; all shards are ``gathered``; the bucket is
-``averaged``, and ``applied`` when its waiter has it. Of a message, by step and its own number: a peer has acknowledged
+Of a bucket, by step and its number: it is ``ready``, with the ``bytes`` of its values; its packets are ``tagged``, with
+the precision ``bits`` (32 for full precision in any number format); all ranks have ``contributed`` to this rank's
+shard, rank ``last`` as the last one; the shard is ``summed``; all shards are ``gathered``; the bucket is ``averaged``,
+and ``applied`` when its waiter has it. Of a message, by step and its own number: a peer has acknowledged
 it (``sent``), or it has ``arrived``. The note is taken when it ends; ``began_ns`` is when it was sent or its receive
 posted; ``window`` is in packets, 0 through memory. A collective of a process group, by its number, is ``issued`` and
 ``done``. ``left`` means that the session stopped using DLCP."""

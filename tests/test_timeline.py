@@ -22,18 +22,18 @@ def notes_in(path):
 def test_notes_are_read_as_they_were_taken(tmp_path):
     notes = Timeline(tmp_path / "made", 1, 3)
     notes.note("joined", 0, 0, "a session")
-    notes.note("ready", 7, 2, "fc1.weight, scaled..fc2\nbias")
+    notes.note("ready", 7, 2, 400, "fc1.weight, scaled..fc2\nbias")
     notes.note_message("sent", 7, 12, 0, (1.5, 2.25), 100, 3, 4, 20, 10**9, 700, "fc1, fc2")
     notes.note("applied", 7, 2)
     notes.close()
-    notes.note("ready", 8, 0, "too late")
+    notes.note("ready", 8, 0, 400, "too late")
     reader = RankTimeline.of(notes.path)
     joined, ready, sent, applied = reader.notes()
     assert reader.session == "a session"
     assert (reader.about["rank"], reader.about["process_rank"], reader.about["process"]) == (1, 3, os.getpid())
     assert joined.values == {"session": "a session"}
     assert (ready.event, ready.step, ready.number) == ("ready", 7, 2)
-    assert ready.values == {"layers": "fc1.weight, scaled..fc2 bias"}
+    assert ready.values == {"bytes": 400, "layers": "fc1.weight, scaled..fc2 bias"}
     assert joined.time_ns <= ready.time_ns <= applied.time_ns
     assert (sent.time_ns, sent.values["began_ns"], sent.values["what"]) == (2_250_000_000, 1_500_000_000, "fc1, fc2")
     assert [sent.values[name] for name in ("peer", "packets", "lost", "retransmitted")] == [0, 100, 3, 4]
@@ -71,7 +71,7 @@ def test_a_killed_process_leaves_what_it_had_written(tmp_path):
     if pid == 0:
         try:
             notes = Timeline(tmp_path, 0, 0)
-            notes.note("ready", 1, 0, "fc1")
+            notes.note("ready", 1, 0, 400, "fc1")
             signal.pause()
         finally:
             os._exit(1)

@@ -94,6 +94,8 @@ class PendingBucket:
         Training step, and the bucket's number within it; the same on all ranks.
     segments
         Its layers.
+    size_bytes
+        Size of its values.
     then
         Called once, from any thread: with None when ``bucket.values`` hold the average, otherwise with the error.
     bucket
@@ -110,6 +112,7 @@ class PendingBucket:
     step: int
     sequence: int
     segments: Sequence[Segment]
+    size_bytes: int
     then: Callable[[BaseException | None], None] | None
     bucket: Bucket | None = None
     reducing: bool = False
@@ -497,7 +500,7 @@ class TrainingSession:
             else:
                 averaged.set_exception(error)
 
-        pending = PendingBucket(step, sequence, bucket.segments, then, bucket)
+        pending = PendingBucket(step, sequence, bucket.segments, bucket.values.nbytes, then, bucket)
         if self.admit(pending):
             self.start(pending)
         else:
@@ -522,7 +525,7 @@ class TrainingSession:
             self.table.add(pending)
             by_framework = pending.route is Route.FRAMEWORK or self.phase is SessionPhase.FALLBACK
         if self.timeline is not None:
-            self.timeline.note("ready", *pending.id, pending.label)
+            self.timeline.note("ready", *pending.id, pending.size_bytes, pending.label)
         return not by_framework
 
     def start(self, pending: PendingBucket) -> None:

@@ -150,7 +150,7 @@ class ShardedGradients:
         self._sequence += 1
         if session.endpoint is None or session.route_of(step) is Route.FRAMEWORK:
             layout, _ = group.layout(tensor.numel(), self._ranks, 1)
-            pending = PendingBucket(step, sequence, layout.segments, None)
+            pending = PendingBucket(step, sequence, layout.segments, tensor.nbytes, None)
             session.admit(pending)
             self._by_framework(tensor, layout, by_framework)
             session.settle(pending)

@@ -389,7 +389,7 @@ class State:
             add_residual(self.feedback, tensor, segments)
             then(None)
             return answer
-        pending = PendingBucket(self.step, session.averager.first_sequence + sequence, segments, then)
+        pending = PendingBucket(self.step, session.averager.first_sequence + sequence, segments, tensor.nbytes, then)
 
         def on_host(copy: Staged) -> None:
             nonlocal staged

@@ -167,6 +167,25 @@ def test_a_bucket_goes_through_its_phases_one_after_the_other(trained):
     assert sorted((each["pid"], each["args"]["step"]) for each in steps) == [(p, s) for p in (1, 2) for s in range(4)]
 
 
+def test_the_simulator_reads_it(trained):
+    operations = pytest.importorskip("dlcp.sim.operations")
+    from dlcp.sim.profiler_trace import read_dlcp_trace
+    from tests.train.scripts import make
+
+    document = json.loads((trained[0] / "ddp.json").read_text())
+    workload = read_dlcp_trace(trained[0] / "ddp.json", document["traceEvents"])
+    operations.check_workload(workload)
+    assert [len(workload.steps), len(workload.measured_s)] == [3, 3], "the last of four steps has no end"
+    parameters = sum(each.numel() for each in make().parameters())
+    for rank in range(2):
+        buckets = [each for each in workload.ranks[rank] if each.group]
+        assert len(buckets) == 3
+        assert {each.size_bytes for each in buckets} <= {4 * parameters, parameters}, (
+            "in full precision, or with 8 bits"
+        )
+        assert 0 < workload.compute_s(rank) < sum(workload.measured_s) * 1.5
+
+
 def test_collectives_of_fsdp_have_the_groups_losses(trained):
     folder, ranks = trained
     slices, counters, _ = strictly_read(folder / "fsdp.json")
@@ -218,7 +237,7 @@ def test_clocks_of_hosts_are_aligned_by_confirmations(tmp_path):
 
 def test_what_a_killed_rank_left_open_is_in_the_trace(tmp_path):
     notes = [
-        (5_000, "ready,3,1,fc1"),
+        (5_000, "ready,3,1,400,fc1"),
         (9_000, "tagged,3,1,8"),
         (11_000, "issued,4,0,all_reduce"),
         (20_000, "left,3,0,why, so"),
@@ -233,7 +252,13 @@ def test_what_a_killed_rank_left_open_is_in_the_trace(tmp_path):
 
 
 def test_a_step_that_begins_before_the_last_one_is_noted_as_applied_follows_it(tmp_path):
-    notes = [(5, "ready,3,0,a"), (8, "averaged,3,0"), (9, "ready,4,0,a"), (11, "applied,3,0"), (12, "applied,4,0")]
+    notes = [
+        (5, "ready,3,0,400,a"),
+        (8, "averaged,3,0"),
+        (9, "ready,4,0,400,a"),
+        (11, "applied,3,0"),
+        (12, "applied,4,0"),
+    ]
     timeline(tmp_path, 0, "here", 0, [(1000 * time, event) for time, event in notes])
     command.write(tmp_path / "trace.json", [tmp_path])
     slices, _, _ = strictly_read(tmp_path / "trace.json")
