@@ -20,8 +20,9 @@ from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
 from dlcp.sim.pipeline_training import pipeline_of
-from dlcp.sim.scenario import NetworkSetting
+from dlcp.sim.scenario import NetworkSetting, TraceJob
 from dlcp.sim.topology import build_topology
+from dlcp.sim.traces import place_traces
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
 from dlcp.sim.transports import DlcpTransport
 
@@ -30,6 +31,7 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
     """The complete setting of one run."""
 
     training: tuple[TrainingJob, ...] = ()
+    traces: tuple[TraceJob, ...] = ()
 
     def check_precision(self) -> None:
         """Reject lower precision over other transports than DLCP's.
@@ -288,6 +290,9 @@ class _ChangedSetting:
             topology = build_topology(setting.topology)
         with self._blamed("training"):
             placed = place_jobs(setting.training, topology.hosts, setting.seed)
+        taken = {host for job in placed for host in (*job.workers, *job.servers)}
+        with self._blamed():
+            place_traces(setting.traces, taken, topology.hosts, setting.seed)
         for number, failing in enumerate(setting.failures):
             with self._blamed("failures", number, "nodes"):
                 topology.between(*failing.nodes)
@@ -300,7 +305,7 @@ class _ChangedSetting:
             with self._blamed("training", number, "deferral"):
                 job.deferral_curve()
         with self._blamed():
-            setting.check_senders(training=setting.training, traffic=setting.traffic)
+            setting.check_senders(training=setting.training, traces=setting.traces, traffic=setting.traffic)
             setting.check_precision()
         return setting
 

@@ -49,7 +49,7 @@ def pipelined_training(simulation: Simulation, progress: Progress) -> Process:
     env, job = simulation.env, progress.job
     plan = pipeline_of(job, progress.profile, simulation.topology)
     # The pipeline drains while it ends; another step keeps it full until the last one that counts.
-    factors = computing_factors(simulation, job)
+    factors = computing_factors(simulation.scenario.seed, job)
     factors = np.concatenate([factors, factors[-1:]])
     yield env.timeout(seconds_to_ps(job.start_s))
     before = int(env.now)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,11 +22,13 @@ from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
-from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures, traced_job
+from dlcp.sim.traces import TraceProgress, trace_digest, trace_progress
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
 
 Number = TypeVar("Number", int, float)
+AnyProgress = Progress | TraceProgress
 FORMAT: Final = 3
 """Format of result files. If it changes, a sweep runs everything again."""
 
@@ -196,26 +198,31 @@ def run(
     started = [
         simulation.process((pipelined_training if job.job.spec.pipeline else training)(simulation, job)) for job in jobs
     ]
+    taken = {host for job in placed for host in (*job.workers, *job.servers)}
+    traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
+    started += [simulation.process(traced_job(simulation, progress)) for progress in traced]
     start_background_and_failures(simulation)
     if started:
         simulation.process(_end(simulation, started))
     if heartbeat is not None:
-        simulation.process(_beat(simulation, jobs, heartbeat))
+        simulation.process(_beat(simulation, [*jobs, *traced], heartbeat))
     complete = True
     try:
         simulation.run()
-        complete = not jobs or all(len(job.step_s) == job.job.spec.steps for job in jobs)
+        complete = _finished([*jobs, *traced])
     except _TrainingOver:
         pass
     except KeyboardInterrupt:
         complete = False
     simulation.flush_records()
-    return _document(item, simulation, jobs, messages, complete)
+    return _document(item, simulation, jobs, traced, messages, complete)
 
 
 def digest(item: ExperimentRun) -> str:
-    """Return a hash of a run's setting and of the simulator's sources, to recognize its result file."""
-    described = msgspec.json.encode([FORMAT, sources_digest(), item.setting, item.convergence], order="sorted")
+    """Return a hash of a run's setting, traces, and of the simulator's sources, to recognize its result file."""
+    parts: list[Any] = [FORMAT, sources_digest(), item.setting, item.convergence]
+    parts += [trace_digest(job) for job in item.setting.traces]
+    described = msgspec.json.encode(parts, order="sorted")
     return hashlib.sha256(described).hexdigest()[:16]
 
 
@@ -232,19 +239,29 @@ def _end(simulation: Simulation, started: list[Any]) -> Process:
     raise _TrainingOver
 
 
-def _beat(simulation: Simulation, jobs: list[Progress], heartbeat: Callable[[str], None]) -> Process:
+def _finished(jobs: Sequence[AnyProgress]) -> bool:
+    """Return whether all jobs have finished all their steps."""
+    return all(len(job.step_s) == job.steps for job in jobs)
+
+
+def _beat(simulation: Simulation, jobs: Sequence[AnyProgress], heartbeat: Callable[[str], None]) -> Process:
     while True:
         yield simulation.env.timeout(1_000_000_000)
         steps = sum(len(job.step_s) for job in jobs)
-        wanted = sum(job.job.spec.steps for job in jobs)
+        wanted = sum(job.steps for job in jobs)
         heartbeat(f"{int(simulation.env.now) / 1e9:.0f} ms simulated, {steps} of {wanted} steps")
 
 
 def _document(
-    item: ExperimentRun, simulation: Simulation, jobs: list[Progress], messages: MessageMeasures, complete: bool
+    item: ExperimentRun,
+    simulation: Simulation,
+    jobs: list[Progress],
+    traced: list[TraceProgress],
+    messages: MessageMeasures,
+    complete: bool,
 ) -> dict[str, Any]:
     counts = simulation.engine.counts
-    metrics = _metrics(simulation, jobs, messages)
+    metrics = _metrics(simulation, jobs, traced, messages)
     metrics |= _convergence(item, jobs, messages, metrics)
     return {
         "experiment": item.experiment,
@@ -266,6 +283,16 @@ def _document(
                 "profile": job.profile.source,
             }
             for job in jobs
+        ]
+        + [
+            {
+                "name": progress.job.name,
+                "compute_s": significant(progress.compute_s),
+                "step_s": [significant(seconds) for seconds in progress.step_s],
+                "measured_s": [significant(seconds) for seconds in progress.workload.measured_s],
+                "trace": progress.job.file,
+            }
+            for progress in traced
         ],
         "counts": counts_by_name(counts),
         "drops_by_class": drops_by_class(counts),
@@ -278,7 +305,9 @@ def steady(steps: list[Number]) -> list[Number]:
     return steps[1:] or steps
 
 
-def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeasures) -> dict[str, float]:
+def _metrics(
+    simulation: Simulation, jobs: list[Progress], traced: list[TraceProgress], messages: MessageMeasures
+) -> dict[str, float]:
     """Return the metrics for figures and claims; see `sim/experiments/README.md`."""
     counts = simulation.engine.counts
     found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps) / 1e12}
@@ -297,16 +326,18 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
     found["dropped_packets"] = float(sum(dropped))
     if bits := [each for job in jobs for each in steady(job.bits)]:
         found["bits_per_value"] = fmean(bits)
-    counted = {job.job.name: steady(job.step_s) for job in jobs if job.step_s}
+    every_job: list[AnyProgress] = [*jobs, *traced]
+    counted = {job.name: steady(job.step_s) for job in every_job if job.step_s}
     if counted:
         every = [seconds for steps in counted.values() for seconds in steps]
         found["step_s"] = sum(every) / len(every)
-        found["compute_s"] = sum(job.profile.compute_s for job in jobs) / len(jobs)
+        found["compute_s"] = fmean(job.compute_s for job in every_job)
         found["waiting_s"] = found["step_s"] - found["compute_s"]
+    if any(job.step_s for job in jobs):
         found["samples_per_s"] = sum(
             job.profile.batch * job.job.spec.workers * len(steps) / sum(steps)
             for job in jobs
-            if (steps := counted.get(job.job.name))
+            if (steps := counted.get(job.name))
         )
         speeds = [
             (job.profile.compute_s / fmean(counted[job.job.name]), job.job.spec.workers) for job in jobs if job.step_s
@@ -314,7 +345,10 @@ def _metrics(simulation: Simulation, jobs: list[Progress], messages: MessageMeas
         found["efficiency"] = fmean(speed for speed, _ in speeds)
         found["speedup"] = fmean(speed * workers for speed, workers in speeds)
         samples = sum(job.minibatches * job.profile.batch for job in jobs)
-        found["packets_per_sample"] = messages.sent / samples
+        if not traced:  # whose packets would count, too
+            found["packets_per_sample"] = messages.sent / samples
+    if measured := [seconds for each in traced for seconds in steady(each.workload.measured_s)]:
+        found["measured_step_s"] = fmean(measured)
     return found
 
 
@@ -327,6 +361,8 @@ def _convergence(
     seeds, and counts as 1. The result is empty if not every measured run converged at that share. The factor of
     precision is the mean over a job's steps, of the job with the largest.
     """
+    if not jobs:
+        return {}  # nothing that converges
     deferred = [found for job in item.setting.training if (found := job.deferral_curve())]
     share = max(messages.deferred_ratios)
     if "step_s" not in metrics or any(share > found.reached for found in deferred):

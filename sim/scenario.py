@@ -2,8 +2,8 @@
 """Describe a simulation: switches, transports, background traffic, failures, and the seed. Nothing here runs.
 
 A `NetworkSetting` describes everything but the jobs. Jobs say what is sent: a `CollectiveJob` in a `Scenario`, training
-jobs in an experiment (`dlcp.sim.experiment.RunSetting`), or any SimPy process that submits graphs to a
-`dlcp.sim.simulation.Simulation`.
+jobs in an experiment (`dlcp.sim.experiment.RunSetting`), a `TraceJob` in both, or any SimPy process that submits graphs
+to a `dlcp.sim.simulation.Simulation`.
 """
 
 from collections.abc import Sequence
@@ -90,6 +90,7 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(f"ecn: max_packets {self.ecn.max_packets} is less than min_packets {self.ecn.min_packets}")
 
 
+Placement = Literal["packed", "spread", "random"]
 FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
 """A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
 Values in between are interpolated."""
@@ -188,6 +189,64 @@ class CollectiveJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     queue: Annotated[int, Meta(ge=0, le=7)] = 4
 
 
+class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A job that repeats what a trace recorded: computations with their durations, messages over the simulated network.
+
+    Parameters
+    ----------
+    file
+        A GOAL file, text or binary; a file of a Chakra trace, or its name without ``.RANK.et``; a trace of
+        ``dlcp train --trace``; or a profile of PyTorch: of one rank for all ranks alike, or a folder with one of each.
+        Text may be compressed with gzip.
+    hosts
+        A host for each rank; by default, ``placement`` chooses among those without a job.
+    ranks
+        Number of ranks, if a single file of a rank stands for all of them.
+    repeat
+        How often the job runs, each time when all ranks have ended.
+    collective
+        The algorithm of all-reduces; by default, ``direct`` for DLCP's traces and ``ring`` for others.
+    eager_bytes
+        The largest message whose sender does not wait for the receiver; by default 65,535 for GOAL, as in LogGOPSim,
+        and no limit for others.
+    compute_factor
+        Factor on the durations of computations: 0.5 is a processor that is twice as fast.
+    flops
+        Operations per second of a GPU, for Chakra's computations without a duration.
+    groups
+        The ranks of process groups by name, for a Chakra trace that does not list them.
+    loss_bound
+        Of contributions to all-reduces, if the transport bounds loss.
+    queue
+        Queue of all messages, 7 the most urgent; -1 takes the transport's.
+    """
+
+    name: str
+    file: str
+    hosts: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    placement: Placement = "packed"
+    ranks: _Count | None = None
+    repeat: _Count = 1
+    transport: str = "dctcp"
+    collective: Literal["ring", "direct", "tree"] | None = None
+    eager_bytes: Annotated[int, Meta(ge=0)] | None = None
+    compute_factor: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    flops: Annotated[float, Meta(gt=0)] | None = None
+    groups: dict[str, tuple[Annotated[int, Meta(ge=0)], ...]] = {}
+    loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    queue: Annotated[int, Meta(ge=-1, le=7)] = -1
+    start_s: _Seconds = 0.0
+
+
+def choose_hosts(free: Sequence[int], size: int, placement: Placement, random: np.random.Generator) -> list[int]:
+    """Return ``size`` of the hosts in ``free``."""
+    if placement == "packed":
+        return list(free[:size])
+    if placement == "spread":
+        return [free[index * len(free) // size] for index in range(size)]
+    return [free[int(index)] for index in random.permutation(len(free))[:size]]
+
+
 class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A link that loses packets or fails for a while, in both directions.
 
@@ -259,6 +318,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Scenario(NetworkSetting, frozen=True, kw_only=True):
-    """A complete simulation with collective jobs."""
+    """A complete simulation with collective jobs and traced jobs."""
 
     jobs: tuple[CollectiveJob, ...] = ()
+    traces: tuple[TraceJob, ...] = ()

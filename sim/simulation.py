@@ -9,6 +9,7 @@ instant, packets come first, then processes.
 your own processes.
 """
 
+import dataclasses
 import importlib.util
 import time
 from collections.abc import Callable, Generator
@@ -39,11 +40,13 @@ from dlcp.sim.scenario import (
     FailureSpec,
     NetworkSetting,
     Scenario,
+    TraceJob,
     TrafficSpec,
     draw_sizes,
     mean_size,
 )
 from dlcp.sim.topology import build_topology
+from dlcp.sim.traces import TraceProgress, trace_progress
 from dlcp.sim.transports import DlcpTransport, TransportSpec
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
@@ -130,7 +133,7 @@ class Simulation:
 
     def random(self, *concern: int) -> np.random.Generator:
         """Return a random generator of its own for each ``concern``: the same numbers in every run."""
-        return np.random.default_rng(np.random.SeedSequence([self.scenario.seed, 0x51D, *concern]))
+        return random_of(self.scenario.seed, *concern)
 
     def submit(self, graph: Graph, label: Any = None) -> SubmittedGraph:
         """Start a graph now."""
@@ -209,6 +212,11 @@ class Simulation:
                 submitted.nodes[completion.node].succeed(now)
 
 
+def random_of(seed: int, *concern: int) -> np.random.Generator:
+    """Return the random generator of a concern in a simulation with a seed."""
+    return np.random.default_rng(np.random.SeedSequence([seed, 0x51D, *concern]))
+
+
 # ------------------------------------------------------------------------------------------- processes of a scenario
 
 
@@ -247,6 +255,26 @@ def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, tim
         )
         yield simulation.submit(builder.build(), label=(spec.name, step)).done
         times.end_ps.append(int(env.now))
+
+
+def traced_job(simulation: Simulation, progress: TraceProgress) -> Process:
+    """Run a traced job as often as it is to be repeated, and note the ends of its steps."""
+    env, job = simulation.env, progress.job
+    yield env.timeout(seconds_to_ps(job.start_s))
+    progress.begin_ps = int(env.now)
+    built = progress.graph(simulation.transports[job.transport])
+    for turn in range(job.repeat):
+        nodes = built.graph.nodes.copy()
+        # Switches distinguish a turn's messages from earlier ones by the step.
+        nodes["step"] += turn * built.serials
+        running = simulation.submit(dataclasses.replace(built.graph, nodes=nodes), label=(job.name, turn))
+        for end in built.ends:
+            yield running.nodes[end]
+            progress.end_ps.append(int(env.now))
+        yield running.done
+        if not built.ends:
+            progress.end_ps.append(int(env.now))
+    yield running.closed
 
 
 def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Process:
@@ -373,7 +401,7 @@ class _Collector:
         if self.keep_messages:
             self._keep(submitted, records)
 
-    def lost(self, job: CollectiveJob, transport: TransportSpec) -> int:
+    def lost(self, job: CollectiveJob | TraceJob, transport: TransportSpec) -> int:
         """Return the number of a job's packets whose values were lost for good."""
         steps = [packets for (name, _), packets in sorted(self.missing.items()) if name == job.name]
         if isinstance(transport, DlcpTransport) and transport.error_feedback:
@@ -406,18 +434,26 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
     ValueError
         Jobs or traffic contradict each other or the network.
     """
-    scenario.check_senders(jobs=scenario.jobs, traffic=scenario.traffic)
-    labels = [*(job.name for job in scenario.jobs), *(flows.name for flows in scenario.traffic)]
+    scenario.check_senders(jobs=scenario.jobs, traces=scenario.traces, traffic=scenario.traffic)
+    jobs: list[CollectiveJob | TraceJob] = [*scenario.jobs, *scenario.traces]
+    labels = [*(job.name for job in jobs), *(flows.name for flows in scenario.traffic)]
     collector = _Collector(labels, keep_messages)
     simulation = Simulation(scenario, engine=engine, on_records=collector)
     steps = [StepTimes(job.name) for job in scenario.jobs]
     for number, job in enumerate(scenario.jobs):
         simulation.process(collective_job(simulation, job, number, steps[number]))
+    taken = {host for job in scenario.jobs for host in job.hosts}
+    traced = trace_progress(scenario.traces, taken, simulation.topology.hosts, scenario.seed, first=len(scenario.jobs))
+    for progress in traced:
+        simulation.process(traced_job(simulation, progress))
     start_background_and_failures(simulation)
     began = time.perf_counter()
     simulation.run()
     wall_s = time.perf_counter() - began
     counts = simulation.engine.counts
+    for progress in traced:
+        begins = [progress.begin_ps, *progress.end_ps[:-1]]
+        steps.append(StepTimes(progress.job.name, begins, progress.end_ps))
     return SimulationResult(
         end_ps=simulation.engine.now_ps,
         counts=counts_by_name(counts),
@@ -425,7 +461,7 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
         steps=steps,
         messages=np.concatenate(collector.parts) if collector.parts else np.zeros(0, MESSAGE_RECORD),
         labels=collector.labels,
-        lost_packets={job.name: collector.lost(job, scenario.transports[job.transport]) for job in scenario.jobs},
+        lost_packets={job.name: collector.lost(job, scenario.transports[job.transport]) for job in jobs},
         wall_s=wall_s,
     )
 

@@ -49,7 +49,8 @@ from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
 from dlcp.sim.pipeline import parse_replicas
 from dlcp.sim.precision import Precision, SimulatedPrecision
-from dlcp.sim.simulation import Process, Simulation
+from dlcp.sim.scenario import Placement, choose_hosts
+from dlcp.sim.simulation import Process, Simulation, random_of
 from dlcp.sim.transports import DlcpTransport
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 
@@ -139,7 +140,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     batch: _Count | None = None
     workers: Annotated[int, Meta(ge=2)] = 8
     servers: Annotated[int, Meta(ge=0)] = 0
-    placement: Literal["packed", "spread", "random"] = "packed"
+    placement: Placement = "packed"
     copies: _Count = 1
     collective: CollectiveName = "ring"
     group: _Count = 8
@@ -271,7 +272,7 @@ def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[Place
     for job in jobs:
         for copy in range(job.copies):
             size = job.workers + job.servers
-            taken = _choose(free, size, job, np.random.default_rng([seed, 0x91ACE, len(placed)]))
+            taken = choose_hosts(free, size, job.placement, np.random.default_rng([seed, 0x91ACE, len(placed)]))
             free = [host for host in free if host not in set(taken)]
             at = {round((index + 0.5) * size / job.servers) % size for index in range(job.servers)}
             placed.append(
@@ -285,14 +286,6 @@ def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[Place
                 )
             )
     return placed
-
-
-def _choose(free: list[int], size: int, job: TrainingJob, random: np.random.Generator) -> list[int]:
-    if job.placement == "packed":
-        return free[:size]
-    if job.placement == "spread":
-        return [free[index * len(free) // size] for index in range(size)]
-    return [free[int(index)] for index in random.permutation(len(free))[:size]]
 
 
 DDP_BUCKET_BYTES: Final = 25 * 2**20
@@ -557,6 +550,21 @@ class Progress:
         """Count a minibatch per worker and step."""
         self.minibatches = self.job.spec.steps * len(self.job.workers)
 
+    @property
+    def name(self) -> str:
+        """Return the name of this copy of the job."""
+        return self.job.name
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps that the job is to run."""
+        return self.job.spec.steps
+
+    @property
+    def compute_s(self) -> float:
+        """Return the computing time of a step."""
+        return self.profile.compute_s
+
 
 def profile_of(job: TrainingJob) -> StepProfile:
     """Return the computing times of a job's workers, layer by layer.
@@ -575,15 +583,8 @@ def training(simulation: Simulation, progress: Progress) -> Process:
     """Run a job's steps, and record their durations in ``progress``."""
     env, job = simulation.env, progress.job
     spec = job.spec
-    parts = pieces(
-        spec.scheduler,
-        progress.profile.layers,
-        spec.bytes_per_value / spec.compression,
-        piece_limit(spec),
-        layer_queues=spec.layer_queues,
-        magnitude_classes=spec.magnitude_classes,
-    )
-    factors = computing_factors(simulation, job)
+    parts = _parts(spec, progress.profile)
+    factors = computing_factors(simulation.scenario.seed, job)
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
     yield env.timeout(seconds_to_ps(job.start_s))
@@ -621,6 +622,36 @@ def training(simulation: Simulation, progress: Progress) -> Process:
         yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
 
 
+def training_graph(job: PlacedJob, transport: int, seed: int) -> Graph:
+    """Return all steps of a job as one graph, without deferral and in full precision.
+
+    Parameters
+    ----------
+    transport
+        Number of the job's transport.
+    seed
+        Of the simulation, for the jitter.
+
+    Raises
+    ------
+    ValueError
+        See `profile_of`.
+    """
+    profile = profile_of(job.spec)
+    return step_graph(job, profile, _parts(job.spec, profile), computing_factors(seed, job), 0, transport).graph
+
+
+def _parts(job: TrainingJob, profile: StepProfile) -> list[GradientPiece]:
+    return pieces(
+        job.scheduler,
+        profile.layers,
+        job.bytes_per_value / job.compression,
+        piece_limit(job),
+        layer_queues=job.layer_queues,
+        magnitude_classes=job.magnitude_classes,
+    )
+
+
 def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | None:
     """Return what chooses the precision of a job's messages; None for full precision."""
     spec, transport = job.spec, simulation.scenario.transports[job.spec.transport]
@@ -636,10 +667,10 @@ def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | N
     )
 
 
-def computing_factors(simulation: Simulation, job: PlacedJob) -> NDArray[np.float64]:
+def computing_factors(seed: int, job: PlacedJob) -> NDArray[np.float64]:
     """Return each worker's computing time relative to the profile, float64 (steps, workers)."""
     spec = job.spec
-    random = simulation.random(3, job.number)
+    random = random_of(seed, 3, job.number)
     # A log-normal distribution with mean 1 and standard deviation `jitter`.
     sigma = math.sqrt(math.log1p(spec.jitter**2))
     factors = random.lognormal(-(sigma**2) / 2, sigma, (spec.steps, spec.workers))

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from dlcp.commands.common import add, add_json, add_out, check_writable, parse_shape, real, refuse, whole
 from dlcp.configuration import Range
 from dlcp.document import DocumentError
 from dlcp.error_text import nearest
 
 _OUT: Final = Path("out/sim")
+_TRACE_FIELDS: Final = (*("ranks", "repeat", "transport", "collective", "compute_factor", "flops", "eager_bytes"),)
+"""Options of a trace that are fields of its job."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
     add(profile, "--output", "FILE", Path, "YAML file to write", required=True)
     profile.set_defaults(action=_profile)
+    imported = commands.add_parser("import", help="check a trace, and write an experiment file that runs it")
+    _trace(imported)
+    add(imported, "--output", "FILE", Path, "YAML file to write (default: only check the trace)")
+    imported.set_defaults(action=_import)
+    replay = commands.add_parser("replay", help="simulate a trace on a network and print its numbers")
+    _trace(replay)
+    add(replay, "--output", "FILE", Path, "also write the results to a file")
+    replay.set_defaults(action=_replay)
+    export = commands.add_parser("export", help="write a job of an experiment as a GOAL or Chakra trace")
+    _files(export, 1)
+    add(export, "--point", "AXIS=NAME", str, point, action="append", default=[])
+    add(export, "--job", "NAME", str, "the job (default: the only one)")
+    add(export, "--output", "FILE", Path, "NAME.goal, or NAME.et for NAME.RANK.et", required=True)
+    export.set_defaults(action=_export)
     listed = commands.add_parser("list", help="name the experiments that come with DLCP")
     add_json(listed)
     listed.set_defaults(action=_list)
@@ -55,14 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
+    from dlcp.document import PlaceError
     from dlcp.sim.models import ProfileError
+    from dlcp.sim.operations import TraceFormatError
     from dlcp.sim.results import ReportError
     from dlcp.sim.sweep import SweepError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:
         return action(arguments)
-    except (DocumentError, SweepError, ReportError, ProfileError) as error:
+    except (DocumentError, SweepError, ReportError, ProfileError, TraceFormatError, PlaceError) as error:
         return refuse("sim", error, 1)
     except MemoryError as error:
         return refuse("sim", f"out of memory: {error}; finished runs are kept", 1)
@@ -100,19 +120,42 @@ def _files(parser: argparse.ArgumentParser, nargs: int | str) -> None:
     add_out(parser, _OUT)
 
 
+def _trace(parser: argparse.ArgumentParser) -> None:
+    trace = "GOAL, Chakra (NAME.0.et), `dlcp train --trace`, or PyTorch's profile (or a folder of them)"
+    parser.add_argument("trace", metavar="TRACE", help=trace)
+    add(parser, "--ranks", "N", whole(1), "ranks, if a file of one rank stands for all")
+    add(parser, "--repeat", "N", whole(1), "how often the job runs", default=1)
+    # Their choices are those of dlcp.sim, which takes a while to load.
+    add(parser, "--topology", "KIND", str, "star, leaf_spine or fat_tree", default="star")
+    add(parser, "--rate-gbps", "RATE", real(Range(0.0, 10_000, above=True)), "rate of the hosts' links", default=100.0)
+    add(parser, "--delay-us", "TIME", real(Range(0.0, 1e6)), "delay of a link", default=1.0)
+    kinds = "dctcp, cubic, new_reno, swift, dlcp, pfabric or ndp, with the switches that suit it"
+    add(parser, "--transport", "KIND", str, kinds, default="dctcp")
+    add(parser, "--collective", "NAME", str, "all-reduces: ring, direct or tree (default: by the trace)")
+    faster = "factor on the durations of computations: 0.5 is a processor that is twice as fast"
+    add(parser, "--compute-factor", "X", real(Range(0.0, 1000.0)), faster, default=1.0)
+    add(parser, "--flops", "RATE", real(Range(0.0, 1e30, above=True)), "operations a second, for Chakra's num_ops")
+    eager = "largest message whose sender does not wait for the receiver (default: 65535 for GOAL, else no limit)"
+    add(parser, "--eager-bytes", "N", whole(0), eager)
+    add(parser, "--groups", "FILE", Path, "JSON with the ranks of Chakra's process groups by name")
+    add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
+
+
 def _where(parser: argparse.ArgumentParser) -> None:
     add(parser, "--processes", "N", whole(1, 10_000), "runs at the same time (default: one per core)")
     add(parser, "--dask", "ADDRESS", str, "address of a Dask scheduler whose workers run them instead")
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    chosen, title = _chosen(arguments)
+    return _simulate(chosen, arguments.output, title)
+
+
+def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
+    """Return the run that ``--point`` chooses, and the experiment's title."""
     from dlcp.sim.experiment import read
-    from dlcp.sim.running import run as run_one
-    from dlcp.sim.running import write
 
     path = experiment_files(arguments.experiments)[0]
-    if arguments.output is not None and arguments.output.is_dir():
-        raise DocumentError(f"--output: {arguments.output} is a folder; give a file")
     described = read(path, quick=arguments.quick, seeds=arguments.seed or ())
     wanted = dict(_pair(text) for text in arguments.point)
     axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}
@@ -124,20 +167,99 @@ def _run(arguments: argparse.Namespace) -> int:
     fitting = [item for item in described.runs if all(item.point[axis] == name for axis, name in wanted.items())]
     if not fitting:
         raise DocumentError(f"{path}: the quick selection has no such combination; leave --quick out")
+    return fitting[0], described.experiment.title
+
+
+def _simulate(item: Any, output: Path | None, title: str) -> int:
+    """Run an experiment's run, print its numbers and write its results."""
+    from dlcp.sim.running import run as run_one
+    from dlcp.sim.running import write
+
+    if output is not None and output.is_dir():
+        raise DocumentError(f"--output: {output} is a folder; give a file")
     watched = sys.stderr.isatty()
 
     def heartbeat(text: str) -> None:
         print(f"\r{text} ", end="", file=sys.stderr, flush=True)
 
-    document = run_one(fitting[0], heartbeat=heartbeat if watched else None)
+    document = run_one(item, heartbeat=heartbeat if watched else None)
     if watched:
         print(file=sys.stderr)
-    print(", ".join(f"{axis} {name}" for axis, name in fitting[0].point.items()) or described.experiment.title)
+    print(", ".join(f"{axis} {name}" for axis, name in item.point.items()) or title)
     for name, value in document["metrics"].items():
         print(f"  {name:20} {value:.6g}")
-    if arguments.output is not None:
-        write(document, arguments.output)
+    if output is not None:
+        write(document, output)
     return 0 if document["complete"] else 130
+
+
+def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the traced job and the network that a command line describes."""
+    from dlcp.document import read_json
+    from dlcp.sim.scenario import TraceJob
+    from dlcp.sim.trace_experiment import TRACE_TOPOLOGIES, TRACE_TRANSPORTS, TraceNetwork
+
+    for flag, value, known in (
+        ("--topology", arguments.topology, TRACE_TOPOLOGIES),
+        ("--transport", arguments.transport, TRACE_TRANSPORTS),
+        ("--collective", arguments.collective or "ring", ("ring", "direct", "tree")),
+    ):
+        if value not in known:
+            raise DocumentError(f"{flag}: there is no {value!r}{nearest(value, known)}")
+    groups = read_json(arguments.groups) if arguments.groups else {}
+    try:
+        job = msgspec.convert(
+            {
+                "name": "trace",
+                "file": arguments.trace,
+                "groups": groups,
+                **{name: getattr(arguments, name) for name in _TRACE_FIELDS},
+            },
+            TraceJob,
+        )
+    except msgspec.ValidationError as error:
+        raise DocumentError(f"{arguments.groups or arguments.trace}: {error}") from None
+    network = TraceNetwork(arguments.topology, arguments.rate_gbps, arguments.delay_us, arguments.transport)
+    return job, network
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.trace_experiment import summary, trace_experiment, write_experiment
+    from dlcp.sim.traces import read_trace
+
+    job, network = _traced(arguments)
+    print(f"{arguments.trace}: {summary(read_trace(job))}")
+    if arguments.output is None:
+        return 0
+    try:
+        check_writable("--output", arguments.output)
+    except ValueError as error:
+        raise DocumentError(str(error)) from None
+    write_experiment(trace_experiment(job, network, arguments.seed), arguments.output)
+    print(f"{arguments.output}: run it with `dlcp sim run {arguments.output}`")
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.trace_experiment import summary, trace_run
+    from dlcp.sim.traces import read_trace
+
+    job, network = _traced(arguments)
+    run_item = trace_run(job, network, arguments.seed)
+    return _simulate(run_item, arguments.output, f"{arguments.trace}: {summary(read_trace(job))}")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.trace_experiment import job_graph, write_trace
+
+    item, _ = _chosen(arguments)
+    try:
+        files = write_trace(job_graph(item.setting, arguments.job), arguments.output)
+    except (ValueError, OSError) as error:
+        raise DocumentError(str(error)) from None
+    more = f" to {files[-1]}" if len(files) > 1 else ""
+    print(f"{files[0]}{more}: the job as a trace; `dlcp sim replay {files[0]}` runs it")
+    return 0
 
 
 def _pair(text: str) -> tuple[str, str]:

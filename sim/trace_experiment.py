@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment around a trace, and the trace of a job in an experiment."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import yaml
+
+from dlcp.document import PlaceError
+from dlcp.error_text import nearest
+from dlcp.planes import FULL_BITS
+from dlcp.sim.chakra import SUFFIX_PATTERN, write_chakra
+from dlcp.sim.experiment import ExperimentRun, RunSetting
+from dlcp.sim.goal import write_goal
+from dlcp.sim.graph import Graph
+from dlcp.sim.operations import OperationKind, Workload
+from dlcp.sim.scenario import TraceJob
+from dlcp.sim.traces import read_trace, trace_progress
+from dlcp.sim.training import place_jobs, training_graph
+
+TRACE_TOPOLOGIES: Final = ("star", "leaf_spine", "fat_tree")
+TRACE_TRANSPORTS: Final = {
+    "dctcp": "fifo",
+    "cubic": "fifo",
+    "new_reno": "fifo",
+    "swift": "fifo",
+    "dlcp": "dlcp",
+    "pfabric": "pfabric",
+    "ndp": "trim",
+}
+"""Each with the discipline of switches that suits it."""
+_HOSTS_PER_LEAF: Final = 8
+_SPINES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TraceNetwork:
+    """A network for a trace, with as many hosts as it needs.
+
+    Parameters
+    ----------
+    topology
+        A star; leaves of 8 hosts with 4 spines and links of twice the hosts' rate, which is not oversubscribed; or the
+        smallest fat tree.
+    transport
+        A kind of `TRACE_TRANSPORTS`.
+    """
+
+    topology: Literal["star", "leaf_spine", "fat_tree"] = "star"
+    rate_gbps: float = 100.0
+    delay_us: float = 1.0
+    transport: str = "dctcp"
+
+    def setting(self, ranks: int) -> dict[str, Any]:
+        """Return it as the setting of an experiment."""
+        link = {"rate_gbps": self.rate_gbps, "delay_us": self.delay_us}
+        topology: dict[str, Any] = {"kind": self.topology, "host_link": link}
+        if self.topology == "star":
+            topology |= {"hosts": max(2, ranks)}
+        elif self.topology == "leaf_spine":
+            fabric = {**link, "rate_gbps": self.rate_gbps * _HOSTS_PER_LEAF / _SPINES}
+            leaves = -(-ranks // _HOSTS_PER_LEAF)
+            topology |= {"leaves": leaves, "spines": _SPINES, "hosts_per_leaf": _HOSTS_PER_LEAF, "fabric_link": fabric}
+        else:
+            ports = next(ports for ports in range(2, 66, 2) if ports**3 // 4 >= ranks or ports == 64)
+            topology |= {"ports": ports, "fabric_link": link}
+        return {
+            "topology": topology,
+            "switches": {"discipline": TRACE_TRANSPORTS[self.transport]},
+            "transports": {self.transport: {"kind": self.transport}},
+        }
+
+
+def trace_experiment(job: TraceJob, network: TraceNetwork, seed: int) -> dict[str, Any]:
+    """Return the contents of an experiment file with one traced job.
+
+    Raises
+    ------
+    TraceFormatError
+        The trace cannot be used.
+    """
+    workload = read_trace(job)
+    fields = msgspec.to_builtins(job)
+    defaults = msgspec.to_builtins(TraceJob(name="", file=""))
+    given = {name: value for name, value in fields.items() if value != defaults[name] or name == "transport"}
+    setting = network.setting(len(workload.ranks))
+    return {
+        "name": "trace",
+        "title": f"{Path(job.file).name} on a network",
+        "question": "How long does the traced job take on this network?",
+        "setting": {**setting, "traces": [given], "seed": seed},
+    }
+
+
+def trace_run(job: TraceJob, network: TraceNetwork, seed: int) -> ExperimentRun:
+    """Return the only run of `trace_experiment`.
+
+    Raises
+    ------
+    ValueError
+        The trace cannot be used, or does not fit the network.
+    """
+    described = trace_experiment(job, network, seed)
+    setting = msgspec.convert(described["setting"], RunSetting)
+    setting.check_senders(traces=setting.traces)
+    return ExperimentRun(experiment=described["name"], point={}, setting=setting, convergence="published")
+
+
+def write_experiment(described: dict[str, Any], path: Path) -> None:
+    """Write an experiment file."""
+    text = yaml.safe_dump(described, sort_keys=False, default_flow_style=None, width=110)
+    path.write_text("# SPDX-License-Identifier: Apache-2.0\n" + text, encoding="utf-8")
+
+
+def summary(workload: Workload) -> str:
+    """Return a line about what a trace contains."""
+    kinds = [operation.kind for operation in workload.operations()]
+    counts = {kind: kinds.count(kind) for kind in OperationKind}
+    compute_s = max(workload.compute_s(rank) for rank in range(len(workload.ranks)))
+    steps = f", {len(workload.steps)} steps" if workload.steps else ""
+    return (
+        f"{len(workload.ranks)} ranks{steps}, {counts[OperationKind.COMPUTE]} computations (at most {compute_s:.6g} s "
+        f"on a rank), {counts[OperationKind.SEND]} messages ({workload.message_bytes:,} bytes), "
+        f"{workload.collectives} collectives"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def job_graph(setting: RunSetting, name: str | None = None) -> Graph:
+    """Return a job of an experiment's run as one graph: all steps of a training job, or one turn of a traced one.
+
+    Parameters
+    ----------
+    name
+        Name of the job; not needed if there is only one.
+
+    Raises
+    ------
+    ValueError
+        There is no such job.
+    """
+    topology = setting.topology.build()
+    placed = {job.name: job for job in place_jobs(setting.training, topology.hosts, setting.seed)}
+    names = [*placed, *(job.name for job in setting.traces)]
+    if name is None and len(names) != 1:
+        raise PlaceError(f"the experiment has {len(names)} jobs; choose one with --job{nearest('', names)}")
+    chosen = names[0] if name is None else name
+    if chosen not in names:
+        raise PlaceError(f"there is no job {chosen!r}{nearest(chosen, names)}")
+    numbers = {transport: number for number, transport in enumerate(setting.transports)}
+    if chosen in placed:
+        job = placed[chosen]
+        if job.spec.deferral or job.spec.pipeline or job.spec.precision != FULL_BITS:
+            raise PlaceError(
+                f"job {chosen!r} has deferral, a pipeline or a precision, which a trace cannot express; leave them out"
+            )
+        return training_graph(job, numbers[job.spec.transport], setting.seed)
+    taken = {host for job in placed.values() for host in (*job.workers, *job.servers)}
+    traced = trace_progress(setting.traces, taken, topology.hosts, setting.seed, first=len(placed))
+    progress = next(each for each in traced if each.job.name == chosen)
+    return progress.graph(numbers[progress.job.transport]).graph
+
+
+def write_trace(graph: Graph, path: Path) -> list[Path]:
+    """Write a graph as a trace, and return its files: GOAL (``NAME.goal``) or Chakra (``NAME.et``).
+
+    Raises
+    ------
+    ValueError
+        The name is neither, or the graph cannot be written; see `dlcp.sim.goal.write_goal`.
+    OSError
+        A file cannot be written.
+    """
+    if path.suffix == ".goal":
+        write_goal(graph, path)
+        return [path]
+    if path.suffix == ".et":
+        match = SUFFIX_PATTERN.match(path.name)
+        return write_chakra(graph, path.with_name(match["prefix"] if match else path.stem))
+    raise PlaceError(f"{path}: the name has to end in .goal or .et")

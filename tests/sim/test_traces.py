@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace is a job like others: in scenarios, in experiments and on the command line."""
+
+import gzip
+import json
+
+import msgspec
+import pytest
+
+from dlcp import cli
+from dlcp.sim import simulate
+from dlcp.sim.experiment import ExperimentRun, RunSetting, read
+from dlcp.sim.operations import TraceFormatError
+from dlcp.sim.running import digest, run
+from dlcp.sim.scenario import TraceJob
+from dlcp.sim.trace_experiment import job_graph, write_trace
+from dlcp.sim.traces import place_traces, read_trace
+from tests.sim.experiments_small import PROFILE
+from tests.sim.test_goal import PING_PONG
+from tests.sim.test_profiler_trace import dlcp_trace, on_gpu
+from tests.sim.traced_graphs import scenario
+
+
+@pytest.fixture
+def goal(tmp_path):
+    path = tmp_path / "job.goal"
+    path.write_text(PING_PONG)
+    return path
+
+
+def test_a_scenario_repeats_a_trace(goal):
+    job = TraceJob(name="job", file=str(goal), repeat=3, hosts=(2, 0), start_s=1e-5)
+    result = simulate(scenario(traces=(job,)), engine="reference")
+    (steps,) = result.steps
+    assert steps.begin_ps == [10_000_000, *steps.end_ps[:2]]
+    assert len(result.messages) == 6
+    assert set(result.messages["source"].tolist()) == {0, 2}
+    again = simulate(scenario(traces=(job,)), engine="reference")
+    assert again.steps == result.steps
+
+
+def test_traces_and_jobs_get_hosts_of_their_own(goal):
+    jobs = [TraceJob(name=str(number), file=str(goal)) for number in range(2)]
+    assert place_traces(jobs, {1}, 5, seed=1) == [(0, 2), (3, 4)]
+    placed = place_traces([TraceJob(name="a", file=str(goal), hosts=(2, 1)), jobs[0]], set(), 4, seed=1)
+    assert placed == [(2, 1), (0, 3)]
+    spread = place_traces([TraceJob(name="a", file=str(goal), placement="spread")], set(), 8, seed=1)
+    assert spread == [(0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"hosts": (0, 1, 2)}, "has 2 ranks, and needs as many hosts from 0 to 3; 3 different ones are given"),
+        ({"hosts": (0, 9)}, "host 9 does not exist"),
+        ({"ranks": 4}, "`ranks` is for a single file of one rank; this trace has 2 of its own"),
+        ({"file": "gone.goal"}, r"there is neither this file nor gone\.goal\.0\.et"),
+    ],
+)
+def test_a_job_that_cannot_be_placed_is_refused(goal, more, message):
+    with pytest.raises(ValueError, match=message):
+        place_traces([TraceJob(**{"name": "a", "file": str(goal), **more})], set(), 4, seed=1)
+
+
+def test_too_few_hosts_are_refused(goal):
+    with pytest.raises(ValueError, match="has 2 ranks, and 1 of 4 hosts are free; use a larger topology"):
+        place_traces([TraceJob(name="a", file=str(goal))], {0, 1, 2}, 4, seed=1)
+
+
+def test_formats_are_recognized(tmp_path, goal):
+    compressed = tmp_path / "job.goal.gz"
+    compressed.write_bytes(gzip.compress(goal.read_bytes()))
+    (tmp_path / "run.json").write_text(json.dumps({"traceEvents": dlcp_trace()}))
+    profiles = tmp_path / "profiles"
+    profiles.mkdir()
+    for rank in range(2):
+        (profiles / f"{rank}.json.gz").write_bytes(gzip.compress(json.dumps(on_gpu(rank)).encode()))
+    for name in ("job.goal.gz", "run.json", "profiles", "profiles/0.json.gz"):
+        assert len(read_trace(TraceJob(name="a", file=str(tmp_path / name))).ranks) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"something", r"not a trace: expected GOAL \(num_ranks \.\.\.\), Chakra"),
+        (b'{"traceEvents": [{', "not complete JSON"),
+        (b'{"other": 1}', "JSON without traceEvents"),
+        (gzip.compress(b"num_ranks 1" * 100, mtime=0)[:-9], "Compressed file ended"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, content, message):
+    (tmp_path / "job").write_bytes(content)
+    with pytest.raises(TraceFormatError, match=message):
+        read_trace(TraceJob(name="a", file=str(tmp_path / "job")))
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(TraceFormatError, match="the folder has no profiles"):
+        read_trace(TraceJob(name="a", file=str(tmp_path)))
+
+
+# Experiments ----------------------------------------------------------------------------------------------------------
+
+EXPERIMENT = """\
+name: traced
+title: A trace beside another job
+question: Does it run?
+setting:
+  topology: {kind: star, hosts: 8, host_link: {rate_gbps: 10}}
+  transports: {tcp: {kind: cubic}}
+  training:
+    - {name: job, model: PROFILE, workers: 4, transport: tcp, steps: 2}
+  traces:
+    - {name: replayed, file: TRACE, transport: tcp, repeat: 2}
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path, goal):
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    path = tmp_path / "traced.yaml"
+    text = EXPERIMENT.replace("PROFILE", str(tmp_path / "profile.yaml")).replace("TRACE", str(goal))
+    path.write_text(text)
+    return path
+
+
+def test_an_experiment_runs_a_trace_beside_training(experiment, goal):
+    (item,) = read(experiment).runs
+    document = run(item, engine="reference")
+    assert document["complete"]
+    assert [(each["name"], len(each["step_s"])) for each in document["jobs"]] == [("job", 2), ("replayed", 2)]
+    before = digest(item)
+    goal.write_text(PING_PONG.replace("1500", "2500"))
+    assert digest(item) != before, "a changed trace runs again"
+
+
+def test_mistakes_are_found_where_they_are(experiment, goal):
+    goal.write_text(PING_PONG.replace("l2 requires l1\n  l4", "l2 requires l9\n  l4"))
+    message = rf"traced\.yaml:10: setting\.traces\[0\]\.file: {goal}:7: rank 0 has no operation with the label 'l9'"
+    with pytest.raises(ValueError, match=message):
+        read(experiment)
+
+
+def run_of(setting: dict) -> dict:
+    item = ExperimentRun(
+        experiment="a", point={}, setting=msgspec.convert(setting, RunSetting), convergence="published"
+    )
+    return run(item, engine="reference")
+
+
+@pytest.mark.parametrize("collective", ["ring", "direct", "parameter_server", "tree"])
+def test_a_training_job_takes_as_long_as_its_trace(tmp_path, collective):
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    network = {
+        "topology": {"kind": "star", "hosts": 6, "host_link": {"rate_gbps": 10}},
+        "transports": {"d": {"kind": "dlcp"}},
+        "switches": {"discipline": "dlcp"},
+    }
+    job = {"name": "job", "model": str(tmp_path / "profile.yaml"), "workers": 4, "collective": collective}
+    job |= {"servers": 2} if collective == "parameter_server" else {}
+    job |= {"scheduler": "dlcp", "transport": "d", "steps": 2, "jitter": 0.1, "loss_bound": 0.1}
+    setting = {**network, "training": [job]}
+    files = write_trace(job_graph(msgspec.convert(setting, RunSetting)), tmp_path / "job.et")
+    traced = {"name": "job", "file": str(files[0]), "transport": "d"}
+    (took,) = run_of({**network, "traces": [traced]})["jobs"][0]["step_s"]
+    assert took == pytest.approx(sum(run_of(setting)["jobs"][0]["step_s"]), rel=1e-8)
+
+
+def test_only_a_job_that_there_is_can_be_written(experiment, tmp_path):
+    (item,) = read(experiment).runs
+    with pytest.raises(ValueError, match="the experiment has 2 jobs; choose one with --job; it has job, replayed"):
+        job_graph(item.setting)
+    with pytest.raises(ValueError, match=r"there is no job 'replay'; did you mean replayed\?"):
+        job_graph(item.setting, "replay")
+    with pytest.raises(ValueError, match=r"the name has to end in \.goal or \.et"):
+        write_trace(job_graph(item.setting, "replayed"), tmp_path / "job.txt")
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def dlcp(*words) -> int:
+    return cli.main([str(word) for word in words])
+
+
+def test_a_trace_is_imported_and_exported(goal, tmp_path, capsys):
+    file = tmp_path / "job.yaml"
+    assert dlcp("sim", "import", goal, "--topology", "leaf_spine", "--rate-gbps", "25", "--output", file) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks, 2 computations (at most 2e-06 s on a rank), 2 messages (2,880 bytes), 0 collectives" in out
+    (item,) = read(file).runs
+    assert item.setting.topology.host_link.rate_gbps == 25
+    assert dlcp("sim", "export", file, "--output", tmp_path / "again.et") == 0
+    assert "again.0.et to " in capsys.readouterr().out
+    assert len(read_trace(TraceJob(name="a", file=str(tmp_path / "again"))).ranks) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--topology", "leafspine"], "--topology: there is no 'leafspine'; did you mean leaf_spine?"),
+        (["--transport", "tcp"], "--transport: there is no 'tcp'"),
+        (["--collective", "rings"], "--collective: there is no 'rings'; did you mean ring?"),
+        (["--ranks", "3"], "`ranks` is for a single file of one rank"),
+        (["--output", "."], "--output: . is a folder; give a file"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(goal, capsys, words, message):
+    assert dlcp("sim", "import", goal, *words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_trace_is_refused_on_the_command_line(goal, capsys):
+    goal.write_text(PING_PONG[:100])
+    assert dlcp("sim", "replay", goal) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"dlcp sim: {goal}:")
+    assert "rank 0" in error
