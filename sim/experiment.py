@@ -296,6 +296,9 @@ class _ChangedSetting:
         for number, failing in enumerate(setting.failures):
             with self._blamed("failures", number, "nodes"):
                 topology.between(*failing.nodes)
+        for number, flows in enumerate(setting.flows):
+            with self._blamed("flows", number, "hosts"):
+                flows.check_hosts(topology.hosts)
         for number, job in enumerate(setting.training):
             with self._blamed("training", number, "model"):
                 profile = profile_of(job)
@@ -305,7 +308,9 @@ class _ChangedSetting:
             with self._blamed("training", number, "deferral"):
                 job.deferral_curve()
         with self._blamed():
-            setting.check_senders(training=setting.training, traces=setting.traces, traffic=setting.traffic)
+            setting.check_senders(
+                training=setting.training, traces=setting.traces, traffic=setting.traffic, flows=setting.flows
+            )
             setting.check_precision()
         return setting
 

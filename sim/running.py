@@ -23,6 +23,7 @@ from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import EngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures, traced_job
+from dlcp.sim.slowdown import IdealTimes
 from dlcp.sim.traces import TraceProgress, trace_digest, trace_progress
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
@@ -51,6 +52,10 @@ PRECISION: Final = 0.002
 QUANTILES: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
 SMALL_FLOW_BYTES: Final = 100_000
 """Flows up to this size count as small, as in the figures of pFabric and PIAS."""
+SLOWDOWN_SIZES: Final = {"all": 1 << 62, "10kb": 10_000, "100kb": 100_000, "1mb": 1_000_000, "10mb": 10_000_000} | {
+    "larger": 1 << 62
+}
+"""Largest size of a message in each class of slowdowns; a class begins where the one before ends."""
 _BASE: Final = math.log1p(PRECISION)
 
 
@@ -112,9 +117,13 @@ class MessageMeasures:
     ----------
     traffic
         Names of the other traffic.
+    ideal
+        What its messages would take alone.
 
     Attributes
     ----------
+    slowdowns
+        Of the other traffic, by the largest size of a message in `SLOWDOWN_SIZES`, counted as seconds.
     packets, missing, sent
         Packets of contributions, and how many of these never arrived; packets sent for all messages, including
         retransmissions. An encoded contribution counts as the packets that it would have in full precision. None of
@@ -125,6 +134,10 @@ class MessageMeasures:
     """
 
     traffic: frozenset[str] = frozenset()
+    ideal: IdealTimes | None = None
+    slowdowns: dict[str, TimeDistribution] = field(
+        default_factory=lambda: {name: TimeDistribution() for name in SLOWDOWN_SIZES}
+    )
     times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _TIMES})
     packets: int = 0
     missing: int = 0
@@ -140,6 +153,8 @@ class MessageMeasures:
         if submitted.label[0] in self.traffic:
             self.times["other"].add(took)
             self.times["small"].add(took[nodes["size_bytes"] <= SMALL_FLOW_BYTES])
+            if self.ideal is not None:
+                self._add_slowdowns(nodes["size_bytes"], took / self.ideal.of(nodes))
             return
         results = (nodes["message"] & RESULT_MESSAGE) != 0
         self.times["fct"].add(took)
@@ -152,6 +167,13 @@ class MessageMeasures:
         counts = self.deferred.setdefault(submitted.label[0], np.zeros((2, 2), np.int64))
         for half, own in enumerate((~results & (nodes["step"] > 0), results & (nodes["step"] > 0))):
             counts[half] += (whole - records["packets"])[own].sum(), whole[own].sum()
+
+    def _add_slowdowns(self, sizes: NDArray[np.int64], ratios: NDArray[np.float64]) -> None:
+        least = 0
+        for name, most in SLOWDOWN_SIZES.items():
+            own = sizes <= most if name == "all" else (sizes > least) & (sizes <= most)
+            self.slowdowns[name].add((ratios[own] * 1e12).astype(np.int64))
+            least = 0 if name == "all" else most
 
     @property
     def deferred_ratios(self) -> tuple[float, float]:
@@ -191,8 +213,11 @@ def run(
     interrupted run returns the results so far, with ``complete`` false.
     """
     setting = item.setting
-    messages = MessageMeasures(traffic=frozenset(traffic.name for traffic in setting.traffic))
+    messages = MessageMeasures(
+        traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.flows)])
+    )
     simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=messages)
+    messages.ideal = IdealTimes(simulation.plan)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
     started = [
@@ -319,6 +344,11 @@ def _metrics(
             found[f"{prefix}_p99_s"] = times.quantile_s(0.99)
             found[f"{prefix}_p999_s"] = times.quantile_s(0.999)
             found[f"{prefix}_max_s"] = times.most_ps / 1e12
+    for name, slowdowns in messages.slowdowns.items():
+        if slowdowns.count:
+            prefix = "slowdown" if name == "all" else f"slowdown_{name}"
+            found[f"{prefix}_mean"] = slowdowns.mean_s
+            found[f"{prefix}_p99"] = slowdowns.quantile_s(0.99)
     found["loss_ratio"] = messages.loss_ratio
     if any(job.job.spec.deferral for job in jobs):
         found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios

@@ -141,6 +141,36 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return tuple((min(size, float(self.most_bytes)), share) for size, share in table) if self.most_bytes else table
 
 
+class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Flows of one size that begin together.
+
+    Parameters
+    ----------
+    pattern
+        ``permutation``: every host sends to another one, and receives from one. ``incast``: all send to one host.
+    hosts
+        How many hosts take part, chosen at random; 0 means all.
+    """
+
+    name: str = "flows"
+    pattern: Literal["permutation", "incast"] = "permutation"
+    size_bytes: _Count = 1_000_000
+    hosts: Annotated[int, Meta(ge=0)] = 0
+    transport: str = "dctcp"
+    start_s: _Seconds = 0.0
+
+    def check_hosts(self, hosts: int) -> None:
+        """Reject a number of hosts that cannot take part in a network with ``hosts``.
+
+        Raises
+        ------
+        ValueError
+            It is 1, or larger.
+        """
+        if self.hosts == 1 or self.hosts > hosts:
+            raise ValueError(f"{self.hosts} hosts cannot take part in {self.name}; choose 2 to {hosts}, or 0 for all")
+
+
 def draw_sizes(sizes: FlowSizes, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return flow sizes in bytes for numbers between 0 and 1, by the inverse of the distribution."""
     values, probabilities = np.array(sizes, float).T
@@ -271,7 +301,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Parameters
     ----------
     transports
-        Transports by the names that jobs and traffic use.
+        Transports by the names that jobs, traffic and flows use.
     stop_s
         Latest end of a run in simulated time; packets may still be in flight.
     any_discipline
@@ -285,6 +315,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         default_factory=lambda: {"dctcp": DctcpTransport()}
     )
     traffic: tuple[TrafficSpec, ...] = ()
+    flows: tuple[FlowPattern, ...] = ()
     failures: tuple[FailureSpec, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0

@@ -38,6 +38,7 @@ from dlcp.sim.plan import EnginePlan, make_plan
 from dlcp.sim.scenario import (
     CollectiveJob,
     FailureSpec,
+    FlowPattern,
     NetworkSetting,
     Scenario,
     TraceJob,
@@ -317,6 +318,21 @@ def _submit_flows(
     simulation.submit(builder.build(), label=(spec.name, 0))
 
 
+def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Process:
+    """Submit the flows of a pattern."""
+    hosts = simulation.topology.hosts
+    spec.check_hosts(hosts)
+    chosen = simulation.random(4, number).permutation(hosts)[: spec.hosts or hosts]
+    # Each sends to the next one of a random order, which is a random permutation without a host that sends to itself.
+    target = np.roll(chosen, -1) if spec.pattern == "permutation" else chosen[-1]
+    source = chosen if spec.pattern == "permutation" else chosen[:-1]
+    yield simulation.env.timeout(seconds_to_ps(spec.start_s))
+    builder = GraphBuilder()
+    transport = simulation.transports[spec.transport]
+    builder.messages(source, target, spec.size_bytes, transport=transport, lane=OWN_LANE)
+    yield simulation.submit(builder.build(), label=(spec.name, 0)).done
+
+
 def failure(simulation: Simulation, spec: FailureSpec) -> Process:
     """Make a link lose packets for a while. If it loses all of them, route around it."""
     env, engine, topology = simulation.env, simulation.engine, simulation.topology
@@ -434,9 +450,13 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
     ValueError
         Jobs or traffic contradict each other or the network.
     """
-    scenario.check_senders(jobs=scenario.jobs, traces=scenario.traces, traffic=scenario.traffic)
+    scenario.check_senders(jobs=scenario.jobs, traces=scenario.traces, traffic=scenario.traffic, flows=scenario.flows)
     jobs: list[CollectiveJob | TraceJob] = [*scenario.jobs, *scenario.traces]
-    labels = [*(job.name for job in jobs), *(flows.name for flows in scenario.traffic)]
+    labels = [
+        *(job.name for job in jobs),
+        *(each.name for each in scenario.traffic),
+        *(each.name for each in scenario.flows),
+    ]
     collector = _Collector(labels, keep_messages)
     simulation = Simulation(scenario, engine=engine, on_records=collector)
     steps = [StepTimes(job.name) for job in scenario.jobs]
@@ -467,7 +487,9 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
 
 
 def start_background_and_failures(simulation: Simulation) -> None:
-    """Start the processes of a scenario's background traffic and failures."""
+    """Start the processes of a scenario's background traffic, flows and failures."""
+    for number, pattern in enumerate(simulation.scenario.flows):
+        simulation.process(flow_pattern(simulation, pattern, number))
     for number, flows in enumerate(simulation.scenario.traffic):
         simulation.process(background(simulation, flows, number))
     for failing in simulation.scenario.failures:

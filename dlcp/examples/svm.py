@@ -23,7 +23,7 @@ import dlcp.session
 Values = NDArray[np.float64]
 ROWS: Final = 64
 """Rows that a rank sends in a round, and samples of the small problem."""
-FIELDS: Final = 5
+ROW_FIELDS: Final = 5
 """Numbers of a row before its indices and values: whether it is there, label, gradient, weight and sample number."""
 TOLERANCE: Final = 1e-3
 """Largest violation of the optimality conditions, as in LIBSVM."""
@@ -96,26 +96,26 @@ class Solver:
 
     def exchange(self, chosen: NDArray[np.int64]) -> Rows:
         """Return the samples that all ranks chose, at most `ROWS` each; set ``eliminated``."""
-        slots = np.zeros((self.group.size, ROWS + 1, FIELDS + 2 * self.width))
+        slots = np.zeros((self.group.size, ROWS + 1, ROW_FIELDS + 2 * self.width))
         slots[self.group.rank, ROWS, 1] = len(self.labels) - len(self.active)
         mine = slots[self.group.rank, : len(chosen)]
         numbers = self.first + chosen
-        mine[:, :FIELDS] = np.column_stack(
+        mine[:, :ROW_FIELDS] = np.column_stack(
             [np.ones(len(chosen)), self.labels[chosen], self.gradients[chosen], self.weights[chosen], numbers]
         )
         for row, number in zip(mine, chosen.tolist(), strict=True):
             own = slice(self.samples.indptr[number], self.samples.indptr[number + 1])
             length = own.stop - own.start
-            row[FIELDS : FIELDS + length] = self.samples.indices[own]
-            row[FIELDS + self.width : FIELDS + self.width + length] = self.samples.data[own]
+            row[ROW_FIELDS : ROW_FIELDS + length] = self.samples.indices[own]
+            row[ROW_FIELDS + self.width : ROW_FIELDS + self.width + length] = self.samples.data[own]
         self.group.average({"rows": slots})  # each rank filled its own slot, so the sum is all of them
         self.eliminated = int(slots[:, ROWS, 1].sum())
         every = slots[slots[:, :, 0] > 0]
-        indices, values = every[:, FIELDS : FIELDS + self.width], every[:, FIELDS + self.width :]
+        indices, values = every[:, ROW_FIELDS : ROW_FIELDS + self.width], every[:, ROW_FIELDS + self.width :]
         owner = np.repeat(np.arange(len(every)), self.width)
         shape = (len(every), self.samples.shape[1])
         rows = sparse.csr_matrix((values.ravel(), (owner, indices.ravel().astype(np.int64))), shape)
-        labels, gradients, weights, numbers = every[:, 1:FIELDS].T.copy()
+        labels, gradients, weights, numbers = every[:, 1:ROW_FIELDS].T.copy()
         return Rows(rows, labels, gradients, weights, numbers.astype(np.int64))
 
     def solve(self) -> tuple[Rows, float]:
@@ -279,8 +279,8 @@ def train(group: dlcp.session.Group, name: str, seed: int, elimination: str) -> 
         "rounds": solver.rounds,
         "reconstructions": solver.reconstructions,
         "kernel_evaluations": solver.evaluations,
-        "row_bytes": 8 * (FIELDS + 2 * width),
-        "dense_row_bytes": 8 * (FIELDS + samples.shape[1]),
+        "row_bytes": 8 * (ROW_FIELDS + 2 * width),
+        "dense_row_bytes": 8 * (ROW_FIELDS + samples.shape[1]),
         "seconds": seconds,
     }
 
