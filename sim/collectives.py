@@ -109,6 +109,7 @@ def all_reduce(
     *,
     servers: Sequence[int] = (),
     group: int = 1,
+    weights: Sequence[float] = (),
 ) -> Nodes:
     """Add an all-reduce with the named algorithm.
 
@@ -118,11 +119,15 @@ def all_reduce(
         Hosts of the parameter servers, for ``parameter_server`` and ``byteps``.
     group
         Number of ranks in a group of neighbours, for ``hierarchical``.
+    weights
+        Each rank's share of the buffer as an owner, for ``direct``; by default, shares are equal.
     """
     if collective in WITH_SERVERS:
         return (parameter_server if collective == "parameter_server" else byteps)(builder, spec, servers, after)
-    if collective in ("ring", "direct"):
-        return (ring if collective == "ring" else direct)(builder, spec, after)
+    if collective == "direct":
+        return direct(builder, spec, after, weights)
+    if collective == "ring":
+        return ring(builder, spec, after)
     if after is None:
         after = builder.delays(np.zeros(len(spec.hosts), np.int64))
     if collective == "hierarchical":
@@ -192,9 +197,12 @@ def _ring_rounds(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None
     return ends
 
 
-def direct(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None) -> Nodes:
+def direct(
+    builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None, weights: Sequence[float] = ()
+) -> Nodes:
     """Add a direct all-reduce: every rank sends each other rank that rank's shard, and receives the averages."""
-    return _through_owners(builder, spec, spec.hosts, shard_sizes(spec.size_bytes, len(spec.hosts)), after)
+    sizes = _weighted_sizes(spec.size_bytes, weights) if weights else shard_sizes(spec.size_bytes, len(spec.hosts))
+    return _through_owners(builder, spec, spec.hosts, sizes, after)
 
 
 def parameter_server(
@@ -215,9 +223,14 @@ def byteps(builder: GraphBuilder, spec: AllReduceSpec, servers: Sequence[int], a
     ranks, extra = len(spec.hosts), len(servers)
     if extra > ranks:
         raise ValueError(f"byteps divides the load over at most as many servers as ranks; got {extra} and {ranks}")
-    shares = [ranks - extra] * ranks + [2 * (ranks - 1)] * extra
-    ends = np.rint(np.cumsum([0, *shares]) * (spec.size_bytes / sum(shares))).astype(np.int64)
-    return _through_owners(builder, spec, [*spec.hosts, *servers], np.diff(ends), after)
+    sizes = _weighted_sizes(spec.size_bytes, [ranks - extra] * ranks + [2 * (ranks - 1)] * extra)
+    return _through_owners(builder, spec, [*spec.hosts, *servers], sizes, after)
+
+
+def _weighted_sizes(size_bytes: int, weights: Sequence[float]) -> NDArray[np.int64]:
+    """Return the bytes of each shard, in proportion to weights; some may be 0."""
+    ends = np.rint(np.cumsum([0, *weights]) * (size_bytes / sum(weights))).astype(np.int64)
+    return np.diff(ends)
 
 
 def _check_servers(spec: AllReduceSpec, servers: Sequence[int]) -> None:

@@ -158,7 +158,7 @@ def job_graph(setting: RunSetting, name: str | None = None) -> Graph:
             raise PlaceError(
                 f"job {chosen!r} has deferral, a pipeline or a precision, which a trace cannot express; leave them out"
             )
-        return training_graph(job, numbers[job.spec.transport], setting.seed)
+        return training_graph(job, topology, numbers[job.spec.transport], setting.seed)
     taken = {host for job in placed.values() for host in (*job.workers, *job.servers)}
     traced = trace_progress(setting.traces, taken, topology.hosts, setting.seed, first=len(placed))
     progress = next(each for each in traced if each.job.name == chosen)

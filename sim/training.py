@@ -51,7 +51,9 @@ from dlcp.sim.pipeline import parse_replicas
 from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.scenario import Placement, choose_hosts
 from dlcp.sim.simulation import Process, Simulation, random_of
+from dlcp.sim.topology import NetworkTopology
 from dlcp.sim.transports import DlcpTransport
+from dlcp.slow_ports import weights_for_rates
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -113,6 +115,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     loss_bound
         The share of a contribution's packets that may be lost, if the transport bounds loss. Results are always
         delivered whole.
+    adaptive_shards
+        Whether ``direct`` gives ranks with slow links smaller shards (`dlcp.slow_ports`), as real ranks do.
     deferral
         What may be deferred to a later step, for ``parameter_server`` and ``direct``.
     precision
@@ -153,6 +157,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     bytes_per_value: Literal[1, 2, 4] = 4
     compression: Annotated[float, Meta(ge=1)] = 1.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    adaptive_shards: bool = False
     deferral: DeferralSpec | None = None
     precision: Precision = FULL_BITS
     pipeline: str = ""
@@ -185,6 +190,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"deferral is for parameter_server and direct, and begins with the second step; got collective "
                 f"{self.collective!r} and {self.steps} steps"
             )
+        if self.adaptive_shards and (self.collective != "direct" or self.deferral or self.pipeline):
+            raise ValueError(
+                "adaptive_shards is for the collective direct, without deferral and pipeline; "
+                f"got collective {self.collective!r}; change one of them"
+            )
         if self.precision != FULL_BITS and (
             self.collective not in ("parameter_server", "direct")
             or self.compression > 1
@@ -199,6 +209,16 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             self._check_pipeline()
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
+
+    def shard_weights(self, hosts: Sequence[int], topology: NetworkTopology) -> tuple[float, ...]:
+        """Return each worker's share of a buffer as an owner; empty if shares are equal."""
+        if not self.adaptive_shards:
+            return ()
+        rates: dict[int, float] = dict.fromkeys(hosts, 0.0)
+        for link in topology.links:
+            if link.target in rates:
+                rates[link.target] = max(rates[link.target], link.spec.rate_gbps)
+        return tuple(weights_for_rates(rates).values())
 
     def _check_pipeline(self) -> None:
         if self.servers or self.deferral or self.precision != FULL_BITS:
@@ -438,6 +458,7 @@ def step_graph(
     first_step: int,
     transport: int,
     *,
+    weights: Sequence[float] = (),
     watch_workers: bool = False,
 ) -> StepGraph:
     """Return the backward passes, all-reduces and forward passes of some steps.
@@ -450,6 +471,8 @@ def step_graph(
         float64 (steps, workers): each worker's computing time relative to the profile.
     first_step
         Number of the first step.
+    weights
+        Each worker's share of a piece as an owner; by default, shares are equal.
     watch_workers
         Whether a process can wait for each worker's end of a step.
     """
@@ -480,7 +503,13 @@ def step_graph(
             )
             servers = job.servers if by_ranks else _servers(job.servers, piece.size_bytes, number)
             done = all_reduce(
-                builder, job.spec.collective, spec, back[piece.ready], servers=servers, group=job.spec.group
+                builder,
+                job.spec.collective,
+                spec,
+                back[piece.ready],
+                servers=servers,
+                group=job.spec.group,
+                weights=weights,
             )
             for layer in piece.layers:
                 needs[layer].append(done)
@@ -585,6 +614,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
     spec = job.spec
     parts = _parts(spec, progress.profile)
     factors = computing_factors(simulation.scenario.seed, job)
+    weights = spec.shard_weights(job.workers, simulation.topology)
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
     yield env.timeout(seconds_to_ps(job.start_s))
@@ -597,6 +627,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
             factors[first : first + STEPS_PER_GRAPH],
             first,
             simulation.transports[spec.transport],
+            weights=weights,
             watch_workers=precision is not None,
         )
         running = simulation.submit(steps.graph, label=(job.name, first))
@@ -622,7 +653,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
         yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
 
 
-def training_graph(job: PlacedJob, transport: int, seed: int) -> Graph:
+def training_graph(job: PlacedJob, topology: NetworkTopology, transport: int, seed: int) -> Graph:
     """Return all steps of a job as one graph, without deferral and in full precision.
 
     Parameters
@@ -638,7 +669,9 @@ def training_graph(job: PlacedJob, transport: int, seed: int) -> Graph:
         See `profile_of`.
     """
     profile = profile_of(job.spec)
-    return step_graph(job, profile, _parts(job.spec, profile), computing_factors(seed, job), 0, transport).graph
+    weights = job.spec.shard_weights(job.workers, topology)
+    factors = computing_factors(seed, job)
+    return step_graph(job, profile, _parts(job.spec, profile), factors, 0, transport, weights=weights).graph
 
 
 def _parts(job: TrainingJob, profile: StepProfile) -> list[GradientPiece]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlcp.collectives.shards import weights_for_rates
+from dlcp.slow_ports import weights_for_rates
 
 AUTO: Final = "auto"
 DIRECT: Final = "direct"

@@ -33,12 +33,12 @@ from dlcp.collectives.shards import (
     ShardAccumulator,
     inbound_rates,
     shard_bounds,
-    weights_for_rates,
 )
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.precision import PrecisionChooser
+from dlcp.slow_ports import weights_for_rates
 from dlcp.tags import ChunkOrder, PacketTags, plain_tags
 from dlcp.transport import (
     EMPTY,

@@ -19,12 +19,12 @@ import numpy as np
 from dlcp.collectives.choice import AUTO, DIRECT, RING, SERVER, Topology, choose, direct_seconds, ring_seconds
 from dlcp.collectives.choice import Costs as CollectiveCosts
 from dlcp.collectives.deferral import STEP_PART
-from dlcp.collectives.shards import inbound_rates, weights_for_rates
+from dlcp.collectives.shards import inbound_rates
 from dlcp.collectives.step_metadata import StepMetadata
 from dlcp.configuration import Range, check
 from dlcp.convergence import COST_OF_DEFERRAL, COST_OF_DEFERRAL_TO_ALL, COST_OF_LOSS, steps_factor
 from dlcp.ledger import Ledger, MessageRecord
-from dlcp.slow_ports import SHARE_MIN, PortLoads, share_to_defer, snap_to_fastest
+from dlcp.slow_ports import SHARE_MIN, PortLoads, share_to_defer, snap_to_fastest, weights_for_rates
 from dlcp.transport import Connection
 
 LOSS_MATTERS: Final = 0.001

@@ -9,7 +9,7 @@ from dlcp.sim.experiment import RunSetting
 from dlcp.sim.graph import Graph, GraphBuilder
 from dlcp.sim.models import StepProfile, TimedLayer
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.topology import Star
+from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.training import (
     UNIFORM_PROFILE,
     Progress,
@@ -162,12 +162,31 @@ def test_jobs_get_hosts_of_their_own() -> None:
         ({"collective": "byteps", "workers": 2, "servers": 3}, "at most as many servers as workers"),
         ({"collective": "halving_doubling", "workers": 6}, "power of two"),
         ({"collective": "hierarchical", "workers": 10, "group": 4}, "groups of 4"),
+        ({"collective": "ring", "adaptive_shards": True}, "adaptive_shards is for the collective direct"),
         ({"stragglers": (StragglerSpec(worker=8),)}, "rank is beyond"),
     ],
 )
 def test_contradictions_are_refused(fields, message) -> None:
     with pytest.raises(ValueError, match=message):
         TrainingJob(name="j", **fields)
+
+
+def test_a_slow_port_owns_a_smaller_shard() -> None:
+    topology = Star(
+        hosts=5, host_link=LinkSpec(rate_gbps=100.0), host_links={"host2": LinkSpec(rate_gbps=60.0)}
+    ).build()
+    job = TrainingJob(name="j", workers=4, collective="direct", adaptive_shards=True)
+    weights = job.shard_weights((0, 1, 2, 3), topology)
+    assert sum(weights) == pytest.approx(1)
+    # All ports take equally long: each receives (1 + (n - 2) w) buffers.
+    times = [(1 + 2 * weight) / rate for weight, rate in zip(weights, (100, 100, 60, 100), strict=True)]
+    assert times == pytest.approx([times[0]] * 4)
+    assert TrainingJob(name="j", workers=4).shard_weights((0, 1, 2, 3), topology) == ()
+    builder = GraphBuilder()
+    all_reduce(builder, "direct", AllReduceSpec((0, 1, 2, 3), 1_000_000, 0), weights=weights)
+    nodes = builder.build().nodes
+    received = np.bincount(nodes["target"][nodes["size_bytes"] > 0], nodes["size_bytes"][nodes["size_bytes"] > 0])
+    assert received / [100, 100, 60, 100] == pytest.approx(np.full(4, 1_000_000 * times[0]), rel=1e-5)
 
 
 def steps_of(*jobs: TrainingJob, seed: int = 1) -> dict[str, list[float]]:
