@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Topologies: their descriptions, the nodes and links built from these, and the shortest paths."""
 
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Annotated
@@ -132,28 +131,28 @@ class NetworkTopology:
         groups: dict[tuple[int, ...], list[int]] = {}
         for host, switches in enumerate(attached):
             groups.setdefault(tuple(switches), []).append(host)
-        into: list[list[int]] = [[] for _ in every]
-        for numbers in out:
-            for number in numbers:
-                into[links[number].target].append(links[number].source)
+        # All links that have not failed, by source: a node's next hops then stand together.
+        kept = np.array([number for numbers in out for number in numbers], np.int64)
+        source, target = (np.array([getattr(link, end) for link in links], np.int64) for end in ("source", "target"))
+        source, target = source[kept], target[kept]
+        forwards = target >= hosts
+        is_routed = row[source] >= 0
         for nearest, members in groups.items():
-            distance = _distances(into, nearest, hosts)
-            for node in routed:
-                if node >= hosts and distance[node] == 0:
-                    for host in members:
-                        own = last.get((node, host), [])
-                        table[row[node], host] = (len(choices), len(own))
-                        choices += own
-                    continue
-                nearer = [
-                    number
-                    for number in out[node]
-                    if (target := links[number].target) >= hosts and 0 <= distance[target] == distance[node] - 1
-                ]
-                if node < hosts and not nearer:
-                    nearer = every[node][:1]  # an isolated host still sends, and its packets are lost
-                table[row[node], members] = (len(choices), len(nearer))
-                choices += nearer
+            distance = _distances(source[forwards], target[forwards], nearest, len(every))
+            step = forwards & is_routed & (distance[source] > 0) & (distance[target] == distance[source] - 1)
+            count = np.bincount(source[step], minlength=len(every))
+            start = len(choices) + np.cumsum(count) - count
+            choices += kept[step].tolist()
+            for node in np.flatnonzero((row[:hosts] >= 0) & (count[:hosts] == 0)).tolist():
+                # An isolated host still sends, and its packets are lost.
+                start[node], count[node] = len(choices), len(every[node][:1])
+                choices += every[node][:1]
+            table[:, members] = np.stack([start, count], axis=1)[routed][:, None]
+            for node in nearest:
+                for host in members:
+                    own = last.get((node, host), [])
+                    table[row[node], host] = (len(choices), len(own))
+                    choices += own
         return Routes(row, table, np.array(choices or [0], np.int32))
 
 
@@ -185,22 +184,20 @@ class Routes:
         return [int(link) for link in self.choices[start : start + count]]
 
 
-def _distances(into: Sequence[Sequence[int]], targets: Collection[int], hosts: int) -> list[int]:
-    """Return each node's distance in links to the nearest of ``targets``; -2 if it can reach none.
+def _distances(
+    source: NDArray[np.int64], target: NDArray[np.int64], targets: Collection[int], nodes: int
+) -> NDArray[np.int64]:
+    """Return each node's distance in links to the nearest of ``targets``, int64 (nodes,); -2 if it can reach none.
 
-    ``into`` has the neighbours with a link to each node. Hosts, numbered below ``hosts``, do not forward.
+    ``source`` and ``target`` are the ends of the links to nodes that forward.
     """
-    distance = [-2] * len(into)
-    waiting = deque(targets)
-    for node in targets:
-        distance[node] = 0
-    while waiting:
-        node = waiting.popleft()
-        for other in into[node]:
-            if distance[other] == -2:
-                distance[other] = distance[node] + 1
-                if other >= hosts:
-                    waiting.append(other)
+    distance = np.full(nodes, -2, np.int64)
+    distance[list(targets)] = 0
+    for level in range(nodes):
+        following = source[(distance[target] == level) & (distance[source] == -2)]
+        if not len(following):
+            break
+        distance[following] = level + 1
     return distance
 
 
