@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel's Python side: grow arrays, add and free graphs, change links and routes."""
 
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.graph import NODE_RECORD
+from dlcp.sim.growing import Room, aligned_zeros, enlarged
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.kernel.loop import begin_nodes, run
@@ -21,7 +21,6 @@ from dlcp.sim.topology import Routes
 _POOL: Final = 1 << 12
 """Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
 _COMPLETIONS: Final = 1 << 12
-_LINE_BYTES: Final = 64
 _ROWS_AT_ONCE: Final = 2048
 """Nodes of a graph that are written at once: their rows fit in the second-level cache."""
 
@@ -43,7 +42,7 @@ class KernelEngine:
         self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
         self._grow_events(_POOL)
         a.ports = _make_ports(plan)
-        a.queues = _zeros(len(a.ports) * PORT_QUEUES, np.zeros(0, k.QUEUE_ROW))
+        a.queues = aligned_zeros(len(a.ports) * PORT_QUEUES, np.zeros(0, k.QUEUE_ROW))
         a.queues["head"] = a.queues["tail"] = -1
         a.switches = np.zeros(len(plan.topology.names), k.SWITCH_ROW)
         a.switches["random"], a.switches["salt"] = plan.node_random, plan.node_salt
@@ -60,7 +59,7 @@ class KernelEngine:
         self._free_graphs = list(range(15, -1, -1))
         self._ranges: dict[int, tuple[slice, slice, slice]] = {}
         self._graph_numbers: dict[int, int] = {}
-        self._message_room, self._state_room, self._follower_room = _Room(), _Room(), _Room()
+        self._message_room, self._state_room, self._follower_room = Room(), Room(), Room()
         self._bound: dict[str, NDArray[Any]] = {}
         self._grow_pool("packet")
         self._grow_pool("transmission")
@@ -117,9 +116,9 @@ class KernelEngine:
         segments = self._state_room.take(int(submission.sizes["packets"].sum()))
         edges = self._follower_room.take(len(graph.followers))
         _refuse_beyond(nodes.stop, "messages in flight")
-        self._a.messages = _enlarged(self._a.messages, nodes.stop)
-        self._a.states = _enlarged(self._a.states, segments.stop)
-        self._a.followers = _enlarged(self._a.followers, edges.stop)
+        self._a.messages = enlarged(self._a.messages, nodes.stop)
+        self._a.states = enlarged(self._a.states, segments.stop)
+        self._a.followers = enlarged(self._a.followers, edges.stop)
         slot = self._take_graph()
         self._ranges[slot], self._graph_numbers[slot] = (nodes, segments, edges), submission.number
         self._a.graphs[slot] = (count, count, nodes.start)
@@ -205,7 +204,7 @@ class KernelEngine:
                 index = self._stream_count
                 self._stream_count += 1
                 _refuse_beyond(self._stream_count, "streams")
-                self._a.streams = _enlarged(self._a.streams, self._stream_count)
+                self._a.streams = enlarged(self._a.streams, self._stream_count)
             indices[number] = self._stream_rows[serial] = index
         rows = np.zeros(len(new), k.STREAM_ROW)
         for name in ("head", "tail", "retransmissions", "next", "first", "last", "epoch", "timer_at"):
@@ -220,7 +219,7 @@ class KernelEngine:
     def _take_graph(self) -> int:
         if not self._free_graphs:
             count = len(self._a.graphs)
-            self._a.graphs = _enlarged(self._a.graphs, 2 * count)
+            self._a.graphs = enlarged(self._a.graphs, 2 * count)
             self._free_graphs = list(range(len(self._a.graphs) - 1, count - 1, -1))
         return self._free_graphs.pop()
 
@@ -248,7 +247,7 @@ class KernelEngine:
         while self._w["free_transmissions"] < k.SPARE_ROWS:
             self._grow_pool("transmission")
         self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
-        self._a.completions = _enlarged(self._a.completions, int(self._w["completed"]) + spare)
+        self._a.completions = enlarged(self._a.completions, int(self._w["completed"]) + spare)
         if self._w["sequence"] > k.SEQUENCE_MAX:
             self._renumber()
 
@@ -272,9 +271,9 @@ class KernelEngine:
     def _grow_events(self, needed: int) -> None:
         """Make room for ``needed`` events in each of the three places."""
         before = len(self._a.events)
-        self._a.times, self._a.keys = _enlarged(self._a.times, needed), _enlarged(self._a.keys, needed)
-        self._a.far_times, self._a.far_keys = _enlarged(self._a.far_times, needed), _enlarged(self._a.far_keys, needed)
-        self._a.events = _enlarged(self._a.events, needed)
+        self._a.times, self._a.keys = enlarged(self._a.times, needed), enlarged(self._a.keys, needed)
+        self._a.far_times, self._a.far_keys = enlarged(self._a.far_times, needed), enlarged(self._a.far_keys, needed)
+        self._a.events = enlarged(self._a.events, needed)
         if len(self._a.events) > before:
             self._a.events["next"][before:] = np.arange(before + 1, len(self._a.events) + 1)
             self._a.events["next"][-1] = self._w["free_event"]
@@ -284,7 +283,7 @@ class KernelEngine:
         """Double a pool, and put its new rows at the head of its free list."""
         rows, free = getattr(self._a, f"{pool}s"), f"free_{pool}"
         before = len(rows)
-        larger = _enlarged(rows, max(_POOL, 2 * before))
+        larger = enlarged(rows, max(_POOL, 2 * before))
         _refuse_beyond(len(larger), "packets in flight")
         larger["next"][before:] = np.arange(before + 1, len(larger) + 1)
         larger["serial"][before:] = -1
@@ -292,41 +291,6 @@ class KernelEngine:
         self._w[f"{free}_head"] = before
         self._w[f"{free}s"] += len(larger) - before
         setattr(self._a, f"{pool}s", larger)
-
-
-class _Room:
-    """Allocates ranges of a growing array."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []
-        self._end = 0
-
-    def take(self, count: int) -> slice:
-        """Allocate the first free range that is large enough."""
-        for position, (start, stop) in enumerate(self._free):
-            if stop - start >= count:
-                if stop - start == count:
-                    del self._free[position]
-                else:
-                    self._free[position] = (start + count, stop)
-                return slice(start, start + count)
-        start = self._end
-        self._end += count
-        return slice(start, self._end)
-
-    def give(self, room: slice) -> None:
-        """Free a range, and merge it with adjacent free ranges."""
-        if room.start == room.stop:
-            return
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted([*self._free, (room.start, room.stop)]):
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            else:
-                merged.append((start, stop))
-        if merged[-1][1] == self._end:
-            self._end = merged.pop()[0]
-        self._free = merged
 
 
 def _set_sizes(rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
@@ -337,7 +301,7 @@ def _set_sizes(rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDAr
 
 
 def _make_ports(plan: EnginePlan) -> NDArray[Any]:
-    ports = _zeros(len(plan.links), np.zeros(0, k.PORT_ROW))
+    ports = aligned_zeros(len(plan.links), np.zeros(0, k.PORT_ROW))
     columns = {"node": "source", "target": "target", "kibibyte_ps": "kibibyte_ps", "delay": "delay_ps"}
     for column, name in {**columns, "loss": "loss", "random": "random"}.items():
         ports[column] = [getattr(link, name) for link in plan.links]
@@ -361,20 +325,3 @@ def _refuse_beyond(count: int, what: str) -> None:
     """Raise MemoryError if ``count`` rows are more than an event's key can number."""
     if count > k.ID_MASK:
         raise MemoryError(f"{count:,} {what} exceed the simulator's limit of {k.ID_MASK:,}; simulate a smaller setting")
-
-
-def _enlarged(array: NDArray[Any], needed: int) -> NDArray[Any]:
-    """Return an array with room for ``needed`` rows: the same array if it is large enough."""
-    if len(array) >= needed:
-        return array
-    larger = _zeros(max(needed, 2 * len(array)), array)
-    larger[: len(array)] = array
-    return larger
-
-
-def _zeros(count: int, like: NDArray[Any]) -> NDArray[Any]:
-    """Return zeros aligned to a cache line."""
-    size = count * like.itemsize * math.prod(like.shape[1:])
-    room = np.zeros(size + _LINE_BYTES, np.uint8)
-    start = -room.ctypes.data % _LINE_BYTES
-    return room[start : start + size].view(like.dtype).reshape(count, *like.shape[1:])
