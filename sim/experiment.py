@@ -20,7 +20,7 @@ from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
 from dlcp.sim.pipeline_training import pipeline_of
-from dlcp.sim.scenario import NetworkSetting, TraceJob
+from dlcp.sim.scenario import Fidelity, NetworkSetting, TraceJob
 from dlcp.sim.topology import build_topology
 from dlcp.sim.traces import place_traces
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
@@ -188,6 +188,8 @@ class ExperimentRun(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Return the name of its result file: its points, in the order of axes, and the seed."""
         words = [_file_word(name) for name in self.point.values()] or ["run"]
+        if self.setting.engine != "packets":
+            words.append(self.setting.engine)
         return "-".join([*words, f"seed{self.setting.seed}"])
 
 
@@ -207,7 +209,9 @@ class PlannedExperiment:
     runs: tuple[ExperimentRun, ...]
 
 
-def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> PlannedExperiment:
+def read(
+    path: Path, *, quick: bool = False, seeds: Sequence[int] = (), engine: Fidelity | None = None
+) -> PlannedExperiment:
     """Read an experiment, and check each of its runs.
 
     Parameters
@@ -216,6 +220,8 @@ def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> Plann
         Whether to take only the quick selection.
     seeds
         Seeds to use instead of the file's.
+    engine
+        What to simulate, packets or flows, instead of the file's.
 
     Raises
     ------
@@ -225,7 +231,7 @@ def read(path: Path, *, quick: bool = False, seeds: Sequence[int] = ()) -> Plann
     document = Document(path)
     experiment = document.convert(Experiment)
     _check_names(document, experiment)
-    runs = tuple(_runs(document, experiment, quick, seeds or experiment.seeds or (None,)))
+    runs = tuple(_runs(document, experiment, quick, seeds or experiment.seeds or (None,), engine))
     names = [run.name for run in runs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -307,6 +313,8 @@ class _ChangedSetting:
                     pipeline_of(next(each for each in placed if each.spec is job), profile, topology)
             with self._blamed("training", number, "deferral"):
                 job.deferral_curve()
+        with self._blamed("engine"):
+            setting.check_engine(setting.engine)
         with self._blamed():
             setting.check_senders(
                 training=setting.training, traces=setting.traces, traffic=setting.traffic, flows=setting.flows
@@ -327,7 +335,7 @@ class _ChangedSetting:
 
 
 def _runs(
-    document: Document, experiment: Experiment, quick: bool, seeds: Sequence[int | None]
+    document: Document, experiment: Experiment, quick: bool, seeds: Sequence[int | None], engine: Fidelity | None
 ) -> Iterator[ExperimentRun]:
     selection = experiment.quick
     base = [_change(key, value, ("quick", "set")) for key, value in selection.set.items() if quick]
@@ -345,6 +353,8 @@ def _runs(
         for change in changes:
             changed.apply(change)
         point = {experiment.axes[number].name: experiment.axes[number].points[index].name for number, index in chosen}
+        if engine is not None:
+            changed.content["engine"] = engine
         for seed in seeds:
             if seed is not None:
                 changed.content["seed"] = seed

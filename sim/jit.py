@@ -16,11 +16,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _KEPT: Final = 8
 """How many compiled versions of the kernel stay on disk; not tuned."""
+_COMPILED: Final = ("flows", "kernel")
+"""Packages with compiled functions."""
 _SHARED: Final = (
     *("dlcp.sim.arithmetic", "dlcp.sim.graph", "dlcp.sim.jit", "dlcp.sim.packet_engine", "dlcp.sim.plan"),
     *("dlcp.sim.rules", "dlcp.wire.header"),
 )
-"""Modules outside the kernel package whose constants and rules are compiled into it."""
+"""Modules outside these packages whose constants and rules are compiled into them."""
 
 
 def call(function: _F) -> _F:
@@ -65,7 +67,7 @@ def _jit(function: _F, **options: Any) -> _F:
 
 @cache
 def _cache_folder() -> Path | None:
-    """Return a folder for Numba's cache, named after a hash of all kernel sources; None if there is no safe place.
+    """Return a folder for Numba's cache, named after a hash of all compiled sources; None if there is no safe place.
 
     By default, Numba checks only the file of the compiled function, not the files of the functions it calls.
     """
@@ -77,7 +79,8 @@ def _cache_folder() -> Path | None:
     numba_version = importlib.metadata.version("numba")
     digest = hashlib.sha256(f"{numba_version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
     shared = (Path(str(importlib.import_module(name).__file__)) for name in _SHARED)
-    for source in (*sorted((Path(__file__).parent / "kernel").glob("*.py")), *shared):
+    compiled = (path for folder in _COMPILED for path in sorted((Path(__file__).parent / folder).glob("*.py")))
+    for source in (*compiled, *shared):
         digest.update(source.read_bytes())
     kernels = base.parent / "sim"
     kernels.mkdir(exist_ok=True, mode=0o700)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of both packet engines: graphs with their streams in; completions, records and counts out.
+"""The interface of all engines: graphs with their streams in; completions, records and counts out.
 
 `dlcp.sim.kernel` is the fast engine, `dlcp.sim.reference` the simple one to check it against.
-`tests/sim/test_sim_agreement.py` checks that they agree exactly.
+`tests/sim/test_sim_agreement.py` checks that they agree exactly. `dlcp.sim.flows` moves no packets and approximates
+both.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ from dlcp.wire import UDP_PORT_BASE, Queue
 FOREVER_PS: Final = 1 << 62
 ORDINARY_PORT: Final = 5001
 """UDP destination port of all traffic but DLCP's: any port that is not DLCP's would do."""
-EngineName = Literal["auto", "kernel", "reference"]
+PacketEngineName = Literal["auto", "kernel", "reference"]
+"""``kernel`` (Numba) and ``reference`` (SimPy) give the same results; ``auto`` is the kernel if Numba is installed."""
+EngineName = PacketEngineName | Literal["flows"]
+"""``flows`` approximates messages as fluid. With ``auto``, the scenario chooses between flows and packets."""
 
 
 class EngineCounter(IntEnum):

@@ -20,7 +20,7 @@ import dlcp
 from dlcp.convergence import curve
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
-from dlcp.sim.packet_engine import EngineName, counts_by_name, drops_by_class
+from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures, traced_job
 from dlcp.sim.slowdown import IdealTimes
@@ -198,12 +198,14 @@ class _TrainingOver(Exception):  # noqa: N818 - not an error
 
 
 def run(
-    item: ExperimentRun, engine: EngineName = "auto", heartbeat: Callable[[str], None] | None = None
+    item: ExperimentRun, engine: PacketEngineName = "auto", heartbeat: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Run one combination of points.
 
     Parameters
     ----------
+    engine
+        What moves the packets, unless the setting asks for flows.
     heartbeat
         Called every simulated millisecond with a progress message.
 
@@ -292,6 +294,7 @@ def _document(
         "experiment": item.experiment,
         "point": dict(item.point),
         "seed": item.setting.seed,
+        "engine": simulation.fidelity,
         "version": dlcp.__version__,
         "digest": digest(item),
         "sources": sources_digest(),

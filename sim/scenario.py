@@ -90,6 +90,8 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(f"ecn: max_packets {self.ecn.max_packets} is less than min_packets {self.ecn.min_packets}")
 
 
+Fidelity = Literal["packets", "flows"]
+"""What a simulation moves through the network."""
 Placement = Literal["packed", "spread", "random"]
 FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
 """A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
@@ -304,6 +306,8 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Transports by the names that jobs, traffic and flows use.
     stop_s
         Latest end of a run in simulated time; packets may still be in flight.
+    engine
+        ``packets`` moves every packet; ``flows`` approximates messages as fluid, which scales to many thousand hosts.
     any_discipline
         Whether transports may run on switches that they were not made for, such as ``ndp`` without trimming. That is no
         baseline for a comparison.
@@ -319,7 +323,24 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     failures: tuple[FailureSpec, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0
+    engine: Fidelity = "packets"
     any_discipline: bool = False
+
+    def check_engine(self, engine: Fidelity) -> None:
+        """Reject what an engine cannot represent.
+
+        Raises
+        ------
+        ValueError
+            Priorities would change while a message is sent, as with pFabric and PIAS, and flows are simulated.
+        """
+        for name, transport in self.transports.items():
+            kind = transport.__struct_config__.tag
+            if engine == "flows" and kind in ("pfabric", "pias"):
+                raise ValueError(
+                    f"engine flows does not support {kind}, transport {name!r}, whose priorities change while a "
+                    "message is sent; use engine packets, or another transport"
+                )
 
     def check_senders(self, **senders: Sequence[Any]) -> None:
         """Reject unknown or mismatched transports, and senders of the same name; ``senders`` are by field.

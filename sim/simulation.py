@@ -38,6 +38,7 @@ from dlcp.sim.plan import EnginePlan, make_plan
 from dlcp.sim.scenario import (
     CollectiveJob,
     FailureSpec,
+    Fidelity,
     FlowPattern,
     NetworkSetting,
     Scenario,
@@ -107,6 +108,8 @@ class Simulation:
         Numbers of the scenario's transports, by name.
     failed_links
         Links that routes currently avoid.
+    fidelity
+        Whether packets or flows are simulated.
     """
 
     def __init__(
@@ -120,7 +123,10 @@ class Simulation:
         self.scenario = scenario
         self.topology = build_topology(scenario.topology)
         self.plan = make_plan(self.topology, scenario.switches, scenario.transports, class_shares, scenario.seed)
-        self.engine = make_engine(self.plan, engine)
+        name = scenario.engine if engine == "auto" and scenario.engine == "flows" else engine
+        self.fidelity: Fidelity = "flows" if name == "flows" else "packets"
+        scenario.check_engine(self.fidelity)
+        self.engine = make_engine(self.plan, name)
         self.env = simpy.Environment(0)
         self.transports = {name: number for number, name in enumerate(scenario.transports)}
         self._submitter = Submitter(self.plan)
@@ -372,6 +378,8 @@ class SimulationResult:
     ----------
     end_ps
         Time of the last event.
+    fidelity
+        Whether packets were simulated, or flows, whose results are approximate.
     counts
         All counts by name; see `dlcp.sim.packet_engine.EngineCounter`.
     drops_by_class
@@ -390,6 +398,7 @@ class SimulationResult:
     """
 
     end_ps: int
+    fidelity: Fidelity
     counts: dict[str, int]
     drops_by_class: list[int]
     steps: list[StepTimes]
@@ -476,6 +485,7 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
         steps.append(StepTimes(progress.job.name, begins, progress.end_ps))
     return SimulationResult(
         end_ps=simulation.engine.now_ps,
+        fidelity=simulation.fidelity,
         counts=counts_by_name(counts),
         drops_by_class=drops_by_class(counts),
         steps=steps,
@@ -497,7 +507,11 @@ def start_background_and_failures(simulation: Simulation) -> None:
 
 
 def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
-    """Return an engine: ``kernel`` (Numba) or ``reference`` (SimPy); ``auto`` is the kernel if Numba is installed."""
+    """Return an engine by name; see `dlcp.sim.packet_engine.EngineName`."""
+    if name == "flows":
+        from dlcp.sim.flows.flow_engine import FlowEngine  # needs Numba
+
+        return FlowEngine(plan)
     if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
         from dlcp.sim.kernel.kernel_engine import KernelEngine  # needs Numba
 

@@ -18,7 +18,7 @@ from typing import Any, Final, TextIO
 
 from dlcp.document import DocumentError, read_json
 from dlcp.sim.experiment import ExperimentRun
-from dlcp.sim.packet_engine import EngineName
+from dlcp.sim.packet_engine import PacketEngineName
 from dlcp.sim.running import digest, run, write
 
 WAIT_S: Final = 24 * 3600.0
@@ -54,7 +54,7 @@ def sweep(
     *,
     processes: int = 1,
     dask: str | None = None,
-    engine: EngineName = "auto",
+    engine: PacketEngineName = "auto",
     progress: TextIO = sys.stderr,
 ) -> int:
     """Run all runs without results, and write a file for each.
@@ -90,7 +90,7 @@ def sweep(
 
 
 def _results(
-    missing: Sequence[ExperimentRun], processes: int, dask: str | None, engine: EngineName
+    missing: Sequence[ExperimentRun], processes: int, dask: str | None, engine: PacketEngineName
 ) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
     """Run everything and return the results as they come; with one process, in this one."""
     if processes == 1 and not dask:

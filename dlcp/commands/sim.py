@@ -117,6 +117,9 @@ def _files(parser: argparse.ArgumentParser, nargs: int | str) -> None:
     parser.add_argument("experiments", metavar="FILE", nargs=nargs, help=words + default)
     parser.add_argument("--quick", action="store_true", help="run only the quick selection of each experiment")
     add(parser, "--seed", "N", whole(0), "seed, instead of the file's; may be repeated", action="append")
+    choices = ("packets", "flows")
+    words = "what to simulate: packets, or flows, which approximate many thousand hosts (default: the file's)"
+    parser.add_argument("--engine", choices=choices, help=words)
     add_out(parser, _OUT)
 
 
@@ -156,7 +159,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
     from dlcp.sim.experiment import read
 
     path = experiment_files(arguments.experiments)[0]
-    described = read(path, quick=arguments.quick, seeds=arguments.seed or ())
+    described = read(path, quick=arguments.quick, seeds=arguments.seed or (), engine=arguments.engine)
     wanted = dict(_pair(text) for text in arguments.point)
     axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}
     for axis, name in wanted.items():
@@ -186,6 +189,8 @@ def _simulate(item: Any, output: Path | None, title: str) -> int:
     if watched:
         print(file=sys.stderr)
     print(", ".join(f"{axis} {name}" for axis, name in item.point.items()) or title)
+    if document["engine"] == "flows":
+        print("  approximate: simulated as flows, not packets")
     for name, value in document["metrics"].items():
         print(f"  {name:20} {value:.6g}")
     if output is not None:
@@ -273,7 +278,7 @@ def _read_all(arguments: argparse.Namespace) -> list[Any]:
     from dlcp.sim.experiment import read
 
     paths = experiment_files(arguments.experiments)
-    return [read(path, quick=arguments.quick, seeds=arguments.seed or ()) for path in paths]
+    return [read(path, quick=arguments.quick, seeds=arguments.seed or (), engine=arguments.engine) for path in paths]
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

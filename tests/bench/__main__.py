@@ -42,6 +42,7 @@ TABLE = {
     "tags": Entry("tagging of 100 MB on one core", "tags"),
     "compression": Entry("compressors: bytes, CPU time and error on one core", "compression"),
     "sim": Entry("packet-hops a second of the simulator, beside ns.py", "sim"),
+    "sim-flows": Entry("the simulator's flow-level engine beside packets: step times and speed", "flows"),
     "trace": Entry("simulated beside measured steps: a job that trains for real, and its trace", "trace_replay"),
     "live": Entry("the processor time of being watched", "live"),
     "timeline": Entry("the processor time of notes for a trace", "timeline"),
