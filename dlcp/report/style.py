@@ -17,15 +17,16 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "ink": ("#1c2128", "#e8ebee"),
     "soft": ("#59636e", "#a3adb8"),
     "grid": ("#dde1e6", "#343b44"),
-    "grey": ("#8b949e", "#7d8894"),
-    "orange": ("#c04a00", "#ff8f4d"),
-    "ochre": ("#8a6d00", "#e3c04b"),
-    "blue": ("#0067b0", "#5cb6f2"),
-    "green": ("#00805b", "#3fcf9f"),
-    "purple": ("#8250a8", "#c79af0"),
-    "pink": ("#a3345f", "#f285ab"),
+    "grey": ("#4c545c", "#9ca4ac"),
+    "orange": ("#8c1d1d", "#da7300"),
+    "ochre": ("#816f04", "#f2ec98"),
+    "blue": ("#00305b", "#58b6f6"),
+    "green": ("#147e4f", "#a7f7e7"),
+    "purple": ("#af71cd", "#6c50e9"),
+    "pink": ("#d567a2", "#d74d67"),
 }
-"""Colours in light and in dark mode. Readers with colour blindness can distinguish these hues, after Okabe and Ito."""
+"""Colours in light and in dark mode. The hues differ in lightness too, so that readers with colour blindness can
+distinguish them: found by a random search for the largest distance; tests/report/test_colours.py computes it."""
 STYLE: Final = (
     ":root { color-scheme: light dark; "
     + " ".join(f"--{name}: {light};" for name, (light, _) in COLOURS.items())
