@@ -36,6 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stopped.set())
     with server:
         say_where(server)
+        for folder in arguments.folder:
+            if not folder.exists():
+                print(f"dlcp: {folder} does not exist yet; the page waits for ranks to write there", file=sys.stderr)
         stopped.wait()
     return 0
 

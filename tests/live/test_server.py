@@ -253,3 +253,13 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, capsys, words
 def test_an_address_that_is_not_ours_is_refused(address, capsys):
     assert main(["live", "--listen", address, "folder"]) == 2
     assert capsys.readouterr().err.startswith("dlcp live: --listen ")
+
+
+def test_a_folder_that_is_not_there_yet_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading.Event, "wait", lambda *_: True)
+    monkeypatch.setattr("dlcp.commands.live.signal.signal", lambda *_: None)
+    (tmp_path / "there").mkdir()
+    assert main(["live", "--listen", "0", str(tmp_path / "there"), str(tmp_path / "nofolder")]) == 0
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/nofolder does not exist yet; the page waits for ranks to write there" in said
+    assert f"{tmp_path}/there does not" not in said
