@@ -40,21 +40,21 @@ from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.run import JOB, await_ready, fair_shares, start_background
 from dlcp.demo.setup import DemoSetup
 from dlcp.error_text import nearest
-from dlcp.netlab import become_root
-from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_BITS, AUTO_PRECISION
-from tests.bench.convergence import SMOOTH, TARGET_BY, LossCurve
-from tests.bench.emulated_training import (
-    EMULATED_RANKS,
+from dlcp.examples.learning_tasks import (
     OPTIMIZER_MAKERS,
-    TEST_EVERY,
+    TASKS,
+    LabelledData,
     batches_of,
     evaluate,
     loss_of,
     schedule_of,
 )
+from dlcp.netlab import become_root
+from dlcp.planes import FULL_BITS
+from dlcp.precision import AUTO_BITS, AUTO_PRECISION
+from tests.bench.convergence import SMOOTH, TARGET_BY, LossCurve
+from tests.bench.emulated_training import EMULATED_RANKS, TEST_EVERY
 from tests.bench.harness import Benchmark, FailedError, Turns, int_option, scratch
-from tests.bench.learning_tasks import TASKS, LabelledData
 from tests.bench.methods import METHODS, PLAIN, TRAINED, Method
 from tests.bench.paths import BenchPath, DelayedPath, RoutedPath, loopback
 from tests.bench.ranks import RankError, Ranks, join_gloo
@@ -163,7 +163,7 @@ class Learner:
         self._end = method.attach(self._model, optimizer, bind)
         self._schedule = schedule_of(optimizer, learned.steps)
         self._optimizer = method.wrap(optimizer)
-        drawn = batches_of(_UNLIMITED, learned.batch, len(data.train_labels), seed)
+        drawn = batches_of(_UNLIMITED, learned.batch, len(data.train_labels), seed, EMULATED_RANKS)
         self._batches = (of_ranks[rank] for of_ranks in drawn)
 
     def step(self) -> float:

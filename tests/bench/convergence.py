@@ -30,11 +30,11 @@ from dlcp import convergence
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
+from dlcp.examples.learning_tasks import OPTIMIZER_MAKERS, TASKS
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_BITS
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
-    OPTIMIZER_MAKERS,
     TEST_EVERY,
     Shortfall,
     TrainingRun,
@@ -42,7 +42,6 @@ from tests.bench.emulated_training import (
     train,
 )
 from tests.bench.harness import Benchmark, floats_option, int_option
-from tests.bench.learning_tasks import TASKS
 
 WHOLE: Final = Shortfall()
 BF16_HOOK: Final = Shortfall(bf16_hook=True)

@@ -8,8 +8,7 @@ played: it always asks for as much as it may, which a real one does while a port
 
 import hashlib
 import inspect
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,25 +25,30 @@ from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
 from dlcp.dtypes import ValueType
+from dlcp.examples.learning_tasks import (
+    OPTIMIZER_MAKERS,
+    TASKS,
+    LabelledData,
+    LearningTask,
+    assign,
+    batches_of,
+    evaluate,
+    loss_of,
+    schedule_of,
+    text_digest,
+)
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import CODED_BITS, FULL_BITS, PlaneLayout
 from dlcp.slow_ports import REFRESH_STEPS, share_to_defer
 from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
-from tests.bench.learning_tasks import TASKS, LabelledData, LearningTask, text_digest
 
 EMULATED_RANKS: Final = 4
 _SLOW: Final = EMULATED_RANKS - 1
 """Whose port is slow, so that contributions to its shard are deferred."""
 _PER_PACKET: Final = 360
 """Float32 values of a packet that fits an MTU of 1500."""
-OPTIMIZER_MAKERS: Final[dict[str, Callable[[Sequence[nn.Parameter], float], torch.optim.Optimizer]]] = {
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
-}
-_WARM_UP_STEPS: Final = 10
-"""Steps until the learning rate is reached; from then on it falls as a cosine."""
 TEST_EVERY: Final = 4
 """Steps from one test to the next."""
 
@@ -340,7 +344,7 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
     schedule = schedule_of(stepper, steps)
     ranks = EmulatedRanks(segments_of(model), shortfall, seed)
     losses: list[float] = []
-    for step, batches in enumerate(batches_of(steps, learned.batch, len(data.train_labels), seed), 1):
+    for step, batches in enumerate(batches_of(steps, learned.batch, len(data.train_labels), seed, EMULATED_RANKS), 1):
         gradients = [gradient(model, parameters, data, batch) for batch in batches]
         assign(parameters, ranks.average(gradients))
         stepper.step()
@@ -349,13 +353,6 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
             losses.append(evaluate(model, data)[1])
     accuracy, deferred = evaluate(model, data)[0], ranks.averages_deferred / max(1, ranks.averages_sent)
     return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, deferred, losses)
-
-
-def schedule_of(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return the learning-rate schedule of a run of ``steps`` steps: linear warm-up, then cosine decay."""
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / _WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
-    )
 
 
 def segments_of(model: nn.Module) -> list[Segment]:
@@ -367,17 +364,6 @@ def segments_of(model: nn.Module) -> list[Segment]:
     return [Segment(layers[name], *ends) for name, *ends in zip(reversed(sizes), starts, stops, strict=False)]
 
 
-def batches_of(steps: int, batch: int, samples: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield the samples of each step by rank, shape (ranks, batch); none occurs twice in an epoch."""
-    random, size = np.random.default_rng([seed, 1]), EMULATED_RANKS * batch
-    left = np.zeros(0, np.int64)
-    for _ in range(steps):
-        if len(left) < size:
-            left = random.permutation(samples)
-        yield torch.from_numpy(left[:size].reshape(EMULATED_RANKS, batch))
-        left = left[size:]
-
-
 def gradient(
     model: nn.Module, parameters: Sequence[nn.Parameter], data: LabelledData, batch: torch.Tensor
 ) -> NDArray[np.float32]:
@@ -386,28 +372,6 @@ def gradient(
     found = torch.autograd.grad(loss, list(parameters))
     values: NDArray[np.float32] = torch.cat([each.reshape(-1) for each in found]).numpy()
     return values
-
-
-def assign(parameters: Sequence[nn.Parameter], values: NDArray[np.float32]) -> None:
-    """Give parameters their gradients."""
-    parts = torch.from_numpy(values).split_with_sizes([parameter.numel() for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
-
-
-def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of scores, whose last axis counts classes."""
-    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
-
-
-def evaluate(model: nn.Module, data: LabelledData) -> tuple[float, float]:
-    """Return the share of test samples that a model gets right, and its loss on them."""
-    model.eval()
-    with torch.no_grad():
-        scores = model(data.test_inputs)
-    model.train()
-    right = (scores.argmax(-1) == data.test_labels).float().mean()
-    return right.item(), loss_of(scores, data.test_labels).item()
 
 
 @cache

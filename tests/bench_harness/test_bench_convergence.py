@@ -12,13 +12,13 @@ from torch import nn
 from dlcp.bench.results import BenchError
 from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS
 from dlcp.convergence import read, write
+from dlcp.examples.learning_tasks import TASKS, batches_of
 from dlcp.planes import CODED_BITS, PlaneLayout
 from dlcp.tags import Layer, Segment
 from tests.bench import convergence, emulated_training
 from tests.bench.__main__ import main
 from tests.bench.convergence import LossCurve, measure
-from tests.bench.emulated_training import EMULATED_RANKS, EmulatedRanks, Shortfall, TrainingRun, batches_of, train
-from tests.bench.learning_tasks import TASKS
+from tests.bench.emulated_training import EMULATED_RANKS, EmulatedRanks, Shortfall, TrainingRun, train
 
 SHORT = 48
 SIZES = {"conv.weight": 90_000, "conv.bias": 100, "embedding": 150_000, "fc.weight": 20_345}
@@ -178,7 +178,9 @@ def test_without_shortfall_it_is_plain_training_bit_by_bit(short):
     torch.set_num_threads(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=task.rates["sgd"], momentum=0.9)
     rates = [min(1, (step + 1) / 10) * 0.5 * (1 + np.cos(np.pi * step / SHORT)) for step in range(SHORT)]
-    for rate, batches in zip(rates, batches_of(SHORT, task.batch, len(data.train_labels), seed), strict=True):
+    for rate, batches in zip(
+        rates, batches_of(SHORT, task.batch, len(data.train_labels), seed, EMULATED_RANKS), strict=True
+    ):
         optimizer.zero_grad()
         for batch in batches:  # gradients add up in the order of ranks
             nn.functional.cross_entropy(model(data.train_inputs[batch]), data.train_labels[batch]).backward()

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``convergence`` trains: five small models of different kinds, on data that installed packages bring.
+"""Five small models of different kinds, on data that installed packages bring, and how to train them.
 
 Every task is a classification, so that accuracies in points compare: the share of test samples, or of characters, that
-the model gets right.
+the model gets right. ``python -m tests.bench convergence`` trains them, and so do jobs of the simulator with ``learn``.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pydoc_data.topics import topics
@@ -292,3 +293,58 @@ TASKS: Final[dict[str, LearningTask]] = {
         {"sgd": 0.015, "adamw": 0.0005},
     ),
 }
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+OPTIMIZER_MAKERS: Final[dict[str, Callable[[Sequence[nn.Parameter], float], torch.optim.Optimizer]]] = {
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
+    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
+}
+WARM_UP_STEPS: Final = 10
+"""Steps until the learning rate is reached; from then on it falls as a cosine."""
+
+
+def schedule_of(
+    optimizer: torch.optim.Optimizer, steps: int, warm_up: int = WARM_UP_STEPS
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return the learning-rate schedule of a run of ``steps`` steps: linear warm-up, then cosine decay."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
+
+
+def batches_of(steps: int, batch: int, samples: int, seed: int, ranks: int) -> Iterator[torch.Tensor]:
+    """Yield the samples of each step by rank, shape (ranks, batch); none occurs twice in an epoch.
+
+    If a step takes more samples than there are, all occur about equally often in it.
+    """
+    random, size = np.random.default_rng([seed, 1]), ranks * batch
+    left = np.zeros(0, np.int64)
+    for _ in range(steps):
+        if len(left) < size:
+            left = np.concatenate([random.permutation(samples) for _ in range(-(-size // samples))])
+        yield torch.from_numpy(left[:size].reshape(ranks, batch))
+        left = left[size:]
+
+
+def assign(parameters: Sequence[nn.Parameter], values: NDArray[np.float32]) -> None:
+    """Give parameters their gradients, which lie one after another in ``values``."""
+    parts = torch.from_numpy(values).split_with_sizes([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of scores, whose last axis counts classes."""
+    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
+
+
+def evaluate(model: nn.Module, data: LabelledData) -> tuple[float, float]:
+    """Return the share of test samples that a model gets right, and its loss on them."""
+    model.eval()
+    with torch.no_grad():
+        scores = model(data.test_inputs)
+    model.train()
+    right = (scores.argmax(-1) == data.test_labels).float().mean()
+    return right.item(), loss_of(scores, data.test_labels).item()
