@@ -102,6 +102,10 @@ there are none. ``allowed`` packets may stay lost, and each switch may drop ``bu
 the distribution of drop classes."""
 
 
+PACKET_OUTCOME: Final = row_type((np.uint8, "drop_class"), (np.bool_, "delivered"))
+"""A packet's drop class, and whether it arrived before its message was done."""
+
+
 @dataclass(slots=True)
 class Submission:
     """A graph with values that both engines derive from it.
@@ -158,6 +162,9 @@ class PacketEngine(Protocol):
 
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
+
+    def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what became of the packets of messages that are done, `PACKET_OUTCOME`, message after message."""
 
     def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
         """Set the sizes of messages that have not begun, `MESSAGE_SIZE` (nodes,). Others keep theirs.

@@ -25,6 +25,7 @@ from dlcp.sim.packet_engine import (
     COUNTER_CELLS,
     FOREVER_PS,
     ORDINARY_PORT,
+    PACKET_OUTCOME,
     PORT_BYTES,
     Completion,
     CompletionKind,
@@ -107,6 +108,7 @@ class Message:
     drop_class: list[int] = field(default_factory=list)
     state: list[PacketState] = field(default_factory=list)
     arrived: list[bool] = field(default_factory=list)
+    delivered: list[bool] = field(default_factory=list)
     begin_ps: int = -1
     end_ps: int = -1
     next_index: int = 0
@@ -1200,6 +1202,7 @@ class ReferenceEngine:
         """Mark a node as done, report it if watched, and start the nodes that have waited for it."""
         message.done, message.end_ps = True, self.now_ps
         message.missing = message.packets - message.received
+        message.delivered = message.arrived.copy()
         self.count(EngineCounter.MESSAGES_DONE)
         graph = message.graph
         if message.watched:
@@ -1225,6 +1228,16 @@ class ReferenceEngine:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
         nodes = self._graphs[number].nodes
         return np.array([(m.begin_ps, m.end_ps, m.packets, m.missing, m.sent, m.congested) for m in nodes], NODE_RECORD)
+
+    def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what became of packets; see `dlcp.sim.packet_engine.PacketEngine.outcomes`."""
+        messages = [self._graphs[number].nodes[node] for node in nodes.tolist()]
+        rows = [
+            row
+            for message in messages
+            for row in zip(message.drop_class or [0] * message.packets, message.delivered, strict=True)
+        ]
+        return np.array(rows, PACKET_OUTCOME)
 
     def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
         """Set the sizes of messages that have not begun; see `dlcp.sim.packet_engine.PacketEngine.resize`."""

@@ -78,14 +78,20 @@ class SubmittedGraph:
         The submitter's label, passed on with the records.
     last_records
         Its records once it is closed.
+    last_outcomes
+        Once it is closed, the outcomes of its messages that lack packets, by node; only if it ``keeps_outcomes``.
     """
 
-    def __init__(self, env: simpy.Environment, submission: Submission, label: Any) -> None:
+    def __init__(
+        self, env: simpy.Environment, submission: Submission, label: Any, *, keeps_outcomes: bool = False
+    ) -> None:
         graph = submission.graph
         self.graph, self.number, self.sizes, self.label = graph, submission.number, submission.sizes.copy(), label
         self.packets: NDArray[np.int32] = submission.sizes["packets"]
         self.done, self.closed = env.event(), env.event()
         self.last_records: NDArray[Any] | None = None
+        self.keeps_outcomes = keeps_outcomes
+        self.last_outcomes: dict[int, NDArray[Any]] = {}
         self.nodes = {int(node): env.event() for node in np.flatnonzero(graph.nodes["watched"])}
 
 
@@ -142,10 +148,10 @@ class Simulation:
         """Return a random generator of its own for each ``concern``: the same numbers in every run."""
         return random_of(self.scenario.seed, *concern)
 
-    def submit(self, graph: Graph, label: Any = None) -> SubmittedGraph:
-        """Start a graph now."""
+    def submit(self, graph: Graph, label: Any = None, *, keeps_outcomes: bool = False) -> SubmittedGraph:
+        """Start a graph now; with ``keeps_outcomes``, `outcomes` answers even when it is closed."""
         submission = self._submitter.prepare(graph, int(self.env.now))
-        submitted = SubmittedGraph(self.env, submission, label)
+        submitted = SubmittedGraph(self.env, submission, label, keeps_outcomes=keeps_outcomes)
         self._open[submission.number] = submitted
         self.engine.submit(submission)
         return submitted
@@ -153,6 +159,21 @@ class Simulation:
     def records(self, submitted: SubmittedGraph) -> NDArray[Any]:
         """Return a graph's current records, `dlcp.sim.graph.NODE_RECORD` (n,)."""
         return self.engine.records(submitted.number) if submitted.last_records is None else submitted.last_records
+
+    def outcomes(self, submitted: SubmittedGraph, nodes: Nodes) -> dict[int, NDArray[Any]]:
+        """Return what became of the packets of messages that are done and lack some.
+
+        Returns
+        -------
+        By node, `dlcp.sim.packet_engine.PACKET_OUTCOME` (packets,), for those of ``nodes`` that lack packets.
+        """
+        if submitted.last_records is not None:
+            return {node: found for node in nodes.tolist() if (found := submitted.last_outcomes.get(node)) is not None}
+        records = self.records(submitted)
+        lacking = nodes[records["missing_packets"][nodes] > 0]
+        found = self.engine.outcomes(submitted.number, lacking)
+        ends = np.cumsum(records["packets"][lacking])[:-1]
+        return dict(zip(lacking.tolist(), np.split(found, ends), strict=True)) if len(lacking) else {}
 
     def resize(self, submitted: SubmittedGraph, nodes: Nodes, sizes: NDArray[Any]) -> None:
         """Set the sizes of messages that have not begun, `dlcp.sim.packet_engine.MESSAGE_SIZE` (nodes,)."""
@@ -209,6 +230,8 @@ class Simulation:
             if completion.kind == CompletionKind.GRAPH_DONE:
                 submitted.done.succeed(now)
             elif completion.kind == CompletionKind.GRAPH_CLOSED:
+                if submitted.keeps_outcomes:
+                    submitted.last_outcomes = self.outcomes(submitted, np.arange(len(submitted.graph)))
                 submitted.last_records = self.engine.records(completion.graph)
                 if self._on_records is not None:
                     self._on_records(submitted, submitted.last_records)

@@ -132,6 +132,10 @@ class FlowEngine:
         records["congested"] = rows["congested"]
         return records
 
+    def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
+        """Refuse: fluid has no packets."""
+        raise ValueError("the engine `flows` does not know which packets are missing; use `packets`")
+
     def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
         """Set the sizes of messages that have not begun; see `dlcp.sim.packet_engine.PacketEngine.resize`."""
         rows = self._messages[self._ranges[number][0]]

@@ -721,7 +721,7 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
         if state & k.STATE_RECEIVED != 0:
             counts[EngineCounter.DUPLICATES] += 1
         else:
-            states[cell] = state | k.STATE_RECEIVED
+            states[cell] = state | k.STATE_RECEIVED | (k.STATE_DELIVERED if m.done == 0 else 0)
             counts[EngineCounter.ARRIVED] += 1
             m.received += 1
             if m.bounded != 0 and state & k.CLASS_MASK == 0:

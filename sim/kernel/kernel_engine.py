@@ -13,7 +13,15 @@ from dlcp.sim.growing import Room, aligned_zeros, enlarged
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.kernel.loop import begin_nodes, run
-from dlcp.sim.packet_engine import COUNTER_CELLS, PORT_BYTES, STREAM_START, Completion, CompletionKind, Submission
+from dlcp.sim.packet_engine import (
+    COUNTER_CELLS,
+    PACKET_OUTCOME,
+    PORT_BYTES,
+    STREAM_START,
+    Completion,
+    CompletionKind,
+    Submission,
+)
 from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
 from dlcp.sim.rules import first_threshold
 from dlcp.sim.topology import Routes
@@ -171,6 +179,16 @@ class KernelEngine:
         records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
         records["congested"] = rows["congested"]
         return records
+
+    def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what became of packets; see `dlcp.sim.packet_engine.PacketEngine.outcomes`."""
+        rows = self._a.messages[self._ranges[self._slot_of(number)][0]][nodes]
+        packets, ends = rows["packets"], np.cumsum(rows["packets"])
+        cells = np.arange(packets.sum()) + np.repeat(rows["offset"] - ends + packets, packets)
+        states = self._a.states[cells]
+        outcomes = np.empty(len(states), PACKET_OUTCOME)
+        outcomes["drop_class"], outcomes["delivered"] = states & k.CLASS_MASK, states & k.STATE_DELIVERED
+        return outcomes
 
     def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
         """Set the sizes of messages that have not begun; see `dlcp.sim.packet_engine.PacketEngine.resize`."""

@@ -52,12 +52,14 @@ SEQUENCE_SHIFT: Final = ID_BITS + KIND_BITS
 SEQUENCE_MAX: Final = 1 << (62 - SEQUENCE_SHIFT)
 """Insertions after which the waiting events are renumbered: half of the range of a key."""
 
-# State of a packet of a message: drop class in bits 0-2, the sender's state in bits 3-5, and whether it has arrived.
-# A hole is a lost packet that is not retransmitted unless the receiver needs it.
+# State of a packet of a message: drop class in bits 0-2, the sender's state in bits 3-5, whether it has arrived, and
+# whether it arrived before its message was done. A hole is a lost packet that is not retransmitted unless the receiver
+# needs it.
 CLASS_MASK: Final = 0x07
 STATE_MASK: Final = 0x38
 STATE_UNSENT, STATE_IN_FLIGHT, STATE_ACKED, STATE_LOST, STATE_HOLE = 0x00, 0x08, 0x10, 0x18, 0x20
 STATE_RECEIVED: Final = 0x40
+STATE_DELIVERED: Final = 0x80
 
 
 SPARE_ROWS: Final = 16

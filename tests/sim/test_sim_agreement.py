@@ -12,13 +12,13 @@ import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, SimulationResult, plan, simulate
 from dlcp.sim.arithmetic import slot_owners
-from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.graph import Graph, GraphBuilder
 from dlcp.sim.kernel.kernel_engine import KernelEngine
 from dlcp.sim.kernel.state import SEQUENCE_MAX
 from dlcp.sim.packet_engine import EngineCounter, counts_by_name
 from dlcp.sim.reference import chooses_paths
 from dlcp.sim.scenario import SwitchSpec
-from dlcp.sim.simulation import Simulation
+from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.transports import DlcpTransport, NewRenoTransport, PFabricTransport
 from tests.p4.p4source import constants
@@ -33,11 +33,30 @@ def outcome(result: SimulationResult) -> tuple:
     return result.end_ps, result.counts, result.drops_by_class, steps
 
 
+@pytest.fixture
+def submitted(monkeypatch) -> list[SubmittedGraph]:
+    """Graphs, which keep what became of their packets."""
+    graphs: list[SubmittedGraph] = []
+
+    class KeepingSimulation(Simulation):
+        def submit(self, graph: Graph, label: object = None, *, keeps_outcomes: bool = True) -> SubmittedGraph:
+            graphs.append(super().submit(graph, label, keeps_outcomes=True))
+            return graphs[-1]
+
+    monkeypatch.setattr("dlcp.sim.simulation.Simulation", KeepingSimulation)
+    return graphs
+
+
 @pytest.mark.parametrize("scenario", [*map(draw, range(CASES)), *RARE], ids=[*map(str, range(CASES)), "RED", "pFabric"])
-def test_engines_agree(scenario: Scenario):
+def test_engines_agree(scenario: Scenario, submitted: list[SubmittedGraph]):
     kernel, reference = simulate(scenario, engine="kernel"), simulate(scenario, engine="reference")
     assert outcome(kernel) == outcome(reference)
     np.testing.assert_array_equal(kernel.messages, reference.messages)
+    half = len(submitted) // 2
+    for ours, theirs in zip(submitted[:half], submitted[half:], strict=True):
+        np.testing.assert_equal(ours.last_outcomes, theirs.last_outcomes)
+    lacking = [packets for graph in submitted[:half] for packets in graph.last_outcomes.values()]
+    assert sum(int((~packets["delivered"]).sum()) for packets in lacking) == kernel.messages["missing_packets"].sum()
 
 
 def test_cases_make_everything_happen():
