@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,20 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
 
     training: tuple[TrainingJob, ...] = ()
     traces: tuple[TraceJob, ...] = ()
+
+    def check_learning(self) -> None:
+        """Reject jobs that learn with the engine ``flows``, which does not know which packets are missing.
+
+        Raises
+        ------
+        dlcp.document.PlaceError
+            A job has it; ``steps`` lead to its place.
+        """
+        for number, job in enumerate(self.training):
+            if job.learn and self.engine == "flows":
+                raise PlaceError(
+                    "learn needs `engine: packets`, which knows the missing ones", "training", number, "learn"
+                )
 
     def check_precision(self) -> None:
         """Reject lower precision over other transports than DLCP's.
@@ -84,6 +98,10 @@ class Quick(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     skip: bool = False
 
 
+LEARNING_CURVES: Final = ("accuracy", "loss")
+"""What tests of a model measure."""
+
+
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A plot.
 
@@ -93,6 +111,9 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         A name in the results; see `sim/experiments/README.md`.
     x, series
         Axes to show. ``where`` has to fix all others.
+    kind
+        ``curves``: the tests of the model that a job with ``learn`` trains, ``accuracy`` or ``loss`` over time, with a
+        curve for each point of ``x``.
     relative_to
         Divide each value by the value at this point of ``series`` (of ``x`` without ``series``).
     inverse
@@ -103,11 +124,18 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     metric: str
     x: str
     series: str | None = None
-    kind: Literal["bars", "lines"] = "bars"
+    kind: Literal["bars", "lines", "curves"] = "bars"
     where: dict[str, str] = {}
     relative_to: str | None = None
     inverse: bool = False
     logarithmic: bool = False
+
+    def __post_init__(self) -> None:
+        """Reject curves of anything but tests."""
+        if self.kind == "curves" and (self.metric not in LEARNING_CURVES or self.series or self.relative_to):
+            raise ValueError(
+                f"curves show {' or '.join(LEARNING_CURVES)}, without series and relative_to; got {self.metric!r}"
+            )
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -320,6 +348,7 @@ class _ChangedSetting:
                 training=setting.training, traces=setting.traces, traffic=setting.traffic, flows=setting.flows
             )
             setting.check_precision()
+            setting.check_learning()
         return setting
 
     @contextmanager

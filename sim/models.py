@@ -101,6 +101,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 class _Published(msgspec.Struct, frozen=True):
     models: dict[str, ModelArchitecture]
     throughputs: tuple[Throughput, ...]
+    tasks: dict[str, tuple[ModelLayer, ...]]
 
 
 def _extended(model: ModelArchitecture, models: Mapping[str, ModelArchitecture]) -> ModelArchitecture:
@@ -115,6 +116,8 @@ def _extended(model: ModelArchitecture, models: Mapping[str, ModelArchitecture])
 _PUBLISHED: Final = msgspec.yaml.decode(Path(__file__).with_name("models.yaml").read_bytes(), type=_Published)
 MODELS: Final = {name: _extended(model, _PUBLISHED.models) for name, model in _PUBLISHED.models.items()}
 THROUGHPUTS: Final = _PUBLISHED.throughputs
+TASK_LAYERS: Final = _PUBLISHED.tasks
+"""The networks that jobs with ``learn`` train, by task; layers from the input to the output."""
 VALUE_BYTES: Final = 4
 """Bytes of a parameter, a gradient and an activation in single precision."""
 BACKWARD_OVER_FORWARD: Final = 2.0
@@ -203,21 +206,31 @@ def step_profile(name: str, gpu: str, precision: str = "mixed", batch: int | Non
         if (entry.gpu, entry.precision) == (gpu, precision):
             samples = batch or entry.batch
             rate = entry.samples_per_s or entry.flops_per_s / (2 * model.macs * (1 + BACKWARD_OVER_FORWARD))
-            forward_s = samples / rate / (1 + BACKWARD_OVER_FORWARD)
-            forward = [forward_s * layer.macs / model.macs for layer in model.layers]
-            layers = [
-                TimedLayer(
-                    layer.name,
-                    layer.parameters,
-                    seconds,
-                    seconds * BACKWARD_OVER_FORWARD,
-                    samples * layer.outputs * VALUE_BYTES,
-                )
-                for layer, seconds in zip(model.layers, forward, strict=True)
-            ]
-            return StepProfile(name, tuple(layers), samples, entry.source)
+            return StepProfile(name, _timed(model.layers, samples / rate, samples), samples, entry.source)
     known = ", ".join(f"{entry.gpu} {entry.precision}" for entry in entries)
     raise ValueError(f"no published throughput of {name} on {gpu} in {precision} precision; choose from: {known}")
+
+
+def task_profile(task: str, compute_s: float, batch: int, scale: int = 1) -> StepProfile:
+    """Return the step profile of a task's network with ``scale`` times as many values and steps of ``compute_s``."""
+    layers = [ModelLayer(layer.name, scale * layer.parameters, layer.macs) for layer in TASK_LAYERS[task]]
+    return StepProfile(task, _timed(layers, compute_s, batch), batch, "compute_s of the experiment")
+
+
+def _timed(layers: Sequence[ModelLayer], step_s: float, batch: int) -> tuple[TimedLayer, ...]:
+    """Divide the time of a step among layers by their multiplications."""
+    forward_s, macs = step_s / (1 + BACKWARD_OVER_FORWARD), sum(layer.macs for layer in layers)
+    shares = [(layer, forward_s * layer.macs / macs) for layer in layers]
+    return tuple(
+        TimedLayer(
+            layer.name,
+            layer.parameters,
+            seconds,
+            seconds * BACKWARD_OVER_FORWARD,
+            batch * layer.outputs * VALUE_BYTES,
+        )
+        for layer, seconds in shares
+    )
 
 
 def read_profile(path: Path) -> StepProfile:

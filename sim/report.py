@@ -19,7 +19,7 @@ from dlcp.convergence import curves
 from dlcp.report.drawing import HALF_PX, INK, SOFT, Plot, blank, finish, legend, look, tip
 from dlcp.report.style import COLOURS, render
 from dlcp.sim.experiment import Figure, PlannedExperiment
-from dlcp.sim.results import ClaimFinding, Results, Spread, load, series_of, write_summary
+from dlcp.sim.results import ClaimFinding, CurvePoint, Results, Spread, curves_of, load, series_of, write_summary
 from dlcp.sim.running import sources_digest
 
 Series = Mapping[str, Mapping[str, Spread]]
@@ -111,13 +111,20 @@ def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()
 def _plots(results: Results, folder: Path) -> list[Plot]:
     plots = []
     for index, figure in enumerate(results.experiment.figures, 1):
-        series = series_of(results, figure)
-        if not any(series.values()):
-            continue
         name = f"{results.experiment.name}_{index}"
-        plot = draw(figure, series, name, _describe(figure))
+        if figure.kind == "curves":
+            curves = {point: tests for point, tests in curves_of(results, figure).items() if tests}
+            if not curves:
+                continue
+            plot = draw_curves(figure, curves, name, _describe(figure))
+            _write_curves(folder / f"{name}.csv", figure, curves)
+        else:
+            series = series_of(results, figure)
+            if not any(series.values()):
+                continue
+            plot = draw(figure, series, name, _describe(figure))
+            _write_series(folder / f"{name}.csv", figure, series)
         (folder / f"{name}.svg").write_text(plot.standalone, encoding="utf-8")
-        _write_series(folder / f"{name}.csv", figure, series)
         plots.append(plot)
     return plots
 
@@ -133,6 +140,15 @@ def _write_series(path: Path, figure: Figure, series: Mapping[str, Mapping[str, 
         for x, value in line.items():
             spread = {"value": value.mean, "least": value.least, "most": value.most, "seeds": value.seeds}
             rows.append({figure.series or "metric": name, figure.x: x} | spread)
+    _write_table(path, rows)
+
+
+def _write_curves(path: Path, figure: Figure, curves: Mapping[str, Sequence[CurvePoint]]) -> None:
+    rows = [
+        {figure.x: name, "seconds": seconds, figure.metric: value.mean, "least": value.least, "most": value.most}
+        for name, tests in curves.items()
+        for seconds, value in tests
+    ]
     _write_table(path, rows)
 
 
@@ -158,6 +174,9 @@ def _columns(results: Results) -> dict[str, str]:
         "deferred_averages_ratio": "averages deferred, %",
         "steps_factor": "factor on steps",
         "accuracy_step_s": "step times factor, ms",
+        "accuracy": "final accuracy",
+        "accuracy_steps": "steps to the target",
+        "accuracy_s": "time to the target, ms",
     }
     there = {name for _, document in results.documents for name in document["metrics"]}
     return {name: heading for name, heading in wanted.items() if name in there}
@@ -243,6 +262,30 @@ def draw(figure: Figure, series: Series, name: str, caption: str) -> Plot:
         axes.set_xlim(-0.5, len(xs) - 0.5)
         axes.set_xticks(range(len(xs)), labels)
         axes.set_xlabel(figure.x.replace("_", " "))
+        return finish(canvas, name, figure.title, caption)
+
+
+def draw_curves(figure: Figure, curves: Mapping[str, Sequence[CurvePoint]], name: str, caption: str) -> Plot:
+    """Draw the curves of a figure, as `dlcp.sim.results.curves_of` gives them.
+
+    Means over seeds are lines, and ranges over seeds bands.
+    """
+    columns = max(1, int(HALF_PX / (50 + _CHARACTER * max(map(len, curves)))))
+    with look():
+        canvas, (axes,) = blank(HALF_PX, 276 + 20 * math.ceil(len(curves) / columns))
+        colours = _colours(list(curves))
+        legend(canvas, {series: {"color": colour} for series, colour in colours.items()}, columns)
+        for index, (series, tests) in enumerate(curves.items()):
+            dashes = "-" if colours[series] == _OWN else (0, _DASHES[index % len(_DASHES)])
+            times, values = [seconds for seconds, _ in tests], [value for _, value in tests]
+            least, most = [value.least for value in values], [value.most for value in values]
+            axes.fill_between(times, least, most, color=colours[series], alpha=0.15, linewidth=0)
+            drawn = axes.plot(times, [value.mean for value in values], color=colours[series], linestyle=dashes)
+            tip(drawn[0], f"{series}: {number(values[-1].mean)} after {number(times[-1])} s")
+        axes.set_xlim(0, max(tests[-1][0] for tests in curves.values()))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.set_major_formatter(lambda value, _: number(value))
+        axes.set_xlabel("seconds of training")
         return finish(canvas, name, figure.title, caption)
 
 

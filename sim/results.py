@@ -115,6 +115,34 @@ def series_of(results: Results, figure: Figure) -> dict[str, dict[str, Spread]]:
     }
 
 
+CurvePoint: TypeAlias = tuple[float, Spread]
+"""A time in seconds, and the spread of a test's result."""
+
+
+def curves_of(results: Results, figure: Figure) -> dict[str, list[CurvePoint]]:
+    """Return a figure's curves by point on its axis; each test is at its mean time over seeds.
+
+    With several jobs that learn, these are the first one's.
+    """
+    found: dict[str, list[CurvePoint]] = {}
+    for name in results.points(figure.x):
+        where = {**figure.where, figure.x: name}
+        runs = [
+            next(job["curve"] for job in document["jobs"] if "curve" in job)
+            for run, document in results.documents
+            if all(run.point.get(axis) == point for axis, point in where.items())
+            and any("curve" in job for job in document["jobs"])
+        ]
+        found[name] = [
+            (
+                math.fsum(test["seconds"] for test in tests) / len(tests),
+                Spread.of([test[figure.metric] for test in tests]),
+            )
+            for tests in zip(*runs, strict=True)
+        ]
+    return found
+
+
 def _relative(
     found: Mapping[str, Mapping[str, Mapping[int, float]]], figure: Figure
 ) -> dict[str, dict[str, dict[int, float]]]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import dlcp
 from dlcp.convergence import curve
+from dlcp.report.runs import progress_to
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
@@ -39,10 +40,12 @@ _INDIFFERENT: Final = ("report.py", "results.py", "sweep.py", "experiments/")
 """Parts of the simulator that do not change results: they start runs, show results, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
+    *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
     *("planes.py", "precision.py", "slow_ports.py", "tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
-"""Parts of DLCP itself that change results: they define packets, tags, deferral, precision, and their costs."""
+"""Parts of DLCP itself that change results: they define packets, tags, deferral, precision and their costs, and what
+jobs learn."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
 """Prefixes of the time metrics: all training messages, contributions, results; flows of other traffic, and the small
@@ -290,6 +293,7 @@ def _document(
     counts = simulation.engine.counts
     metrics = _metrics(simulation, jobs, traced, messages)
     metrics |= _convergence(item, jobs, messages, metrics)
+    metrics |= _learning([job for job in jobs if job.curve])
     return {
         "experiment": item.experiment,
         "point": dict(item.point),
@@ -308,6 +312,7 @@ def _document(
                 "step_s": [significant(seconds) for seconds in job.step_s],
                 **({"bits": job.bits} if job.bits else {}),
                 **({"pipeline": job.pipeline} if job.pipeline else {}),
+                **({"curve": _rounded_curve(job)} if job.curve else {}),
                 "profile": job.profile.source,
             }
             for job in jobs
@@ -405,6 +410,31 @@ def _convergence(
     by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
     factor *= max(map(fmean, by_job), default=1.0)
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
+
+
+def _learning(jobs: Sequence[Progress]) -> dict[str, float]:
+    """Return the accuracy of jobs with ``learn``, and when and after how many steps they reached their targets.
+
+    These are means over jobs. Those of the target are missing if a job has not held it.
+    """
+    if not jobs:
+        return {}
+    found = {"accuracy": fmean(job.curve[-1].accuracy for job in jobs)}
+    for name, unit in (("accuracy_s", "seconds"), ("accuracy_steps", "step")):
+        reached = [_reached(job, unit) for job in jobs]
+        if None not in reached:
+            found[name] = fmean(value for value in reached if value is not None)
+    return found
+
+
+def _reached(job: Progress, unit: str) -> float | None:
+    assert job.job.spec.learn is not None
+    return progress_to({"curve": msgspec.to_builtins(job.curve)}, job.job.spec.learn.target, unit)
+
+
+def _rounded_curve(job: Progress) -> list[dict[str, float]]:
+    """Return the tests of a job's model, rounded for a file."""
+    return [{name: significant(value) for name, value in msgspec.to_builtins(each).items()} for each in job.curve]
 
 
 @cache

@@ -46,11 +46,20 @@ from dlcp.sim.collectives import (
 )
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
-from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile
+from dlcp.sim.learning import (
+    TRAINED_MODEL,
+    GradientExchange,
+    LearningSpec,
+    SimulatedLearning,
+    StepOutcome,
+    TaskTrainer,
+    TestedAccuracy,
+)
+from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile, task_profile
 from dlcp.sim.pipeline import parse_replicas
 from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.scenario import Placement, choose_hosts
-from dlcp.sim.simulation import Process, Simulation, random_of
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, random_of
 from dlcp.sim.topology import NetworkTopology
 from dlcp.sim.transports import DlcpTransport
 from dlcp.slow_ports import weights_for_rates
@@ -59,6 +68,10 @@ from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
+LEARNED_LOSS: Final = ("direct", "parameter_server", "byteps")
+"""The collectives with which a job may learn and lose packets. In others, a packet holds sums of several ranks."""
+SHARDED_PIECE_BYTES: Final = 4_000_000
+"""MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
 PLANNED_PIPELINE: Final = "planned"
 """The value of `TrainingJob.pipeline` that leaves stages to the planner."""
 
@@ -84,7 +97,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     model
-        A name in `dlcp.sim.models.MODELS`, or a profile file that ``dlcp sim profile`` has written.
+        A name in `dlcp.sim.models.MODELS`, a profile file that ``dlcp sim profile`` has written, or ``trained`` for the
+        network of ``learn``.
     gpu, gpu_precision
         The published throughput to take computing times from. A profile file has its own times.
     batch
@@ -101,6 +115,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         How gradients are cut and ordered; see `dlcp.sim.training`.
     piece_bytes
         The largest piece in bytes; by default, the scheduler's own.
+    sharded_bytes
+        With parameter servers, larger pieces are cut into one shard per server; by default, MXNet's bound.
     transport
         Its name in the experiment.
     bytes_per_value
@@ -126,7 +142,10 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
         (`dlcp.sim.pipeline`); by default, every worker has the whole model.
     optimizer
-        Selects the curves of additional steps that deferral and precision cost; these are measured by optimizer.
+        Selects the curves of additional steps that deferral and precision cost; these are measured by optimizer. With
+        ``learn``, also trains.
+    learn
+        A model to train with what the messages deliver (`dlcp.sim.learning`).
     layer_queues
         Whether ``dlcp`` puts front layers into more urgent queues; otherwise all use the transport's queue.
     magnitude_classes
@@ -150,6 +169,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     group: _Count = 8
     scheduler: SchedulerName = "fifo"
     piece_bytes: _Count | None = None
+    sharded_bytes: _Count = SHARDED_PIECE_BYTES
     layer_queues: bool = True
     magnitude_classes: bool = True
     transport: str = "dctcp"
@@ -162,6 +182,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     precision: Precision = FULL_BITS
     pipeline: str = ""
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    learn: LearningSpec | None = None
     steps: Annotated[int, Meta(ge=1, le=1000)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stragglers: tuple[StragglerSpec, ...] = ()
@@ -207,6 +228,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.pipeline:
             self._check_pipeline()
+        self._check_learning()
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
 
@@ -225,6 +247,19 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("a pipeline has no servers, no deferral and precision 32; leave these out, or pipeline")
         if self.pipeline != PLANNED_PIPELINE and sum(parse_replicas(self.pipeline)) != self.workers:
             raise ValueError(f"pipeline {self.pipeline} does not add up to the {self.workers} workers")
+
+    def _check_learning(self) -> None:
+        if self.learn is None:
+            if self.model == TRAINED_MODEL:
+                raise ValueError(f"model {self.model!r} is the network that `learn` trains; add `learn`")
+            return
+        if self.pipeline or self.compression > 1:
+            raise ValueError("learn is for jobs without pipeline and without compression; leave these out, or learn")
+        if self.loss_bound and self.collective not in LEARNED_LOSS:
+            raise ValueError(
+                f"learn with a loss bound is for {', '.join(LEARNED_LOSS)}, where each contribution goes to its owner; "
+                f"got collective {self.collective!r} with loss_bound {self.loss_bound:g}: set one of these, or 0"
+            )
 
     def deferral_curve(self) -> ConvergenceCurve | None:
         """Return the curve of additional steps that the job's deferral costs; None without deferral.
@@ -429,9 +464,6 @@ STEPS_PER_GRAPH: Final = 4
 """Steps in one graph. Workers drift apart within a graph, and synchronize between graphs. Four limit the memory; the
 synchronization costs little, because the fastest worker waits for the slowest in every step anyway."""
 
-SHARDED_PIECE_BYTES: Final = 4_000_000
-"""Larger pieces are cut into one shard per server: MXNet's MXNET_KVSTORE_BIGARRAY_BOUND, a million values."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
@@ -501,7 +533,7 @@ def step_graph(
                 step=first_step + offset,
                 message=_message_number(number, shards),
             )
-            servers = job.servers if by_ranks else _servers(job.servers, piece.size_bytes, number)
+            servers = job.servers if by_ranks else _servers(job, piece.size_bytes, number)
             done = all_reduce(
                 builder,
                 job.spec.collective,
@@ -528,9 +560,10 @@ def _message_number(number: int, shards: int) -> int:
     return (number % SHARD_MESSAGES + number // SHARD_MESSAGES * SHARD_MESSAGES * shards) & (RESULT_MESSAGE - 1)
 
 
-def _servers(servers: tuple[int, ...], size_bytes: int, number: int) -> tuple[int, ...]:
+def _servers(job: PlacedJob, size_bytes: int, number: int) -> tuple[int, ...]:
     """Return the servers of a piece: all for a large piece, which is sharded; otherwise one, in rotation."""
-    return servers if size_bytes > SHARDED_PIECE_BYTES or not servers else (servers[number % len(servers)],)
+    sharded = size_bytes > job.spec.sharded_bytes or not job.servers
+    return job.servers if sharded else (job.servers[number % len(job.servers)],)
 
 
 def _chain(
@@ -566,6 +599,8 @@ class Progress:
         Minibatches that all workers together compute.
     pipeline
         Replicas of each stage; empty if each worker has the whole model.
+    curve
+        Tests of the model that a job with ``learn`` trains.
     """
 
     job: PlacedJob
@@ -574,6 +609,7 @@ class Progress:
     bits: list[int] = field(default_factory=list)
     minibatches: int = 0
     pipeline: str = ""
+    curve: list[TestedAccuracy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Count a minibatch per worker and step."""
@@ -603,6 +639,9 @@ def profile_of(job: TrainingJob) -> StepProfile:
     ValueError
         The model is unknown, its throughput on that GPU is not published, or the profile cannot be read.
     """
+    if job.model == TRAINED_MODEL:
+        assert job.learn is not None
+        return task_profile(job.learn.task, job.learn.compute_s, job.learn.batch, job.learn.scale)
     if job.model.endswith((".yaml", ".yml", ".json")):
         return read_profile(Path(job.model))
     return step_profile(job.model, job.gpu, job.gpu_precision, job.batch)
@@ -617,8 +656,9 @@ def training(simulation: Simulation, progress: Progress) -> Process:
     weights = spec.shard_weights(job.workers, simulation.topology)
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
+    learning = _learning(simulation, progress) if spec.learn else None
     yield env.timeout(seconds_to_ps(job.start_s))
-    before = int(env.now)
+    began = before = int(env.now)
     for first in range(0, spec.steps, STEPS_PER_GRAPH):
         steps = step_graph(
             job,
@@ -630,7 +670,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
             weights=weights,
             watch_workers=precision is not None,
         )
-        running = simulation.submit(steps.graph, label=(job.name, first))
+        running = simulation.submit(steps.graph, label=(job.name, first), keeps_outcomes=learning is not None)
         if precision:
             precision.apply(simulation, running)
         if deferral:
@@ -646,6 +686,10 @@ def training(simulation: Simulation, progress: Progress) -> Process:
             yield running.nodes[end]
             progress.step_s.append((int(env.now) - before) / 1e12)
             before = int(env.now)
+            if learning:
+                outcome = _step_outcome(simulation, running, step, progress.bits[-1] if progress.bits else FULL_BITS)
+                nodes, seconds = running.graph.nodes, (before - began) / 1e12
+                learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
             if deferral:
                 compute_s = progress.profile.compute_s * float(factors[step].max())
                 deferral.learn(running, simulation.records(running), step, compute_s)
@@ -698,6 +742,31 @@ def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | N
         has_servers=bool(job.servers),
         error_feedback=transport.error_feedback,
     )
+
+
+def _learning(simulation: Simulation, progress: Progress) -> SimulatedLearning:
+    """Return the training of a job."""
+    job, spec = progress.job, progress.job.spec
+    assert spec.learn is not None
+    trainer = TaskTrainer(spec.learn, spec.optimizer, spec.workers, spec.steps, simulation.scenario.seed)
+    transport = simulation.scenario.transports[spec.transport]
+    exchange = None
+    lossy = isinstance(transport, DlcpTransport) and (spec.loss_bound > 0 or spec.precision != FULL_BITS)
+    if lossy or spec.deferral:
+        exchange = GradientExchange(
+            trainer.sizes,
+            spec.workers,
+            value_bytes=spec.bytes_per_value,
+            payload_bytes=transport.packet_bytes - transport.header_bytes,
+            error_feedback=getattr(transport, "error_feedback", True),
+        )
+    return SimulatedLearning(spec.learn, trainer, job.workers, exchange, progress.curve)
+
+
+def _step_outcome(simulation: Simulation, running: SubmittedGraph, step: int, bits: int) -> StepOutcome:
+    """Return what has become of the messages of a step with ``bits`` bits per value."""
+    lacking = simulation.outcomes(running, np.flatnonzero(running.graph.nodes["step"] == step))
+    return StepOutcome(running.sizes, simulation.records(running)["packets"], bits, lacking)
 
 
 def computing_factors(seed: int, job: PlacedJob) -> NDArray[np.float64]:

@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
     from dlcp.document import PlaceError
+    from dlcp.sim.learning import LearningError
     from dlcp.sim.models import ProfileError
     from dlcp.sim.operations import TraceFormatError
     from dlcp.sim.results import ReportError
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:
         return action(arguments)
-    except (DocumentError, SweepError, ReportError, ProfileError, TraceFormatError, PlaceError) as error:
+    except (DocumentError, SweepError, ReportError, ProfileError, LearningError, TraceFormatError, PlaceError) as error:
         return refuse("sim", error, 1)
     except MemoryError as error:
         return refuse("sim", f"out of memory: {error}; finished runs are kept", 1)
@@ -278,7 +279,24 @@ def _read_all(arguments: argparse.Namespace) -> list[Any]:
     from dlcp.sim.experiment import read
 
     paths = experiment_files(arguments.experiments)
-    return [read(path, quick=arguments.quick, seeds=arguments.seed or (), engine=arguments.engine) for path in paths]
+    described = [
+        read(path, quick=arguments.quick, seeds=arguments.seed or (), engine=arguments.engine) for path in paths
+    ]
+    return described if arguments.experiments else list(filter(_can_run, described))
+
+
+def _can_run(described: Any) -> bool:
+    """Return whether what an experiment needs is installed; if not, say so."""
+    from dlcp.sim.learning import LearningError, check_installed
+
+    if not any(job.learn for item in described.runs for job in item.setting.training):
+        return True
+    try:
+        check_installed()
+    except LearningError as error:
+        print(f"{described.experiment.name} is left out: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

@@ -301,12 +301,12 @@ OPTIMIZER_MAKERS: Final[dict[str, Callable[[Sequence[nn.Parameter], float], torc
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
     "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, lr=rate),
 }
-WARM_UP_STEPS: Final = 10
+RATE_WARM_UP_STEPS: Final = 10
 """Steps until the learning rate is reached; from then on it falls as a cosine."""
 
 
 def schedule_of(
-    optimizer: torch.optim.Optimizer, steps: int, warm_up: int = WARM_UP_STEPS
+    optimizer: torch.optim.Optimizer, steps: int, warm_up: int = RATE_WARM_UP_STEPS
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """Return the learning-rate schedule of a run of ``steps`` steps: linear warm-up, then cosine decay."""
     return torch.optim.lr_scheduler.LambdaLR(

@@ -44,6 +44,7 @@ TABLE = {
     "sim": Entry("packet-hops a second of the simulator, beside ns.py", "sim"),
     "sim-flows": Entry("the simulator's flow-level engine beside packets: step times and speed", "flows"),
     "trace": Entry("simulated beside measured steps: a job that trains for real, and its trace", "trace_replay"),
+    "demo": Entry("the demo's runs beside the same training in the simulator", "simulated_demo"),
     "live": Entry("the processor time of being watched", "live"),
     "timeline": Entry("the processor time of notes for a trace", "timeline"),
 }
