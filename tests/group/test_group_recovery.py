@@ -49,7 +49,7 @@ class Given(PendingBucket):
 
     def __init__(self, step, sequence, segments):
         self.averaged = Future()
-        super().__init__(step, sequence, segments, self._resolve)
+        super().__init__(step, sequence, segments, sum(each.stop - each.start for each in segments) * 4, self._resolve)
 
     def _resolve(self, error):
         if error is None:

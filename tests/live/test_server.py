@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -256,7 +257,8 @@ def test_an_address_that_is_not_ours_is_refused(address, capsys):
 
 
 def test_a_folder_that_is_not_there_yet_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(threading.Event, "wait", lambda *_: True)
+    ended = SimpleNamespace(Event=lambda: SimpleNamespace(wait=lambda: True))
+    monkeypatch.setattr("dlcp.commands.live.threading", ended)
     monkeypatch.setattr("dlcp.commands.live.signal.signal", lambda *_: None)
     (tmp_path / "there").mkdir()
     assert main(["live", "--listen", "0", str(tmp_path / "there"), str(tmp_path / "nofolder")]) == 0
