@@ -330,9 +330,9 @@ class _ChangedSetting:
         for number, failing in enumerate(setting.failures):
             with self._blamed("failures", number, "nodes"):
                 topology.between(*failing.nodes)
-        for number, flows in enumerate(setting.flows):
-            with self._blamed("flows", number, "hosts"):
-                flows.check_hosts(topology.hosts)
+        for number, pattern in enumerate(setting.patterns):
+            with self._blamed("patterns", number, "hosts"):
+                pattern.check_hosts(topology.hosts)
         for number, job in enumerate(setting.training):
             with self._blamed("training", number, "model"):
                 profile = profile_of(job)
@@ -344,9 +344,7 @@ class _ChangedSetting:
         with self._blamed("engine"):
             setting.check_engine(setting.engine)
         with self._blamed():
-            setting.check_senders(
-                training=setting.training, traces=setting.traces, traffic=setting.traffic, flows=setting.flows
-            )
+            setting.check_senders("training", "traces", "traffic", "patterns")
             setting.check_precision()
             setting.check_learning()
         return setting

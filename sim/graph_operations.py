@@ -110,32 +110,44 @@ class _Operations:
         host = self._host[node]
         after = [self._ends[before] for before in self._before[node]]
         if not self._sends[node]:
-            processor = self._processor(host, node, after) if self._delay[node] else NO_PROCESSOR
-            self._ends[node] = self._append(
-                host, node, "n", OperationKind.COMPUTE, after, duration_ps=self._delay[node], processor=processor
-            )
+            self._ends[node] = self._compute(host, node, "n", after)
             return
         if self._delay[node]:
-            processor = self._processor(host, node, after)
-            wait = self._append(
-                host, node, "d", OperationKind.COMPUTE, after, duration_ps=self._delay[node], processor=processor
-            )
-            after = [wait]
+            after = [self._compute(host, node, "d", after)]
         target, size = self._target[node], int(self._nodes["size_bytes"][node])
         tag = self._pairs[host, target]
         self._pairs[host, target] += 1
         columns = {name: self._nodes[name][node].item() for name in COLUMNS}
-        self._append(host, node, "s", OperationKind.SEND, after, peer=target, tag=tag, size_bytes=size, columns=columns)
+        send, receive = OperationKind.SEND, OperationKind.RECEIVE
+        self._append(
+            host,
+            RankOperation(
+                send, f"s{node}", "", after, order=node, peer=target, tag=tag, size_bytes=size, columns=columns
+            ),
+        )
         self._ends[node] = self._append(
-            target, node, "r", OperationKind.RECEIVE, [], peer=host, tag=tag, size_bytes=size
+            target, RankOperation(receive, f"r{node}", "", [], order=node, peer=host, tag=tag, size_bytes=size)
         )
 
-    def _append(self, host: int, node: int, letter: str, kind: OperationKind, after: list[int], **more: object) -> int:
+    def _compute(self, host: int, node: int, letter: str, after: list[int]) -> int:
+        """Add a node's delay; return its position in the rank. Without a duration it needs no processor."""
+        duration_ps = self._delay[node]
+        processor = self._processor(host, node, after) if duration_ps else NO_PROCESSOR
+        operation = RankOperation(
+            OperationKind.COMPUTE,
+            f"{letter}{node}",
+            "",
+            after,
+            order=node,
+            duration_ps=duration_ps,
+            processor=processor,
+        )
+        return self._append(host, operation)
+
+    def _append(self, host: int, operation: RankOperation) -> int:
         """Add an operation; return its position in the rank."""
-        operations = self.ranks[host]
-        operation = RankOperation(kind, f"{letter}{node}", "", list(after), order=node, **more)  # type: ignore[arg-type]
-        operations.append(operation)
-        return len(operations) - 1
+        self.ranks[host].append(operation)
+        return len(self.ranks[host]) - 1
 
     def _processor(self, host: int, node: int, after: list[int]) -> int:
         """Return the processor of a computation: that of one it waits for, if no other took its place, or a new one."""

@@ -16,8 +16,8 @@ each step, every worker has a gradient of its own batch. Replicas are identical,
 - **Deferral.** The job says how many packets of a message are deferred: here, the least valuable ones, except those
   whose turn it is.
 - **Precision.** Encoded messages are rounded by `dlcp.planes`. A lost packet of the lower plane costs lower digits.
-- **Error feedback.** What a contribution lacks is added to the worker's next one. Without ``error_feedback``, sums are
-  divided by the number of contributions that arrived, and what is missing is lost.
+- **Error feedback.** Values missing from a contribution are added to the worker's next one. Without
+  ``error_feedback`` they are lost, and sums are divided by the number of contributions that arrived.
 
 Training has no influence on the simulated times. PyTorch is imported when a job begins to learn.
 """
@@ -67,7 +67,7 @@ def check_installed() -> None:
 
 
 class LearningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a job trains while it is simulated.
+    """The training of a job that learns.
 
     Parameters
     ----------

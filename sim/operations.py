@@ -167,7 +167,7 @@ class TraceTraffic:
     eager_bytes
         The largest message whose sender does not wait for the receiver; None for the trace's own.
     compute_factor
-        Computations take so many times their traced duration.
+        Factor on the durations of computations.
     """
 
     hosts: Sequence[int]
@@ -426,7 +426,7 @@ class _Assembly:
         return (order if order >= 0 else number - self._firsts[rank]), rank
 
     def _circle(self, waits: list[list[int]], missing: list[int]) -> TraceFormatError:
-        """Return an error that lists operations, each of which waits for the next."""
+        """Return an error that names the operations of a cycle in order."""
         event = next(event for event, count in enumerate(missing) if count)
         way: dict[int, None] = {}
         while event not in way:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.arithmetic import path_hashes, slot_owners
-from dlcp.sim.graph import OWN_LANE, Graph, row_type
+from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, row_type
 from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
 from dlcp.sim.topology import Routes
 from dlcp.wire import UDP_PORT_BASE, Queue
@@ -136,6 +136,15 @@ class Submission:
     owner: NDArray[np.int64]
     queue: NDArray[np.int8]
     salt: NDArray[np.int64]
+
+
+def as_records(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the records of messages, `dlcp.sim.graph.NODE_RECORD` (n,), from an engine's own rows."""
+    records = np.zeros(len(rows), NODE_RECORD)
+    records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
+    records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
+    records["congested"] = rows["congested"]
+    return records
 
 
 class PacketEngine(Protocol):

@@ -219,7 +219,7 @@ def run(
     """
     setting = item.setting
     messages = MessageMeasures(
-        traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.flows)])
+        traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.patterns)])
     )
     simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=messages)
     messages.ideal = IdealTimes(simulation.plan)

@@ -7,7 +7,7 @@ to a `dlcp.sim.simulation.Simulation`.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -303,7 +303,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     Parameters
     ----------
     transports
-        Transports by the names that jobs, traffic and flows use.
+        Transports by the names that jobs, traffic and patterns use.
     stop_s
         Latest end of a run in simulated time; packets may still be in flight.
     engine
@@ -319,7 +319,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         default_factory=lambda: {"dctcp": DctcpTransport()}
     )
     traffic: tuple[TrafficSpec, ...] = ()
-    flows: tuple[FlowPattern, ...] = ()
+    patterns: tuple[FlowPattern, ...] = ()
     failures: tuple[FailureSpec, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     stop_s: Annotated[float, Meta(gt=0)] = 3600.0
@@ -342,15 +342,15 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     "message is sent; use engine packets, or another transport"
                 )
 
-    def check_senders(self, **senders: Sequence[Any]) -> None:
-        """Reject unknown or mismatched transports, and senders of the same name; ``senders`` are by field.
+    def check_senders(self, *fields: str) -> None:
+        """Reject unknown or mismatched transports, and senders of the same name, among those in some fields.
 
         Raises
         ------
         dlcp.document.PlaceError
             A sender is wrong; ``steps`` lead to its place.
         """
-        every = [(field, number, spec) for field, specs in senders.items() for number, spec in enumerate(specs)]
+        every = [(field, number, spec) for field in fields for number, spec in enumerate(getattr(self, field))]
         for field, number, spec in every:
             if spec.transport not in self.transports:
                 known = nearest(spec.transport, self.transports)

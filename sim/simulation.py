@@ -482,12 +482,12 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
     ValueError
         Jobs or traffic contradict each other or the network.
     """
-    scenario.check_senders(jobs=scenario.jobs, traces=scenario.traces, traffic=scenario.traffic, flows=scenario.flows)
+    scenario.check_senders("jobs", "traces", "traffic", "patterns")
     jobs: list[CollectiveJob | TraceJob] = [*scenario.jobs, *scenario.traces]
     labels = [
         *(job.name for job in jobs),
         *(each.name for each in scenario.traffic),
-        *(each.name for each in scenario.flows),
+        *(each.name for each in scenario.patterns),
     ]
     collector = _Collector(labels, keep_messages)
     simulation = Simulation(scenario, engine=engine, on_records=collector)
@@ -521,7 +521,7 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
 
 def start_background_and_failures(simulation: Simulation) -> None:
     """Start the processes of a scenario's background traffic, flows and failures."""
-    for number, pattern in enumerate(simulation.scenario.flows):
+    for number, pattern in enumerate(simulation.scenario.patterns):
         simulation.process(flow_pattern(simulation, pattern, number))
     for number, flows in enumerate(simulation.scenario.traffic):
         simulation.process(background(simulation, flows, number))

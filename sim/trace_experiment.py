@@ -104,7 +104,7 @@ def trace_run(job: TraceJob, network: TraceNetwork, seed: int) -> ExperimentRun:
     """
     described = trace_experiment(job, network, seed)
     setting = msgspec.convert(described["setting"], RunSetting)
-    setting.check_senders(traces=setting.traces)
+    setting.check_senders("traces")
     return ExperimentRun(experiment=described["name"], point={}, setting=setting, convergence="published")
 
 

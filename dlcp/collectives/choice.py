@@ -24,8 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlcp.slow_ports import weights_for_rates
-
 AUTO: Final = "auto"
 DIRECT: Final = "direct"
 RING: Final = "ring"
@@ -100,6 +98,8 @@ class Costs:
 
 def direct_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Costs) -> float:
     """Estimate the time of a direct all-reduce of ``size`` bytes."""
+    from dlcp.slow_ports import weights_for_rates  # only needed for a choice by rates
+
     count = len(ranks)
     latency_s = 2 * (costs.latency_s + (count - 1) * costs.message_s)
     groups = topology.ranks_by_host(ranks)

@@ -38,7 +38,6 @@ from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.precision import PrecisionChooser
-from dlcp.slow_ports import weights_for_rates
 from dlcp.tags import ChunkOrder, PacketTags, plain_tags
 from dlcp.transport import (
     EMPTY,
@@ -117,6 +116,8 @@ class DirectAllReduce:
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
+        from dlcp.slow_ports import weights_for_rates  # needed once training has begun
+
         congested, slowest_bps = CongestionReport.of(self.rates_bps, self.context.contributors)
         rates = self.received_bps(self._slow)
         if rates:

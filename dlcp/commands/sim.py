@@ -286,7 +286,7 @@ def _read_all(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _can_run(described: Any) -> bool:
-    """Return whether what an experiment needs is installed; if not, say so."""
+    """Return whether an experiment's packages are installed; if not, print which are missing."""
     from dlcp.sim.learning import LearningError, check_installed
 
     if not any(job.learn for item in described.runs for job in item.setting.training):

@@ -11,7 +11,6 @@ from dlcp.sim.arithmetic import DRAW_LIMIT
 from dlcp.sim.flows import rates as r
 from dlcp.sim.flows.loop import begin_nodes, relist, run, update_rates
 from dlcp.sim.flows.paths import PortMap, measure_paths, network_of, new_entries, trace
-from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.growing import Room, enlarged
 from dlcp.sim.packet_engine import (
     COUNTER_CELLS,
@@ -20,6 +19,7 @@ from dlcp.sim.packet_engine import (
     Completion,
     CompletionKind,
     Submission,
+    as_records,
 )
 from dlcp.sim.plan import (
     CUBIC_KEEP,
@@ -125,12 +125,7 @@ class FlowEngine:
 
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
-        rows = self._messages[self._ranges[number][0]]
-        records = np.zeros(len(rows), NODE_RECORD)
-        records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
-        records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
-        records["congested"] = rows["congested"]
-        return records
+        return as_records(self._messages[self._ranges[number][0]])
 
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
         """Refuse: fluid has no packets."""

@@ -208,7 +208,7 @@ def measure_paths(
         b = keep[f.transport]
         if f.delivery < DELIVERY_MIN:
             f.limit = 0.0
-            f.delivery = 1.0  # what it sends later is not lost
+            f.delivery = 1.0  # it waits for new routes, where nothing is lost
         elif f.delivery < 1.0 and b < 1.0:
             window = math.sqrt((1.0 + b) / (2.0 * (1.0 - b) * (1.0 - f.delivery)))
             f.limit = max(1.0, window) * whole / f.round_trip

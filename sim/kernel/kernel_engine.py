@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.growing import Room, aligned_zeros, enlarged
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
@@ -21,6 +20,7 @@ from dlcp.sim.packet_engine import (
     Completion,
     CompletionKind,
     Submission,
+    as_records,
 )
 from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
 from dlcp.sim.rules import first_threshold
@@ -173,12 +173,7 @@ class KernelEngine:
 
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graph.NODE_RECORD` (n,)."""
-        rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
-        records = np.zeros(len(rows), NODE_RECORD)
-        records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
-        records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
-        records["congested"] = rows["congested"]
-        return records
+        return as_records(self._a.messages[self._ranges[self._slot_of(number)][0]])
 
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
         """Return what became of packets; see `dlcp.sim.packet_engine.PacketEngine.outcomes`."""

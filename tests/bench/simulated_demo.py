@@ -55,7 +55,7 @@ SIMULATED_RUNS: Final[dict[str, dict[str, Any]]] = {
         "precision": "auto",
     },
 }
-"""What the jobs of the simulator are like, by run of the demo."""
+"""Settings of the simulated job, by run of the demo."""
 _BACKGROUND_FLOWS: Final = {"plain": 3}
 """Flows of each background source, if not 1. The three flows of DLCP's transport into a port have the weight of one TCP
 flow together, and the simulator's have one each."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that learn: what their messages lack is missing in their model, and nothing else is."""
+"""Jobs that learn: their models miss exactly the values of lost and deferred packets."""
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ WHOLE = np.array([(1, True)] * PACKETS, PACKET_OUTCOME)
 
 
 def setting(**changes: object) -> RunSetting:
-    """Four workers and two servers on links of which one loses packets."""
+    """Four workers and two servers; one of the links loses packets."""
     job = {
         "name": "job",
         "model": "trained",

@@ -55,7 +55,7 @@ def test_patterns_of_flows(pattern, hosts):
     kept = []
     flows = FlowPattern(pattern=pattern, hosts=hosts, size_bytes=5000)
     topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=4)
-    scenario = Scenario(topology=topology, flows=(flows,))
+    scenario = Scenario(topology=topology, patterns=(flows,))
     result = dlcp.sim.simulate(scenario, engine="reference")
     kept = result.messages
     sources, targets = kept["source"], kept["target"]
