@@ -7,14 +7,16 @@ compute, with the job's collective. A worker applies them after its next backwar
 with data parallelism; otherwise the planner's estimate, the longer of computing and averaging, would be out of reach.
 """
 
+import dataclasses
 import itertools
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
-from dlcp.sim.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.graph import GraphBuilder, Nodes
+from dlcp.sim.collectives import all_reduce
+from dlcp.sim.graph import OWN_LANE, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile
 from dlcp.sim.pipeline import NetworkLevel, PipelinePlan, PipelineStage, parse_replicas, plan_pipeline
 from dlcp.sim.simulation import Process, Simulation
@@ -25,9 +27,12 @@ from dlcp.sim.training import (
     Progress,
     StepGraph,
     computing_factors,
-    piece_limit,
-    pieces,
+    piece_spec,
+    pieces_of,
 )
+
+PASSING_LANE: Final = 8
+"""Lane of activations and their gradients, above those of averages, which are queues."""
 
 
 def pipeline_of(job: PlacedJob, profile: StepProfile, topology: NetworkTopology) -> PipelinePlan:
@@ -105,6 +110,7 @@ def pipeline_graph(job: PlacedJob, plan: PipelinePlan, factors: NDArray[np.float
                 target,
                 size_bytes,
                 transport=transport,
+                lane=OWN_LANE if job.spec.flows == "own" else PASSING_LANE,
                 order=minibatches,
                 job=job.number,
                 step=steps,
@@ -151,30 +157,15 @@ def _average(
         return
     spec = job.spec
     layers = plan.profile.layers[stage.begin : stage.end]
-    parts = pieces(spec.scheduler, layers, spec.bytes_per_value / spec.compression, piece_limit(spec, stage.replicas))
+    parts = pieces_of(spec, layers, stage.replicas)
     rounds = len(backward) // stage.replicas
     for turn in range(rounds):
         own = slice(turn * stage.replicas, (turn + 1) * stage.replicas)
         for at, piece in enumerate(parts):
-            done = all_reduce(
-                builder,
-                spec.collective,
-                AllReduceSpec(
-                    workers.tolist(),
-                    piece.size_bytes,
-                    transport,
-                    queue=piece.queue,
-                    lane=max(piece.queue, 0) + 1,
-                    order=turn * len(parts) + piece.order,
-                    loss_bound=spec.loss_bound,
-                    class_shares=piece.shares,
-                    job=job.number,
-                    step=turn,
-                    message=number * len(parts) + at + 2 * len(plan.stages),
-                ),
-                backward[own],
-                group=spec.group,
-            )
+            message = number * len(parts) + at + 2 * len(plan.stages)
+            exchange = piece_spec(job, workers.tolist(), piece, transport, turn, message)
+            exchange = dataclasses.replace(exchange, order=turn * len(parts) + piece.order)
+            done = all_reduce(builder, spec.collective, exchange, backward[own], group=spec.group)
             # Applied after the next backward pass: the forward pass behind that waits for the average.
             if (waiting := turn + 1 + stage.in_flight) < rounds:
                 builder.follow(done, forward[waiting * stage.replicas : (waiting + 1) * stage.replicas])

@@ -245,6 +245,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def _check_pipeline(self) -> None:
         if self.servers or self.deferral or self.precision != FULL_BITS:
             raise ValueError("a pipeline has no servers, no deferral and precision 32; leave these out, or pipeline")
+        if self.collective in ("halving_doubling", "hierarchical"):
+            raise ValueError(f"{self.collective} needs other numbers of ranks than the replicas of a stage; use direct")
         if self.pipeline != PLANNED_PIPELINE and sum(parse_replicas(self.pipeline)) != self.workers:
             raise ValueError(f"pipeline {self.pipeline} does not add up to the {self.workers} workers")
 
@@ -430,6 +432,18 @@ def pieces(
     return found
 
 
+def pieces_of(job: TrainingJob, layers: Sequence[TimedLayer], workers: int | None = None) -> list[GradientPiece]:
+    """Return the pieces of some layers of a job; see `piece_limit` for ``workers``."""
+    return pieces(
+        job.scheduler,
+        layers,
+        job.bytes_per_value / job.compression,
+        piece_limit(job, workers),
+        layer_queues=job.layer_queues,
+        magnitude_classes=job.magnitude_classes,
+    )
+
+
 def class_shares() -> tuple[tuple[float, ...], ...]:
     """Return the shares of drop classes 0 to 7: those of `dlcp.tags` by layer position, then `UNIFORM_SHARES`."""
     positions = (at / 255 for at in range(UNIFORM_PROFILE))
@@ -520,19 +534,8 @@ def step_graph(
         back = _chain(builder, backward[::-1], speed, previous)[::-1]
         needs: list[list[Nodes]] = [[] for _ in profile.layers]
         for number, piece in enumerate(parts):
-            spec = AllReduceSpec(
-                job.workers,
-                piece.size_bytes,
-                transport,
-                queue=piece.queue,
-                lane=OWN_LANE if job.spec.flows == "own" else max(piece.queue, 0),
-                order=piece.order,
-                loss_bound=job.spec.loss_bound,
-                class_shares=piece.shares,
-                job=job.number,
-                step=first_step + offset,
-                message=_message_number(number, shards),
-            )
+            message = _message_number(number, shards)
+            spec = piece_spec(job, job.workers, piece, transport, first_step + offset, message)
             servers = job.servers if by_ranks else _servers(job, piece.size_bytes, number)
             done = all_reduce(
                 builder,
@@ -553,6 +556,25 @@ def step_graph(
     if watch_workers:
         graph.nodes["watched"][np.concatenate(worker_ends)] = True
     return StepGraph(graph, tuple(ends), tuple(worker_ends))
+
+
+def piece_spec(
+    job: PlacedJob, hosts: Sequence[int], piece: GradientPiece, transport: int, step: int, message: int
+) -> AllReduceSpec:
+    """Return the all-reduce of a piece over some of a job's hosts."""
+    return AllReduceSpec(
+        hosts,
+        piece.size_bytes,
+        transport,
+        queue=piece.queue,
+        lane=OWN_LANE if job.spec.flows == "own" else max(piece.queue, 0),
+        order=piece.order,
+        loss_bound=job.spec.loss_bound,
+        class_shares=piece.shares,
+        job=job.number,
+        step=step,
+        message=message,
+    )
 
 
 def _message_number(number: int, shards: int) -> int:
@@ -651,7 +673,7 @@ def training(simulation: Simulation, progress: Progress) -> Process:
     """Run a job's steps, and record their durations in ``progress``."""
     env, job = simulation.env, progress.job
     spec = job.spec
-    parts = _parts(spec, progress.profile)
+    parts = pieces_of(spec, progress.profile.layers)
     factors = computing_factors(simulation.scenario.seed, job)
     weights = spec.shard_weights(job.workers, simulation.topology)
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
@@ -715,18 +737,7 @@ def training_graph(job: PlacedJob, topology: NetworkTopology, transport: int, se
     profile = profile_of(job.spec)
     weights = job.spec.shard_weights(job.workers, topology)
     factors = computing_factors(seed, job)
-    return step_graph(job, profile, _parts(job.spec, profile), factors, 0, transport, weights=weights).graph
-
-
-def _parts(job: TrainingJob, profile: StepProfile) -> list[GradientPiece]:
-    return pieces(
-        job.scheduler,
-        profile.layers,
-        job.bytes_per_value / job.compression,
-        piece_limit(job),
-        layer_queues=job.layer_queues,
-        magnitude_classes=job.magnitude_classes,
-    )
+    return step_graph(job, profile, pieces_of(job.spec, profile.layers), factors, 0, transport, weights=weights).graph
 
 
 def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | None:

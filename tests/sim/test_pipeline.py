@@ -5,15 +5,17 @@ import itertools
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlcp.cli import main
 from dlcp.sim.experiment import read
-from dlcp.sim.models import StepProfile, TimedLayer, step_profile
+from dlcp.sim.models import StepProfile, TimedLayer, step_profile, write_profile
 from dlcp.sim.pipeline import NetworkLevel, StagesError, parse_replicas, plan_pipeline
 from dlcp.sim.running import run
+from dlcp.sim.training import TrainingJob
 
 BYTES_PER_S = {"A": 25e9 / 8, "B": 10e9 / 8}
 BATCHES = {"A": ("p100", 32), "B": ("v100", 64)}
@@ -223,3 +225,27 @@ def test_a_command_says_what_is_wrong(capsys, words, message):
     status, said = plan(capsys, *words, "--workers", "4", "--rate-mbps", "1000")
     assert status == 2
     assert message in said.err
+
+
+def test_stages_need_an_all_reduce_for_any_number_of_ranks():
+    for collective in ("halving_doubling", "hierarchical"):
+        with pytest.raises(ValueError, match=f"{collective} needs other numbers of ranks"):
+            TrainingJob(name="j", workers=8, pipeline="planned", collective=collective)
+
+
+@pytest.mark.parametrize("collective", ["ring", "direct", "byteps", "tree"])
+@pytest.mark.parametrize("flows", ["shared", "own"])
+def test_stages_average_with_every_other_all_reduce(tmp_path, collective, flows):
+    item = described(tmp_path, f"3-1, flows: {flows}, scheduler: p3")
+    job = msgspec.structs.replace(item.setting.training[0], collective=collective, model=str(small_profile(tmp_path)))
+    item = msgspec.structs.replace(item, setting=msgspec.structs.replace(item.setting, training=(job,)))
+    document = run(item, engine="kernel")
+    assert document["complete"]
+    assert len(document["jobs"][0]["step_s"]) == 4
+
+
+def small_profile(folder: Path) -> Path:
+    """Write the profile of a small model, and return its file."""
+    layers = tuple(TimedLayer(f"layer{number}", 50_000, 1e-4, 2e-4, 10_000) for number in range(4))
+    write_profile(StepProfile("small", layers, 8, "made up"), folder / "small_model.yaml")
+    return folder / "small_model.yaml"
