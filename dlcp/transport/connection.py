@@ -74,8 +74,8 @@ QUEUED_MEMORY_S: Final = 10.0
 """The time for which a path counts as congested after packets have queued on it: as long as its idle round trip is
 remembered."""
 ABORT_BYTES_MAX: Final = 1000
-FAREWELL: Final = b"\0"
-"""Prefix of the reason when a rank leaves normally, so that peers do not give up."""
+FAREWELL: Final = b"\0its script has ended or has closed its session"
+"""The reason when a rank leaves normally. Its first byte tells peers not to give up."""
 LAST_PACKETS_S: Final = 0.25
 """The time after a farewell in which earlier packets may still arrive: the delay of many queues."""
 
@@ -335,11 +335,10 @@ class Connection:
         for peer in self._peers:
             self.engine.send_control(peer, PacketType.ABORT, payload)
 
-    def bid_farewell(self, reason: str) -> None:
+    def bid_farewell(self) -> None:
         """Tell all peers that this rank leaves normally."""
-        payload = FAREWELL + reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes) - len(FAREWELL)]
         for peer in self._peers:
-            self.engine.send_control(peer, PacketType.ABORT, payload)
+            self.engine.send_control(peer, PacketType.ABORT, FAREWELL)
 
     def _without(self, peer: Peer) -> None:
         """Continue without a peer that has left; fail if a message from it is missing.
@@ -393,6 +392,11 @@ class Connection:
     def strangers(self) -> list[int]:
         """Ranks that have not answered a greeting yet."""
         return [rank for rank, peer in self._peers.items() if not peer.greeted]
+
+    @property
+    def failure(self) -> str | None:
+        """Why all requests fail; None while none has to."""
+        return str(self._failure) if self._failure else None
 
     @property
     def all_confirmed(self) -> bool:
@@ -556,9 +560,9 @@ class Connection:
         if header.type is PacketType.ABORT:
             peer = self._peers[event.peer]
             reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
-            if payload.startswith(FAREWELL):
+            if payload.startswith(FAREWELL[:1]):
                 if not peer.left:
-                    peer.left = reason[len(FAREWELL) :]
+                    peer.left = reason[1:]
                     # Its last packets may still be in flight: on another path, or in another queue.
                     self.call_later(LAST_PACKETS_S, partial(self._without, peer))
                 return

@@ -30,8 +30,8 @@ from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 CLOSE_LINGER_S: Final = 1.0
 """The wait of a closing endpoint for the last acknowledgements: several round trips of a long path."""
 FAREWELLS: Final = 3
-"""The number of farewells, which nobody acknowledges. At 10 % packet loss, one rank in a thousand misses all, and waits
-``silence_s`` if it still expects a message."""
+"""The number of farewells or aborts, which nobody acknowledges. At 10 % packet loss, one rank in a thousand misses all,
+and waits ``silence_s`` if it still expects a message."""
 _POLL_S: Final = 0.005
 
 T = TypeVar("T")
@@ -173,31 +173,31 @@ class Endpoint:
     def close(self, reason: str | None = None) -> None:
         """Stop. Without a ``reason``, first wait for all acknowledgements; with one, send it to the peers.
 
+        After a failure, ``reason`` is by default its message: peers learn why this rank has left, not just that it has.
         Several threads may call it at once. A call with a reason ends the wait of the others. The endpoint's own thread
         releases its resources, so none is in use.
         """
-        if reason is None:
-            self._linger()
-        with contextlib.suppress(TransportError):  # it ended before, or failed and told the peers
-            if reason is not None:
-                self.call(partial(self.connection.abort, reason))
+        reason = reason or self.connection.failure
+        with contextlib.suppress(TransportError):  # it ended before
+            if reason is None:
+                self._linger()
+            last = self.connection.bid_farewell if reason is None else partial(self.connection.abort, reason)
+            for _ in range(FAREWELLS):
+                self.call(last)
+                time.sleep(_POLL_S)
             self.call(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
 
     def _linger(self) -> None:
         """Wait until peers have all messages, then briefly until they have stopped retransmitting."""
-        with contextlib.suppress(TransportError):
-            if not self.flush(self.connection.options.silence_s):
-                return
-            self.call(self.connection.remind)
-            self.flush(CLOSE_LINGER_S)  # checks after that ran
-            end_s = time.monotonic() + CLOSE_LINGER_S
-            while not self._ended and not self.connection.settled and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
-            for _ in range(FAREWELLS):
-                self.call(partial(self.connection.bid_farewell, "its script has ended or has closed its session"))
-                time.sleep(_POLL_S)
+        if not self.flush(self.connection.options.silence_s):
+            return
+        self.call(self.connection.remind)
+        self.flush(CLOSE_LINGER_S)  # checks after that ran
+        end_s = time.monotonic() + CLOSE_LINGER_S
+        while not self._ended and not self.connection.settled and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
 
     def _report_confirmed(self, answer: "Future[bool]") -> None:
         answer.set_result(self.connection.all_confirmed)

@@ -171,6 +171,21 @@ def test_who_waits_for_a_rank_that_has_left_hears_it_at_once():
             one.receive(ReceiveRequest(1, MessageKey(6, 0), 5000, RELIABLE, "fc.bias")).result(LIMIT_S / 2)
 
 
+def test_who_leaves_after_a_failure_says_which():
+    one, other, third = endpoints(3, options=TransportOptions(silence_s=LIMIT_S))
+    with closing(one):
+        for endpoint in (one, other, third):
+            endpoint.greet(LIMIT_S)
+        waiting = one.receive(ReceiveRequest(2, MessageKey(5, 0), 5000, RELIABLE, "fc.weight"))
+        failing = third.receive(ReceiveRequest(1, MessageKey(5, 0), 5000, RELIABLE, "fc.weight"))
+        other.close()
+        with pytest.raises(PeerLeftError, match="rank 1 has left"):
+            failing.result(LIMIT_S / 2)
+        third.close()
+        with pytest.raises(PeerAbortedError, match="rank 2 gave up: .* rank 1 has left"):
+            waiting.result(LIMIT_S / 2)
+
+
 def test_closing_ends_what_waits_and_what_is_asked_afterwards():
     one, other = endpoints(2)
     with closing(other):
