@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make init_process_group use DLCP's backend, so that every collective goes over DLCP",
     )
     parser.add_argument(
+        "--watch-only",
+        action="store_true",
+        help="leave averaging to Gloo, NCCL or whatever there is, and report which rank or link is slow, and why",
+    )
+    parser.add_argument(
         "--measure",
         action="store_true",
         help="measure what DLCP can gain, then exit; the model is not trained properly meanwhile",
@@ -42,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; return the exit status of the first process that failed, or 0."""
+    if arguments.watch_only and (why := _needs_dlcp(arguments)):
+        return refuse("train", f"{why}, and with --watch-only it does nothing but watch: leave out one of the two")
     if arguments.measure:
         if arguments.live:
             return refuse("train", "--live shows training, and --measure does not train: leave out one of the two")
@@ -59,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
                 options.append(f"trace={folder}")
             if arguments.live:
                 options.append(f"live={_serve(arguments.live, stack)}")
-            plan = TrainPlan(backend=arguments.backend)
+            plan = TrainPlan(backend=arguments.backend, watch_only=arguments.watch_only)
             status, reports = launch(arguments.torchrun, arguments.script, options, plan)
         except UsageError as error:
             return refuse("train", error)
@@ -70,6 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
         write_late("train", arguments.summary, json.dumps(found, indent=2) + "\n")
     _print(summary.as_lines(found))
     return status
+
+
+def _needs_dlcp(arguments: argparse.Namespace) -> str:
+    """Return which other option of the command line is about averaging with DLCP, and why; ``""`` if none is."""
+    reasons = {
+        "measure": "--measure averages with DLCP in turn",
+        "backend": "--backend makes DLCP carry all collectives",
+        "trace": "--trace records what DLCP sends",
+        "option": "--option configures DLCP's averaging",
+    }
+    return next((why for name, why in reasons.items() if getattr(arguments, name)), "")
 
 
 def measure(

@@ -39,7 +39,8 @@ from dlcp.ledger import COUNTS
 from dlcp.live.training import RankProgress, Training
 from dlcp.report.style import render
 from dlcp.session.session import SessionPhase
-from dlcp.session.snapshots import STEP_EDGES_S, UNKNOWN, RankSnapshot
+from dlcp.session.slowness import Cause
+from dlcp.session.snapshots import STEP_EDGES_S, UNKNOWN, WATCHED, RankSnapshot
 
 _LOOPBACK: Final = "127.0.0.1"
 REFRESH_S: Final = 0.5
@@ -294,8 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _RANK: Final = ["session", "rank"]
-SESSION_PHASES: Final = tuple(phase for phase in SessionPhase if phase is not SessionPhase.CLOSED)
-"""Phases of a session. A closed session reports its last phase before."""
+RANK_PHASES: Final = (*(phase.value for phase in SessionPhase if phase is not SessionPhase.CLOSED), WATCHED)
+"""Phases of a rank. A closed session reports its last phase before."""
 _PACKETS: Final = {
     "sent": "Packets sent, each transmission counted",
     "delivered": "Packets that arrived",
@@ -340,6 +341,7 @@ class RankCollector(Collector):
         yield self._steps()
         yield from self._times()
         yield from self._states()
+        yield from self._slowness()
         for name in COUNTS:
             metric = CounterMetricFamily(f"dlcp_rank_{name}_packets", _PACKETS[name], labels=[*_RANK, "peer"])
             for each in self._snapshots:
@@ -412,14 +414,33 @@ class RankCollector(Collector):
         )
         for each in self._snapshots:
             rank = _rank(each)
-            for known in SESSION_PHASES:
-                phase.add_metric([*rank, known.value], each["phase"] == known.value)
+            for known in RANK_PHASES:
+                phase.add_metric([*rank, known], each["phase"] == known)
             ended.add_metric(rank, each["ended"])
             exceeded.add_metric(rank, each["bound_exceeded"])
             waited.add_metric(rank, each["waited_steps"])
             precision.add_metric(rank, each["bits"])
             written.add_metric(rank, each["written_unix_s"])
         yield from (phase, ended, exceeded, waited, precision, written)
+
+    def _slowness(self) -> Iterable[Metric]:
+        spent = CounterMetricFamily(
+            "dlcp_rank_activity_seconds", "Duration of a rank's activities in its steps", labels=[*_RANK, "activity"]
+        )
+        delay = GaugeMetricFamily(
+            "dlcp_rank_delay_seconds",
+            "Time per step for which the others wait for this rank, if it is the slowest, by the cause",
+            labels=[*_RANK, "cause"],
+        )
+        for each in self._snapshots:
+            for activity, total_s in each["activities_s"].items():
+                spent.add_metric([*_rank(each), activity], total_s)
+            if slow := each["slow"]:
+                for cause in Cause:
+                    named = slow["rank"] == each["process_rank"] and slow["cause"] == cause.value
+                    delay.add_metric([*_rank(each), cause.value], slow["lost_s"] if named else 0.0)
+        yield spent
+        yield delay
 
 
 def _rank(snapshot: RankSnapshot) -> list[Any]:

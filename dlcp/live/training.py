@@ -84,12 +84,15 @@ class RankProgress:
         Duration of a step, and its waiting time by the rank waited for (as text).
     packets
         Packet counts, by the names of :data:`dlcp.ledger.COUNTS`, and ``encoded``.
+    activities_s
+        Durations of its activities; empty if ranks are not compared.
     """
 
     steps: int
     step_s: float
     waiting_s: Mapping[str, float]
     packets: Mapping[str, int]
+    activities_s: Mapping[str, float]
 
     @classmethod
     def between(cls, before: RankSnapshot | None, after: RankSnapshot) -> "RankProgress":
@@ -104,7 +107,11 @@ class RankProgress:
             peer: (total_s - waited.get(peer, 0.0)) / max(1, steps) for peer, total_s in after["waiting_s"].items()
         }
         packets = {name: count - earlier.get(name, 0) for name, count in packets_of(after).items()}
-        return cls(steps, step_s / max(1, steps), waiting, packets)
+        spent: Mapping[str, float] = before["activities_s"] if before else {}
+        activities = {
+            name: (total_s - spent.get(name, 0.0)) / max(1, steps) for name, total_s in after["activities_s"].items()
+        }
+        return cls(steps, step_s / max(1, steps), waiting, packets, activities)
 
     @property
     def computing_s(self) -> float:
@@ -203,6 +210,7 @@ class WatchedRank:
                 "computing_s": present.computing_s,
                 "waiting_s": present.waiting_s,
                 "packets": present.packets,
+                "activities_s": present.activities_s,
             },
             "peers": [
                 {"rank": int(peer), **latest["packets"].get(peer, dict.fromkeys(COUNTS, 0)), **about}

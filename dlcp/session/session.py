@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -303,6 +303,8 @@ class TrainingSession:
         The number of hosts that the ranks are on; 0 without DLCP.
     router
         Tells each step's route; None if DLCP averages all steps.
+    compared
+        Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
     """
 
     def __init__(self, averager: StepAverager, fallback: Fallback) -> None:
@@ -321,6 +323,7 @@ class TrainingSession:
         self._recovery: threading.Thread | None = None
         self._closing = threading.Event()
         self._snapshots: SnapshotWriter | None = None
+        self.compared: Callable[[], Mapping[str, Any]] | None = None
         self._exit = ExitCallback(self.leave_at_exit)
 
     @property

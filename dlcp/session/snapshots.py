@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -21,11 +22,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypedDict, TypeVar, cast
 
 from dlcp.closing import ExitCallback
+from dlcp.planes import FULL_BITS
+from dlcp.session.slowness import Verdict
 from dlcp.tags import Segment
-from dlcp.transport import Connection, TransportError
+from dlcp.transport import Connection, Endpoint, TransportError
 
 if TYPE_CHECKING:
     from dlcp.session.session import TrainingSession
@@ -42,8 +45,26 @@ NAMING_STEPS: Final = 2
 """After this many steps all layers have been seen, so their names are no longer collected."""
 UNKNOWN: Final = ""
 """Key of waiting time without a known cause: the fallback does not report which rank it waits for."""
+WATCHED: Final = "watched"
+"""The phase of a rank that is only watched: its gradients are averaged without DLCP."""
 log = logging.getLogger("dlcp")
 _serial = count()
+_File = TypeVar("_File", bound="SnapshotFile")
+
+
+class SlowRank(TypedDict):
+    """Who makes the other ranks wait; see :class:`dlcp.session.slowness.Verdict`."""
+
+    text: str
+    """The verdict as a sentence."""
+    steps: int
+    step_s: float
+    network_s: float
+    rank: int | None
+    peer: int | None
+    cause: str | None
+    lost_s: float
+    layers: str
 
 
 class RankSnapshot(TypedDict):
@@ -63,7 +84,7 @@ class RankSnapshot(TypedDict):
     every_s: float
     """Interval between snapshots."""
     phase: str
-    """See :class:`dlcp.session.session.SessionPhase`; for an ended session, the phase before it ended."""
+    """See :class:`dlcp.session.session.SessionPhase`, or :data:`WATCHED`; if it has ended, the phase before that."""
     reason: str
     """Why DLCP does not average; ``""`` while it does."""
     fallback: str
@@ -100,6 +121,10 @@ class RankSnapshot(TypedDict):
     """Position, module names, and packets, lost, deferred and encoded ones, of each layer from the model's input on."""
     peers: dict[str, dict[str, Any]]
     """Transport state per peer, see :func:`describe_peer`."""
+    slow: SlowRank | None
+    """Who makes the others wait, now; None unless ranks are compared."""
+    activities_s: dict[str, float]
+    """Total duration of what the rank does in its steps, by :class:`dlcp.session.slowness.Activity`; empty likewise."""
 
 
 class StepMeter:
@@ -199,20 +224,36 @@ class StepMeter:
             names.append(module)
 
 
-class SnapshotWriter:
-    """Writes snapshots of one rank's training session until closed.
+class ComparedRank(Protocol):
+    """A rank that is compared with others."""
+
+    rank: int
+    ranks: Sequence[int]
+    averages: str
+    """What averages the gradients."""
+
+    def compared(self) -> dict[str, Any]:
+        """Return the fields ``slow`` and ``activities_s`` of a :class:`RankSnapshot`."""
+
+
+def as_slow_rank(verdict: Verdict) -> SlowRank:
+    """Return a verdict as a snapshot shows it."""
+    found = verdict.as_json()
+    return cast(SlowRank, {name: found[name] for name in SlowRank.__annotations__})
+
+
+class SnapshotFile(ABC):
+    """Writes snapshots of one rank to a file until closed.
 
     Parameters
     ----------
-    session
-        The session.
+    rank, ranks
+        This rank, and all that it trains with.
     folder
         The folder for the file; it is created if it does not exist.
 
     Attributes
     ----------
-    meter
-        Measures the session's steps.
     label
         Name of the session, the same on all its ranks; ``""`` until they have joined.
 
@@ -222,16 +263,14 @@ class SnapshotWriter:
         The folder or the file cannot be written.
     """
 
-    def __init__(self, session: "TrainingSession", folder: Path) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._session = session
-        process_rank = int(os.environ.get("RANK", session.rank))
+        process_rank = int(os.environ.get("RANK", rank))
         self._path = folder / f"rank-{process_rank}-{next(_serial)}{SNAPSHOT_SUFFIX}"
-        self.meter, self.label = StepMeter(), ""
-        self._peers: dict[str, Any] = {}
+        self._rank, self.label = rank, ""
         self._about = {
-            "rank": session.rank,
-            "ranks": list(session.ranks),
+            "rank": rank,
+            "ranks": list(ranks),
             "process_rank": process_rank,
             "process": os.getpid(),
             "host": socket.gethostname(),
@@ -246,13 +285,21 @@ class SnapshotWriter:
         self._exit = ExitCallback(self._at_exit)
 
     @classmethod
-    def open(cls, session: "TrainingSession", folder: str) -> "SnapshotWriter | None":
+    def open(cls: type[_File], source: Any, folder: str) -> _File | None:
         """Return a writer into a folder; None, with a warning, if the folder cannot be written."""
         try:
-            return cls(session, Path(folder))
+            return cls(source, Path(folder))  # type: ignore[call-arg]  # of the subclass
         except OSError as error:
-            log.warning("DLCP: rank %d cannot be watched: %s", session.rank, error)
+            log.warning("DLCP: rank %d cannot be watched: %s", source.rank, error)
             return None
+
+    @abstractmethod
+    def phase(self) -> str:
+        """Return the present phase."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of a :class:`RankSnapshot` that this class does not know."""
 
     def close(self, phase: str, gave_up: str | None) -> None:
         """Write the last snapshot, marked as ended.
@@ -260,7 +307,7 @@ class SnapshotWriter:
         Parameters
         ----------
         phase
-            The session's last phase before it was closed.
+            The last phase before it was closed.
         gave_up
             Why this rank has given up; None if it has not.
         """
@@ -271,7 +318,7 @@ class SnapshotWriter:
 
     def _at_exit(self) -> None:
         """Write the last snapshot of a script that ends without closing its session."""
-        self.close(self._session.phase.value, None)
+        self.close(self.phase(), None)
 
     def _run(self) -> None:
         over = False
@@ -280,25 +327,51 @@ class SnapshotWriter:
                 over = self._closing.wait(EVERY_S)
                 self._write()
         except OSError as error:
-            log.warning("DLCP: rank %d cannot be watched any more: %s", self._session.rank, error)
+            log.warning("DLCP: rank %d cannot be watched any more: %s", self._rank, error)
 
     def _write(self) -> None:
+        common = {**self._about, "session": self.label, "written_unix_s": time.time(), "phase": self.phase()}
+        snapshot = cast(RankSnapshot, {**common, **self.figures(), **self._end})
         part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._snapshot(), separators=(",", ":")))
+        part.write_text(json.dumps(snapshot, separators=(",", ":")))
         part.replace(self._path)
 
-    def _snapshot(self) -> RankSnapshot:
+
+class SnapshotWriter(SnapshotFile):
+    """Writes snapshots of one rank's training session.
+
+    Parameters
+    ----------
+    session
+        The session.
+    folder
+        See :class:`SnapshotFile`.
+
+    Attributes
+    ----------
+    meter
+        Measures the session's steps.
+    """
+
+    def __init__(self, session: "TrainingSession", folder: Path) -> None:
+        self._session = session
+        self.meter = StepMeter()
+        self._peers: dict[str, Any] = {}
+        super().__init__(session.rank, session.ranks, folder)
+
+    def phase(self) -> str:
+        """Return the session's phase."""
+        return self._session.phase.value
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of the session."""
         session = self._session
         ledger = session.averager.ledger
         totals = ledger.summary()
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
         tuner = session.averager.autotuner
-        snapshot = {
-            **self._about,
-            "session": self.label,
-            "written_unix_s": time.time(),
-            "phase": session.phase.value,
+        return {
             "reason": session.reason,
             "fallback": session.fallback.name,
             "route": session.route,
@@ -316,21 +389,80 @@ class SnapshotWriter:
                 [int(position), names.get(position, []), *counts] for position, counts in totals["by_layer"].items()
             ],
             "peers": self._ask_peers(),
-            **self._end,
+            **(session.compared() if session.compared else {"slow": None, "activities_s": {}}),
         }
-        return cast(RankSnapshot, snapshot)
 
     def _ask_peers(self) -> dict[str, Any]:
         """Return the transport state of each peer by rank; the last known one if the endpoint does not answer."""
-        session = self._session
-        if session.phase.value not in ("ready", "closed"):
+        if self.phase() not in ("ready", "closed"):
             self._peers = {}
-        elif session.endpoint:
-            answer: Future[dict[str, Any]] = Future()
+        elif self._session.endpoint:
             with suppress(TransportError, FutureTimeoutError):
-                session.endpoint.call(partial(_describe_peers, session.endpoint.connection, answer))
-                self._peers = answer.result(ASKING_S)
+                self._peers = peers_of(self._session.endpoint)
         return self._peers
+
+
+class WatchedRankWriter(SnapshotFile):
+    """Writes snapshots of a rank whose gradients are averaged without DLCP.
+
+    Parameters
+    ----------
+    source
+        Has the rank, and compares it with others.
+    folder
+        See :class:`SnapshotFile`.
+    """
+
+    def __init__(self, source: "ComparedRank", folder: Path) -> None:
+        self._source = source
+        self._steps, self._step_s = [0] * len(STEP_EDGES_S), 0.0
+        self._waiting_s: dict[str, float] = {}
+        super().__init__(source.rank, source.ranks, folder)
+
+    def note(self, steps_s: Sequence[float], waiting_s: Mapping[int | None, float]) -> None:
+        """Record the durations of further steps, and the total waiting time by the rank waited for."""
+        for step_s in steps_s:
+            self._steps[bisect_left(STEP_EDGES_S, step_s)] += 1
+        self._step_s += sum(steps_s)
+        self._waiting_s = {UNKNOWN if peer is None else str(peer): s for peer, s in waiting_s.items()}
+
+    def phase(self) -> str:
+        """Return that it is only watched."""
+        return WATCHED
+
+    def figures(self) -> dict[str, Any]:
+        """Return the steps and what they wait for. Of DLCP's packets there is nothing to say."""
+        steps = sum(self._steps)
+        nothing: dict[str, Any] = {"by_bits": {}, "packets": {}, "layers": [], "peers": {}, "bits": FULL_BITS}
+        zero = ("loss_bound", "deferral_bound", "bound_exceeded", "worst_loss", "waited_steps")
+        return {
+            "reason": "",
+            "fallback": self._source.averages,
+            "route": "",
+            "framework_steps": steps,
+            "step": steps - 1,
+            "steps": list(self._steps),
+            "step_s": self._step_s,
+            "waiting_s": self._waiting_s,
+            **dict.fromkeys(zero, 0),
+            **nothing,
+            **self._source.compared(),
+        }
+
+
+def peers_of(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the transport state of each peer, by rank as text; see :func:`describe_peer`.
+
+    Raises
+    ------
+    TransportError
+        The endpoint is closed.
+    TimeoutError
+        Its thread does not answer (``concurrent.futures.TimeoutError``).
+    """
+    answer: Future[dict[str, Any]] = Future()
+    endpoint.call(partial(_describe_peers, endpoint.connection, answer))
+    return answer.result(ASKING_S)
 
 
 def _describe_peers(connection: Connection, answer: "Future[dict[str, Any]]") -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dlcp.torch.balance import BalancedBatches, balanced_batches, samples_per_s
     from dlcp.torch.crossstep import CrossStep, cross_step
     from dlcp.torch.local_sgd import LocalSGD
+    from dlcp.torch.watching import StepWatch, watch
 
 __all__ = [
     "BalancedBatches",
@@ -22,6 +23,7 @@ __all__ = [
     "LocalSGD",
     "Options",
     "State",
+    "StepWatch",
     "allow_loss",
     "balanced_batches",
     "cross_step",
@@ -31,6 +33,7 @@ __all__ = [
     "parameter_digest",
     "replicas_identical",
     "samples_per_s",
+    "watch",
 ]
 BACKEND: Final = "dlcp"
 """The name of DLCP's backend in ``init_process_group``."""
@@ -42,10 +45,12 @@ __getattr__ = on_demand(
         "BalancedBatches": "balance",
         "CrossStep": "crossstep",
         "LocalSGD": "local_sgd",
+        "StepWatch": "watching",
         "allow_loss": "backend",
         "balanced_batches": "balance",
         "cross_step": "crossstep",
         "samples_per_s": "balance",
+        "watch": "watching",
     },
 )
 

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,13 +25,13 @@ from dlcp.session.joining import Agreement, join
 from dlcp.session.options import Options
 from dlcp.session.route import FrameworkRoute, MaxExchange
 from dlcp.session.secret import configured_secret
-from dlcp.session.session import LEFT, PeerWatch, TrainingSession
+from dlcp.session.session import LEFT, PeerWatch
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 
 log = logging.getLogger("dlcp")
 
-_sessions: "weakref.WeakKeyDictionary[TrainingSession, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
-"""This process's sessions, and the process groups of their ranks."""
+_sessions: "weakref.WeakKeyDictionary[LeavesAtExit, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
+"""This process's sessions and watches, and the process groups of their ranks."""
 _calls: dict[str, int] = {}
 
 # Agreeing and joining -------------------------------------------------------------------------------------------------
@@ -49,7 +49,14 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
     return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
 
 
-def leave_with_group(session: TrainingSession, group: dist.ProcessGroup | None) -> None:
+class LeavesAtExit(Protocol):
+    """Something that must end before its process group."""
+
+    def leave_at_exit(self) -> None:
+        """Leave the other ranks."""
+
+
+def leave_with_group(session: LeavesAtExit, group: dist.ProcessGroup | None) -> None:
     """Make a session leave before its process group is destroyed: the process may end right after that."""
     _sessions[session] = group or dist.group.WORLD
     modules: tuple[Any, ...] = dist, dist.distributed_c10d
@@ -213,7 +220,7 @@ class GlooChannel:
 
     def close(self) -> None:
         """Destroy the group."""
-        _destroy(self.group)
+        destroy_group(self.group)
 
     @contextlib.contextmanager
     def _naming_absent(self) -> Iterator[None]:
@@ -233,13 +240,13 @@ class GlooChannel:
 def open_channel(group: dist.ProcessGroup | None, agreement: Agreement, deadline_s: float) -> GlooChannel | None:
     """Make a Gloo group of the same ranks; all must call it. Return None, with a warning, if that fails."""
     try:
-        return GlooChannel(_gloo_group(group, deadline_s), agreement)
+        return GlooChannel(own_gloo_group(group, deadline_s), agreement)
     except (RuntimeError, ValueError) as problem:
         log.warning("DLCP has no Gloo group for recovery, so a failure will be an error: %s", problem)
         return None
 
 
-def _gloo_group(group: dist.ProcessGroup | None, deadline_s: float) -> dist.ProcessGroup:
+def own_gloo_group(group: dist.ProcessGroup | None, deadline_s: float) -> dist.ProcessGroup:
     """Make a Gloo group of the same ranks; all must call it, and it fails on all if it fails on one."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     some = len(ranks) < dist.get_world_size()
@@ -248,7 +255,8 @@ def _gloo_group(group: dist.ProcessGroup | None, deadline_s: float) -> dist.Proc
     return made
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group of :func:`own_gloo_group`, if PyTorch has not yet."""
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it ended with the default group
         dist.destroy_process_group(group)
 
@@ -271,7 +279,7 @@ def framework_route(group: dist.ProcessGroup | None, device: torch.device, deadl
 
 def _open_exchange(group: dist.ProcessGroup | None, deadline_s: float) -> "GlooExchange | None":
     try:
-        return GlooExchange(_gloo_group(group, deadline_s))
+        return GlooExchange(own_gloo_group(group, deadline_s))
     except (RuntimeError, ValueError) as problem:
         log.info("DLCP has no Gloo group to compare step times over, and averages all steps: %s", problem)
         return None
@@ -302,7 +310,7 @@ class GlooExchange(MaxExchange):
 
     def close(self) -> None:
         """Destroy the group."""
-        _destroy(self._group)
+        destroy_group(self._group)
 
 
 # Profiling -----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ class TrainPlan:
     ----------
     backend
         Make ``init_process_group`` use DLCP's backend.
+    watch_only
+        Leave averaging to the framework, and only compare the ranks.
     measure_steps
         Number of steps to measure, instead of training; 0 trains.
     advise
@@ -48,6 +50,7 @@ class TrainPlan:
     """
 
     backend: bool = False
+    watch_only: bool = False
     measure_steps: int = 0
     advise: bool = False
     reports: str = ""

@@ -11,6 +11,10 @@ from dlcp.train.launcher import Report
 OF_OTHERS: Final = ("token", "job", "sender")
 """Causes of refusal for packets of another job, or of an earlier start of this one."""
 
+ROWS_MAX: Final = 8
+"""Most ranks in the table of activities."""
+SHOWN_S: Final = 5e-5
+"""Shortest activity per step that has a column."""
 TO_FLUSH: Final = "a script that calls flush() before its last step leaves nothing"
 
 
@@ -55,7 +59,11 @@ def as_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    watched = model["watched"]
+    slow = f"  who is slow        {watched['verdict']['text']}" if watched else ""
     if not model["on"]:
+        if watched:
+            return [f"DLCP watched {model['model']}: {model['note']}", slow, *_activities(watched)]
         return [f"DLCP left {model['model']} alone: {model['note']}"]
     members, ranks = model["group_ranks"], len(model["group_ranks"])
     here = len(set(members) & set(found["ranks_here"]))
@@ -93,7 +101,22 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         *([f"  refused            {strange:,} packets of an earlier start, or of other jobs"] if strange else []),
         *([f"  route              {model['route']}"] if model["route"] else []),
         f"  fallback           {model['fallback'] or _without_fallback(model)}",
+        *([slow] if watched and watched["verdict"]["step_s"] else []),
     ]
+
+
+def _activities(watched: dict[str, Any]) -> list[str]:
+    """Return a table of what ranks do in a step, those first that wait least."""
+    rows = sorted(watched["activities_s"].items(), key=lambda row: row[1]["waiting"])
+    if not watched["verdict"]["steps"]:
+        return []
+    names = [name for name in rows[0][1] if any(row[name] >= SHOWN_S for _, row in rows)]
+    lines = [f"  {'ms per step':<14}{''.join(f'{name:>12}' for name in names)}"]
+    lines += [
+        f"  {f'rank {rank}':<14}{''.join(f'{1e3 * row[name]:12.1f}' for name in names)}"
+        for rank, row in rows[:ROWS_MAX]
+    ]
+    return [*lines, *([f"  and {len(rows) - ROWS_MAX} ranks that wait longer"] if len(rows) > ROWS_MAX else [])]
 
 
 def _without_fallback(model: dict[str, Any]) -> str:
@@ -134,4 +157,5 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> dict[str, A
         "through": _way(parts, len(ranks)),
         "group_ranks": list(ranks),
         "fallback": next((part["fallback"] for part in parts if part["fallback"]), None),
+        "watched": next((part["watched"] for part in parts if part["watched"]), None),
     }

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp import configuration
 from dlcp.torch.hook import refuse_sparse
+from dlcp.torch.watching import StepWatch, note_collectives
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
 
@@ -41,18 +42,26 @@ class Model:
         DLCP's state; None if DLCP does not average its gradients.
     note
         What switched DLCP on, or why it stays off.
+
+    Attributes
+    ----------
+    watch
+        Compares the ranks that train it; None if they are not compared.
     """
 
     def __init__(self, model: torch.nn.Module, state: dlcp.torch.State | None, note: str) -> None:
         self.wrapped = model
         self.state = state
         self.note = note
+        self.watch: StepWatch | None = None
         plain = model.module if isinstance(model, DistributedDataParallel) else model
         self.name = type(plain).__name__
         self.parameters = sum(parameter.numel() for parameter in plain.parameters())
 
     def close(self, reason: str | None) -> None:
         """Leave the session, if the script has not; with a ``reason``, report to the others that this rank gives up."""
+        if self.watch:
+            self.watch.close(reason)
         if self.state:
             self.state.close(reason)
 
@@ -75,6 +84,7 @@ class Model:
             "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,
             "last_step": _last_step(state) if state else None,
+            "watched": self.watch.overall() if self.watch else None,
         }
 
 
@@ -101,6 +111,8 @@ class ScriptSession:
         self._measurement: Measurement | None = None
         self._not_measured: set[str] = set()
         """The reasons why models are not measured."""
+        self._unwatched: list[Model] = []
+        """Models whose ranks cannot be compared."""
         self._hooking = False
         self._restarts = 0
         self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
@@ -110,6 +122,7 @@ class ScriptSession:
             _say(f"every process group of the script uses the backend {dlcp.torch.BACKEND}")
         if self.plan.reports:
             self._begin_report(Path(self.plan.reports))
+        note_collectives()
         self._watch.__enter__()
         return self
 
@@ -168,30 +181,48 @@ class ScriptSession:
                     self._measurement = kind(model, self.plan.measure_steps)
             if model.require_backward_grad_sync:
                 self._measurement.before_step(model)
-        elif known is None:
-            self._switch_on(model)
+            return
+        if known is None:
+            known = self._watch_only(model) if self.plan.watch_only else self._switch_on(model)
+        if known.watch is None and known not in self._unwatched:
+            self._compare(known)
 
     def hooked(self, model: torch.nn.Module, state: object) -> None:
         """Record what averages a model's gradients; called before a hook is registered, or when FSDP2 uses DLCP."""
-        if self._hooking:
+        if self._hooking or (self.plan.watch_only and not isinstance(state, dlcp.torch.State)):
             return
         if isinstance(state, dlcp.torch.State):
             self._enter(Model(model, state, "switched on by the script"))
         else:
             self._enter(Model(model, None, "the script registers a communication hook of its own"))
 
-    def _switch_on(self, model: torch.nn.Module) -> None:
+    def _watch_only(self, model: torch.nn.Module) -> Model:
+        if isinstance(model, DistributedDataParallel):
+            return self._enter(Model(model, None, f"averaged by {dist.get_backend(model.process_group)}"))
+        return self._enter(Model(model, None, "FSDP2 models cannot be watched, only those of DistributedDataParallel"))
+
+    def _compare(self, entry: Model) -> None:
+        """Compare the ranks of a model from its first step on; all of them call it."""
+        model = entry.wrapped
+        if (
+            isinstance(model, DistributedDataParallel)
+            and not model._join_config.enable  # its ranks make different numbers of steps
+            and dist.get_world_size(model.process_group) > 1
+        ):
+            entry.watch = StepWatch(model, entry.state)
+        else:
+            self._unwatched.append(entry)
+
+    def _switch_on(self, model: torch.nn.Module) -> Model:
         if isinstance(model, DistributedDataParallel) and model._join_config.enable:
-            self._enter(Model(model, None, "the script uses join(), which no communication hook follows"))
-            return
+            return self._enter(Model(model, None, "the script uses join(), which no communication hook follows"))
         options = configuration.build(dlcp.torch.Options)
         try:
             with self._own_hook():
                 state = dlcp.torch.enable(model, options)
         except ValueError as error:  # the same on all ranks: DLCP does not support the model
-            self._enter(Model(model, None, str(error)))
-        else:
-            self._enter(Model(model, state, "switched on by dlcp train"))
+            return self._enter(Model(model, None, str(error)))
+        return self._enter(Model(model, state, "switched on by dlcp train"))
 
     @contextlib.contextmanager
     def _own_hook(self) -> Iterator[None]:
@@ -202,14 +233,17 @@ class ScriptSession:
         finally:
             self._hooking = False
 
-    def _enter(self, entry: Model) -> None:
+    def _enter(self, entry: Model) -> Model:
         self.models.append(entry)
         what = f"{entry.name} ({entry.parameters:,} parameters)"
-        if entry.state is None:
+        if self.plan.watch_only and isinstance(entry.wrapped, DistributedDataParallel):
+            _say(f"watches {what}, {entry.note}")
+        elif entry.state is None:
             _say(f"leaves {what} alone: {entry.note}")
         else:
             bound = f"loss bound {entry.state.options.loss_bound:.0%}"
             _say(f"averages the gradients of {what}, {bound}; {entry.note}")
+        return entry
 
     def _report(self, failure: str | None) -> Report:
         return {

@@ -46,6 +46,7 @@ TABLE = {
     "trace": Entry("simulated beside measured steps: a job that trains for real, and its trace", "trace_replay"),
     "demo": Entry("the demo's runs beside the same training in the simulator", "simulated_demo"),
     "live": Entry("the processor time of being watched", "live"),
+    "slow-rank": Entry("whether the slow rank and the cause are named, and what watching costs", "slow_rank"),
     "timeline": Entry("the processor time of notes for a trace", "timeline"),
 }
 

@@ -51,6 +51,8 @@ def snapshot(rank=0, ranks=2, steps=10, **changes):
             for place, names in enumerate(MODULES)
         ],
         "peers": {str(peer): {**path, "worst_path_loss": 0.03} for peer in peers},
+        "slow": None,
+        "activities_s": {},
         "ended": False,
         "gave_up": None,
         **changes,

@@ -83,6 +83,19 @@ def test_what_is_not_known_has_no_sample():
     assert found["dlcp_rank_sent_packets"].samples != []
 
 
+def test_who_is_slow_is_told_by_rank_and_cause():
+    slow = {"text": "", "steps": 9, "step_s": 0.1, "network_s": 0.0, "rank": 1, "peer": None, "layers": ""}
+    slow |= {"cause": "data loading", "lost_s": 0.04}
+    spent = {"loading": 0.5, "waiting": 0.25}
+    found = families(*(snapshot(rank, phase="watched", slow=slow, activities_s=spent) for rank in (0, 1)))
+    assert value(found, "dlcp_rank_activity_seconds_total", rank="1", activity="loading") == 0.5
+    assert value(found, "dlcp_rank_delay_seconds", rank="1", cause="data loading") == 0.04
+    assert value(found, "dlcp_rank_delay_seconds", rank="1", cause="link") == 0
+    assert value(found, "dlcp_rank_delay_seconds", rank="0", cause="data loading") == 0
+    assert value(found, "dlcp_rank_phase", rank="0", phase="watched") == 1
+    assert families(snapshot())["dlcp_rank_delay_seconds"].samples == [], "nobody has compared"
+
+
 def test_names_and_units_are_after_prometheus_conventions():
     found = families(snapshot())
     assert len(found) > 10

@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp.live.server import SESSION_PHASES, RankCollector
+from dlcp.live.server import RANK_PHASES, RankCollector
 from tests.live.snapshots import snapshot
 
 HERE = Path(__file__).parent
@@ -185,4 +185,4 @@ def test_the_variables_ask_for_labels_that_there_are(dashboard, exported):
 
 
 def test_a_phase_that_an_alert_names_is_one():
-    assert {"failed", "fallback", "ready"} <= {phase.value for phase in SESSION_PHASES}
+    assert {"failed", "fallback", "ready"} <= set(RANK_PHASES)

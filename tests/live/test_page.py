@@ -142,6 +142,26 @@ def test_it_follows_training_to_its_end(watched, browser):
     assert browser.evaluate("document.getElementById('note').hidden")
 
 
+def test_it_says_who_is_slow_over_whatever_averages(watched, browser, tmp_path):
+    slow = {"text": "rank 2 makes the others wait 38 ms", "steps": 9, "step_s": 0.1, "network_s": 0.0, "layers": ""}
+    slow |= {"rank": 2, "peer": None, "cause": "computing", "lost_s": 0.038}
+    nothing = {"by_bits": {}, "packets": {}, "layers": [], "peers": {}, "fallback": "gloo", "phase": "watched"}
+    spent = {"loading": 0.01, "forward": 0.2, "evaluation": 0.0, "waiting": 0.3}
+    for steps in (9, 10, 11):
+        activities = {name: steps * each for name, each in spent.items()}
+        told = {"slow": slow, "activities_s": activities, **nothing}
+        watched.tell(*(snapshot(rank, ranks=4, steps=steps, **told) for rank in range(4)))
+    until(lambda: text(browser, "slow") == "Who is slow: rank 2 makes the others wait 38 ms.")
+    assert text(browser, "activities").split()[:8] == ["Rank", "loading", "forward", "waiting", "0", "10", "ms", "200"]
+    assert "Averaged by" in text(browser, "cards")
+    assert "Lost for its step" not in text(browser, "cards")
+    assert text(browser, "ranks").count("watched") == 4
+    assert "Packets sent" not in text(browser, "ranks")
+    browser.screenshot(Path(SHOTS or tmp_path) / "live-watched.png")
+    watched.tell(*(snapshot(rank, ranks=4, steps=12, **nothing) for rank in range(4)))
+    until(lambda: browser.evaluate("document.getElementById('slow').hidden"))
+
+
 def test_it_says_which_route_the_ranks_have_chosen(watched, browser):
     route = {"route": "framework since step 3: gloo 101 ms a step, DLCP 118 ms", "framework_steps": 6}
     watched.tell(*(snapshot(rank, ranks=4, steps=9, **route) for rank in range(4)))

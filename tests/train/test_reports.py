@@ -42,6 +42,7 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "refused": {},
         "ledger": ledger(**counts),
         "last_step": {"packets": 100, "left_over": left_over},
+        "watched": None,
     }
     return {
         "rank": rank,
@@ -241,3 +242,29 @@ def test_without_enough_steps_nothing_is_claimed():
     assert headroom.evaluate([report(0)]) is None
     assert "no DistributedDataParallel model" in headroom.nothing_measured([report(0)])
     assert "no rank finished" in headroom.nothing_measured([])
+
+
+def watched_report(rank, ranks=10, **verdict):
+    told = {"text": "rank 9 makes the others wait", "steps": 20, **verdict}
+    waits = {str(each): {"loading": 0.001, "evaluation": 0.0, "waiting": 0.01 * (10 - each)} for each in range(ranks)}
+    found = report(rank, ranks=ranks)
+    (model,) = found["models"]
+    model |= {"on": False, "note": "averaged by nccl", "ledger": None, "last_step": None}
+    model["watched"] = {"averages": "nccl", "verdict": told, "activities_s": waits, "rates_bps": []}
+    return found
+
+
+def test_who_is_slow_is_told_with_the_ranks_that_wait_least():
+    lines = summary.as_lines(summary.summarize([watched_report(0), watched_report(1)]))
+    assert lines[1:5] == [
+        "DLCP watched Net: averaged by nccl",
+        "  who is slow        rank 9 makes the others wait",
+        "  ms per step        loading     waiting",
+        "  rank 9                 1.0        10.0",
+    ]
+    assert lines[-1] == "  and 2 ranks that wait longer"
+
+
+def test_without_steps_there_is_no_table():
+    lines = summary.as_lines(summary.summarize([watched_report(0, steps=0, text="no verdict")]))
+    assert lines[1:] == ["DLCP watched Net: averaged by nccl", "  who is slow        no verdict"]

@@ -122,6 +122,13 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
         (["--option", "loss_bund=0", "--", __file__], "there is no option 'loss_bund'; did you mean loss_bound?"),
         (["--trace", "nowhere/file", "--", __file__], "--trace: there is no folder nowhere"),
         (["--measure", "--steps", "1", "--", __file__], "--steps must be at least 9"),
+        (["--watch-only", "--measure", "--", __file__], "--measure averages with DLCP in turn, and with --watch-only"),
+        (["--watch-only", "--backend", "--", __file__], "--backend makes DLCP carry all collectives, and with"),
+        (["--watch-only", "--trace", "run.json", "--", __file__], "--trace records what DLCP sends, and with"),
+        (
+            ["--watch-only", "--option", "loss_bound=0", "--", __file__],
+            "--option configures DLCP's averaging, and with",
+        ),
     ],
 )
 def test_calls_that_cannot_work_are_refused_before_anything_starts(capsys, monkeypatch, words, complaint):
@@ -168,6 +175,44 @@ def test_torchrun_and_gloo_are_told_the_address_that_leads_to_the_rendezvous(mon
 )
 def test_modules_and_scripts_are_told_apart(torchrun, script, target):
     assert launcher.target_of(torchrun, script) == target
+
+
+SLOW = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.distributed import barrier
+from torch.nn.parallel import DistributedDataParallel
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        time.sleep(0.03 * (dist.get_rank() == 1))
+        barrier()
+        optimizer.zero_grad()
+        model(torch.ones(4, 50)).square().mean().backward()
+        optimizer.step()
+    print("comm hooks", len(model._comm_hooks), flush=True)
+"""
+
+
+def test_watching_only_names_the_slow_rank_and_leaves_averaging_alone(tmp_path):
+    script, file = tmp_path / "slow.py", tmp_path / "summary.json"
+    script.write_text(SLOW)
+    done = dlcp("train", "--watch-only", "--summary", file, "--nproc-per-node", "3", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 3 * "comm hooks 0\n"
+    assert "dlcp: watches Sequential (3,060 parameters), averaged by gloo" in done.stderr
+    told = done.stderr[done.stderr.index("DLCP watched Sequential: averaged by gloo") :].splitlines()
+    assert told[1].startswith("  who is slow        rank 1 makes the others wait ")
+    assert told[2].split() == ["ms", "per", "step", "loading", "forward", "backward", "optimizer", "waiting"]
+    assert told[3].startswith("  rank 1 "), "it waits least"
+    (model,) = json.loads(file.read_text())["models"]
+    assert (model["on"], model["watched"]["averages"]) == (False, "gloo")
+    verdict = model["watched"]["verdict"]
+    assert (verdict["rank"], verdict["cause"]) == (1, "data loading")
+    assert model["watched"]["activities_s"]["1"]["loading"] > 0.03
 
 
 SHARDED = """

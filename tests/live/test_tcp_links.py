@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel tells of this process's TCP connections, whoever has opened them."""
+
+import socket
+import sys
+
+import pytest
+
+from dlcp.session.tcp_links import TcpEnds, tcp_connections
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+
+
+def test_both_ends_of_a_connection_are_found_with_what_they_have_sent():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            (host, port), (_, other) = client.getsockname(), client.getpeername()
+            ends = TcpEnds(f"{host}:{port}", f"{host}:{other}")
+            before = tcp_connections()[ends]
+            client.sendall(bytes(100_000))
+            left = 100_000
+            while left:
+                left -= len(accepted.recv(left))
+            found = tcp_connections()
+            assert found[ends].since(before).acked_bytes >= 50_000  # the last bytes may be confirmed later
+            assert found[ends].since(None) == found[ends]
+            assert found[TcpEnds(ends.peer, ends.own)].received_bytes == 100_000
+            assert found[ends].busy_s >= 0
+            assert client.fileno() >= 0
+            client.sendall(b"still open")
+
+
+def test_other_sockets_are_left_out():
+    before = set(tcp_connections())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams, socket.create_server(("127.0.0.1", 0)):
+        datagrams.connect(("127.0.0.1", 9))
+        assert set(tcp_connections()) == before
