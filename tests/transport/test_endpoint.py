@@ -182,7 +182,7 @@ def test_who_leaves_after_a_failure_says_which():
         with pytest.raises(PeerLeftError, match="rank 1 has left"):
             failing.result(LIMIT_S / 2)
         third.close()
-        with pytest.raises(PeerAbortedError, match="rank 2 gave up: .* rank 1 has left"):
+        with pytest.raises(PeerAbortedError, match=r"rank 2 gave up: .* rank 1 has left"):
             waiting.result(LIMIT_S / 2)
 
 
