@@ -40,7 +40,9 @@ def assert_same(found):
 @pytest.mark.parametrize("collective", ["direct", "ring", "auto"])
 def test_ranks_of_one_host_share_memory_and_lose_nothing(collective):
     through_memory = together(3, average, Options(collective=collective))
-    through_sockets = together(3, average, Options(collective=collective, shared_memory=False, loss_bound=0.0))
+    # On a busy machine, sockets lose packets.
+    exact = Options(collective=collective, shared_memory=False, loss_bound=0.0, precision=32)
+    through_sockets = together(3, average, exact)
     assert [shared for _, shared, _ in through_memory] == [{1, 2}, {0, 2}, {0, 1}]
     assert not any(shared for _, shared, _ in through_sockets)
     assert_same([*through_memory, *through_sockets])
