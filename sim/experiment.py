@@ -28,10 +28,36 @@ from dlcp.sim.transports import DlcpTransport
 
 
 class RunSetting(NetworkSetting, frozen=True, kw_only=True):
-    """The complete setting of one run."""
+    """The complete setting of one run.
+
+    Parameters
+    ----------
+    skip_steady
+        Skip steps of training when the mean duration of a step is known within this share, such as 0.01
+        (`dlcp.sim.skipping`); 0 simulates every step.
+    """
 
     training: tuple[TrainingJob, ...] = ()
     traces: tuple[TraceJob, ...] = ()
+    skip_steady: Annotated[float, Meta(ge=0, le=0.1)] = 0.0
+
+    def check_skipping(self) -> None:
+        """Reject jobs whose steps cannot be skipped.
+
+        Raises
+        ------
+        dlcp.document.PlaceError
+            There is one; ``steps`` lead to its place.
+        """
+        if not self.skip_steady:
+            return
+        for number, job in enumerate(self.training):
+            for name in ("learn", "pipeline"):
+                if getattr(job, name):
+                    message = f"skip_steady is for jobs without {name}: leave out one of the two"
+                    raise PlaceError(message, "training", number, name)
+        if self.traces:
+            raise PlaceError("skip_steady is for training, not for traces: leave out one of the two", "traces")
 
     def check_learning(self) -> None:
         """Reject jobs that learn with the engine ``flows``, which does not know which packets are missing.
@@ -347,6 +373,7 @@ class _ChangedSetting:
             setting.check_senders("training", "traces", "traffic", "patterns")
             setting.check_precision()
             setting.check_learning()
+            setting.check_skipping()
         return setting
 
     @contextmanager

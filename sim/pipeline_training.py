@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
+from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.collectives import all_reduce
 from dlcp.sim.graph import OWN_LANE, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile
@@ -56,7 +56,7 @@ def pipelined_training(simulation: Simulation, progress: Progress) -> Process:
     # The pipeline drains while it ends; another step keeps it full until the last one that counts.
     factors = computing_factors(simulation.scenario.seed, job)
     factors = np.concatenate([factors, factors[-1:]])
-    yield env.timeout(seconds_to_ps(job.start_s))
+    yield from simulation.until(job.start_s)
     before = int(env.now)
     steps = pipeline_graph(job, plan, factors, simulation.transports[job.spec.transport])
     running = simulation.submit(steps.graph, label=(job.name, 0))

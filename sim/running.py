@@ -24,6 +24,7 @@ from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures, traced_job
+from dlcp.sim.skipping import StepSkipper
 from dlcp.sim.slowdown import IdealTimes
 from dlcp.sim.traces import TraceProgress, trace_digest, trace_progress
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
@@ -225,8 +226,14 @@ def run(
     messages.ideal = IdealTimes(simulation.plan)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
+    skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
     started = [
-        simulation.process((pipelined_training if job.job.spec.pipeline else training)(simulation, job)) for job in jobs
+        simulation.process(
+            pipelined_training(simulation, job)
+            if job.job.spec.pipeline
+            else training(simulation, job, skipper.skip_steps if skipper else None)
+        )
+        for job in jobs
     ]
     taken = {host for job in placed for host in (*job.workers, *job.servers)}
     traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
@@ -279,7 +286,7 @@ def _beat(simulation: Simulation, jobs: Sequence[AnyProgress], heartbeat: Callab
         yield simulation.env.timeout(1_000_000_000)
         steps = sum(len(job.step_s) for job in jobs)
         wanted = sum(job.steps for job in jobs)
-        heartbeat(f"{int(simulation.env.now) / 1e9:.0f} ms simulated, {steps} of {wanted} steps")
+        heartbeat(f"{simulation.now_ps / 1e9:.0f} ms simulated, {steps} of {wanted} steps")
 
 
 def _document(
@@ -310,6 +317,7 @@ def _document(
                 "name": job.job.name,
                 "compute_s": significant(job.profile.compute_s),
                 "step_s": [significant(seconds) for seconds in job.step_s],
+                **({"skipped_steps": job.skipped} if job.skipped else {}),
                 **({"bits": job.bits} if job.bits else {}),
                 **({"pipeline": job.pipeline} if job.pipeline else {}),
                 **({"curve": _rounded_curve(job)} if job.curve else {}),
@@ -343,7 +351,7 @@ def _metrics(
 ) -> dict[str, float]:
     """Return the metrics for figures and claims; see `sim/experiments/README.md`."""
     counts = simulation.engine.counts
-    found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps) / 1e12}
+    found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps + simulation.skipped_ps) / 1e12}
     for prefix in _TIMES:
         times = messages.times[prefix]
         if times.count:

@@ -114,6 +114,8 @@ class Simulation:
         Numbers of the scenario's transports, by name.
     failed_links
         Links that routes currently avoid.
+    skipped_ps
+        The time that was skipped so far (`dlcp.sim.skipping`): a moment of the scenario comes earlier by it.
     fidelity
         Whether packets or flows are simulated.
     """
@@ -139,6 +141,8 @@ class Simulation:
         self._open: dict[int, SubmittedGraph] = {}
         self._on_records = on_records
         self.failed_links: set[int] = set()
+        self.skipped_ps = 0
+        self._skipped = self.env.event()
 
     def process(self, generator: Process) -> simpy.Process:
         """Start a SimPy process."""
@@ -195,11 +199,30 @@ class Simulation:
         submitted.sizes[waiting] = sizes
         self.resize(submitted, waiting, sizes)
 
+    @property
+    def now_ps(self) -> int:
+        """Return the time of the scenario, including what was skipped."""
+        return int(self.env.now) + self.skipped_ps
+
+    def skip(self, span_ps: int) -> None:
+        """Let ``span_ps`` pass at once; what is in the network stays where it is."""
+        self.skipped_ps += span_ps
+        skipped, self._skipped = self._skipped, self.env.event()
+        skipped.succeed()
+
+    def until(self, seconds: float) -> Process:
+        """Wait until a moment of the scenario, which comes earlier if time is skipped."""
+        due = seconds_to_ps(seconds)
+        while True:
+            yield self.env.timeout(max(0, due - self.now_ps)) | self._skipped
+            if self.now_ps >= due:
+                return
+
     def run(self) -> None:
         """Run until no events are left, or to ``stop_s`` of the scenario."""
         env, engine = self.env, self.engine
-        end = min(FOREVER_PS, seconds_to_ps(self.scenario.stop_s))
         while True:
+            end = min(FOREVER_PS, seconds_to_ps(self.scenario.stop_s)) - self.skipped_ps
             coming = env.peek()
             limit = end if coming == float("inf") else min(end, int(coming))
             if engine.has_events():
@@ -262,7 +285,7 @@ class StepTimes:
 def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, times: StepTimes) -> Process:
     """Compute and all-reduce, step by step. Each rank waits until the all-reduce has ended on all ranks."""
     env = simulation.env
-    yield env.timeout(seconds_to_ps(spec.start_s))
+    yield from simulation.until(spec.start_s)
     for step in range(spec.steps):
         times.begin_ps.append(int(env.now))
         if spec.compute_s:
@@ -290,7 +313,7 @@ def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, tim
 def traced_job(simulation: Simulation, progress: TraceProgress) -> Process:
     """Run a traced job as often as it is to be repeated, and note the ends of its steps."""
     env, job = simulation.env, progress.job
-    yield env.timeout(seconds_to_ps(job.start_s))
+    yield from simulation.until(job.start_s)
     progress.begin_ps = int(env.now)
     built = progress.graph(simulation.transports[job.transport])
     for turn in range(job.repeat):
@@ -316,12 +339,12 @@ def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Proces
     first = {link.source: link.spec.rate_gbps for link in reversed(simulation.topology.links)}
     rate_bps = sum(first[host] for host in range(hosts)) * 1e9
     flows_per_s = spec.load * rate_bps / 8 / mean_size(spec.flow_sizes)
-    yield env.timeout(seconds_to_ps(spec.start_s))
+    yield from simulation.until(spec.start_s)
     stop_ps = seconds_to_ps(spec.stop_s)
-    while env.now < stop_ps:
+    while simulation.now_ps < stop_ps:
         times = np.cumsum(random.exponential(PS_PER_S / flows_per_s, _BATCH)).astype(np.int64)
         span = int(times[-1])
-        times = times[times + int(env.now) < stop_ps]
+        times = times[times + simulation.now_ps < stop_ps]
         if len(times):
             _submit_flows(simulation, spec, random, times)
         yield env.timeout(span)
@@ -355,7 +378,7 @@ def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Proc
     # Each sends to the next one of a random order, which is a random permutation without a host that sends to itself.
     target = np.roll(chosen, -1) if spec.pattern == "permutation" else chosen[-1]
     source = chosen if spec.pattern == "permutation" else chosen[:-1]
-    yield simulation.env.timeout(seconds_to_ps(spec.start_s))
+    yield from simulation.until(spec.start_s)
     builder = GraphBuilder()
     transport = simulation.transports[spec.transport]
     builder.messages(source, target, spec.size_bytes, transport=transport, lane=OWN_LANE)
@@ -364,17 +387,17 @@ def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Proc
 
 def failure(simulation: Simulation, spec: FailureSpec) -> Process:
     """Make a link lose packets for a while. If it loses all of them, route around it."""
-    env, engine, topology = simulation.env, simulation.engine, simulation.topology
+    engine, topology = simulation.engine, simulation.topology
     links = topology.between(*spec.nodes)
-    yield env.timeout(seconds_to_ps(spec.start_s))
+    yield from simulation.until(spec.start_s)
     engine.set_loss(links, round(spec.loss_ratio * DRAW_LIMIT))
     if spec.loss_ratio >= 1:
-        yield env.timeout(seconds_to_ps(spec.reroute_s))
+        yield from simulation.until(spec.start_s + spec.reroute_s)
         simulation.failed_links.update(links)
         engine.set_routes(topology.routes(simulation.failed_links))
     if spec.stop_s == float("inf"):
         return
-    yield env.timeout(max(0, seconds_to_ps(spec.stop_s) - int(env.now)))
+    yield from simulation.until(spec.stop_s)
     for link in links:
         engine.set_loss([link], simulation.plan.links[link].loss)
     if spec.loss_ratio >= 1:

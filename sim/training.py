@@ -22,7 +22,7 @@ order:
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from dlcp.convergence import COST_OF_PRECISION, ConvergenceCurve, curve
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_PRECISION
-from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
+from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.collectives import (
     RESULT_MESSAGE,
     SHARD_MESSAGES,
@@ -183,7 +183,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pipeline: str = ""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learn: LearningSpec | None = None
-    steps: Annotated[int, Meta(ge=1, le=1000)] = 3
+    steps: Annotated[int, Meta(ge=1, le=100_000)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stragglers: tuple[StragglerSpec, ...] = ()
     start_s: _Seconds = 0.0
@@ -615,10 +615,12 @@ class Progress:
     ----------
     step_s
         Duration of each step, including the forward pass after it.
+    skipped
+        Steps that were not simulated.
     bits
         Bits per value of each step; empty in full precision.
     minibatches
-        Minibatches that all workers together compute.
+        Minibatches that all workers together compute in the simulated steps.
     pipeline
         Replicas of each stage; empty if each worker has the whole model.
     curve
@@ -629,6 +631,7 @@ class Progress:
     profile: StepProfile
     step_s: list[float] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
+    skipped: int = 0
     minibatches: int = 0
     pipeline: str = ""
     curve: list[TestedAccuracy] = field(default_factory=list)
@@ -636,6 +639,14 @@ class Progress:
     def __post_init__(self) -> None:
         """Count a minibatch per worker and step."""
         self.minibatches = self.job.spec.steps * len(self.job.workers)
+
+    def skip(self, count: int, window: int) -> None:
+        """Add ``count`` steps that are like the last ``window`` ones, in turn."""
+        self.step_s += np.resize(self.step_s[-window:], count).tolist()
+        if self.bits:
+            self.bits += np.resize(self.bits[-window:], count).tolist()
+        self.skipped += count
+        self.minibatches -= count * len(self.job.workers)
 
     @property
     def name(self) -> str:
@@ -669,8 +680,16 @@ def profile_of(job: TrainingJob) -> StepProfile:
     return step_profile(job.model, job.gpu, job.gpu_precision, job.batch)
 
 
-def training(simulation: Simulation, progress: Progress) -> Process:
-    """Run a job's steps, and record their durations in ``progress``."""
+def training(
+    simulation: Simulation, progress: Progress, skip_steps: Callable[[Progress], None] | None = None
+) -> Process:
+    """Run a job's steps, and record their durations in ``progress``.
+
+    Parameters
+    ----------
+    skip_steps
+        Called after each graph to skip steps; see `dlcp.sim.skipping`.
+    """
     env, job = simulation.env, progress.job
     spec = job.spec
     parts = pieces_of(spec, progress.profile.layers)
@@ -679,9 +698,10 @@ def training(simulation: Simulation, progress: Progress) -> Process:
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
     learning = _learning(simulation, progress) if spec.learn else None
-    yield env.timeout(seconds_to_ps(job.start_s))
+    yield from simulation.until(job.start_s)
     began = before = int(env.now)
-    for first in range(0, spec.steps, STEPS_PER_GRAPH):
+    first = 0
+    while first < spec.steps:
         steps = step_graph(
             job,
             progress.profile,
@@ -716,7 +736,11 @@ def training(simulation: Simulation, progress: Progress) -> Process:
                 compute_s = progress.profile.compute_s * float(factors[step].max())
                 deferral.learn(running, simulation.records(running), step, compute_s)
                 deferral.apply(simulation, running)
-        yield running.closed if first + STEPS_PER_GRAPH >= spec.steps else running.done
+        yield running.done
+        if skip_steps:
+            skip_steps(progress)
+        first = len(progress.step_s)
+    yield running.closed
 
 
 def training_graph(job: PlacedJob, topology: NetworkTopology, transport: int, seed: int) -> Graph:

@@ -192,6 +192,8 @@ def _simulate(item: Any, output: Path | None, title: str) -> int:
     print(", ".join(f"{axis} {name}" for axis, name in item.point.items()) or title)
     if document["engine"] == "flows":
         print("  approximate: simulated as flows, not packets")
+    if skipped := sum(job.get("skipped_steps", 0) for job in document["jobs"]):
+        print(f"  approximate: {skipped:,} of {sum(len(job['step_s']) for job in document['jobs']):,} steps skipped")
     for name, value in document["metrics"].items():
         print(f"  {name:20} {value:.6g}")
     if output is not None:
