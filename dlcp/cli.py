@@ -16,12 +16,10 @@ from dlcp import __version__
 from dlcp.error_text import closest
 
 
-class _MissingPackageError(Exception):
-    """A command needs a package that is not installed."""
-
-
 class Command(NamedTuple):
     """A command: ``dlcp.commands.NAME`` has ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
+
+    ``run`` imports the packages of extras, so that help and completion work without them.
 
     If it wraps another program, ``arguments.script`` gets the words from the first that is neither an option nor an
     option's value, or those after ``--``, and ``arguments.torchrun`` the unknown options before.
@@ -172,13 +170,7 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the options of the ``wanted`` commands only.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        A package that one of them needs is missing.
-    """
+    """Return the parser of the command line, with the options of the ``wanted`` commands only."""
     parser = argparse.ArgumentParser(
         prog="dlcp",
         description="Train over congested networks: losses are bounded, and hit the gradients that matter least.",
@@ -202,14 +194,14 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _missing(command: str, error: ModuleNotFoundError) -> Exception:
-    """Return the error for a missing package that a command needs; return ``error`` for a module of DLCP, a defect."""
+def _how_to_install(command: str, error: ImportError) -> str:
+    """Return what to install for a command that lacks a package; ``""`` if it lacks a module of DLCP, a defect."""
     package = (error.name or "").partition(".")[0]
-    if not package or package == "dlcp":
-        return error
+    if not isinstance(error, ModuleNotFoundError) or package in ("", "dlcp"):
+        return ""
     needs = COMMANDS[command].needs
     install = f"'dlcp[{needs}]'" if needs else package
-    return _MissingPackageError(f"dlcp {command}: {package} is missing: pip install {install}")
+    return f"{command}: {package} is missing: pip install {install}"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -225,10 +217,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         hint = closest(wanted, COMMANDS)
         print(f"dlcp: there is no command {wanted!r}; dlcp --help lists them{hint}", file=sys.stderr)
         raise SystemExit(2)
-    try:
-        parser = parser_of([wanted])
-    except ModuleNotFoundError as error:
-        raise _missing(wanted, error) from None
+    parser = parser_of([wanted])
     if not wanted or not COMMANDS[wanted].wraps:
         return parser.parse_args(argv)
     end = _options_end(argv, argv.index(wanted) + 1, _options_of(parser, wanted))
@@ -278,10 +267,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments = parse(argv or ["--help"])
                 status: int = arguments.run(arguments)
                 return status
-        except (_MissingPackageError, ImportError) as error:
-            if isinstance(error, ImportError) and not (error.name or "").startswith("dlcp.native"):
+        except ImportError as error:
+            if (error.name or "").startswith("dlcp.native"):  # not compiled, as the error says
+                print(f"dlcp: {error}", file=sys.stderr)
+            elif install := _how_to_install(argv[0], error):
+                print(f"dlcp {install}", file=sys.stderr)
+            else:
                 raise
-            print(error if isinstance(error, _MissingPackageError) else f"dlcp: {error}", file=sys.stderr)
             return 2
         finally:
             sys.stdout.flush()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a whole."""
 
-import importlib
 import os
 import sys
 
@@ -9,13 +8,14 @@ import pytest
 
 from dlcp import cli
 from dlcp.cli import main
+from dlcp.commands import fabric
 
 
 def test_a_command_whose_packages_are_missing_says_how_to_get_them(monkeypatch, capsys):
-    def without(name):
+    def without(_arguments):
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
-    monkeypatch.setattr(importlib, "import_module", without)
+    monkeypatch.setattr(fabric, "run", without)
     missing = "finsy"
     assert main(["fabric", "check", "fabric.yaml"]) == 2
     assert capsys.readouterr().err == "dlcp fabric: finsy is missing: pip install 'dlcp[fabric]'\n"

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shlex
-import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import pairwise
@@ -219,31 +218,18 @@ def test_what_cannot_work_is_refused_in_a_few_words(line, files):
     assert time.monotonic() - began_s < 60
 
 
-def test_a_command_whose_package_is_missing_names_the_extra_even_when_asked_for_help(monkeypatch, capsys):
-    for name, package in (("sim", "msgspec"), ("switch", "yaml"), ("demo", "rich"), ("live", "prometheus_client")):
-        for module in [each for each in sys.modules if each.startswith(("dlcp.commands", "dlcp.switch", "dlcp.live"))]:
-            monkeypatch.delitem(sys.modules, module)
-        for module in ("dlcp.document", "dlcp.demo.run", "dlcp.sim.experiment"):
-            monkeypatch.delitem(sys.modules, module, raising=False)
-        with monkeypatch.context() as without:
-            for module in [each for each in sys.modules if each.partition(".")[0] == package]:
-                without.setitem(sys.modules, module, None)
-            assert main([name, "--help"]) == 2
-        assert f"{package} is missing: pip install 'dlcp[{name}]'" in capsys.readouterr().err
-
-
 def test_the_lines_without_their_mistakes_are_taken(files, capsys):
     assert main(["advise", "--measured", files["figures"]]) == 0
     assert main(["trace", files["traces"] + "/good", "--out", files["new"]]) == 0
 
 
 def test_a_switch_that_does_not_start_is_said_in_a_line(monkeypatch, capsys):
-    from dlcp.commands import demo
+    from dlcp.demo import run
     from dlcp.switch.switch import SwitchProcessError
 
     def taken(*_):
         raise SwitchProcessError("the switch did not start: is another one running?")
 
-    monkeypatch.setattr(demo, "run_series", taken)
+    monkeypatch.setattr(run, "run_series", taken)
     assert main(["demo", "--loopback"]) == 1
     assert capsys.readouterr().err == "dlcp demo: the switch did not start: is another one running?\n"

@@ -60,9 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the results, and return the exit status."""
     from dlcp.session.options import Options
-    from dlcp.train.launcher import set_options
+    from dlcp.train.launcher import check_torch, set_options
 
     try:
+        check_torch()
         set_options(arguments.option)
         options = Options.from_environment()
         sizes = _sizes(arguments)

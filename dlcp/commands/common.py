@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from dlcp import configuration
 from dlcp.configuration import Range, short
-from dlcp.document import DocumentError
 
 _Parser = argparse._ActionsContainer
 """A parser or a group of its options."""
@@ -22,6 +21,8 @@ DEPTH_MAX: Final = 1_000_000
 """Deepest queue, in packets: 1.5 GB of packets of 1,500 bytes."""
 DURATIONS: Final = Range(0.0, 1e6, above=True)
 """Durations on a command line."""
+DIFFERS: Final = 3
+"""Exit status of ``dlcp fabric plan`` if a switch differs from the description."""
 
 
 def refuse(command: str, error: object, status: int = 2) -> int:
@@ -59,6 +60,14 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Return the shape of one sample, given as ``3,224,224``: a type for argparse."""
+    try:
+        return tuple(map(whole(1), text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"takes a shape such as 3,224,224, got {short(text)}: {error}") from None
 
 
 def option(name: str) -> Callable[[str], Any]:
@@ -167,17 +176,3 @@ def write_late(command: str, file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         refuse(command, f"warning: {file} was not written: {error.strerror}")
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Return the shape of one sample, given as ``3,224,224``.
-
-    Raises
-    ------
-    DocumentError
-        It is not a list of positive numbers.
-    """
-    try:
-        return tuple(map(whole(1), text.split(",")))
-    except argparse.ArgumentTypeError as error:
-        raise DocumentError(f"--input takes a shape such as 3,224,224, got {short(text)}: {error}") from None

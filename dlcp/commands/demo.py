@@ -5,15 +5,10 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from dlcp import netlab
 from dlcp.commands.common import DURATIONS, add, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
-from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-from dlcp.demo.run import DemoError, execute, report, run_series, select
 from dlcp.demo.setup import OPTIMIZERS, DemoSetup, variants
-from dlcp.switch.switch import SwitchProcessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return the exit status."""
+    from rich.console import Console
+
+    from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
+    from dlcp.demo.run import DemoError, execute, report, run_series, select
+    from dlcp.switch.switch import SwitchProcessError
+
     console = Console()
     namespaces, reason = (False, "--loopback") if arguments.loopback else try_namespaces()
     if not namespaces:

@@ -6,10 +6,12 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dlcp.commands.common import add, refuse
-from dlcp.live.server import AddressError, LiveServer
+
+if TYPE_CHECKING:
+    from dlcp.live.server import LiveServer
 
 _LISTEN: Final = "127.0.0.1:9465"
 """Default address, next to the port of ``dlcp fabric watch``."""
@@ -27,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
+    from dlcp.live.server import AddressError, LiveServer
+
     stopped = threading.Event()
     try:
         server = LiveServer(arguments.folder, arguments.listen)
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def say_where(server: LiveServer) -> None:
+def say_where(server: "LiveServer") -> None:
     """Print the page's address, and who can see it."""
     who = "" if server.is_local else "; anyone who can reach this machine can see it"
     print(

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlcp.commands.common import MBPS, add, add_json, parse_shape, real, refuse, whole
-from dlcp.document import DocumentError
+from dlcp.commands.common import MBPS, add, add_json, real, refuse, shape, whole
 
 if TYPE_CHECKING:
     from dlcp.sim.models import StepProfile
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--batch", "N", whole(1), "samples in a minibatch (default: as published or profiled; 32 if measured)")
     add(parser, "--gpu", "NAME", str, "GPU of a published model's computing times", default="v100")
     add(parser, "--gpu-precision", "NAME", str, "single or mixed", default="single")
-    add(parser, "--input", "SHAPE", str, "shape of one sample of a model to measure, such as 3,224,224")
+    add(parser, "--input", "SHAPE", shape, "shape of one sample of a model to measure, such as 3,224,224")
     add_json(parser)
 
 
@@ -65,13 +64,12 @@ def _profile(arguments: argparse.Namespace) -> "StepProfile":
     name: str = arguments.model
     if ":" in name:
         if not arguments.input:
-            raise DocumentError("--input: give the shape of one sample, such as 3,224,224, to measure a model")
-        shape, batch = parse_shape(arguments.input), arguments.batch or 32
-        return measure(load_factory(name)(), shape, batch=batch, name=name)
+            raise ValueError("--input: give the shape of one sample, such as 3,224,224, to measure a model")
+        return measure(load_factory(name)(), arguments.input, batch=arguments.batch or 32, name=name)
     if not name.endswith((".yaml", ".yml", ".json")):
         return step_profile(name, arguments.gpu, arguments.gpu_precision, arguments.batch)
     if arguments.batch:
-        raise DocumentError("--batch: a profile has its batch; leave it out")
+        raise ValueError("--batch: a profile has its batch; leave it out")
     return read_profile(Path(name))
 
 

@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from dlcp.commands.common import add, add_json, add_out, check_writable, parse_shape, real, refuse, whole
+from dlcp.commands.common import add, add_json, add_out, check_writable, real, refuse, shape, whole
 from dlcp.configuration import Range
-from dlcp.document import DocumentError
 from dlcp.error_text import nearest
 
 _OUT: Final = Path("out/sim")
 _TRACE_FIELDS: Final = (*("ranks", "repeat", "transport", "collective", "compute_factor", "flops", "eager_bytes"),)
 """Options of a trace that are fields of its job."""
+
+
+class SimUsageError(ValueError):
+    """A command line that cannot be carried out; the message says what to change."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.set_defaults(action=_compare)
     profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
     profile.add_argument("factory", metavar="MODULE:FUNCTION", help="function that returns the model")
-    add(profile, "--input", "SHAPE", str, "shape of one sample, such as 3,224,224", required=True)
+    add(profile, "--input", "SHAPE", shape, "shape of one sample, such as 3,224,224", required=True)
     add(profile, "--batch", "N", whole(1), "samples in a step", default=32)
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
     add(profile, "--output", "FILE", Path, "YAML file to write", required=True)
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
-    from dlcp.document import PlaceError
+    from dlcp.document import DocumentError, PlaceError
     from dlcp.sim.learning import LearningError
     from dlcp.sim.models import ProfileError
     from dlcp.sim.operations import TraceFormatError
@@ -83,7 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:
         return action(arguments)
-    except (DocumentError, SweepError, ReportError, ProfileError, LearningError, TraceFormatError, PlaceError) as error:
+    except (
+        *(SimUsageError, DocumentError, PlaceError, SweepError),
+        *(ReportError, ProfileError, LearningError, TraceFormatError),
+    ) as error:
         return refuse("sim", error, 1)
     except MemoryError as error:
         return refuse("sim", f"out of memory: {error}; finished runs are kept", 1)
@@ -96,7 +100,7 @@ def experiment_files(names: Sequence[str]) -> list[Path]:
 
     Raises
     ------
-    DocumentError
+    SimUsageError
         There is no such file.
     """
     import dlcp.sim
@@ -107,7 +111,7 @@ def experiment_files(names: Sequence[str]) -> list[Path]:
     for name in names or list(own):
         path = own.get(name, Path(name))
         if not path.is_file():
-            raise DocumentError(f"there is no experiment {name!r} and no such file{nearest(name, own)}")
+            raise SimUsageError(f"there is no experiment {name!r} and no such file{nearest(name, own)}")
         found.append(path)
     return found
 
@@ -165,12 +169,12 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
     axes = {axis.name: [point.name for point in axis.points] for axis in described.experiment.axes}
     for axis, name in wanted.items():
         if axis not in axes:
-            raise DocumentError(f"--point: there is no axis {axis!r}{nearest(axis, axes)}")
+            raise SimUsageError(f"--point: there is no axis {axis!r}{nearest(axis, axes)}")
         if name not in axes[axis]:
-            raise DocumentError(f"--point: axis {axis} has no point {name!r}{nearest(name, axes[axis])}")
+            raise SimUsageError(f"--point: axis {axis} has no point {name!r}{nearest(name, axes[axis])}")
     fitting = [item for item in described.runs if all(item.point[axis] == name for axis, name in wanted.items())]
     if not fitting:
-        raise DocumentError(f"{path}: the quick selection has no such combination; leave --quick out")
+        raise SimUsageError(f"{path}: the quick selection has no such combination; leave --quick out")
     return fitting[0], described.experiment.title
 
 
@@ -180,7 +184,7 @@ def _simulate(item: Any, output: Path | None, title: str) -> int:
     from dlcp.sim.running import write
 
     if output is not None and output.is_dir():
-        raise DocumentError(f"--output: {output} is a folder; give a file")
+        raise SimUsageError(f"--output: {output} is a folder; give a file")
     watched = sys.stderr.isatty()
 
     def heartbeat(text: str) -> None:
@@ -203,6 +207,8 @@ def _simulate(item: Any, output: Path | None, title: str) -> int:
 
 def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Return the traced job and the network that a command line describes."""
+    import msgspec
+
     from dlcp.document import read_json
     from dlcp.sim.scenario import TraceJob
     from dlcp.sim.trace_experiment import TRACE_TOPOLOGIES, TRACE_TRANSPORTS, TraceNetwork
@@ -213,7 +219,7 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
         ("--collective", arguments.collective or "ring", ("ring", "direct", "tree")),
     ):
         if value not in known:
-            raise DocumentError(f"{flag}: there is no {value!r}{nearest(value, known)}")
+            raise SimUsageError(f"{flag}: there is no {value!r}{nearest(value, known)}")
     groups = read_json(arguments.groups) if arguments.groups else {}
     try:
         job = msgspec.convert(
@@ -226,7 +232,7 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
             TraceJob,
         )
     except msgspec.ValidationError as error:
-        raise DocumentError(f"{arguments.groups or arguments.trace}: {error}") from None
+        raise SimUsageError(f"{arguments.groups or arguments.trace}: {error}") from None
     network = TraceNetwork(arguments.topology, arguments.rate_gbps, arguments.delay_us, arguments.transport)
     return job, network
 
@@ -242,7 +248,7 @@ def _import(arguments: argparse.Namespace) -> int:
     try:
         check_writable("--output", arguments.output)
     except ValueError as error:
-        raise DocumentError(str(error)) from None
+        raise SimUsageError(str(error)) from None
     write_experiment(trace_experiment(job, network, arguments.seed), arguments.output)
     print(f"{arguments.output}: run it with `dlcp sim run {arguments.output}`")
     return 0
@@ -264,7 +270,7 @@ def _export(arguments: argparse.Namespace) -> int:
     try:
         files = write_trace(job_graph(item.setting, arguments.job), arguments.output)
     except (ValueError, OSError) as error:
-        raise DocumentError(str(error)) from None
+        raise SimUsageError(str(error)) from None
     more = f" to {files[-1]}" if len(files) > 1 else ""
     print(f"{files[0]}{more}: the job as a trace; `dlcp sim replay {files[0]}` runs it")
     return 0
@@ -273,7 +279,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _pair(text: str) -> tuple[str, str]:
     axis, equals, name = text.partition("=")
     if not equals:
-        raise DocumentError(f"--point takes AXIS=NAME, got {text!r}")
+        raise SimUsageError(f"--point takes AXIS=NAME, got {text!r}")
     return axis, name
 
 
@@ -337,13 +343,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     from dlcp.sim.models import load_factory, measure, write_profile
 
-    shape = parse_shape(arguments.input)
     try:
         check_writable("--output", arguments.output)
     except ValueError as error:
-        raise DocumentError(str(error)) from None
+        raise SimUsageError(str(error)) from None
     model: Any = load_factory(arguments.factory)()
-    profile = measure(model, shape, batch=arguments.batch, device=arguments.device, name=arguments.factory)
+    profile = measure(model, arguments.input, batch=arguments.batch, device=arguments.device, name=arguments.factory)
     write_profile(profile, arguments.output)
     print(f"{arguments.output}: {len(profile.layers)} layers, {profile.parameters:,} parameters, ", end="")
     print(f"{profile.compute_s * 1e3:.1f} ms a step")

@@ -12,13 +12,13 @@ input or output; :mod:`dlcp.torch.watching` measures.
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import reduce
 from operator import add
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -112,7 +112,8 @@ SPAN: Final = " to "
 """Joins the first and the last name of a group of layers."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
     """Who makes the others wait. Durations are in seconds and means per step.
 
     Parameters
@@ -172,7 +173,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict as plain values, with its sentence as ``text``."""
-        return {"text": str(self), **msgspec.to_builtins(self)}
+        return {"text": str(self), **asdict(self), "cause": self.cause and self.cause.value}
 
     def _reason(self) -> str:
         own, usual = _ms(self.own_s), _ms(self.usual_s)
@@ -388,7 +389,7 @@ class RankComparison:
         largest = int(np.argmax((means[culprit] - usual)[_BUSY]))
         cause = _CAUSES[ACTIVITIES[largest]]
         columns = _COMPUTING if cause is Cause.COMPUTING else [largest]
-        return msgspec.structs.replace(
+        return replace(
             verdict,
             rank=self.ranks[culprit],
             cause=cause,
@@ -428,7 +429,7 @@ class RankComparison:
         busy_s = max(own) / verdict.steps
         if busy_s < verdict.network_s / 2:  # most of the waiting has another reason
             return verdict
-        return msgspec.structs.replace(
+        return replace(
             verdict,
             rank=self.ranks[place],
             peer=None if peer is None else self.ranks[peer],

@@ -149,8 +149,7 @@ def launch(
         The arguments are invalid, or PyTorch is missing.
     """
     target = target_of(torchrun, script)
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("PyTorch is not installed: pip install 'dlcp[torch]'")
+    check_torch()
     set_options(options)
     passed = [word for word in torchrun if word not in _MODULE]
     passed = [*(_by_route(passed) if has_rendezvous(passed) else _ONE_MACHINE), *passed]
@@ -171,6 +170,12 @@ def launch(
         except SignalException as signal:  # Ctrl-C, or a scheduler's signal
             status = 128 + signal.sigval
         return status, read_reports(Path(folder))
+
+
+def check_torch() -> None:
+    """Raise UsageError if PyTorch is missing, before ranks start that would each fail."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("PyTorch is not installed: pip install 'dlcp[torch]'")
 
 
 def _worker() -> list[str]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the built-in switch's server does beside the protocol: who may connect, and what packets notice of it."""
 
-import argparse
 import gc
 import json
 import shutil
@@ -15,7 +14,8 @@ import grpc
 import pytest
 from finsy.proto import p4r, rpc_code
 
-from dlcp.commands import switch as switch_command
+from dlcp import cli
+from dlcp.commands.work import switch as switch_command
 from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
@@ -146,9 +146,7 @@ def test_addresses_that_are_none(text):
 
 
 def parsed(*arguments):
-    parser = argparse.ArgumentParser()
-    switch_command.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return cli.parse(["switch", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ def test_options_that_do_not_go_together(arguments, message):
 
 
 def test_nothing_of_p4runtime_is_loaded_unless_asked_for():
-    code = "import sys, dlcp.commands.switch; sys.exit(any(name in sys.modules for name in ('grpc', 'finsy')))"
+    code = "import sys, dlcp.commands.work.switch; sys.exit(any(name in sys.modules for name in ('grpc', 'finsy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

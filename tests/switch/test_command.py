@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The switch as a process, with the real program: DLCP packets in, policy, counters out."""
 
-import argparse
 import json
 import os
 import signal
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.cli import main
-from dlcp.commands import switch as command
-from dlcp.commands.switch import render
+from dlcp.cli import main, parse
+from dlcp.commands.work import switch as command
+from dlcp.commands.work.switch import render
 from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
 from dlcp.wire import Flag, Header, PacketType, dscp
 from tests import waiting
@@ -234,6 +233,4 @@ def test_with_a_fabric_its_file_says_what_single_ports_have(tmp_path, capsys):
 
 
 def _parse(*words):
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
+    return parse(["switch", *words])

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip install dlcp[fabric]")
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
+from dlcp import cli
 from dlcp.commands import testbed as command
 from dlcp.controller.entries import most_switches
 from dlcp.controller.fabric import leaf_spine, star
@@ -233,8 +234,4 @@ def test_all_reduce_over_bmv2_is_refused_with_the_reason(needs, name):
 
 
 def _arguments(*words):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
+    return cli.parse(["testbed", *words])
