@@ -154,6 +154,14 @@ dlcp testbed run --collective ps
 dlcp testbed down
 """,
     ),
+    "completion": Command(
+        "print a script that completes the command line in your shell",
+        needs="completion",
+        examples="""
+dlcp completion bash                                   in ~/.bashrc: source <(dlcp completion bash)
+dlcp completion zsh                                    as ~/.zfunc/_dlcp, in a folder of fpath
+""",
+    ),
 }
 
 _FIRST_STEPS: Final = """
@@ -190,7 +198,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
             module.add_arguments(subparser)
             examples = "".join(f"\n  {line}" for line in command.examples.strip().splitlines())
             subparser.epilog = f"{subparser.epilog or ''}\n\nexamples:{examples}".lstrip()
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, wraps=command.wraps, parser=parser)
     return parser
 
 
@@ -217,7 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         hint = closest(wanted, COMMANDS)
         print(f"dlcp: there is no command {wanted!r}; dlcp --help lists them{hint}", file=sys.stderr)
         raise SystemExit(2)
-    parser = parser_of([wanted])
+    parser = parser_of(COMMANDS if wanted == "completion" else [wanted])
     if not wanted or not COMMANDS[wanted].wraps:
         return parser.parse_args(argv)
     end = _options_end(argv, argv.index(wanted) + 1, _options_of(parser, wanted))

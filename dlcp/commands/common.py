@@ -2,6 +2,7 @@
 """Options that several commands have in common, and errors of commands."""
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -141,6 +142,14 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
     only = "only these runs: gloo plain dlcp dlcp_priority; the page is written once the folder holds all of them"
     add(parser, "--only", "RUN", str, only, nargs="+")
     add_out(parser, out)
+
+
+def own_experiments() -> dict[str, Path]:
+    """Return the files of the simulator's experiments that come with DLCP, by name."""
+    spec = importlib.util.find_spec("dlcp.sim")  # without its packages
+    assert spec is not None
+    assert spec.origin is not None
+    return {path.stem: path for path in sorted((Path(spec.origin).parent / "experiments").glob("*.yaml"))}
 
 
 def check_writable(flag: str, file: Path | None) -> None:

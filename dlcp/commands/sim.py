@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.commands.common import add, add_json, add_out, check_writable, real, refuse, shape, whole
+from dlcp.commands.common import add, add_json, add_out, check_writable, own_experiments, real, refuse, shape, whole
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
 
@@ -103,10 +103,7 @@ def experiment_files(names: Sequence[str]) -> list[Path]:
     SimUsageError
         There is no such file.
     """
-    import dlcp.sim
-
-    folder = Path(dlcp.sim.__file__).parent / "experiments"
-    own = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    own = own_experiments()
     found = []
     for name in names or list(own):
         path = own.get(name, Path(name))

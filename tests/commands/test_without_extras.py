@@ -35,6 +35,7 @@ INSTALL = {
     "switch --hosts 2": "pip install 'dlcp[switch]'",
     "sim list": "pip install 'dlcp[sim]'",
     "fabric check star.yaml": "pip install 'dlcp[fabric]'",
+    "completion bash": "pip install 'dlcp[completion]'",
     "testbed status": "pip install 'dlcp[fabric,demo]'",
 }
 WITHOUT = {"doctor": (0, 1), "launch -n 1 true": (0,), "server": (2,), "trace --out run.json nowhere": (1,)}
