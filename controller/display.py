@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fabrics, plans and counters as tables in a terminal."""
+"""Fabrics, plans and counters as tables in a terminal, or as JSON."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -57,6 +58,12 @@ def plan_tree(plan: Plan, pipeline: CompiledProgram, *, every: bool = False) -> 
     return tree
 
 
+def plan_json(plan: Plan, pipeline: CompiledProgram) -> dict[str, Any]:
+    """Return all planned changes of a switch, in their order, as plain values."""
+    changes = [{"action": KINDS[change.type], "entity": pipeline.describe(change.entity)} for change in plan.difference]
+    return {"install_program": plan.install, "changes": changes, "unchanged": plan.difference.kept}
+
+
 def outcome_line(outcome: Outcome) -> Text:
     """Return the changes made to a switch, in one line."""
     plan = outcome.plan
@@ -89,6 +96,26 @@ def status_table(fabric: Fabric, known: Mapping[str, "tuple[Plan, Readings | Non
         numbers = [readings.packets(event) for event in events] + [readings.packets("NO_ROUTE", "REFUSED")]
         table.add_row(switch.name, state, *map(str, numbers))
     return table
+
+
+def status_json(fabric: Fabric, found: Mapping[str, "tuple[Plan, Readings | None] | str"]) -> dict[str, Any]:
+    """Return the state of each switch as plain values; counters without zeros. What cannot be read is null."""
+    switches: dict[str, Any] = {}
+    for switch in fabric.switches:
+        answer = found.get(switch.name, "no control address")
+        if isinstance(answer, str):
+            switches[switch.name] = {"error": answer}
+            continue
+        plan, readings = answer
+        switches[switch.name] = {
+            "install_program": plan.install,
+            "changes_due": len(plan.difference),
+            "counters": None if readings is None else [count._asdict() for count in readings.events],
+            "queues": None
+            if readings is None or readings.depths is None
+            else [{"port": at[0], "queue": at[1], "packets": depth} for at, depth in readings.depths.items()],
+        }
+    return {"switches": switches}
 
 
 def ports_table(fabric: Fabric, readings: Mapping[str, Readings]) -> Table:

@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from dlcp.commands.common import DIFFERS, DURATIONS, add, real, whole
+from dlcp.commands.common import DIFFERS, DURATIONS, add, add_json, real, whole
 
 _METRICS: Final = "127.0.0.1:9464"
 """Where ``watch`` serves metrics by default: the customary port of exporters."""
@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         command.add_argument("file", type=Path, metavar="FILE", help="the fabric and its policy, as YAML or JSON")
         add(command, "--program", "FOLDER", Path, "compiled program to use instead of DLCP's own")
+        if name in ("plan", "status"):
+            add_json(command)
         if name == "plan":
             command.add_argument("--all", action="store_true", help="show all changes, however many")
         if name in ("apply", "watch"):

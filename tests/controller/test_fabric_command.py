@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``dlcp fabric`` as a person calls it."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.commands.fabric import DIFFERS
+from dlcp.commands.common import DIFFERS
 from tests.controller.switches import running
 from tests.transport.free_ports import free_port
 from tests.waiting import until
@@ -68,11 +69,35 @@ def test_plan_apply_and_status_in_turn(builtin, file, capsys):
     assert "7 changes due" in capsys.readouterr().out
 
 
+def test_plan_and_status_as_json(builtin, file, capsys):
+    builtin.restart()
+    assert main(["fabric", "plan", "--json", str(file)]) == DIFFERS
+    planned = json.loads(capsys.readouterr().out)["switches"]["s1"]
+    assert planned["install_program"]
+    assert len(planned["changes"]) == 93
+    assert {"action": "insert", "entity": "ipv4_route ipv4_dst=10.0.0.3 -> group 3"} in planned["changes"]
+    assert main(["fabric", "status", "--json", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["switches"]["s1"]["counters"] is None
+    assert main(["fabric", "apply", str(file)]) == 0
+    capsys.readouterr()
+    assert main(["fabric", "plan", "--json", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "switches": {"s1": {"install_program": False, "changes": [], "unchanged": 93}}
+    }
+    assert main(["fabric", "status", "--json", str(file)]) == 0
+    state = json.loads(capsys.readouterr().out)["switches"]["s1"]
+    assert state["changes_due"] == 0
+    assert state["counters"] == []
+
+
 def test_a_switch_that_does_not_answer_is_an_error_that_names_it(file, builtin, capsys):
     file.write_text(file.read_text().replace(builtin.address, f"127.0.0.1:{free_port()}"))
     for command in ("plan", "apply", "status"):
         assert main(["fabric", command, str(file)]) == 1
         assert "dlcp fabric: switch s1 at 127.0.0.1:" in capsys.readouterr().err
+    for command in ("plan", "status"):
+        assert main(["fabric", command, "--json", str(file)]) == 1
+        assert "switch s1 at" in json.loads(capsys.readouterr().out)["switches"]["s1"]["error"]
 
 
 def test_options_that_make_no_sense_are_refused(file, capsys):

@@ -4,6 +4,7 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import signal
@@ -14,7 +15,15 @@ from typing import Any, Final, TypeVar
 from rich.console import Console
 
 from dlcp.commands.common import DIFFERS, refuse
-from dlcp.controller.display import fabric_table, outcome_line, plan_tree, ports_table, status_table
+from dlcp.controller.display import (
+    fabric_table,
+    outcome_line,
+    plan_json,
+    plan_tree,
+    ports_table,
+    status_json,
+    status_table,
+)
 from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
 from dlcp.controller.pipeline import CompiledProgram
@@ -70,8 +79,15 @@ def _plan(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledProgr
 
     found = asyncio.run(_everywhere(fabric, pipeline, ask))
     plans = [answer for answer in found.values() if not isinstance(answer, str)]
-    for each in plans:
-        _console().print(plan_tree(each, pipeline, every=arguments.all))
+    if arguments.json:
+        shown = {
+            name: {"error": answer} if isinstance(answer, str) else plan_json(answer, pipeline)
+            for name, answer in found.items()
+        }
+        print(json.dumps({"switches": shown}, indent=2))
+    else:
+        for each in plans:
+            _console().print(plan_tree(each, pipeline, every=arguments.all))
     return _print_errors(found) or (DIFFERS if any(plans) else 0)
 
 
@@ -100,6 +116,9 @@ def _status(arguments: argparse.Namespace, fabric: Fabric, pipeline: CompiledPro
         return found, counted
 
     found = asyncio.run(_everywhere(fabric, pipeline, ask))
+    if arguments.json:
+        print(json.dumps(status_json(fabric, found), indent=2))
+        return _print_errors(found)
     shown = {name: "does not answer" if isinstance(answer, str) else answer for name, answer in found.items()}
     _console().print(status_table(fabric, shown))
     counted = {name: answer[1] for name, answer in found.items() if not isinstance(answer, str) and answer[1]}
