@@ -23,7 +23,14 @@ from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
-from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, start_background_and_failures, traced_job
+from dlcp.sim.simulation import (
+    Process,
+    Simulation,
+    SubmittedGraph,
+    simulated,
+    start_background_and_failures,
+    traced_job,
+)
 from dlcp.sim.skipping import StepSkipper
 from dlcp.sim.slowdown import IdealTimes
 from dlcp.sim.traces import TraceProgress, trace_digest, trace_progress
@@ -37,8 +44,8 @@ FORMAT: Final = 3
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
-_INDIFFERENT: Final = ("report.py", "results.py", "sweep.py", "experiments/")
-"""Parts of the simulator that do not change results: they start runs, show results, or describe experiments."""
+_INDIFFERENT: Final = ("progress.py", "report.py", "results.py", "sweep.py", "experiments/")
+"""Parts of the simulator that do not change results: they start runs, show them, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
     *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
@@ -202,7 +209,7 @@ class _TrainingOver(Exception):  # noqa: N818 - not an error
 
 
 def run(
-    item: ExperimentRun, engine: PacketEngineName = "auto", heartbeat: Callable[[str], None] | None = None
+    item: ExperimentRun, engine: PacketEngineName = "auto", on_progress: Callable[[int, int, str], None] | None = None
 ) -> dict[str, Any]:
     """Run one combination of points.
 
@@ -210,8 +217,8 @@ def run(
     ----------
     engine
         What moves the packets, unless the setting asks for flows.
-    heartbeat
-        Called every simulated millisecond with a progress message.
+    on_progress
+        Called a few times a second with the number of steps that have ended, of all steps, and a note.
 
     Returns
     -------
@@ -241,12 +248,18 @@ def run(
     start_background_and_failures(simulation)
     if started:
         simulation.process(_end(simulation, started))
-    if heartbeat is not None:
-        simulation.process(_beat(simulation, [*jobs, *traced], heartbeat))
+
+    every_job: list[AnyProgress] = [*jobs, *traced]
+
+    def report() -> None:
+        if on_progress is not None:
+            done = sum(len(job.step_s) for job in every_job)
+            on_progress(done, sum(job.steps for job in every_job), f"steps, {simulated(simulation)}")
+
     complete = True
     try:
-        simulation.run()
-        complete = _finished([*jobs, *traced])
+        simulation.run(report if on_progress is not None else None)
+        complete = _finished(every_job)
     except _TrainingOver:
         pass
     except KeyboardInterrupt:
@@ -279,14 +292,6 @@ def _end(simulation: Simulation, started: list[Any]) -> Process:
 def _finished(jobs: Sequence[AnyProgress]) -> bool:
     """Return whether all jobs have finished all their steps."""
     return all(len(job.step_s) == job.steps for job in jobs)
-
-
-def _beat(simulation: Simulation, jobs: Sequence[AnyProgress], heartbeat: Callable[[str], None]) -> Process:
-    while True:
-        yield simulation.env.timeout(1_000_000_000)
-        steps = sum(len(job.step_s) for job in jobs)
-        wanted = sum(job.steps for job in jobs)
-        heartbeat(f"{simulation.now_ps / 1e9:.0f} ms simulated, {steps} of {wanted} steps")
 
 
 def _document(

@@ -35,6 +35,7 @@ from dlcp.sim.packet_engine import (
     drops_by_class,
 )
 from dlcp.sim.plan import EnginePlan, make_plan
+from dlcp.sim.progress import ProgressBar
 from dlcp.sim.scenario import (
     CollectiveJob,
     FailureSpec,
@@ -54,6 +55,8 @@ from dlcp.sim.transports import DlcpTransport, TransportSpec
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
 RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]
 
+_SLICE_S, _FIRST_SLICE_PS = 0.1, PS_PER_S // 1000
+"""How long a slice between two calls of ``on_progress`` takes, and the simulated time of the first one; not tuned."""
 _BATCH = 512
 """Background flows that are drawn and submitted at once; each begins at its own time. Not tuned."""
 
@@ -218,17 +221,31 @@ class Simulation:
             if self.now_ps >= due:
                 return
 
-    def run(self) -> None:
-        """Run until no events are left, or to ``stop_s`` of the scenario."""
+    def run(self, on_progress: Callable[[], None] | None = None) -> None:
+        """Run until no events are left, or to ``stop_s`` of the scenario.
+
+        Parameters
+        ----------
+        on_progress
+            Called a few times a second, without any effect on the results.
+        """
         env, engine = self.env, self.engine
+        slice_ps, slice_end_ps = _FIRST_SLICE_PS, FOREVER_PS if on_progress is None else _FIRST_SLICE_PS
+        began_s = time.monotonic()
         while True:
             end = min(FOREVER_PS, seconds_to_ps(self.scenario.stop_s)) - self.skipped_ps
             coming = env.peek()
             limit = end if coming == float("inf") else min(end, int(coming))
             if engine.has_events():
-                completions = engine.run(limit)
+                completions = engine.run(min(limit, slice_end_ps))
                 if completions:
                     self._wake(completions)
+                    continue
+                if on_progress is not None and slice_end_ps < limit:
+                    on_progress()
+                    took_s, began_s = time.monotonic() - began_s, time.monotonic()
+                    slice_ps = slice_ps * 2 if took_s < _SLICE_S else max(1, slice_ps // 2)
+                    slice_end_ps += slice_ps
                     continue
             if coming == float("inf") or coming > end:
                 return
@@ -493,7 +510,7 @@ class _Collector:
 
 
 def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: bool = True) -> SimulationResult:
-    """Run a scenario.
+    """Run a scenario. On a terminal, standard error shows the progress and the remaining time.
 
     Parameters
     ----------
@@ -523,7 +540,14 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
         simulation.process(traced_job(simulation, progress))
     start_background_and_failures(simulation)
     began = time.perf_counter()
-    simulation.run()
+    total = sum(job.steps for job in scenario.jobs) + sum(progress.steps for progress in traced)
+    with ProgressBar("simulating") as bar:
+
+        def on_progress() -> None:
+            done = sum(len(times.end_ps) for times in steps) + sum(len(progress.end_ps) for progress in traced)
+            bar.update(done, total, f"steps, {simulated(simulation)}")
+
+        simulation.run(on_progress if bar.shown else None)
     wall_s = time.perf_counter() - began
     counts = simulation.engine.counts
     for progress in traced:
@@ -540,6 +564,11 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
         lost_packets={job.name: collector.lost(job, scenario.transports[job.transport]) for job in jobs},
         wall_s=wall_s,
     )
+
+
+def simulated(simulation: Simulation) -> str:
+    """Say how much has been simulated."""
+    return f"{(simulation.engine.now_ps + simulation.skipped_ps) / 1e9:.3g} ms simulated"
 
 
 def start_background_and_failures(simulation: Simulation) -> None:

@@ -9,7 +9,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +18,7 @@ from typing import Any, Final, TextIO
 from dlcp.document import DocumentError, read_json
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName
+from dlcp.sim.progress import ProgressBar
 from dlcp.sim.running import digest, run, write
 
 WAIT_S: Final = 24 * 3600.0
@@ -55,7 +55,7 @@ def sweep(
     processes: int = 1,
     dask: str | None = None,
     engine: PacketEngineName = "auto",
-    progress: TextIO = sys.stderr,
+    progress: TextIO | None = None,
 ) -> int:
     """Run all runs without results, and write a file for each.
 
@@ -67,6 +67,8 @@ def sweep(
         Number of runs in parallel on this machine.
     dask
         Address of a Dask scheduler to run them instead.
+    progress
+        Where a line for each run is written, and on a terminal the remaining time.
 
     Returns
     -------
@@ -80,12 +82,15 @@ def sweep(
         The sweep was interrupted; the files of finished runs are kept.
     """
     missing = [item for item in runs if existing(folder, item) is None]
-    _say(progress, f"{len(runs)} runs, {len(runs) - len(missing)} of them already in {folder}")
-    if not missing:
-        return 0
-    for count, (item, document) in enumerate(_results(missing, processes, dask, engine), 1):
-        write(document, result_file(folder, item))
-        _say(progress, f"[{count}/{len(missing)}] {item.name}{_summary(document)}")
+    with ProgressBar("sweep", progress) as bar:
+        bar.say(f"{len(runs)} runs, {len(runs) - len(missing)} of them already in {folder}")
+        if not missing:
+            return 0
+        bar.update(0, len(missing), "runs")
+        for count, (item, document) in enumerate(_results(missing, processes, dask, engine), 1):
+            write(document, result_file(folder, item))
+            bar.say(f"[{count}/{len(missing)}] {item.name}{_summary(document)}")
+            bar.update(count, len(missing), "runs")
     return len(missing)
 
 
@@ -168,10 +173,6 @@ def _summary(document: dict[str, Any]) -> str:
     if not document["complete"]:
         words.append("INCOMPLETE")
     return ": " + "; ".join(words) if words else ""
-
-
-def _say(stream: TextIO, text: str) -> None:
-    print(text, file=stream, flush=True)
 
 
 def default_processes() -> int:

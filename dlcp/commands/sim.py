@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(single, "--output", "FILE", Path, "also write the results to a file")
     single.set_defaults(action=_run)
     several = commands.add_parser("sweep", help="run all combinations that have no results yet")
-    _files(several, "+")
+    _files(several, "*", "required")
     _where(several)
     several.set_defaults(action=_sweep)
     report = commands.add_parser("report", help="write report.html, summary.json and the plots of all results")
@@ -113,9 +113,9 @@ def experiment_files(names: Sequence[str]) -> list[Path]:
     return found
 
 
-def _files(parser: argparse.ArgumentParser, nargs: int | str) -> None:
+def _files(parser: argparse.ArgumentParser, nargs: int | str, default: str = "default: all of these") -> None:
     words = "experiment: a file, or the name of one that comes with DLCP"
-    default = " (default: all of these)" if nargs == "*" else ""
+    default = f" ({default})" if nargs == "*" else ""
     parser.add_argument("experiments", metavar="FILE", nargs=nargs, help=words + default)
     parser.add_argument("--quick", action="store_true", help="run only the quick selection of each experiment")
     add(parser, "--seed", "N", whole(0), "seed, instead of the file's; may be repeated", action="append")
@@ -177,19 +177,14 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
 
 def _simulate(item: Any, output: Path | None, title: str) -> int:
     """Run an experiment's run, print its numbers and write its results."""
+    from dlcp.sim.progress import ProgressBar
     from dlcp.sim.running import run as run_one
     from dlcp.sim.running import write
 
     if output is not None and output.is_dir():
         raise SimUsageError(f"--output: {output} is a folder; give a file")
-    watched = sys.stderr.isatty()
-
-    def heartbeat(text: str) -> None:
-        print(f"\r{text} ", end="", file=sys.stderr, flush=True)
-
-    document = run_one(item, heartbeat=heartbeat if watched else None)
-    if watched:
-        print(file=sys.stderr)
+    with ProgressBar("simulating") as bar:
+        document = run_one(item, on_progress=bar.update if bar.shown else None)
     print(", ".join(f"{axis} {name}" for axis, name in item.point.items()) or title)
     if document["engine"] == "flows":
         print("  approximate: simulated as flows, not packets")
@@ -305,6 +300,14 @@ def _can_run(described: Any) -> bool:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    if not arguments.experiments:
+        raise SimUsageError(
+            f"sweep: name experiments, of {', '.join(own_experiments())}, or files; `dlcp sim all` runs all of these"
+        )
+    return _run_all(arguments)
+
+
+def _run_all(arguments: argparse.Namespace) -> int:
     from dlcp.sim.sweep import default_processes, sweep
 
     # Read all before the first run, so that errors in the last file do not appear after hours.
@@ -328,7 +331,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _all(arguments: argparse.Namespace) -> int:
-    return _sweep(arguments) or _report(arguments)
+    return _run_all(arguments) or _report(arguments)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
