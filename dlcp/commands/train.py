@@ -4,14 +4,16 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from dlcp.commands import trace
 from dlcp.commands.common import add, add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import TrainPlan, UsageError, launch, temporary_folder
+from dlcp.train.launcher import Report, TrainPlan, UsageError, failures, launch, temporary_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,10 +75,24 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.trace:
             _write_trace(arguments.trace, Path(folder))
     found = summary.summarize(reports)
+    _keep_log(found, reports)
     if arguments.summary:
         write_late("train", arguments.summary, json.dumps(found, indent=2) + "\n")
     _print(summary.as_lines(found))
     return status
+
+
+def _keep_log(found: dict[str, Any], reports: Sequence[Report]) -> None:
+    """If torchrun keeps no log of the rank that failed first, write its traceback to a file that stays."""
+    first = next(iter(failures(reports)), None)
+    if not first or first["log"] or not first["traceback"]:
+        return
+    with (
+        suppress(OSError),
+        tempfile.NamedTemporaryFile("w", prefix=f"dlcp-rank{first['rank']}-", suffix=".log", delete=False) as file,
+    ):
+        file.write(first["traceback"])
+        found["first_failure"]["log"] = file.name
 
 
 def _needs_dlcp(arguments: argparse.Namespace) -> str:

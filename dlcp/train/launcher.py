@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 Report = dict[str, Any]
 """``rank``, ``local_rank``, ``ranks``, ``restarts`` (number of times torchrun has restarted this machine's ranks),
-``error`` (one line, or None), ``backend`` (None without ``--backend``), ``models`` (a list), and ``measured`` (None
-without ``--measure``)."""
+``error`` (text, or None), ``failed_at_s`` (by ``time.time``; None if it did not fail, or its process was killed),
+``traceback`` (of its exception, or ""), ``log`` (torchrun's file of its standard error, or ""), ``backend`` (None
+without ``--backend``), ``models`` (a list), and ``measured`` (None without ``--measure``)."""
 _VARIABLE: Final = "DLCP_TRAIN_PLAN"
 
 
@@ -123,6 +125,10 @@ _REFUSED: Final = {
 }
 
 
+_BROKEN_CONNECTION: Final = re.compile(r"closed by peer|reset by peer|remote worker|rank \d+ gave up")
+"""In the errors of Gloo and DLCP when another rank has left; NCCL waits for its timeout."""
+
+
 class UsageError(ValueError):
     """The command line is wrong; the message says what to change."""
 
@@ -159,17 +165,55 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    status = 0
+    status, failed = 0, None
     with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
             main([*passed, *_worker(), *target])
         except ChildFailedError as error:
-            print(error, file=sys.stderr)
-            status = _status_of(error)
-        except SignalException as signal:  # Ctrl-C, or a scheduler's signal
-            status = 128 + signal.sigval
-        return status, read_reports(Path(folder))
+            failed = error
+        except SignalException as caught:  # Ctrl-C, or a scheduler's signal
+            status = 128 + caught.sigval
+        reports = read_reports(Path(folder))
+    if failed is None:
+        return status, reports
+    _note_signals(failed, reports)
+    order = [report["rank"] for report in failures(reports)]
+    if not order:
+        print(failed, file=sys.stderr)  # the ranks ended before DLCP was imported
+    ended = [failed.failures[rank].exitcode for rank in order if rank in failed.failures]
+    _, first_seen = failed.get_first_failure()
+    # torchrun may stop a rank that has failed and is still cleaning up.
+    code = next((code for code in ended if code != -signal.SIGTERM), first_seen.exitcode)
+    return code if code > 0 else 128 - code, reports
+
+
+def failures(reports: Sequence[Report]) -> list[Report]:
+    """Return the reports of ranks that failed, in the order in which they did.
+
+    Those whose connection to another rank broke come after all others, whatever the time: a script that fails may close
+    its process group, and so its connections, before its error reaches the worker. Those that torchrun stopped are
+    the last.
+    """
+
+    def order(report: Report) -> tuple[bool, bool, float]:
+        at_s = report["failed_at_s"]
+        return at_s is None, bool(_BROKEN_CONNECTION.search(report["error"])), at_s or 0.0
+
+    return sorted((report for report in reports if report["error"]), key=order)
+
+
+def _note_signals(error: "ChildFailedError", reports: Sequence[Report]) -> None:
+    """Name the signal in the report of each rank that one has ended: these ranks could not report themselves.
+
+    SIGTERM is how torchrun stops the others when a rank has failed. Any other signal comes before that, and before the
+    errors of ranks whose connection to that one broke.
+    """
+    for report in reports:
+        failure = error.failures.get(report["rank"])
+        if failure is not None and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            hint = ", as when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+            report.update(error=f"{failure.signal_name()}{hint}", failed_at_s=0.0)
 
 
 def check_torch() -> None:
@@ -267,9 +311,3 @@ def set_options(words: Sequence[str]) -> None:
         for name in {word.partition("=")[0] for word in words}:
             text = re.sub(rf"\b{configuration.PREFIX}{name.upper()}\b", f"--option {name}", text)
         raise UsageError(text) from None
-
-
-def _status_of(error: "ChildFailedError") -> int:
-    """Return the exit status of the first process that failed, as a shell would."""
-    _, failure = error.get_first_failure()
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

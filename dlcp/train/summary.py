@@ -3,27 +3,34 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any, Final
 
 from dlcp.ledger import add_up, coded
-from dlcp.train.launcher import Report
+from dlcp.train.launcher import Report, failures
 
 OF_OTHERS: Final = ("token", "job", "sender")
 """Causes of refusal for packets of another job, or of an earlier start of this one."""
+NOTABLE_REFUSED: Final = 0.01
+"""Refused packets below this share of those delivered are greetings and late packets of an earlier start."""
 
 ROWS_MAX: Final = 8
 """Most ranks in the table of activities."""
 SHOWN_S: Final = 5e-5
 """Shortest activity per step that has a column."""
+ERROR_CHARACTERS: Final = 160
+"""Most of an error of a rank that was not the first to fail."""
 TO_FLUSH: Final = "a script that calls flush() before its last step leaves nothing"
 
 
 def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     """Return the totals of the ranks of this machine; counts are in packets.
 
-    ``models`` has one entry per trained model, in the order in which the script first trained them.
+    ``models`` has one entry per trained model, in the order in which the script first trained them. ``errors`` are in
+    the order in which ranks failed.
     """
     ranks = reports[0]["ranks"] if reports else 0
+    failed = failures(reports)
     # A script may train one model on some ranks and another one on the others, such as the stages of a pipeline.
     groups: dict[tuple[int, tuple[int, ...]], list[dict[str, Any]]] = {}
     for report in reports:
@@ -34,7 +41,8 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
         "ranks": ranks,
         "ranks_here": [report["rank"] for report in reports],
         "restarts": max((report["restarts"] for report in reports), default=0),
-        "errors": {str(report["rank"]): report["error"] for report in reports if report["error"]},
+        "errors": {str(report["rank"]): report["error"] for report in failed},
+        "first_failure": {name: failed[0][name] for name in ("rank", "error", "log")} if failed else None,
         "backend": reports[0]["backend"] if reports else None,
         "models": models,
         "bound_exceeded": sum(model["bound_exceeded"] for model in models),
@@ -54,8 +62,20 @@ def as_lines(found: dict[str, Any]) -> list[str]:
     if found["restarts"]:
         times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
         lines.append(f"  restarted          {times}; this summary covers the last start")
-    lines += [f"  rank {rank} ended with {error}" for rank, error in found["errors"].items()]
-    return lines
+    return lines + _failed(found)
+
+
+def _failed(found: dict[str, Any]) -> list[str]:
+    """Return which rank failed first, and where its log is; then the others, most of which fail because of that one."""
+    first = found["first_failure"]
+    if first is None:
+        return []
+    log = f"; its whole log: {first['log']}" if first["log"] else ""
+    others = {rank: error for rank, error in found["errors"].items() if rank != str(first["rank"])}
+    return [
+        f"  rank {first['rank']} failed first, with {first['error']}{log}",
+        *(f"  rank {rank} then ended, with {shorten(error, ERROR_CHARACTERS)}" for rank, error in others.items()),
+    ]
 
 
 def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -98,7 +118,11 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
             if model["left_over"]
             else []
         ),
-        *([f"  refused            {strange:,} packets of an earlier start, or of other jobs"] if strange else []),
+        *(
+            [f"  refused            {strange:,} packets of other jobs: give each job ports of its own (DLCP_BIND)"]
+            if strange > NOTABLE_REFUSED * model["delivered"]
+            else []
+        ),
         *([f"  route              {model['route']}"] if model["route"] else []),
         f"  fallback           {model['fallback'] or _without_fallback(model)}",
         *([slow] if watched and watched["verdict"]["step_s"] else []),

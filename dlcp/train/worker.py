@@ -12,6 +12,8 @@ import json
 import os
 import runpy
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -115,6 +117,8 @@ class ScriptSession:
         """Models whose ranks cannot be compared."""
         self._hooking = False
         self._restarts = 0
+        self._failed_at_s: float | None = None
+        self._traceback = ""
         self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
 
     def __enter__(self) -> "ScriptSession":
@@ -133,6 +137,10 @@ class ScriptSession:
         if os.getpid() != self._process:  # a fork of the script has ended, not the rank, which reports later
             return
         failure = _failure(error)
+        # Before models are closed, which may take longer than the other ranks need to notice that this one has left.
+        self._failed_at_s = time.time() if failure else None
+        if failure and not isinstance(error, SystemExit):
+            self._traceback = "".join(traceback.format_exception(error))
         if self._measurement:
             self._measurement.close(failure)
         for model in self.models:
@@ -252,6 +260,9 @@ class ScriptSession:
             "ranks": int(os.environ.get("WORLD_SIZE", "1")),
             "restarts": self._restarts,
             "error": failure,
+            "failed_at_s": self._failed_at_s,
+            "traceback": self._traceback,
+            "log": _log(),
             "backend": dlcp.torch.BACKEND if self.plan.backend else None,
             "models": [model.report() for model in self.models],
             "measured": self._measurement.report() if self._measurement else None,
@@ -264,6 +275,12 @@ def _rank() -> int:
 
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", _rank()))
+
+
+def _log() -> str:
+    """Return the file that torchrun writes this rank's standard error to; ``""`` without its ``--log-dir``."""
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent / "stderr.log"
+    return str(file) if file.is_file() else ""
 
 
 def _say(text: str) -> None:

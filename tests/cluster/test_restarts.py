@@ -65,7 +65,6 @@ def test_a_rank_is_killed_in_mid_step_and_training_goes_on_over_dlcp_from_the_ch
     assert model["sent"] == model["delivered"] > 0
     assert model["through"] == "memory"
     assert model["refused"]["token"] > 0, "what the start before had on its way is refused, and counted"
-    assert "packets of an earlier start, or of other jobs" in err
     assert "restarted          once; this summary covers the last start" in err
 
 

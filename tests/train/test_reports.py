@@ -50,6 +50,9 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "local_rank": rank % 2,
         "restarts": restart,
         "error": error,
+        "failed_at_s": 1.0 - rank / 8 if error else None,
+        "traceback": "",
+        "log": "",
         "backend": backend,
         "models": [model] if models is None else models,
         "measured": measured,
@@ -144,14 +147,17 @@ def test_ranks_of_other_machines_are_not_claimed():
     assert "2 of 8 ranks, those of this machine" in text
 
 
-def test_restarts_and_what_an_earlier_start_still_sends_are_told():
+def test_restarts_are_told_and_refused_packets_if_they_are_more_than_late_ones():
     reports = [report(rank, restart=2) for rank in range(2)]
     reports[0]["models"][0]["refused"] = {"token": 3, "stale": 9}
     reports[1]["models"][0]["refused"] = {"token": 1, "job": 1}
     found = summary.summarize(reports)
     assert (found["restarts"], found["models"][0]["refused"]) == (2, {"token": 4, "stale": 9, "job": 1})
     text = "\n".join(summary.as_lines(found))
-    assert "refused            5 packets of an earlier start, or of other jobs" in text
+    assert "refused" not in text
+    reports[1]["models"][0]["refused"]["job"] = 30
+    told = "\n".join(summary.as_lines(summary.summarize(reports)))
+    assert "refused            34 packets of other jobs: give each job ports of its own" in told
     assert "restarted          2 times; this summary covers the last start" in text
     quiet = "\n".join(summary.as_lines(summary.summarize([report(0), report(1)])))
     assert "refused" not in quiet
@@ -168,10 +174,24 @@ def test_one_rank_has_nothing_to_exchange():
 def test_nothing_to_do_and_errors_are_said():
     text = "\n".join(summary.as_lines(summary.summarize([report(0, models=[], error="KeyError: 'x'")])))
     assert "trained no DistributedDataParallel model" in text
-    assert "rank 0 ended with KeyError: 'x'" in text
+    assert "rank 0 failed first, with KeyError: 'x'" in text
     assert summary.as_lines(summary.summarize([])) == []
     text = "\n".join(summary.as_lines(summary.summarize([report(0, models=[], backend="dlcp")])))
     assert "all collectives went over the backend dlcp; the script trained no Distributed" in text
+
+
+def test_the_rank_that_failed_first_comes_first_then_those_that_fail_because_of_it():
+    gloo = "RuntimeError: Connection closed by peer\n" + 40 * "which is long, "
+    reports = [report(rank, ranks=4, models=[], error=gloo) for rank in range(4)]
+    reports[2] |= {"error": "ValueError: a label that is none", "failed_at_s": 0.0, "log": "/logs/2.log"}
+    reports[3] |= {"error": "killed", "failed_at_s": None}
+    found = summary.summarize(reports)
+    assert found["first_failure"] == {"rank": 2, "error": "ValueError: a label that is none", "log": "/logs/2.log"}
+    assert list(found["errors"]) == ["2", "1", "0", "3"]
+    first, *others = summary.as_lines(found)[-4:]
+    assert first == "  rank 2 failed first, with ValueError: a label that is none; its whole log: /logs/2.log"
+    assert [line.split()[:4] for line in others] == [["rank", rank, "then", "ended,"] for rank in "103"]
+    assert all(len(line) < 200 for line in others)
 
 
 def test_reports_of_the_last_start_count(tmp_path):

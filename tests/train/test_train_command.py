@@ -40,6 +40,21 @@ if __name__ == "__main__":
         sys.exit(3)
 """
 
+FAILING = """
+import atexit, os, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    atexit.register(time.sleep, 3)  # so that torchrun sees the others end before
+    try:
+        raise ValueError("label 11 is not a class")
+    finally:
+        dist.destroy_process_group()
+dist.all_reduce(torch.ones(1000))
+"""
+
 
 @pytest.fixture
 def script(tmp_path):
@@ -85,8 +100,29 @@ def test_a_script_runs_with_its_arguments_and_a_summary_and_a_trace_follow(scrip
 def test_a_failure_passes_through_with_its_exit_status(script):
     done = dlcp("train", "--nproc-per-node", "1", "--", script, "2", "--fail")
     assert done.returncode == 3, done.stderr
-    assert "rank 0 ended with exit status 3" in done.stderr
+    assert "rank 0 failed first, with exit status 3" in done.stderr
     assert "1 rank: nothing to exchange" in done.stderr
+
+
+def test_the_rank_whose_script_raises_comes_before_those_that_lose_their_connection_to_it(tmp_path):
+    (script := tmp_path / "script.py").write_text(FAILING)
+    done = dlcp(
+        "train", "--nproc-per-node", "3", "--summary", tmp_path / "summary.json", "--", script, TMPDIR=str(tmp_path)
+    )
+    assert done.returncode == 1
+    first, *others = done.stderr.splitlines()[-3:]
+    said, log = first.split("; its whole log: ")
+    assert said == "  rank 1 failed first, with ValueError: label 11 is not a class"
+    assert 'script.py", line 10, in <module>' in Path(log).read_text()
+    assert any("then ended, with RuntimeError" in line for line in others), others
+    assert json.loads((tmp_path / "summary.json").read_text())["first_failure"]["log"] == log
+
+
+def test_a_rank_that_a_signal_ends_is_the_first(tmp_path):
+    (script := tmp_path / "script.py").write_text(FAILING.replace("raise ValueError", "os.kill(os.getpid(), 9) #"))
+    done = dlcp("train", "--nproc-per-node", "2", "--", script)
+    assert done.returncode == 128 + 9
+    assert "\n  rank 1 failed first, with SIGKILL, as when memory runs out\n" in done.stderr
 
 
 def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, capsys):
