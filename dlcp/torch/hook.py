@@ -2,6 +2,8 @@
 """The DDP communication hook: buckets of gradients are sent while backward still runs. FSDP2 has its own module."""
 
 import hashlib
+import logging
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -13,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dlcp.session.options import Options
 from dlcp.torch.framework import profiled
 from dlcp.torch.state import VALUE_TYPES, State, TensorFuture
+
+log = logging.getLogger("dlcp")
 
 
 def hook(state: State, bucket: GradBucket) -> TensorFuture:
@@ -75,13 +79,34 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     if isinstance(model, DistributedDataParallel):
         state.attach(model)
         model.register_comm_hook(state, hook)
+        _announce(plain, state)
         return state
     from dlcp.torch import fsdp  # most jobs do not need it
 
     if not fsdp.is_sharded(model):
         raise TypeError(f"enable takes a DistributedDataParallel or fully_shard model, got {type(model).__name__}")
     fsdp.attach(state, model)
+    _announce(plain, state)
     return state
+
+
+def _announce(model: torch.nn.Module, state: State) -> None:
+    """Log once, on the first rank, how DLCP averages a model; print it if the script has not set logging up.
+
+    Nobody would see a line of level INFO otherwise, nor that the lines in the script have an effect.
+    """
+    if state.reason or not state.group_ranks or state.group_ranks[0] != dist.get_rank():
+        return
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    options, ranks = state.options, len(state.group_ranks)
+    text = (
+        f"averages the gradients of {type(model).__name__} ({parameters:,} parameters) over {ranks} ranks: "
+        f"loss bound {options.loss_bound:.0%}, precision {options.precision}, route {options.route}"
+    )
+    if log.hasHandlers():
+        log.info("DLCP %s", text)
+    else:
+        print(f"dlcp: {text}", file=sys.stderr, flush=True)
 
 
 def refuse_second_hook(model: DistributedDataParallel) -> None:

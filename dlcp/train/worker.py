@@ -248,9 +248,6 @@ class ScriptSession:
             _say(f"watches {what}, {entry.note}")
         elif entry.state is None:
             _say(f"leaves {what} alone: {entry.note}")
-        else:
-            bound = f"loss bound {entry.state.options.loss_bound:.0%}"
-            _say(f"averages the gradients of {what}, {bound}; {entry.note}")
         return entry
 
     def _report(self, failure: str | None) -> Report:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state behind DLCP's hook: what it keeps, refuses, and does with what is not finite."""
 
+import contextlib
+import io
+import logging
 import os
 import pickle
+import re
 
 import pytest
 
@@ -55,6 +59,23 @@ def test_training_resumes_from_a_pickled_state_with_what_it_owes():
         assert (step, bound) == (3, 0.0)
         for part, given in enumerate(total):
             torch.testing.assert_close(2 * (first[part] + second[part] + paid[part]), 2 * given, rtol=0, atol=2e-5)
+
+
+def announcing(worker):
+    said, handler = io.StringIO(), logging.StreamHandler(logged := io.StringIO())
+    with contextlib.redirect_stderr(said):
+        dlcp.torch.enable(DistributedDataParallel(Linear()), worker.options()).close()
+        logging.getLogger("dlcp").addHandler(handler)
+        logging.getLogger("dlcp").setLevel(logging.INFO)
+        dlcp.torch.enable(DistributedDataParallel(Linear()), worker.options(loss_bound=0.0)).close()
+    return said.getvalue(), logged.getvalue()
+
+
+def test_the_first_rank_says_how_dlcp_averages_or_logs_it_if_the_script_logs():
+    (said, logged), others = values(launch(2, announcing))
+    assert re.fullmatch(r"dlcp: averages the gradients of Linear .* over 2 ranks: loss bound 10%, precision .*\n", said)
+    assert re.match(r"DLCP averages the gradients of Linear .* over 2 ranks: loss bound 0%, precision .*\n", logged)
+    assert "averages" not in "".join(others)
 
 
 def flushing(worker):
