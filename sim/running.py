@@ -33,6 +33,7 @@ from dlcp.sim.simulation import (
 )
 from dlcp.sim.skipping import StepSkipper
 from dlcp.sim.slowdown import IdealTimes
+from dlcp.sim.topology import FileTopology
 from dlcp.sim.traces import TraceProgress, trace_digest, trace_progress
 from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
 from dlcp.switch import PROGRAM_PATH
@@ -269,9 +270,11 @@ def run(
 
 
 def digest(item: ExperimentRun) -> str:
-    """Return a hash of a run's setting, traces, and of the simulator's sources, to recognize its result file."""
+    """Return a hash of a run: its setting and the files that this names, and the simulator's sources."""
     parts: list[Any] = [FORMAT, sources_digest(), item.setting, item.convergence]
     parts += [trace_digest(job) for job in item.setting.traces]
+    if isinstance(item.setting.topology, FileTopology):
+        parts.append(Path(item.setting.topology.file).read_text(encoding="utf-8"))
     described = msgspec.json.encode(parts, order="sorted")
     return hashlib.sha256(described).hexdigest()[:16]
 

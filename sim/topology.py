@@ -4,6 +4,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -11,9 +12,11 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dlcp.error_text import closest
+from dlcp.document import Document, PlaceError
+from dlcp.error_text import closest, nearest
 
 HOSTS_MAX = 1 << 16
+_Name = Annotated[str, Meta(pattern=r"^\S+$")]
 _Count = Annotated[int, Meta(ge=1)]
 
 
@@ -137,8 +140,8 @@ class NetworkTopology:
         source, target = source[kept], target[kept]
         forwards = target >= hosts
         is_routed = row[source] >= 0
-        for nearest, members in groups.items():
-            distance = _distances(source[forwards], target[forwards], nearest, len(every))
+        for at, members in groups.items():
+            distance = _distances(source[forwards], target[forwards], at, len(every))
             step = forwards & is_routed & (distance[source] > 0) & (distance[target] == distance[source] - 1)
             count = np.bincount(source[step], minlength=len(every))
             start = len(choices) + np.cumsum(count) - count
@@ -148,7 +151,7 @@ class NetworkTopology:
                 start[node], count[node] = len(choices), len(every[node][:1])
                 choices += every[node][:1]
             table[:, members] = np.stack([start, count], axis=1)[routed][:, None]
-            for node in nearest:
+            for node in at:
                 for host in members:
                     own = last.get((node, host), [])
                     table[row[node], host] = (len(choices), len(own))
@@ -357,7 +360,143 @@ class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
         return topology
 
 
-TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised
+class NetworkLink(LinkSpec, frozen=True, kw_only=True):
+    """A link between two nodes; several between the same two are parallel.
+
+    Parameters
+    ----------
+    between
+        Names of the two nodes: a host and a switch, or two switches.
+    """
+
+    between: tuple[_Name, _Name]
+
+
+class NetworkFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The contents of a network's file.
+
+    Parameters
+    ----------
+    hosts, switches
+        Names of the nodes. Hosts are numbered in this order; jobs are placed by number.
+    links
+        What connects them. All hosts have to reach each other; hosts do not forward.
+    """
+
+    hosts: Annotated[tuple[_Name, ...], Meta(min_length=2, max_length=HOSTS_MAX)]
+    switches: Annotated[tuple[_Name, ...], Meta(min_length=1)]
+    links: Annotated[tuple[NetworkLink, ...], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        """Reject names that are repeated or unknown, links without a switch, and hosts that others cannot reach."""
+        seen: set[str] = set()
+        for kind in ("hosts", "switches"):
+            for number, name in enumerate(getattr(self, kind)):
+                if name in seen:
+                    raise PlaceError(f"two nodes are called {name!r}; rename one of them", kind, number)
+                seen.add(name)
+        hosts = set(self.hosts)
+        for number, link in enumerate(self.links):
+            for name in link.between:
+                if name not in seen:
+                    problem = f"there is no node {name!r}{nearest(name, seen)}"
+                    raise PlaceError(problem, "links", number, "between")
+            one, other = link.between
+            if one == other:
+                raise PlaceError(f"the link connects {one!r} with itself", "links", number, "between")
+            if hosts >= {one, other}:
+                problem = f"{one!r} and {other!r} are both hosts, which do not forward: put a switch between them"
+                raise PlaceError(problem, "links", number, "between")
+        self._check_reachable()
+
+    def _check_reachable(self) -> None:
+        hosts, next_to = set(self.hosts), self.neighbours()
+        reached, waiting = {self.hosts[0]}, [self.hosts[0]]
+        while waiting:
+            node = waiting.pop()
+            # Beyond the first host, only switches forward.
+            following = next_to[node] - reached if node == self.hosts[0] or node not in hosts else set()
+            reached |= following
+            waiting += following
+        for number, host in enumerate(self.hosts):
+            if host not in reached:
+                raise PlaceError(f"no path of links and switches leads from {self.hosts[0]} to {host}", "hosts", number)
+
+    def neighbours(self) -> dict[str, set[str]]:
+        """Return the nodes that each node has a link with."""
+        found: dict[str, set[str]] = {name: set() for name in (*self.hosts, *self.switches)}
+        for link in self.links:
+            one, other = link.between
+            found[one].add(other)
+            found[other].add(one)
+        return found
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links."""
+        topology = NetworkTopology(len(self.hosts))
+        topology.names[:] = self.hosts
+        for name in self.switches:
+            topology.add_switch(name)
+        number = {name: index for index, name in enumerate(topology.names)}
+        for link in self.links:
+            one, other = link.between
+            topology.connect(number[one], number[other], link)
+        _set_divisors(topology, self._levels())
+        return topology
+
+    def _levels(self) -> dict[str, int]:
+        """Return each switch's distance to the nearest host, in links."""
+        next_to, levels, level = self.neighbours(), dict.fromkeys(self.hosts, 0), 0
+        while True:
+            nodes = {name for known, at in levels.items() if at == level for name in next_to[known]} - levels.keys()
+            if not nodes:
+                return levels
+            level += 1
+            levels |= dict.fromkeys(sorted(nodes), level)
+
+
+def _set_divisors(topology: NetworkTopology, levels: dict[str, int]) -> None:
+    """Make the switches of each level choose by what the levels below have not used of a packet's hash.
+
+    A fat tree gets the divisors that `FatTree` has.
+    """
+    routes = topology.routes()
+    choices = {
+        node: int(routes.table[routes.row[node], :, 1].max())
+        for node in range(topology.hosts, len(topology.names))
+        if topology.names[node] in levels
+    }
+    divisor = 1
+    for level in range(1, max(levels.values()) + 1):
+        nodes = [node for node in choices if levels[topology.names[node]] == level]
+        for node in nodes:
+            topology.divisors[node] = divisor if choices[node] > 1 else 1
+        divisor *= max(choices[node] for node in nodes)
+
+
+class FileTopology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="file"):
+    """A network from a file with its hosts, switches and links (`NetworkFile`).
+
+    Parameters
+    ----------
+    file
+        The file, relative to the working directory.
+    """
+
+    file: str
+
+    def build(self) -> NetworkTopology:
+        """Return the nodes and links.
+
+        Raises
+        ------
+        dlcp.document.DocumentError
+            The file is missing or wrong; the message names the line.
+        """
+        return Document(Path(self.file)).convert(NetworkFile).build()
+
+
+TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised | FileTopology
 
 
 def build_topology(spec: TopologySpec) -> NetworkTopology:
@@ -367,10 +506,13 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     ------
     TopologyError
         The number of hosts is out of range, or ``host_links`` names an unknown host.
+    dlcp.document.DocumentError
+        The file of a `FileTopology` is wrong.
     """
     topology = spec.build()
     if not 2 <= topology.hosts <= HOSTS_MAX:
         raise TopologyError(f"the topology has {topology.hosts} hosts; it needs 2 to {HOSTS_MAX}")
-    for name in sorted(spec.host_links.keys() - topology.names[: topology.hosts]):
+    host_links = {} if isinstance(spec, FileTopology) else spec.host_links
+    for name in sorted(host_links.keys() - topology.names[: topology.hosts]):
         raise TopologyError(f"host_links: there is no host {name!r}; there are host0 to host{topology.hosts - 1}")
     return topology

@@ -4,7 +4,20 @@
 import numpy as np
 import pytest
 
-from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, RailOptimised, Star, TopologyError, build_topology
+from dlcp.document import DocumentError
+from dlcp.sim import CollectiveJob, Scenario, simulate
+from dlcp.sim.topology import (
+    Dragonfly,
+    FatTree,
+    FileTopology,
+    LeafSpine,
+    NetworkFile,
+    NetworkLink,
+    RailOptimised,
+    Star,
+    TopologyError,
+    build_topology,
+)
 
 SPECS = {
     "star": (Star(hosts=5), 5, 1, 5),
@@ -82,3 +95,74 @@ def test_impossible_topologies_are_refused():
         RailOptimised(servers=3, servers_per_pod=2)
     with pytest.raises(TopologyError, match="1 hosts"):
         build_topology(LeafSpine(leaves=1, hosts_per_leaf=1))
+
+
+NETWORK = """
+hosts: [a, b, c, d]
+switches: [left, right, top, bottom]
+links:
+  - {between: [a, left], rate_gbps: 25}
+  - {between: [b, left], rate_gbps: 25}
+  - {between: [c, right], rate_gbps: 25}
+  - {between: [d, right], rate_gbps: 10, delay_us: 5}
+  - {between: [left, top]}
+  - {between: [left, bottom]}
+  - {between: [right, top]}
+  - {between: [bottom, right], loss_ratio: 0.001}
+"""
+
+
+def as_file(network):
+    names = network.names
+    links = [(names[link.source], names[link.target]) for link in network.links[::2]]
+    return NetworkFile(
+        hosts=tuple(names[: network.hosts]),
+        switches=tuple(names[network.hosts :]),
+        links=tuple(NetworkLink(between=ends) for ends in links),
+    )
+
+
+@pytest.mark.parametrize("spec", [FatTree(ports=4), FatTree(ports=6), LeafSpine(leaves=3, spines=2, hosts_per_leaf=4)])
+def test_a_network_from_a_file_has_the_paths_and_choices_of_the_built_in_one(spec):
+    network = spec.build()
+    read = as_file(network).build()
+    assert read.names == network.names
+    assert read.divisors == network.divisors
+    assert np.array_equal(read.routes().table, network.routes().table)
+    assert np.array_equal(read.routes().choices, network.routes().choices)
+
+
+def test_a_network_from_a_file_is_simulated_alike_by_both_engines(tmp_path):
+    (file := tmp_path / "network.yaml").write_text(NETWORK)
+    network = build_topology(FileTopology(file=str(file)))
+    assert network.names[3:5] == ["d", "left"]
+    assert [network.names[network.links[link].target] for link in network.routes().links(4, 2)] == ["top", "bottom"]
+    assert network.links[network.between("d", "right")[0]].spec.delay_us == 5
+    job = CollectiveJob(name="job", hosts=(0, 1, 2, 3), size_bytes=100_000)
+    scenario = Scenario(topology=FileTopology(file=str(file)), jobs=(job,))
+    reference, kernel = (simulate(scenario, engine=engine) for engine in ("reference", "kernel"))
+    assert (reference.end_ps, reference.counts) == (kernel.end_ps, kernel.counts)
+    assert reference.end_ps > 100_000 * 8 * 2 * 3 / 4 / 10e9 * 1e12, "d's link is the slowest"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[b, left]", "[b, lefd]", r"network.yaml:6: links\[1\].between: there is no node 'lefd'; did you mean left"),
+        ("[b, left]", "[b, a]", r":6: links\[1\].between: 'b' and 'a' are both hosts.*put a switch between"),
+        ("[b, left]", "[b, b]", r":6: links\[1\].between: the link connects 'b' with itself"),
+        ("top, bottom]", "top, a]", r":3: switches\[3\]: two nodes are called 'a'"),
+        ("  - {between: [d, right], rate_gbps: 10, delay_us: 5}\n", "", r":2: hosts\[3\]: no path .* from a to d"),
+        ("rate_gbps: 10,", "rate_gbps: -1,", r":8: links\[3\].rate_gbps"),
+        ("rate_gbps: 10,", "rate: 10,", r":8: links\[3\].* did you mean rate_gbps"),
+    ],
+)
+def test_mistakes_in_a_network_file_name_the_line(tmp_path, old, new, message):
+    (file := tmp_path / "network.yaml").write_text(NETWORK.replace(old, new))
+    with pytest.raises(DocumentError, match=message):
+        build_topology(FileTopology(file=str(file)))
+
+
+def test_a_network_file_that_is_not_there():
+    with pytest.raises(DocumentError, match=r"nowhere\.yaml"):
+        build_topology(FileTopology(file="nowhere.yaml"))
