@@ -6,6 +6,7 @@
 
 import importlib
 import logging
+import re
 import statistics
 import time
 import warnings
@@ -231,6 +232,21 @@ def _timed(layers: Sequence[ModelLayer], step_s: float, batch: int) -> tuple[Tim
         )
         for layer, seconds in shares
     )
+
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?)B")
+
+
+def parse_size(text: str) -> int:
+    """Return a size such as ``350MB`` in bytes, with decimal units; 0 if the text is none."""
+    found = _SIZE.fullmatch(text)
+    return round(float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]]) if found else 0
+
+
+def bare_profile(size_bytes: int, bytes_per_value: int) -> StepProfile:
+    """Return a step that only exchanges gradients of a size, and computes nothing."""
+    layer = TimedLayer("gradients", max(1, size_bytes // bytes_per_value), forward_s=0.0, backward_s=0.0)
+    return StepProfile(name=f"{size_bytes} bytes", layers=(layer,), batch=1, source="no computing")
 
 
 def read_profile(path: Path) -> StepProfile:

@@ -394,10 +394,13 @@ def _metrics(
             if (steps := counted.get(job.name))
         )
         speeds = [
-            (job.profile.compute_s / fmean(counted[job.job.name]), job.job.spec.workers) for job in jobs if job.step_s
+            (job.profile.compute_s / fmean(counted[job.job.name]), job.job.spec.workers)
+            for job in jobs
+            if job.step_s and job.profile.compute_s
         ]
-        found["efficiency"] = fmean(speed for speed, _ in speeds)
-        found["speedup"] = fmean(speed * workers for speed, workers in speeds)
+        if speeds:
+            found["efficiency"] = fmean(speed for speed, _ in speeds)
+            found["speedup"] = fmean(speed * workers for speed, workers in speeds)
         samples = sum(job.minibatches * job.profile.batch for job in jobs)
         if not traced:  # whose packets would count, too
             found["packets_per_sample"] = messages.sent / samples

@@ -150,12 +150,13 @@ class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ----------
     pattern
         ``permutation``: every host sends to another one, and receives from one. ``incast``: all send to one host.
+        ``all_to_all``: every host sends to all others.
     hosts
         How many hosts take part, chosen at random; 0 means all.
     """
 
     name: str = "flows"
-    pattern: Literal["permutation", "incast"] = "permutation"
+    pattern: Literal["permutation", "incast", "all_to_all"] = "permutation"
     size_bytes: _Count = 1_000_000
     hosts: Annotated[int, Meta(ge=0)] = 0
     transport: str = "dctcp"

@@ -392,9 +392,14 @@ def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Proc
     hosts = simulation.topology.hosts
     spec.check_hosts(hosts)
     chosen = simulation.random(4, number).permutation(hosts)[: spec.hosts or hosts]
-    # Each sends to the next one of a random order, which is a random permutation without a host that sends to itself.
-    target = np.roll(chosen, -1) if spec.pattern == "permutation" else chosen[-1]
-    source = chosen if spec.pattern == "permutation" else chosen[:-1]
+    if spec.pattern == "permutation":
+        # Each sends to the next one of a random order, so none sends to itself.
+        source, target = chosen, np.roll(chosen, -1)
+    elif spec.pattern == "incast":
+        source, target = chosen[:-1], np.full(len(chosen) - 1, chosen[-1])
+    else:
+        source, target = (ends.ravel() for ends in np.meshgrid(chosen, chosen))
+        source, target = source[source != target], target[source != target]
     yield from simulation.until(spec.start_s)
     builder = GraphBuilder()
     transport = simulation.transports[spec.transport]

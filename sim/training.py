@@ -55,7 +55,7 @@ from dlcp.sim.learning import (
     TaskTrainer,
     TestedAccuracy,
 )
-from dlcp.sim.models import StepProfile, TimedLayer, read_profile, step_profile, task_profile
+from dlcp.sim.models import StepProfile, TimedLayer, bare_profile, parse_size, read_profile, step_profile, task_profile
 from dlcp.sim.pipeline import parse_replicas
 from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.scenario import Placement, choose_hosts
@@ -97,8 +97,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     model
-        A name in `dlcp.sim.models.MODELS`, a profile file that ``dlcp sim profile`` has written, or ``trained`` for the
-        network of ``learn``.
+        A name in `dlcp.sim.models.MODELS`, a profile file that ``dlcp sim profile`` has written, ``trained`` for the
+        network of ``learn``, or a size such as ``350MB``: so many bytes of gradients, without computing.
     gpu, gpu_precision
         The published throughput to take computing times from. A profile file has its own times.
     batch
@@ -675,6 +675,8 @@ def profile_of(job: TrainingJob) -> StepProfile:
     if job.model == TRAINED_MODEL:
         assert job.learn is not None
         return task_profile(job.learn.task, job.learn.compute_s, job.learn.batch, job.learn.scale)
+    if size := parse_size(job.model):
+        return bare_profile(size, job.bytes_per_value)
     if job.model.endswith((".yaml", ".yml", ".json")):
         return read_profile(Path(job.model))
     return step_profile(job.model, job.gpu, job.gpu_precision, job.batch)
