@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from textwrap import dedent
 from typing import Any, Final
 
+from numpy.typing import ArrayLike
 from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.typing import stringify_annotation
 
 from dlcp import cli, wire
 from dlcp.configuration import PREFIX, options_of
@@ -24,6 +26,8 @@ from dlcp.wire.dissector import LABELS
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
 
 _PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
+_ANNOTATED: Final = "Annotated["
+_ARRAY_LIKE: Final = [stringify_annotation(ArrayLike, mode) for mode in ("smart", "fully-qualified")]
 _COLUMNS: Final = 100
 """Width of the commands' help."""
 _documented: Final[dict[Any, str]] = {}
@@ -119,18 +123,47 @@ def public(module_name: str) -> str:
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
     lines = [f".. automodule:: {module_name}", "   :no-members:", ""]
     for name in getattr(module, "__all__", None) or [name for name in own if not name.startswith("_")]:
-        value = getattr(module, name)
-        full_name = f"{module_name}.{name}"
-        if inspect.isclass(value) or inspect.isroutine(value):
-            first = _documented.setdefault(value, full_name)
-            kind = "autofunction" if inspect.isroutine(value) else "autoclass"
-            entry = f".. {kind}:: {full_name}\n   :members:" if kind == "autoclass" else f".. {kind}:: {full_name}"
-            lines += [entry if first == full_name else f"``{full_name}`` is :py:obj:`{first}`.", ""]
+        lines += _entry(f"{module_name}.{name}", getattr(module, name))
     return _rst("\n".join(lines))
 
 
+def name(full_name: str) -> str:
+    """Return one public name of a module, with its docstring."""
+    module, _, own = full_name.rpartition(".")
+    return _rst("\n".join(_entry(full_name, getattr(importlib.import_module(module), own))))
+
+
+def _entry(full_name: str, value: Any) -> list[str]:
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return []
+    first = _documented.setdefault(value, full_name)
+    if first != full_name:
+        return [f"``{full_name}`` is :py:obj:`{first}`.", ""]
+    if inspect.isroutine(value):
+        return [f".. autofunction:: {full_name}", ""]
+    return [f".. autoclass:: {full_name}\n   :members:", ""]
+
+
+def readable(signature: str) -> str:
+    """Return a signature with the types alone, without limits of values, which errors state."""
+    for written in _ARRAY_LIKE:
+        signature = signature.replace(written, "ArrayLike")
+    while _ANNOTATED in signature:
+        # The last one has none inside.
+        before, _, rest = signature.rpartition(_ANNOTATED)
+        depth, commas = 0, []
+        for end, letter in enumerate(rest):
+            depth += (letter in "[(") - (letter in "])")
+            if letter == "," and depth == 0:
+                commas.append(end)
+            if depth < 0:
+                break
+        signature = before.removesuffix("typing.") + rest[: commas[0]] + rest[end + 1 :]
+    return signature
+
+
 _WRITERS: Final[Mapping[str, Any]] = {
-    function.__name__: function for function in (commands, options, header, coding, members, ports, public)
+    function.__name__: function for function in (commands, options, header, coding, members, ports, public, name)
 }
 
 
@@ -146,5 +179,10 @@ def setup(app: Sphinx) -> dict[str, bool]:
         with mock(app.config.autodoc_mock_imports):
             source[0] = fill(source[0])
 
+    def shorten(*about: Any) -> tuple[str, str] | None:
+        signature, returns = about[-2:]
+        return (readable(signature), returns) if signature else None
+
     app.connect("source-read", read)
+    app.connect("autodoc-process-signature", shorten)
     return {"parallel_read_safe": True}

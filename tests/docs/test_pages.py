@@ -127,13 +127,17 @@ def test_every_block_says_what_it_is():
     assert [block.place for block in blocks() if block.language not in LANGUAGES] == []
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_the_site_builds_without_a_warning_and_with_readable_signatures(tmp_path):
     pytest.importorskip("sphinx", reason="the site is built with Sphinx: pip install 'dlcp[docs]'")
     pytest.importorskip("torch")
     pytest.importorskip("msgspec")
-    build = ["sphinx", "-q", "-W", "--keep-going", "-b", "dummy", "-c", "docs", "-d", str(tmp_path), ".", str(tmp_path)]
+    build = ["sphinx", "-q", "-W", "--keep-going", "-b", "text", "-c", "docs", "-d", str(tmp_path), ".", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", *build], cwd=ROOT, capture_output=True, text=True, timeout=BUILD_S)
     assert (done.returncode, done.stderr) == (0, "")
+    written = (tmp_path / "docs" / "api.txt").read_text()
+    for signature in ("workers: int = 8", "source: ArrayLike", "class dlcp.sim.simulation.StepTimes(name: str"):
+        assert signature in written
+    assert not re.search(r"Annotated|Meta\(|_SupportsArray", written)
 
 
 def test_messages_on_the_page_about_diagnosis_are_said_somewhere():
