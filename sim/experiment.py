@@ -252,6 +252,29 @@ def _file_word(name: str) -> str:
     return kept.strip("_") or "_"
 
 
+# ------------------------------------------------------------------------------------------------------- writing files
+
+
+def changed_fields(struct: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a struct that differ from their defaults, and its kind, as a file would give them."""
+    tag = struct.__struct_config__.tag
+    found: dict[str, Any] = {"kind": tag} if tag else {}
+    for each in msgspec.structs.fields(struct):
+        value = getattr(struct, each.name)
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if value != default or type(value) is not type(default):
+            found[each.name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return changed_fields(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+
 # -------------------------------------------------------------------------------------------------------- reading files
 
 

@@ -99,11 +99,19 @@ class GraphBuilder:
             nodes[name] = values
         return self._add(nodes)
 
-    def delays(self, delay_ps: ArrayLike, *, watched: ArrayLike = False) -> Nodes:
-        """Add nodes that take time and send nothing: computation."""
+    def delays(
+        self, delay_ps: ArrayLike, *, host: ArrayLike = -1, step: ArrayLike = 0, watched: ArrayLike = False
+    ) -> Nodes:
+        """Add nodes that take time and send nothing: computation.
+
+        Parameters
+        ----------
+        host, step
+            Where, and in which step of the job, for those who show what happened; -1 if it is nowhere in particular.
+        """
         nodes = np.zeros(max(np.size(delay_ps), np.size(watched)), NODE_ROW)
-        nodes["source"] = nodes["target"] = -1
-        nodes["delay_ps"], nodes["watched"] = delay_ps, watched
+        nodes["source"] = nodes["target"] = host
+        nodes["delay_ps"], nodes["step"], nodes["watched"] = delay_ps, step, watched
         return self._add(nodes)
 
     def barrier(self, before: ArrayLike, *, watched: bool = False) -> int:

@@ -490,7 +490,8 @@ class _Assembly:
             case OperationKind.COMPUTE:
                 begin = self._row(_Row()) if needs_begin else None
                 took = round(operation.duration_ps * self._traffic.compute_factor)
-                main = self._ends[number] = self._row(_Row(delay_ps=took))
+                host = self._traffic.hosts[self._ranks[number]]
+                main = self._ends[number] = self._row(_Row(took, host, host))
             case OperationKind.SEND:
                 begin = self._row(_Row()) if needs_begin or number in self._end_followed else None
                 host, target = (self._traffic.hosts[rank] for rank in (self._ranks[number], operation.peer))

@@ -90,7 +90,7 @@ def pipeline_graph(job: PlacedJob, plan: PipelinePlan, factors: NDArray[np.float
     for number, stage in enumerate(plan.stages):
         workers = np.array(job.workers[first_worker : first_worker + stage.replicas])
         speed = factors[steps, first_worker + minibatches % stage.replicas]
-        ahead, back = _stage_passes(builder, plan, stage, speed)
+        ahead, back = _stage_passes(builder, plan, stage, speed, workers[minibatches % stage.replicas], steps)
         _average(builder, job, plan, number, workers, ahead, back, transport)
         forward.append(ahead)
         backward.append(back)
@@ -124,13 +124,20 @@ def pipeline_graph(job: PlacedJob, plan: PipelinePlan, factors: NDArray[np.float
 
 
 def _stage_passes(
-    builder: GraphBuilder, plan: PipelinePlan, stage: PipelineStage, speed: NDArray[np.float64]
+    builder: GraphBuilder,
+    plan: PipelinePlan,
+    stage: PipelineStage,
+    speed: NDArray[np.float64],
+    hosts: Nodes,
+    steps: Nodes,
 ) -> tuple[Nodes, Nodes]:
     """Add a stage's passes; return the nodes of forward and backward passes, int64 (minibatches,) each."""
     layers = plan.profile.layers[stage.begin : stage.end]
     forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
-    forward = builder.delays(np.rint(forward_s * speed * PS_PER_S).astype(np.int64))
-    backward = builder.delays(np.rint(backward_s * speed * PS_PER_S).astype(np.int64))
+    forward, backward = (
+        builder.delays(np.rint(seconds * speed * PS_PER_S).astype(np.int64), host=hosts, step=steps)
+        for seconds in (forward_s, backward_s)
+    )
     for replica in range(stage.replicas):
         ahead, back = forward[replica :: stage.replicas], backward[replica :: stage.replicas]
         started = min(stage.in_flight, len(ahead))

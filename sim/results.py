@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load results of experiments, compare them with published figures, and compare two sets of results."""
+"""Load results of experiments, and compare them with published figures."""
 
 import dataclasses
 import json
@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import msgspec
 
 from dlcp import __version__
 from dlcp.sim.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
@@ -270,61 +268,3 @@ def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
     }
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return found
-
-
-def compare(old: Path, new: Path, above: float) -> int:
-    """Print every metric that differs by more than ``above`` (a share); for folders, file by file.
-
-    Returns
-    -------
-    0 if no metric differs by more, else 1.
-
-    Raises
-    ------
-    ReportError
-        The folders have no file names in common, or a file is not a result file.
-    """
-    pairs = _pairs(old, new)
-    differing = 0
-    for name, one, other in pairs:
-        lines = _lines(_metrics(one), _metrics(other), above)
-        differing += len(lines)
-        if lines:
-            print(name)
-            print("\n".join(lines))
-    print(f"{len(pairs)} results compared, {differing} numbers differ by more than {above:.3%}")
-    return 1 if differing else 0
-
-
-def _pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
-    if old.is_file() and new.is_file():
-        return [(f"{old} -> {new}", old, new)]
-    names = {path.relative_to(old) for path in old.rglob("*.json") if path.name != "summary.json"}
-    both = sorted(name for name in names if (new / name).is_file())
-    if not both:
-        raise ReportError(f"{old} and {new} have no result files in common; compare two files or two folders")
-    return [(str(name), old / name, new / name) for name in both]
-
-
-class _ResultFile(msgspec.Struct):
-    metrics: dict[str, float]
-
-
-def _metrics(path: Path) -> dict[str, float]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_ResultFile).metrics
-    except (OSError, msgspec.DecodeError) as error:
-        raise ReportError(f"{path} is not a result file: {error}") from None
-
-
-def _lines(one: dict[str, Any], other: dict[str, Any], above: float) -> list[str]:
-    lines = []
-    for name in dict.fromkeys([*one, *other]):
-        before, after = one.get(name), other.get(name)
-        if before is None or after is None:
-            lines.append(f"  {name:18} {before} -> {after}")
-        elif before != after:
-            change = (after - before) / abs(before) if before else float("inf")
-            if abs(change) > above:
-                lines.append(f"  {name:18} {before:.6g} -> {after:.6g}  ({change:+.2%})")
-    return lines

@@ -23,6 +23,7 @@ from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
+from dlcp.sim.recording import AnyProgress, Recorder, RunOver
 from dlcp.sim.simulation import (
     Process,
     Simulation,
@@ -39,13 +40,15 @@ from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, tr
 from dlcp.switch import PROGRAM_PATH
 
 Number = TypeVar("Number", int, float)
-AnyProgress = Progress | TraceProgress
 FORMAT: Final = 3
 """Format of result files. If it changes, a sweep runs everything again."""
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
-_INDIFFERENT: Final = ("progress.py", "report.py", "results.py", "sweep.py", "experiments/")
+_INDIFFERENT: Final = (
+    *("comparison.py", "guided.py", "playback.py", "progress.py", "recording.py", "report.py", "results.py"),
+    *("sweep.py", "tables.py", "experiments/"),
+)
 """Parts of the simulator that do not change results: they start runs, show them, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
@@ -205,12 +208,11 @@ def significant(value: float, digits: int = 9) -> float:
     return float(f"{value:.{digits}g}")
 
 
-class _TrainingOver(Exception):  # noqa: N818 - not an error
-    """All jobs have finished their steps, so the run can end whatever other traffic is left."""
-
-
 def run(
-    item: ExperimentRun, engine: PacketEngineName = "auto", on_progress: Callable[[int, int, str], None] | None = None
+    item: ExperimentRun,
+    engine: PacketEngineName = "auto",
+    on_progress: Callable[[int, int, str], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> dict[str, Any]:
     """Run one combination of points.
 
@@ -220,6 +222,8 @@ def run(
         What moves the packets, unless the setting asks for flows.
     on_progress
         Called a few times a second with the number of steps that have ended, of all steps, and a note.
+    recorder
+        Looks at the run, and changes nothing.
 
     Returns
     -------
@@ -230,7 +234,13 @@ def run(
     messages = MessageMeasures(
         traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.patterns)])
     )
-    simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=messages)
+
+    def keep(submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        messages(submitted, records)
+        if recorder is not None:
+            recorder(submitted, records)
+
+    simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=keep)
     messages.ideal = IdealTimes(simulation.plan)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
@@ -257,11 +267,14 @@ def run(
             done = sum(len(job.step_s) for job in every_job)
             on_progress(done, sum(job.steps for job in every_job), f"steps, {simulated(simulation)}")
 
+    if recorder is not None:
+        recorder.begin(simulation, every_job)
+        simulation.process(_record(simulation, recorder))
     complete = True
     try:
         simulation.run(report if on_progress is not None else None)
         complete = _finished(every_job)
-    except _TrainingOver:
+    except RunOver:
         pass
     except KeyboardInterrupt:
         complete = False
@@ -289,12 +302,20 @@ def write(document: Mapping[str, Any], path: Path) -> None:
 
 def _end(simulation: Simulation, started: list[Any]) -> Process:
     yield simulation.env.all_of(started)
-    raise _TrainingOver
+    raise RunOver
 
 
 def _finished(jobs: Sequence[AnyProgress]) -> bool:
     """Return whether all jobs have finished all their steps."""
     return all(len(job.step_s) == job.steps for job in jobs)
+
+
+def _record(simulation: Simulation, recorder: Recorder) -> Process:
+    """Let a recorder look at intervals, as long as anything else is left to happen."""
+    env = simulation.env
+    while simulation.engine.has_events() or env.peek() != float("inf"):
+        yield env.timeout(recorder.interval_ps)
+        recorder.look()
 
 
 def _document(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An experiment around a trace, and the trace of a job in an experiment."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any
 
 import msgspec
 import yaml
@@ -12,7 +11,8 @@ from dlcp.document import PlaceError
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
 from dlcp.sim.chakra import SUFFIX_PATTERN, write_chakra
-from dlcp.sim.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiment import ExperimentRun, RunSetting, changed_fields
+from dlcp.sim.fitted_network import FittedNetwork
 from dlcp.sim.goal import write_goal
 from dlcp.sim.graph import Graph
 from dlcp.sim.operations import OperationKind, Workload
@@ -20,60 +20,8 @@ from dlcp.sim.scenario import TraceJob
 from dlcp.sim.traces import read_trace, trace_progress
 from dlcp.sim.training import place_jobs, training_graph
 
-TRACE_TOPOLOGIES: Final = ("star", "leaf_spine", "fat_tree")
-TRACE_TRANSPORTS: Final = {
-    "dctcp": "fifo",
-    "cubic": "fifo",
-    "new_reno": "fifo",
-    "swift": "fifo",
-    "dlcp": "dlcp",
-    "pfabric": "pfabric",
-    "ndp": "trim",
-}
-"""Each with the discipline of switches that suits it."""
-_HOSTS_PER_LEAF: Final = 8
-_SPINES: Final = 4
 
-
-@dataclass(frozen=True, slots=True)
-class TraceNetwork:
-    """A network for a trace, with as many hosts as it needs.
-
-    Parameters
-    ----------
-    topology
-        A star; leaves of 8 hosts with 4 spines and links of twice the hosts' rate, which is not oversubscribed; or the
-        smallest fat tree.
-    transport
-        A kind of `TRACE_TRANSPORTS`.
-    """
-
-    topology: Literal["star", "leaf_spine", "fat_tree"] = "star"
-    rate_gbps: float = 100.0
-    delay_us: float = 1.0
-    transport: str = "dctcp"
-
-    def setting(self, ranks: int) -> dict[str, Any]:
-        """Return it as the setting of an experiment."""
-        link = {"rate_gbps": self.rate_gbps, "delay_us": self.delay_us}
-        topology: dict[str, Any] = {"kind": self.topology, "host_link": link}
-        if self.topology == "star":
-            topology |= {"hosts": max(2, ranks)}
-        elif self.topology == "leaf_spine":
-            fabric = {**link, "rate_gbps": self.rate_gbps * _HOSTS_PER_LEAF / _SPINES}
-            leaves = -(-ranks // _HOSTS_PER_LEAF)
-            topology |= {"leaves": leaves, "spines": _SPINES, "hosts_per_leaf": _HOSTS_PER_LEAF, "fabric_link": fabric}
-        else:
-            ports = next(ports for ports in range(2, 66, 2) if ports**3 // 4 >= ranks or ports == 64)
-            topology |= {"ports": ports, "fabric_link": link}
-        return {
-            "topology": topology,
-            "switches": {"discipline": TRACE_TRANSPORTS[self.transport]},
-            "transports": {self.transport: {"kind": self.transport}},
-        }
-
-
-def trace_experiment(job: TraceJob, network: TraceNetwork, seed: int) -> dict[str, Any]:
+def trace_experiment(job: TraceJob, network: FittedNetwork, seed: int) -> dict[str, Any]:
     """Return the contents of an experiment file with one traced job.
 
     Raises
@@ -81,20 +29,16 @@ def trace_experiment(job: TraceJob, network: TraceNetwork, seed: int) -> dict[st
     TraceFormatError
         The trace cannot be used.
     """
-    workload = read_trace(job)
-    fields = msgspec.to_builtins(job)
-    defaults = msgspec.to_builtins(TraceJob(name="", file=""))
-    given = {name: value for name, value in fields.items() if value != defaults[name] or name == "transport"}
-    setting = network.setting(len(workload.ranks))
+    setting = RunSetting(**network.fields(len(read_trace(job).ranks)), traces=(job,), seed=seed)
     return {
         "name": "trace",
         "title": f"{Path(job.file).name} on a network",
         "question": "How long does the traced job take on this network?",
-        "setting": {**setting, "traces": [given], "seed": seed},
+        "setting": changed_fields(setting),
     }
 
 
-def trace_run(job: TraceJob, network: TraceNetwork, seed: int) -> ExperimentRun:
+def trace_run(job: TraceJob, network: FittedNetwork, seed: int) -> ExperimentRun:
     """Return the only run of `trace_experiment`.
 
     Raises

@@ -150,6 +150,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Whether ``dlcp`` puts front layers into more urgent queues; otherwise all use the transport's queue.
     magnitude_classes
         Whether ``dlcp`` gives packets drop classes by layer and magnitude; otherwise all are in class 1.
+    steps
+        Number of training steps; most figures leave out the first.
     jitter
         Standard deviation of a worker's computing time in a step, relative to its mean; log-normal.
     stagger_s
@@ -531,11 +533,12 @@ def step_graph(
     by_ranks = job.spec.collective in ("direct", "byteps")
     shards = max(1, len(job.servers) + (len(job.workers) if by_ranks else 0))
     for offset, speed in enumerate(factors):
-        back = _chain(builder, backward[::-1], speed, previous)[::-1]
+        step = first_step + offset
+        back = _chain(builder, job, step, backward[::-1], speed, previous)[::-1]
         needs: list[list[Nodes]] = [[] for _ in profile.layers]
         for number, piece in enumerate(parts):
             message = _message_number(number, shards)
-            spec = piece_spec(job, job.workers, piece, transport, first_step + offset, message)
+            spec = piece_spec(job, job.workers, piece, transport, step, message)
             servers = job.servers if by_ranks else _servers(job, piece.size_bytes, number)
             done = all_reduce(
                 builder,
@@ -548,7 +551,7 @@ def step_graph(
             )
             for layer in piece.layers:
                 needs[layer].append(done)
-        ahead = _chain(builder, forward, speed, back[0], needs)
+        ahead = _chain(builder, job, step, forward, speed, back[0], needs)
         previous = ahead[-1]
         worker_ends.append(previous)
         ends.append(builder.barrier(previous, watched=True))
@@ -590,6 +593,8 @@ def _servers(job: PlacedJob, size_bytes: int, number: int) -> tuple[int, ...]:
 
 def _chain(
     builder: GraphBuilder,
+    job: PlacedJob,
+    step: int,
     seconds: NDArray[np.float64],
     speed: NDArray[np.float64],
     before: Nodes | None,
@@ -597,7 +602,8 @@ def _chain(
 ) -> NDArray[np.int64]:
     """Add the layers of a pass in sequence for every worker; return their nodes, int64 (layers, workers)."""
     times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
-    nodes = builder.delays(times.ravel()).reshape(times.shape)
+    hosts = np.broadcast_to(job.workers, times.shape)
+    nodes = builder.delays(times.ravel(), host=hosts.ravel(), step=step).reshape(times.shape)
     if before is not None:
         builder.follow(before, nodes[0])
     builder.follow(nodes[:-1], nodes[1:])

@@ -123,6 +123,12 @@ LINES = [
     *("fabric check {list} --program nowhere", "fabric status {empty}"),
     # Simulator.
     *each("sim run", BAD_FILES),
+    *each("sim run slow_port --csv", ("{binary}", "{binary}/folder")),
+    *each("sim play slow_port --quick --output {new} --step", BAD_WHOLE),
+    "sim play slow_port --quick --output {folder}",
+    *each("sim new {new}.yaml --yes --workers", (*BAD_WHOLE, "0", "1", "65537")),
+    *each("sim new {new}.yaml --yes --rate-gbps", (*BAD_REAL, "0")),
+    *("sim new {new}.yaml", "sim new {folder} --yes", "sim new nowhere/a.yaml --yes", "sim new '' --yes"),
     *each("sim run --seed", ("x", "-1", "nan", HUGE), "architectures"),
     *each("sim run --point", ("x", "x=y", "=", "''"), "architectures"),
     *each("sim sweep --processes", ("0", "-1", "x", HUGE), "architectures"),

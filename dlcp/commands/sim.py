@@ -6,15 +6,29 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from dlcp.commands.common import add, add_json, add_out, check_writable, own_experiments, real, refuse, shape, whole
+from dlcp.commands import sim_new
+from dlcp.commands.common import (
+    add,
+    add_json,
+    add_out,
+    check_folder,
+    check_writable,
+    own_experiments,
+    real,
+    refuse,
+    shape,
+    whole,
+)
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
 
 _OUT: Final = Path("out/sim")
 _TRACE_FIELDS: Final = (*("ranks", "repeat", "transport", "collective", "compute_factor", "flops", "eager_bytes"),)
 """Options of a trace that are fields of its job."""
+_TABLE_KINDS: Final[dict[Literal["csv", "parquet"], str]] = {"csv": "CSV", "parquet": "Parquet"}
+"""Options that name a folder for tables, and the names of their formats."""
 
 
 class SimUsageError(ValueError):
@@ -24,12 +38,22 @@ class SimUsageError(ValueError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp sim``."""
     commands = parser.add_subparsers(metavar="ACTION", required=True)
+    new = commands.add_parser("new", help="ask for a job and its network, and write an experiment file that runs")
+    sim_new.add_arguments(new)
+    new.set_defaults(action=_new)
     single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
     _files(single, 1)
     point = "choose a point of an axis (default: each axis' first)"
     add(single, "--point", "AXIS=NAME", str, point, action="append", default=[])
-    add(single, "--output", "FILE", Path, "also write the results to a file")
+    _results(single)
     single.set_defaults(action=_run)
+    play = commands.add_parser("play", help="simulate one step of a job and write a page that plays it")
+    _files(play, 1)
+    add(play, "--point", "AXIS=NAME", str, point, action="append", default=[])
+    add(play, "--job", "NAME", str, "the job (default: the first)")
+    add(play, "--step", "N", whole(0), "the step, from 0 (default: the last)")
+    add(play, "--output", "FILE", Path, "page to write", default=Path("step.html"))
+    play.set_defaults(action=_play)
     several = commands.add_parser("sweep", help="run all combinations that have no results yet")
     _files(several, "*", "required")
     _where(several)
@@ -41,10 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _files(everything, "*")
     _where(everything)
     everything.set_defaults(action=_all)
-    compare = commands.add_parser("compare", help="print how the numbers of two result files or folders differ")
-    compare.add_argument("old", type=Path)
-    compare.add_argument("new", type=Path)
+    compare = commands.add_parser("compare", help="print how the numbers of two runs differ, and which is better")
+    compare.description = (
+        "Experiments are simulated. Of results that were saved, the exit status is 1 if any number differs."
+    )
+    sides = "experiment, result file, or folder of a sweep"
+    compare.add_argument("old", metavar="A", help=sides)
+    compare.add_argument("new", metavar="B", help="another of the same kind")
     add(compare, "--above", "PERCENT", real(Range(0.0, 1e6)), "show numbers that differ by more", default=0.5)
+    add(compare, "--page", "FILE", Path, "also write a page with plots, of two experiments or two files")
     compare.set_defaults(action=_compare)
     profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
     profile.add_argument("factory", metavar="MODULE:FUNCTION", help="function that returns the model")
@@ -59,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.set_defaults(action=_import)
     replay = commands.add_parser("replay", help="simulate a trace on a network and print its numbers")
     _trace(replay)
-    add(replay, "--output", "FILE", Path, "also write the results to a file")
+    _results(replay)
     replay.set_defaults(action=_replay)
     export = commands.add_parser("export", help="write a job of an experiment as a GOAL or Chakra trace")
     _files(export, 1)
@@ -131,10 +160,10 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     add(parser, "--ranks", "N", whole(1), "ranks, if a file of one rank stands for all")
     add(parser, "--repeat", "N", whole(1), "how often the job runs", default=1)
     # Their choices are those of dlcp.sim, which takes a while to load.
-    add(parser, "--topology", "KIND", str, "star, leaf_spine or fat_tree", default="star")
+    add(parser, "--topology", "KIND", str, "star, leaf_spine, fat_tree, dragonfly or rail_optimised", default="star")
     add(parser, "--rate-gbps", "RATE", real(Range(0.0, 10_000, above=True)), "rate of the hosts' links", default=100.0)
     add(parser, "--delay-us", "TIME", real(Range(0.0, 1e6)), "delay of a link", default=1.0)
-    kinds = "dctcp, cubic, new_reno, swift, dlcp, pfabric or ndp, with the switches that suit it"
+    kinds = "dctcp, cubic, new_reno, swift, dlcp, pias, pfabric or ndp, with the switches that suit it"
     add(parser, "--transport", "KIND", str, kinds, default="dctcp")
     add(parser, "--collective", "NAME", str, "all-reduces: ring, direct or tree (default: by the trace)")
     faster = "factor on the durations of computations: 0.5 is a processor that is twice as fast"
@@ -146,6 +175,13 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
 
 
+def _results(parser: argparse.ArgumentParser) -> None:
+    add(parser, "--output", "FILE", Path, "also write the results to a file")
+    tables = "also write tables of steps, ranks, messages, links and counts over time, as {} files"
+    for kind, name in _TABLE_KINDS.items():
+        add(parser, f"--{kind}", "FOLDER", Path, tables.format(name))
+
+
 def _where(parser: argparse.ArgumentParser) -> None:
     add(parser, "--processes", "N", whole(1, 10_000), "runs at the same time (default: one per core)")
     add(parser, "--dask", "ADDRESS", str, "address of a Dask scheduler whose workers run them instead")
@@ -153,7 +189,34 @@ def _where(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     chosen, title = _chosen(arguments)
-    return _simulate(chosen, arguments.output, title)
+    return _simulate(chosen, arguments, title)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from dlcp.commands.work.sim_new import run_new
+
+    return run_new(arguments)
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from dlcp.sim.playback import StepRecorder, playback_page, step_playback
+
+    chosen, title = _chosen(arguments)
+    try:
+        check_writable("--output", arguments.output)
+    except ValueError as error:
+        raise SimUsageError(str(error)) from None
+    recorder = StepRecorder(arguments.job, arguments.step)
+    # The step may be one that would be skipped.
+    setting = msgspec.structs.replace(chosen.setting, skip_steady=0.0)
+    _watched_run(msgspec.structs.replace(chosen, setting=setting), recorder)
+    point = ", ".join(f"{axis} {name}" for axis, name in chosen.point.items())
+    page = playback_page(step_playback(recorder), ": ".join(filter(None, (title, point))))
+    arguments.output.write_text(page, encoding="utf-8")
+    print(f"{arguments.output}: step {recorder.step} of {recorder.job.name}; open it in a browser")
+    return 0
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
@@ -175,16 +238,25 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
     return fitting[0], described.experiment.title
 
 
-def _simulate(item: Any, output: Path | None, title: str) -> int:
+def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
     """Run an experiment's run, print its numbers and write its results."""
-    from dlcp.sim.progress import ProgressBar
-    from dlcp.sim.running import run as run_one
     from dlcp.sim.running import write
+    from dlcp.sim.tables import TableRecorder, table_writer, write_tables
 
+    output: Path | None = arguments.output
+    folders = {kind: folder for kind in _TABLE_KINDS if (folder := getattr(arguments, kind))}
+    for kind, folder in folders.items():
+        table_writer(kind)
+        try:
+            check_folder(f"--{kind}", folder)
+        except ValueError as error:
+            raise SimUsageError(str(error)) from None
+    if folders and item.setting.skip_steady:
+        raise SimUsageError("tables are of simulated steps, and `skip_steady` skips some: leave out one of the two")
     if output is not None and output.is_dir():
         raise SimUsageError(f"--output: {output} is a folder; give a file")
-    with ProgressBar("simulating") as bar:
-        document = run_one(item, on_progress=bar.update if bar.shown else None)
+    recorder = TableRecorder() if folders else None
+    document = _watched_run(item, recorder)
     print(", ".join(f"{axis} {name}" for axis, name in item.point.items()) or title)
     if document["engine"] == "flows":
         print("  approximate: simulated as flows, not packets")
@@ -194,7 +266,20 @@ def _simulate(item: Any, output: Path | None, title: str) -> int:
         print(f"  {name:20} {value:.6g}")
     if output is not None:
         write(document, output)
+    if recorder is not None:
+        tables = recorder.tables()
+        for kind, folder in folders.items():
+            print("\n".join(map(str, write_tables(tables, folder, kind))))
     return 0 if document["complete"] else 130
+
+
+def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
+    """Run an experiment's run, with progress at a terminal; return its results."""
+    from dlcp.sim.progress import ProgressBar
+    from dlcp.sim.running import run as run_one
+
+    with ProgressBar("simulating") as bar:
+        return run_one(item, on_progress=bar.update if bar.shown else None, recorder=recorder)
 
 
 def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -202,12 +287,12 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import msgspec
 
     from dlcp.document import read_json
+    from dlcp.sim.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
     from dlcp.sim.scenario import TraceJob
-    from dlcp.sim.trace_experiment import TRACE_TOPOLOGIES, TRACE_TRANSPORTS, TraceNetwork
 
     for flag, value, known in (
-        ("--topology", arguments.topology, TRACE_TOPOLOGIES),
-        ("--transport", arguments.transport, TRACE_TRANSPORTS),
+        ("--topology", arguments.topology, FABRICS),
+        ("--transport", arguments.transport, TRANSPORT_KINDS),
         ("--collective", arguments.collective or "ring", ("ring", "direct", "tree")),
     ):
         if value not in known:
@@ -225,7 +310,7 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
         )
     except msgspec.ValidationError as error:
         raise SimUsageError(f"{arguments.groups or arguments.trace}: {error}") from None
-    network = TraceNetwork(arguments.topology, arguments.rate_gbps, arguments.delay_us, arguments.transport)
+    network = FittedNetwork(arguments.topology, arguments.rate_gbps, arguments.delay_us, arguments.transport)
     return job, network
 
 
@@ -252,7 +337,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     job, network = _traced(arguments)
     run_item = trace_run(job, network, arguments.seed)
-    return _simulate(run_item, arguments.output, f"{arguments.trace}: {summary(read_trace(job))}")
+    return _simulate(run_item, arguments, f"{arguments.trace}: {summary(read_trace(job))}")
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -335,9 +420,52 @@ def _all(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.results import compare
+    from dlcp.sim.comparison import common_results, comparison_page, differences, read_result, table_lines
 
-    return compare(arguments.old, arguments.new, arguments.above / 100)
+    sides, above = (Path(arguments.old), Path(arguments.new)), arguments.above / 100
+    are_folders = all(side.is_dir() for side in sides)
+    try:
+        check_writable("--page", arguments.page)
+    except ValueError as error:
+        raise SimUsageError(str(error)) from None
+    if arguments.page and are_folders:
+        raise SimUsageError("--page shows two runs; give two experiments or two result files")
+    if are_folders:
+        pairs = [(name, read_result(old), read_result(new)) for name, old, new in common_results(*sides)]
+    else:
+        runs = [_compared_run(str(side)) for side in (arguments.old, arguments.new)]
+        pairs = [(f"A: {arguments.old}\nB: {arguments.new}", runs[0], runs[1])]
+    count = 0
+    for name, old, new in pairs:
+        found = differences(old, new, above)
+        count += len(found)
+        if found:
+            print("\n".join([name, *table_lines(found)]))
+    compared = f"{len(pairs)} results compared" if are_folders else "2 runs compared"
+    print(f"{compared}, {count} numbers differ by more than {above:.3%}")
+    if arguments.page:
+        page = comparison_page((arguments.old, arguments.new), *pairs[0][1:], above)
+        arguments.page.write_text(page, encoding="utf-8")
+        print(arguments.page)
+    return 1 if count and (are_folders or all(map(_is_saved, sides))) else 0
+
+
+def _is_saved(side: Path) -> bool:
+    """Return whether a side of a comparison is a result file; otherwise it is an experiment."""
+    return side.suffix == ".json" or (side.exists() and side.suffix not in (".yaml", ".yml"))
+
+
+def _compared_run(name: str) -> Any:
+    """Return a result file's run, or that of an experiment's first points."""
+    import msgspec
+
+    from dlcp.sim.comparison import ComparedRun, read_result
+    from dlcp.sim.experiment import read
+
+    if _is_saved(Path(name)):
+        return read_result(Path(name))
+    (path,) = experiment_files([name])
+    return msgspec.convert(_watched_run(read(path).runs[0]), ComparedRun)
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -114,7 +114,7 @@ PROGRAMS = sorted({block.place.partition(":")[0] for block in blocks("python")})
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_every_program_of_a_page_runs(page):
     programs = [block for block in blocks("python") if block.place.startswith(f"{page}:")]
-    for package in ("torch", "scapy", "msgspec"):
+    for package in ("torch", "scapy", "msgspec", "pandas"):
         used = "dlcp.sim" if package == "msgspec" else package
         if any(re.search(rf"import {used}|from {used}", program.text) for program in programs):
             pytest.importorskip(package)

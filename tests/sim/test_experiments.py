@@ -5,12 +5,15 @@ who runs them.
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from dlcp.cli import main
 from dlcp.commands.sim import experiment_files
 from dlcp.document import DocumentError
+from dlcp.sim.comparison import MetricDifference
 from dlcp.sim.experiment import read
 from dlcp.sim.report import draw
 from dlcp.sim.results import Spread, findings, load, series_of
@@ -245,6 +248,44 @@ def test_results_are_compared(swept, tmp_path, capsys) -> None:
     (tmp_path / result_file(one, described.runs[0]).name).write_text(json.dumps(changed))
     assert main(["sim", "compare", str(one), str(tmp_path)]) == 1
     assert "+50.00%" in capsys.readouterr().out
+
+
+def test_two_runs_are_compared_with_their_steps_and_which_is_better(swept, tmp_path, capsys) -> None:
+    folder, described = swept
+    slow, fast = (str(result_file(folder / "out" / "small", described.runs[number])) for number in (0, 1))
+    page = tmp_path / "page.html"
+    assert main(["sim", "compare", slow, fast, "--page", str(page)]) == 1
+    lines = {line[:20].strip(): line.split() for line in capsys.readouterr().out.splitlines()}
+    steps = [json.loads(Path(file).read_text())["jobs"][0]["step_s"][1] for file in (slow, fast)]
+    assert float(lines["job step 1"][-3]) == pytest.approx(steps[1] / steps[0], abs=1e-3)
+    assert [lines[name][-1] for name in ("step_s", "fct_p99_s", "samples_per_s", "job step 1")] == ["B"] * 4
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert "<td>fct_p99_s</td>" in text
+    assert main(["sim", "compare", fast, slow]) == 1
+    assert "samples_per_s" in (out := capsys.readouterr().out)
+    assert {line.split()[-1] for line in out.splitlines() if "step" in line and "_s" in line} == {"A"}
+
+
+def test_two_experiments_are_simulated_and_compared(tmp_path, capsys) -> None:
+    one = write_experiment(tmp_path)
+    other = tmp_path / "faster.yaml"
+    other.write_text(one.read_text().replace("rate_gbps: 10}", "rate_gbps: 20}"))
+    assert main(["sim", "compare", str(one), str(other)]) == 0, "that they differ is no failure"
+    out = capsys.readouterr().out
+    assert re.search(r"step_s .* B$", out, re.MULTILINE)
+    assert main(["sim", "compare", str(one), str(one)]) == 0
+    assert "2 runs compared, 0 numbers differ" in capsys.readouterr().out
+    assert main(["sim", "compare", str(one), "slow_prt"]) == 1
+    assert "did you mean slow_port" in capsys.readouterr().err
+
+
+def test_what_is_no_goal_is_not_better() -> None:
+    better = {name: MetricDifference(name, 1.0, 2.0).better for name in ("step_s", "speedup", "compute_s")}
+    assert better == {"step_s": "A", "speedup": "B", "compute_s": ""}
+    assert MetricDifference("step_s", None, 1.0).better == ""
+    assert MetricDifference("dropped_packets", 0.0, 5.0).ratio is None
+    assert MetricDifference("dropped_packets", 0.0, 5.0).exceeds(0.005)
 
 
 def test_one_point_is_run_and_printed(swept, capsys) -> None:

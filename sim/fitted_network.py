@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network with as many hosts as a job needs, from the name of a fabric, a rate and a transport."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from dlcp.sim.scenario import SwitchSpec
+from dlcp.sim.topology import (
+    Dragonfly,
+    FatTree,
+    LeafSpine,
+    LinkSpec,
+    RailOptimised,
+    Star,
+    TopologyError,
+    TopologySpec,
+    build_topology,
+)
+from dlcp.sim.transports import TransportSpec
+
+FABRICS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(TopologySpec))
+"""Names of topologies."""
+TRANSPORT_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(TransportSpec)}
+"""Transports, with their authors' settings, by name."""
+_HOSTS_PER_LEAF: Final = 8
+_SPINES: Final = 4
+
+
+def suited_discipline(transport: str) -> str:
+    """Return the discipline of switches that a transport was made for: its own, or else the simplest."""
+    fitting = TRANSPORT_KINDS[transport].disciplines
+    return transport if transport in fitting else fitting[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedNetwork:
+    """A network that is as large as needed.
+
+    Parameters
+    ----------
+    fabric
+        A name in `FABRICS`: a star; at least two leaves of up to 8 hosts, or rails of servers with 8 GPUs, under 4
+        spines, with fabric links so fast that nothing is oversubscribed; the smallest fat tree; or a dragonfly with 8
+        hosts in a group.
+    transport
+        A name in `TRANSPORT_KINDS`.
+    discipline
+        Of the switches; by default, the one that suits the transport.
+    """
+
+    fabric: str = "star"
+    rate_gbps: float = 100.0
+    delay_us: float = 1.0
+    transport: str = "dctcp"
+    discipline: str = ""
+
+    def fields(self, hosts: int) -> dict[str, Any]:
+        """Return the fields of a `dlcp.sim.scenario.NetworkSetting` with at least ``hosts`` hosts.
+
+        Raises
+        ------
+        TopologyError
+            The fabric cannot be so large.
+        """
+        topology = self._topology(hosts)
+        if build_topology(topology).hosts < hosts:
+            raise TopologyError(f"the largest {self.fabric} has fewer than {hosts} hosts; choose another fabric")
+        discipline: Any = self.discipline or suited_discipline(self.transport)
+        return {
+            "topology": topology,
+            "switches": SwitchSpec(discipline=discipline),
+            "transports": {self.transport: TRANSPORT_KINDS[self.transport]()},
+        }
+
+    def _topology(self, hosts: int) -> TopologySpec:
+        link = LinkSpec(rate_gbps=self.rate_gbps, delay_us=self.delay_us)
+        groups = -(-hosts // _HOSTS_PER_LEAF)
+        match self.fabric:
+            case "star":
+                return Star(hosts=max(2, hosts), host_link=link)
+            case "leaf_spine":
+                per_leaf = max(1, min(_HOSTS_PER_LEAF, -(-hosts // 2)))
+                return LeafSpine(
+                    leaves=-(-hosts // per_leaf),
+                    spines=_SPINES,
+                    hosts_per_leaf=per_leaf,
+                    host_link=link,
+                    fabric_link=self._faster(per_leaf / _SPINES),
+                )
+            case "fat_tree":
+                ports = next(ports for ports in range(2, 66, 2) if ports**3 // 4 >= hosts or ports == 64)
+                return FatTree(ports=ports, host_link=link, fabric_link=link)
+            case "dragonfly":
+                return Dragonfly(groups=max(2, groups), host_link=link, local_link=link, global_link=link)
+            case _:
+                pod = min(groups, RailOptimised().servers_per_pod)
+                return RailOptimised(
+                    servers=math.ceil(groups / pod) * pod,
+                    servers_per_pod=pod,
+                    spines=_SPINES,
+                    host_link=link,
+                    fabric_link=self._faster(max(1.0, pod / _SPINES)),
+                )
+
+    def _faster(self, factor: float) -> LinkSpec:
+        return LinkSpec(rate_gbps=self.rate_gbps * factor, delay_us=self.delay_us)
