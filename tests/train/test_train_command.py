@@ -229,7 +229,7 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         model(torch.ones(4, 50)).square().mean().backward()
         optimizer.step()
-    print("comm hooks", len(model._comm_hooks), flush=True)
+    print(f"comm hooks {len(model._comm_hooks)}\\n", end="", flush=True)  # at once, for other ranks write, too
 """
 
 
