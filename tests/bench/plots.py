@@ -7,7 +7,6 @@ documents of ``python -m tests.bench loss --sweep``, which replace ``sweep.json`
 last one counts.
 """
 
-import io
 import json
 import re
 import sys
@@ -17,11 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from dlcp.report.drawing import INK, SOFT, WIDE_PX, blank, finish, legend, look
+from dlcp.report.style import COLOURS
 from tests.bench.sweep import ratios, size_words, time_words
 
 ROOT = Path(__file__).parents[2]
@@ -32,45 +32,34 @@ PAGES = {README: "docs/", DOCS / "benchmarks.md": ""}
 """The pages with a block about the sweep, and the path from each to the plot."""
 _BLOCK = re.compile(r"(<!-- sweep: by tests/bench/plots.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
 _ROW = re.compile(r"^\| (.*?) \|.*?\|.*?\| \**([\d.]+)x", re.MULTILINE)
-_LABEL_CHARACTERS = 44
-_LINES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
-"""Okabe and Ito's colours, distinguishable with deuteranopia; the markers differ, too."""
-_FONT_POINTS = 8.5  # of a plot 576 points wide: 12 pixels where it is shown 830 wide
+_LINES = tuple(
+    (COLOURS[hue][0], marker) for hue, marker in zip(("blue", "orange", "green", "purple"), "os^D", strict=True)
+)
+_PHONE_PX = 460
+"""Width of the plot in README.md: where it is shown 360 wide, its text has 11 pixels."""
 _TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "dlcp", "font.family": "sans-serif"}
 Cell = dict[str, Any]
 
 
 def draw_results(readme: str) -> str:
     """Return the plot of README.md's table as SVG: a bar per row, which begins at 1, the speed of Gloo."""
-    rows = _ROW.findall(readme)
-    mpl.rcParams.update(_SETTINGS | {"font.size": 10})
-    figure = Figure(figsize=(8, 2.4), layout="constrained")
-    axes = figure.add_subplot()
-    speeds = [float(ratio) for _, ratio in rows]
-    colours = ["#2f6f4f" if ratio >= 1 else "#b5543a" for ratio in speeds]
-    axes.barh(range(len(rows)), [ratio - 1 for ratio in speeds], left=1, color=colours, height=0.6)
-    axes.set_yticks(range(len(rows)), [_short(name) for name, _ in rows])
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=1)
-    for place, ratio in enumerate(speeds):
-        axes.text(max(ratio, 1) + 0.02, place, f"{ratio:g}x", va="center")
-    axes.set_xlim(0.5, 2.4)
-    axes.set_xlabel("speed of DLCP; 1 is the speed of Gloo")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
-    return _svg(figure)
-
-
-def _short(name: str) -> str:
-    words, _, rest = name.partition(",")
-    return f"{words},{rest}" if len(name) <= _LABEL_CHARACTERS else f"{words},\n{rest.strip()}"
-
-
-def _svg(figure: Figure) -> str:
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+    rows = [(name, float(ratio)) for name, ratio in _ROW.findall(readme)]
+    title = "Speed of DLCP in times that of Gloo: above 1, DLCP is faster"
+    with look():
+        figure, (axes,) = blank(_PHONE_PX, 78 * len(rows) + 60)
+        for place, (name, ratio) in enumerate(rows):
+            colour = COLOURS["green" if ratio >= 1 else "orange"][0]
+            axes.barh(place, ratio - 1, left=1, color=colour, height=0.4)
+            axes.plot([1, 1], [place - 0.25, place + 0.25], color=INK, linewidth=1)
+            axes.text(max(ratio, 1) + 0.03, place, f"{ratio:g}x", va="center", fontweight="bold", fontsize=14)
+            axes.text(0, place - 0.28, textwrap.fill(name, 46), va="bottom", fontsize=14, linespacing=1.1)
+        axes.set_ylim(len(rows) - 0.6, -1)
+        axes.set_xlim(0, 1.15 * max(ratio for _, ratio in rows))
+        axes.set_yticks([])
+        axes.set_xlabel("times Gloo's speed (higher is better)", fontsize=14)
+        axes.tick_params(labelsize=14)
+        axes.grid(visible=False)
+        return finish(figure, "results", title, title).standalone + "\n"
 
 
 def keep(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -109,37 +98,40 @@ def keep(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def draw(cells: Sequence[Cell]) -> str:
     """Return the plot as SVG: a panel for each loss rate, a line for each number of ranks."""
-    mpl.rcParams.update(_SETTINGS | {"font.size": _FONT_POINTS})
     losses = sorted({cell["loss_percent"] for cell in cells})
     counts = sorted({cell["ranks"] for cell in cells})
-    columns = min(3, len(losses) + 1)
-    rows = -(-(len(losses) + 1) // columns)
-    figure = Figure(figsize=(8, 2.5 * rows + 0.4), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    columns = min(3, len(losses))
+    rows = -(-len(losses) // columns)
     worst, best = (choose(cells, key=lambda cell: cell["ratio"]) for choose in (min, max))
-    for loss, axes in zip(losses, panels, strict=False):
-        here = [cell for cell in cells if cell["loss_percent"] == loss]
-        for count, (colour, marker) in zip(counts, _LINES, strict=False):
-            line = sorted((cell for cell in here if cell["ranks"] == count), key=lambda cell: cell["megabytes"])
-            _draw_line(axes, line, colour, marker)
-        axes.axhline(1, color="black", linewidth=1)
-        axes.set_title("no loss" if not loss else f"{loss:g} % of packets lost", fontsize=_FONT_POINTS + 1)
-        for cell, word in ((worst, "worst"), (best, "best")):
-            if cell in here:
-                _label(axes, cell, word, cells)
-    _set_scales(panels[0], cells)
-    for number, axes in enumerate(panels[: len(losses)]):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.tick_params(labelleft=number % columns == 0, labelbottom=number + columns >= len(losses))
-        if number + columns >= len(losses):
-            axes.set_xlabel("size of the all-reduce")
-    _draw_legend(panels[len(losses)], counts)
-    for axes in panels[len(losses) + 1 :]:
-        axes.set_axis_off()
-    figure.suptitle("Speed of DLCP, in times that of Gloo at its best: above 1, DLCP is faster", fontweight="bold")
-    figure.supylabel("times Gloo's speed (higher is better)", fontsize=_FONT_POINTS)
-    return _svg(figure)
+    title = "Speed of DLCP in times that of Gloo at its best: above 1, DLCP is faster"
+    with look():
+        figure = Figure(figsize=(WIDE_PX / 72, (270 * rows + 70) / 72))
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+        for number, (loss, axes) in enumerate(zip(losses, panels, strict=False)):
+            here = [cell for cell in cells if cell["loss_percent"] == loss]
+            for count, (colour, marker) in zip(counts, _LINES, strict=False):
+                line = sorted((cell for cell in here if cell["ranks"] == count), key=lambda cell: cell["megabytes"])
+                _draw_line(axes, line, colour, marker)
+            axes.axhline(1, color=INK, linewidth=1)
+            axes.set_title("no loss" if not loss else f"{loss:g} % of packets lost")
+            for cell, word in ((worst, "worst"), (best, "best")):
+                if cell in here:
+                    _label(axes, cell, word, cells)
+            axes.tick_params(labelleft=number % columns == 0, labelbottom=number + columns >= len(losses))
+        _set_scales(panels[0], cells)
+        panels[0].margins(x=0.04)
+        for axes in panels[len(losses) :]:
+            axes.set_axis_off()
+        lines = {f"{count} ranks": _line(*_LINES[number]) for number, count in enumerate(counts)}
+        means = {"ratio of the means": {"color": SOFT, "linestyle": ":", "linewidth": 1}}
+        legend(figure, lines | means, len(counts) + 1)
+        figure.supylabel("times Gloo's speed (higher is better)", fontsize=13, color=SOFT)
+        figure.supxlabel("size of the all-reduce; bands: the middle half of the rounds", fontsize=13, color=SOFT)
+        return finish(figure, "sweep", title, title).standalone + "\n"
+
+
+def _line(colour: str, marker: str) -> dict[str, Any]:
+    return {"color": colour, "marker": marker, "markersize": 5, "linestyle": "-", "linewidth": 1.5}
 
 
 def _draw_line(axes: Axes, line: Sequence[Cell], colour: str, marker: str) -> None:
@@ -148,7 +140,7 @@ def _draw_line(axes: Axes, line: Sequence[Cell], colour: str, marker: str) -> No
     low, high = zip(*(cell["ratio_quartiles"] for cell in line), strict=True) if line else ((), ())
     axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.plot(sizes, [cell["ratio_of_means"] for cell in line], color=colour, linestyle=":", linewidth=1)
-    axes.plot(sizes, middle, color=colour, marker=marker, markersize=4, linewidth=1.5)
+    axes.plot(sizes, middle, **_line(colour, marker))
 
 
 def _label(axes: Axes, cell: Cell, word: str, cells: Sequence[Cell]) -> None:
@@ -162,7 +154,7 @@ def _label(axes: Axes, cell: Cell, word: str, cells: Sequence[Cell]) -> None:
         ha="left" if left else "right",
         va="bottom" if word == "best" else "top",
         fontweight="bold",
-        arrowprops={"arrowstyle": "-", "linewidth": 0.8},
+        arrowprops={"arrowstyle": "-", "linewidth": 0.8, "color": INK},
     )
 
 
@@ -171,7 +163,7 @@ def _set_scales(axes: Axes, cells: Sequence[Cell]) -> None:
     every = [cell[kind] for cell in cells for kind in ("ratio", "ratio_of_means")]
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(min(0.5, min(every)) / 1.6, max(2.0, max(every)) * 1.6)
+    axes.set_ylim(min(0.5, min(every)) / 1.6, max(2.0, max(every)) * 3)
     axes.yaxis.set_major_locator(FixedLocator(_TICKS))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.xaxis.set_major_locator(FixedLocator([0.001, 0.01, 0.1, 1, 10, 100]))
@@ -179,17 +171,6 @@ def _set_scales(axes: Axes, cells: Sequence[Cell]) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
-
-
-def _draw_legend(axes: Axes, counts: Sequence[int]) -> None:
-    axes.set_axis_off()
-    for count, (colour, marker) in zip(counts, _LINES, strict=False):
-        axes.plot([], [], color=colour, marker=marker, markersize=4, linewidth=1.5, label=f"{count} ranks")
-    axes.plot([], [], color="#555555", linewidth=1.5, label="median of the rounds")
-    axes.fill_between([], [], [], color="#555555", alpha=0.15, linewidth=0, label="middle half of the rounds")
-    axes.plot([], [], color="#555555", linestyle=":", linewidth=1, label="ratio of the means")
-    axes.plot([], [], color="black", linewidth=1, label="1: as fast as Gloo")
-    axes.legend(loc="center", frameon=False)
 
 
 def sentences(kept: dict[str, Any]) -> str:
