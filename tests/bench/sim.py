@@ -5,6 +5,7 @@ Rates are per second of the processor's time, for neither side waits for anythin
 
 ``sim.ps64``: 64 workers push 25 MB each to 8 parameter servers and pull it back, over 9 leaves and 4 spines at
 100 Gbit/s, DLCP with a bound of 10 %. ``sim.ring1024``: a ring all-reduce of 25 MB over 1,024 ranks in 32 racks, DCTCP.
+``sim.perm1024``: each of 1,024 hosts in a fat tree sends 8 MB to another one, NDP with packets of 9,000 bytes.
 ``sim.nspy``: eight hosts send 10 Gbit/s through one switch to eight others, the same packets here and in ns.py
 (``pip install ns.py``).
 """
@@ -26,9 +27,9 @@ from dlcp.bench.results import BenchResult, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.scenario import SwitchSpec
-from dlcp.sim.topology import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import DctcpTransport, DlcpTransport, NewRenoTransport
+from dlcp.sim.scenario import FlowPattern, SwitchSpec
+from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, Star
+from dlcp.sim.transports import DctcpTransport, DlcpTransport, NdpTransport, NewRenoTransport
 from tests.bench.harness import Benchmark, int_option
 
 SERVERS = tuple(range(0, 64, 8))
@@ -61,6 +62,16 @@ def ring(ranks: int, size_bytes: int) -> Scenario:
         topology=LeafSpine(leaves=ranks // 32, spines=16, hosts_per_leaf=32),
         transports={"dctcp": DctcpTransport()},
         jobs=(job,),
+    )
+
+
+def permutation() -> Scenario:
+    """Return the permutation that is compared with htsim's, with flows four times as long."""
+    return Scenario(
+        topology=FatTree(ports=16),
+        switches=SwitchSpec(packet_bytes=9000, discipline="trim"),
+        transports={"ndp": NdpTransport(packet_bytes=9000, initial_window_packets=23)},
+        patterns=(FlowPattern(size_bytes=8_000_000, transport="ndp"),),
     )
 
 
@@ -128,7 +139,7 @@ def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
 
 
 def measure(arguments: argparse.Namespace) -> list[BenchResult]:
-    """Measure all three; the kernel gets fifty times as many packets as ns.py."""
+    """Measure all; the kernel gets fifty times as many packets as ns.py."""
     turns = replace(arguments.turns, warm_up=1)
     hops_per_s(parameter_server(100_000))  # compiles
     contenders: dict[str, Callable[[], float]] = {"ours": lambda: ours_beside_nspy(arguments.packets * 50)}
@@ -138,11 +149,14 @@ def measure(arguments: argparse.Namespace) -> list[BenchResult]:
         say("ns.py is not installed: pip install ns.py")
     samples = turns.take(contenders)
     scenario = parameter_server(arguments.bytes)
-    rates = replace(turns, warm_up=0).take({"ours": lambda: hops_per_s(scenario)})["ours"]
+    alone_turns = replace(turns, warm_up=0)
+    rates = alone_turns.take({"ours": lambda: hops_per_s(scenario)})["ours"]
+    permuted = alone_turns.take({"ours": lambda: hops_per_s(permutation())})["ours"]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         seconds, details = alone.submit(measure_ring, arguments.ranks, arguments.bytes).result()
     return [
         result("sim.ps64", "packet-hops/s", rates, smaller_is_better=False),
+        result("sim.perm1024", "packet-hops/s", permuted, smaller_is_better=False),
         result("sim.ring1024", "s", [seconds], details=details),
         result("sim.nspy", "packet-hops/s", samples["ours"], samples.get("ns.py"), smaller_is_better=False),
     ]
