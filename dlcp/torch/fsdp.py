@@ -232,7 +232,7 @@ def attach(state: State, model: torch.nn.Module) -> None:
     _check_options(state.options)
     _refuse_second(model)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {id(group): (module, group) for module in modules for group in _groups_of(module)}
+    groups = {id(group): (module, group) for module in modules for group in groups_of(module)}
     named = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     layers = layers_in_order(list(named), {name: tuple(parameter.shape) for name, parameter in named.items()})
@@ -271,7 +271,7 @@ def _by_itself(group: Any) -> ReduceScatter:
 def _refuse_second(model: torch.nn.Module) -> None:
     """Raise RuntimeError if an open state already reduces the model's gradients."""
     for module in model.modules():
-        for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
+        for group in groups_of(module) if isinstance(module, FSDPModule) else ():
             now = group and group._reduce_scatter_comm
             if isinstance(now, LossyReduceScatter) and now.gradients.in_use:
                 raise RuntimeError(
@@ -288,7 +288,7 @@ def _check_options(options: Options) -> None:
         raise ValueError(f"FSDP2 does not support {', '.join(names)}: leave that out, or use DDP")
 
 
-def _groups_of(module: FSDPModule) -> Sequence[Any]:
+def groups_of(module: FSDPModule) -> Sequence[Any]:
     """Return a module's parameter groups, which PyTorch does not expose."""
     if not hasattr(module, "set_custom_reduce_scatter"):
         raise ValueError(f"FSDP2 of PyTorch {torch.__version__} cannot use DLCP's reduce-scatter: update PyTorch")

@@ -76,6 +76,10 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
         state.options = options
         state.tagger.policy = options.classes()
         state.ledger.job = options.job
+    if "torch.distributed.tensor" in sys.modules:  # otherwise no tensor parallelism is in use
+        from dlcp.torch.tensor_parallel import keep_copies_equal  # most jobs do not need it
+
+        state.options = keep_copies_equal(model, state.options)
     if isinstance(model, DistributedDataParallel):
         state.attach(model)
         model.register_comm_hook(state, hook)
