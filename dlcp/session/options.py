@@ -126,7 +126,8 @@ class Options:
         accuracy: settings are penalised by the additional steps that they cost (:mod:`dlcp.convergence`). All ranks
         choose the same settings, between two steps.
     compression
-        Compressor of gradients, such as ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default.
+        Compressor of gradients, such as ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default. With FSDP2
+        only ``fp16`` and ``bf16``.
     combine
         How the ranks' gradients are combined: ``average``, ``sum`` or ``adasum``
         (:mod:`dlcp.collectives.reduction_rules`).

@@ -157,7 +157,11 @@ def flushed(worker, fields):
     return owed
 
 
-@pytest.mark.parametrize(("fields", "ranks"), [(LOSSY, 1), (DEFERRING, 2)], ids=["lost", "deferred"])
+@pytest.mark.parametrize(
+    ("fields", "ranks"),
+    [(LOSSY, 1), (LOSSY | {"compression": "bf16"}, 1), (DEFERRING, 2)],
+    ids=["lost", "lost in half precision", "deferred"],
+)
 def test_a_flushed_step_takes_along_what_is_left(fields, ranks):
     before, after_flush = zip(*values(launch(2, flushed, fields)), strict=True)
     assert np.count_nonzero(before) >= ranks, "which ranks immediate mode leaves something to send is a matter of time"
@@ -223,6 +227,32 @@ def lossy(worker):
     exact, _ = trained(worker.rank, optimizer="sgd", steps=60)
     found, state = trained(worker.rank, worker.options(**LOSSY), optimizer="sgd", steps=60)
     return exact, found, loss_of(exact), loss_of(found), state.ledger.summary()
+
+
+def in_half_precision(worker, fields):
+    exact, _ = trained(worker.rank, optimizer="sgd", steps=20)
+    found, state = trained(worker.rank, worker.options(**{"loss_bound": 0.0} | fields), optimizer="sgd", steps=20)
+    return exact, found, loss_of(exact), loss_of(found), state.ledger.summary()
+
+
+@pytest.mark.parametrize(
+    ("fields", "lossy"),
+    [
+        ({"precision": 16}, False),
+        ({"compression": "bf16"}, False),
+        ({"compression": "fp16"}, False),
+        ({"compression": "bf16"} | LOSSY, True),
+    ],
+    ids=["precision 16", "bf16", "fp16", "bf16 with losses"],
+)
+def test_gradients_may_be_sent_in_half_precision(fields, lossy):
+    (exact, first, before, after, summary), (_, second, *_, others) = values(launch(2, in_half_precision, fields))
+    assert (summary["lost"] + others["lost"] > 0) is lossy
+    assert summary["violations"] == 0
+    for name in exact:
+        assert torch.equal(first[name], second[name]), name
+    assert any(not torch.equal(first[name], exact[name]) for name in exact), "what is sent is rounded"
+    assert after == pytest.approx(before, rel=1e-2 if lossy else 1e-4)
 
 
 def loss_of(parameters):
@@ -348,7 +378,7 @@ def refusals(worker):
     messages = []
     for make_model, fields in (
         (lambda: nn.Linear(4, 4), {}),
-        (lambda: shard(make()), {"compression": "fp16", "samples": 3}),
+        (lambda: shard(make()), {"compression": "topk:0.1", "samples": 3}),
         (lambda: shard(make()), {"collective": "ring"}),
         (sideways, {}),
     ):
