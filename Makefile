@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax lint bench p4 clean
+.PHONY: help demo docs check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax test-integrations lint bench p4 clean
 
 # Python keeps compiled modules even if the user's environment says no: else each process of the tests compiles all that
 # it imports, TensorFlow for 5 s.
@@ -47,11 +47,14 @@ test: $(STAMP) ## set up, check style and types, and run every test
 	$(BIN)/python -m pytest -n $$((2 * $$(nproc))) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
 	status=0; wait $$frameworks || status=$$?; cat out/frameworks.log; exit $$status
 
-test-mxnet test-tensorflow test-jax: test-%: $(STAMP) ## train with MXNet, in an environment of its own; test-tensorflow and test-jax likewise
+tests = $(if $(filter integrations,$*),tests/integrations,tests/frameworks/with_$*)
+test-integrations: ## train with Transformers, Ray, DeepSpeed and compiled models, in an environment of its own; takes minutes
+test-integrations: export DLCP_INTEGRATIONS := 1
+test-mxnet test-tensorflow test-jax test-integrations: test-%: $(STAMP) ## train with MXNet, in an environment of its own; test-tensorflow and test-jax likewise
 	@status=0; nice .ci/set-up-framework $* || status=$$?; \
-	if [ $$status = 3 ]; then echo "SKIPPED tests/frameworks/with_$*: $* cannot be installed here"; exit 0; fi; \
+	if [ $$status = 3 ]; then echo "SKIPPED $(tests): $* cannot be installed here"; exit 0; fi; \
 	[ $$status = 0 ] || exit $$status; \
-	.venv-$*/bin/python -m pytest tests/frameworks/with_$*
+	.venv-$*/bin/python -m pytest $(tests)
 
 sim: $(STAMP) ## simulate a selection of the published experiments, and write a report page to out/sim
 	@$(BIN)/dlcp sim all --quick
