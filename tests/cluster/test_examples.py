@@ -17,7 +17,8 @@ from tests.cluster.nodes import ROOT, Nodes, started
 pytestmark = pytest.mark.timeout(500)
 EXAMPLES = ROOT / "dlcp" / "examples" / "cluster"
 SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".sbatch"))
-DESCRIPTIONS = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+COMPOSE = "compose.yaml"
+DESCRIPTIONS = sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name != COMPOSE)
 SBATCH = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "output"}
 """Those options of sbatch(1) that the script may have."""
 SRUN = {"kill-on-bad-exit"}
@@ -45,7 +46,7 @@ def check_training(words):
 
 
 def test_nothing_stands_here_that_no_test_knows():
-    assert {path.name for path in EXAMPLES.iterdir()} == {*SCRIPTS, *DESCRIPTIONS}
+    assert {path.name for path in EXAMPLES.iterdir()} == {*SCRIPTS, *DESCRIPTIONS, COMPOSE, "Dockerfile"}
     assert (SCRIPTS, DESCRIPTIONS) == (["slurm.sbatch", "ssh.sh"], ["indexed-job.yaml", "trainjob.yaml"])
 
 
@@ -138,6 +139,28 @@ def test_policies_let_dlcps_ports_through_between_the_ranks_alone(name):
     assert rule["from"] == [{"podSelector": policy["podSelector"]}]
     udp = {"protocol": "UDP", "port": wire.UDP_PORT_BASE, "endPort": wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1}
     assert rule["ports"] == [udp, {"protocol": "TCP"}]
+
+
+# Docker ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_is_built_of_files_that_there_are_and_starts_dlcp():
+    (compose,) = documents(COMPOSE)
+    for service in compose["services"].values():
+        context = (EXAMPLES / service["build"]["context"]).resolve()
+        assert context == ROOT
+        dockerfile = (context / service["build"]["dockerfile"]).read_text()
+    assert dockerfile.strip().endswith('ENTRYPOINT ["dlcp"]')
+    (torch,) = re.findall(r"^ARG TORCH=torch==(.*)", dockerfile, re.MULTILINE)
+    assert f"torch={torch}\n" in (ROOT / ".ci" / "set-up").read_text()
+
+
+def test_the_containers_meet_at_the_first_one():
+    services = documents(COMPOSE)[0]["services"]
+    for service in services.values():
+        torchrun = check_training(["dlcp", *service["command"]])
+        assert torchrun.nnodes == str(len(services))
+        assert torchrun.rdzv_endpoint.partition(":")[0] == services["node0"]["hostname"]
 
 
 # The scripts on two nodes ---------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def check_files(words):
 
 
 CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
-CHECKS |= dict.fromkeys(("kubectl", "sbatch", "sh", "tshark"), check_files)
+CHECKS |= dict.fromkeys(("docker", "kubectl", "sbatch", "sh", "tshark"), check_files)
 CHECKS |= {"apt-get": lambda words: None, "mkdir": lambda words: None, "-m": check_script}
 
 
