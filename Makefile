@@ -20,7 +20,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11 
 	$(shell $(python) -c '$(NEW_ENOUGH)' 2>/dev/null && echo $(python))))
 
 help: ## say what there is to make
-	@sed -n 's/^\([a-z0-9-]*\)[ :].*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\)[ :].*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
 
 demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
 	@.ci/packages ip
