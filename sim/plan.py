@@ -155,8 +155,11 @@ class TransportRules:
     beta: float
     additive_packets: float
     max_decrease: float
+    slope: float
+    intercept: float
     timeout_ps: int
     target_ps: int
+    step_gap_ps: int
     demotion: tuple[int, ...]
 
     @classmethod
@@ -175,6 +178,7 @@ class TransportRules:
             "levels": len(demotion),
             "timeout_ps": round(spec.min_timeout_us * PS_PER_US),
             "target_ps": round(getattr(spec, "target_us", 0.0) * PS_PER_US),
+            "step_gap_ps": round(getattr(spec, "step_gap_us", 0.0) * PS_PER_US),
             "demotion": (*demotion, *[0] * (8 - len(demotion))),
         }
         if isinstance(spec, PFabricTransport | NdpTransport):

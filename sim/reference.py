@@ -224,6 +224,9 @@ class MessageStream:
     epoch: int = -1
     peak: float = 0.0
     reno: float = 0.0
+    acked_at: int = 0
+    step_acked: int = 0
+    step_packets: int = 0
 
     @property
     def has_work(self) -> bool:

@@ -84,6 +84,8 @@ def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited
     """Update the window after an acknowledgement of packet ``number``; ``limited``: the window was the limit."""
     if t.kind == TransportKind.NDP:
         return
+    if t.step_gap_ps != 0:
+        follow_step(s, t, now)
     if t.kind == TransportKind.SWIFT:
         follow_delay(s, t, rtt, now, limited)
         return
@@ -98,7 +100,28 @@ def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited
     elif t.kind == TransportKind.CUBIC:
         grow_cubic(s, t, now)
     else:
-        s.window = min(t.max_window_packets, s.window + 1.0 / s.window)
+        s.window = min(t.max_window_packets, s.window + eagerness(s, t) / s.window)
+
+
+@shared
+def follow_step(s: Row, t: Row, now: int) -> None:
+    """Count the packets of a training step, which begins after a pause (MLTCP)."""
+    if s.step_acked != 0 and now - s.acked_at >= t.step_gap_ps:
+        s.step_packets = s.step_acked
+        s.step_acked = 0
+    s.step_acked += 1
+    s.acked_at = now
+
+
+@shared
+def eagerness(s: Row, t: Row) -> Number:
+    """Return the factor on the window's growth: for MLTCP, it grows with the share of the step that has been sent.
+
+    A stream's first step counts its packets, so it has the factor 1.
+    """
+    if s.step_packets == 0:
+        return 1.0
+    return t.slope * min(1.0, s.step_acked / s.step_packets) + t.intercept
 
 
 @shared

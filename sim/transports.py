@@ -52,7 +52,28 @@ class TailProbeTransport(_Transport, frozen=True):
     tail_probe: bool = True
 
 
-class NewRenoTransport(TailProbeTransport, frozen=True, tag="new_reno"):
+class InterleavingTransport(TailProbeTransport, frozen=True):
+    """A transport that can follow MLTCP (Rajasekaran et al., HotNets 2024), so that training jobs take turns on a link.
+
+    In congestion avoidance the window grows by ``slope`` times the share of the step's packets that was acknowledged,
+    plus ``intercept``, packets per round trip instead of one. So the job that began first gets more of a shared link,
+    and ends its exchange sooner, until the jobs' exchanges no longer overlap.
+
+    Parameters
+    ----------
+    step_gap_us
+        A pause between acknowledgements that ends a training step: shorter than computing, and longer than pauses
+        within an exchange. 0 turns MLTCP off. A step is taken to have as many packets as the one before.
+    slope, intercept
+        The published ones; with them, the growth is from 0.25 to 2 packets per round trip.
+    """
+
+    step_gap_us: Annotated[float, Meta(ge=0)] = 0.0
+    slope: Annotated[float, Meta(ge=0)] = 1.75
+    intercept: Annotated[float, Meta(gt=0)] = 0.25
+
+
+class NewRenoTransport(InterleavingTransport, frozen=True, tag="new_reno"):
     """TCP NewReno (RFC 5681, RFC 6582) with selective acknowledgements."""
 
 
@@ -60,7 +81,7 @@ class CubicTransport(TailProbeTransport, frozen=True, tag="cubic"):
     """TCP CUBIC (RFC 9438)."""
 
 
-class DctcpTransport(TailProbeTransport, frozen=True, tag="dctcp"):
+class DctcpTransport(InterleavingTransport, frozen=True, tag="dctcp"):
     """DCTCP (SIGCOMM 2010, RFC 8257)."""
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16  # SIGCOMM 2010, section 4; RFC 8257, section 4.2

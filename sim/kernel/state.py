@@ -122,7 +122,9 @@ STREAM_ROW: Final = row_type(
     (i4, "tail timers"),
     (i8, "tail_number"),
     (i4, "tail_message tail_index credit unused"),
-    (i8, "serial unused1 unused2 unused3"),
+    (i8, "serial acked_at"),
+    (i4, "step_acked step_packets"),
+    (i8, "unused1"),
 )
 """A stream of messages: its window, its messages with unsent packets (``head``), its packets to be retransmitted
 (``retransmissions``), and its packets in flight by queue (``first``).
@@ -131,7 +133,9 @@ STREAM_ROW: Final = row_type(
 the only valid event among the ``timers`` scheduled. ``tail_probing``: the tail probe has not been acknowledged; its
 number is ``tail_number``, and it repeats a packet of ``tail_message`` if that is not -1. ``spare``: packets allowed
 beyond the window. ``repairing``: packets that were lost and not acknowledged since. ``probe_mode``: send probes instead
-of data (pFabric). ``credit``: packets that NDP's PULLs have requested."""
+of data (pFabric). ``credit``: packets that NDP's PULLs have requested. ``step_acked``:
+acknowledged packets of the present training step, the last one at ``acked_at``; ``step_packets``: those of the step
+before (MLTCP)."""
 
 MESSAGE_ROW: Final = row_type(
     (i8, "offset"),

@@ -10,6 +10,7 @@ from dlcp.sim.transports import (
     CubicTransport,
     DctcpTransport,
     DlcpTransport,
+    InterleavingTransport,
     NdpTransport,
     NewRenoTransport,
     PFabricTransport,
@@ -92,6 +93,24 @@ def _incast(transport: TransportSpec, switches: SwitchSpec, failures: tuple[Fail
     )
 
 
+def _taking_turns(transport: InterleavingTransport, switches: SwitchSpec) -> Scenario:
+    """Jobs that share a link, for steps that are long enough to leave slow start."""
+    topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=3, fabric_link=LinkSpec(rate_gbps=10.0))
+    jobs = tuple(
+        CollectiveJob(
+            name=f"job{number}",
+            hosts=(number, number + 3),
+            size_bytes=300_000,
+            transport="t",
+            steps=4,
+            compute_s=2e-4,
+            start_s=number * 5e-5,
+        )
+        for number in range(2)
+    )
+    return Scenario(topology=topology, switches=switches, transports={"t": transport}, jobs=jobs)
+
+
 RARE = (
     _incast(
         NewRenoTransport(),
@@ -102,8 +121,10 @@ RARE = (
         SwitchSpec(discipline="pfabric", buffer_packets=12),
         (FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.9, start_s=2e-5, stop_s=8e-4),),
     ),
+    _taking_turns(NewRenoTransport(step_gap_us=100), SwitchSpec(buffer_packets=12)),
+    _taking_turns(DctcpTransport(step_gap_us=100), SwitchSpec(ecn=EcnSpec(min_packets=5, max_packets=5))),
 )
-"""What random scenarios seldom come to: RED's drops, and pFabric's questions."""
+"""What random scenarios seldom come to: RED's drops, pFabric's questions, and MLTCP's second step."""
 
 
 def _topology(dice: random.Random) -> TopologySpec:

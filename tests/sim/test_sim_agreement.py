@@ -47,7 +47,11 @@ def submitted(monkeypatch) -> list[SubmittedGraph]:
     return graphs
 
 
-@pytest.mark.parametrize("scenario", [*map(draw, range(CASES)), *RARE], ids=[*map(str, range(CASES)), "RED", "pFabric"])
+@pytest.mark.parametrize(
+    "scenario",
+    [*map(draw, range(CASES)), *RARE],
+    ids=[*map(str, range(CASES)), "RED", "pFabric", "MLTCP-Reno", "MLTCP-DCTCP"],
+)
 def test_engines_agree(scenario: Scenario, submitted: list[SubmittedGraph]):
     kernel, reference = simulate(scenario, engine="kernel"), simulate(scenario, engine="reference")
     assert outcome(kernel) == outcome(reference)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dlcp.sim import FailureSpec, Scenario, Simulation
+from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import TransportRules, make_plan
@@ -105,6 +105,49 @@ def test_dctcp_averages_the_marked_share():
     dctcp.number = 5010
     on_ack(dctcp, rules, 1, 1, 5000, 0, 1)
     assert dctcp.window == pytest.approx(before * (1 - dctcp.alpha / 2))
+
+
+@pytest.mark.parametrize("kind", [NewRenoTransport, DctcpTransport])
+def test_mltcp_grows_the_faster_the_more_of_a_step_is_sent(kind):
+    mltcp, rules = stream(kind(step_gap_us=100))
+    mltcp.threshold = 0
+    grown = []
+    for step in range(2):
+        for number in range(200):
+            mltcp.window = 10.0
+            on_ack(mltcp, rules, 0, 1, number, step * 1_000_000_000 + number * 1_000_000, 1)
+            grown.append((mltcp.window - 10) * 10)
+    assert grown[:200] == pytest.approx([1] * 200), "nobody knows yet how long a step is"
+    assert grown[200:] == pytest.approx(np.linspace(0.25, 2, 201)[1:])
+
+
+def test_jobs_with_mltcp_take_turns():
+    """Two jobs whose exchanges overlap at first: with MLTCP, each comes to a step as short as that of a job alone."""
+
+    def last_steps_ms(jobs: int, step_gap_us: float) -> float:
+        scenario = Scenario(
+            topology=LeafSpine(leaves=2, spines=1, hosts_per_leaf=3, fabric_link=LinkSpec(rate_gbps=10.0)),
+            switches=SwitchSpec(ecn=EcnSpec(min_packets=8, max_packets=8)),
+            transports={"t": DctcpTransport(step_gap_us=step_gap_us)},
+            jobs=tuple(
+                CollectiveJob(
+                    name=f"job{number}",
+                    hosts=(number, number + 3),
+                    size_bytes=6_000_000,
+                    transport="t",
+                    steps=50,
+                    compute_s=9.6e-3,
+                    start_s=number * 5e-4,
+                )
+                for number in range(jobs)
+            ),
+        )
+        ended = simulate(scenario, engine="kernel").steps
+        return float(np.mean([np.diff(job.end_ps)[-5:] for job in ended])) / 1e9
+
+    alone = last_steps_ms(1, 1000)
+    assert last_steps_ms(2, 0) > 1.25 * alone
+    assert last_steps_ms(2, 1000) == pytest.approx(alone, rel=0.02)
 
 
 def test_dlcp_takes_loss_as_a_signal_and_a_silence_too():
