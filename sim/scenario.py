@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlcp.document import PlaceError
 from dlcp.error_text import nearest
 from dlcp.sim.topology import Star, TopologySpec
-from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, TransportSpec
+from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, TransportSpec
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -333,7 +333,8 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Raises
         ------
         ValueError
-            Priorities would change while a message is sent, as with pFabric and PIAS, and flows are simulated.
+            Flows are simulated, but a transport's priorities change while a message is sent, as with pFabric and PIAS,
+            or its window depends on the time since a step began, as with MLTCP.
         """
         for name, transport in self.transports.items():
             kind = transport.__struct_config__.tag
@@ -342,6 +343,8 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     f"engine flows does not support {kind}, transport {name!r}, whose priorities change while a "
                     "message is sent; use engine packets, or another transport"
                 )
+            if engine == "flows" and isinstance(transport, InterleavingTransport) and transport.step_gap_us:
+                raise ValueError(f"engine flows has no windows, as step_gap_us of {name!r} needs; use engine packets")
 
     def check_senders(self, *fields: str) -> None:
         """Reject unknown or mismatched transports, and senders of the same name, among those in some fields.

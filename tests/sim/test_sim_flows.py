@@ -151,6 +151,12 @@ def test_memory_of_graphs_is_used_again() -> None:
     assert len(set(sizes)) == 1
 
 
+def test_windows_that_count_steps_are_refused() -> None:
+    setting = Scenario(transports={"t": DctcpTransport(step_gap_us=100.0)}, engine="flows")
+    with pytest.raises(ValueError, match="engine flows has no windows, as step_gap_us of 't' needs"):
+        simulate(setting)
+
+
 def test_pfabric_is_refused() -> None:
     setting = Scenario(switches=SwitchSpec(discipline="pfabric"), transports={"t": PFabricTransport()}, engine="flows")
     with pytest.raises(ValueError, match="engine flows does not support pfabric, transport 't'"):
