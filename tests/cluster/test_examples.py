@@ -206,7 +206,7 @@ def assert_trained(done, checkpoint, folder):
     assert done.returncode == 0, done.stdout + done.stderr
     told = done.stdout + done.stderr
     assert "from step 0 on, 2 processes" in told
-    assert re.search(r"DLCP  Sequential, 20 steps, 1 of 2 ranks, those of this machine", told)
+    assert re.search(r"DLCP  Sequential, 20 steps, 1 of 2 ranks, those of this machine", told), told
     assert told.count("fallback           none, ") == 2
     assert told.count("through sockets") == 2
     assert checkpoint.exists()
