@@ -143,7 +143,7 @@ def guided_setting(answers: Answers) -> RunSetting:
     Raises
     ------
     ValueError
-        The fabric cannot have so many hosts.
+        The fabric has room for fewer hosts.
     """
     model, gpu, transport, collective = (answers[name] for name in ("model", "gpu", "transport", "collective"))
     precisions = [each.precision for each in THROUGHPUTS if (each.model, each.gpu) == (model, gpu)]

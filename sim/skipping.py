@@ -50,19 +50,17 @@ class StepSkipper:
         """Changes so far: those that are scheduled, and jobs that have ended."""
         self._first = {job.name: 0 for job in jobs}
         """Each job's first step after the latest change or skip."""
-        self._to_skip_ps: dict[str, int] = {}
-        """The span of the latest skip, of jobs that have not skipped it yet."""
+        self._to_skip: dict[str, tuple[int, int]] = {}
+        """Of jobs that have not made the latest skip yet: how many steps, and how many known ones these repeat."""
 
     def skip_steps(self, progress: Progress) -> None:
         """Skip steps of a job between two of its graphs, if it is time."""
         self._note_changes()
-        if not self._to_skip_ps:
+        if not self._to_skip:
             self._begin_skip()
-        span_ps = self._to_skip_ps.pop(progress.name, 0)
-        if span_ps:
-            window = self._window(progress)
-            left = progress.steps - len(progress.step_s)
-            progress.skip(min(round(span_ps / PS_PER_S / float(window.mean())), left), len(window))
+        count, known = self._to_skip.pop(progress.name, (0, 0))
+        if count:
+            progress.skip(min(count, progress.steps - len(progress.step_s)), known)
             self._first[progress.name] = len(progress.step_s)
 
     def _note_changes(self) -> None:
@@ -89,7 +87,12 @@ class StepSkipper:
         span_ps = min(seconds_to_ps(max(0.0, min(left_s))), self._next_change_ps() - self._simulation.now_ps)
         if span_ps >= seconds_to_ps(STEPS_PER_GRAPH * max(mean for mean in means if mean is not None)):
             self._simulation.skip(span_ps)
-            self._to_skip_ps = {job.name: span_ps for job in running}
+            # A change right after the span begins new windows, so all that is needed of these is kept.
+            self._to_skip = {
+                job.name: (round(span_ps / PS_PER_S / mean), len(self._window(job)))
+                for job, mean in zip(running, means, strict=True)
+                if mean is not None
+            }
 
     def _next_change_ps(self) -> int:
         number = bisect_right(self._changes_ps, self._simulation.now_ps)

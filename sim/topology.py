@@ -456,7 +456,7 @@ class NetworkFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def _set_divisors(topology: NetworkTopology, levels: dict[str, int]) -> None:
-    """Make the switches of each level choose by what the levels below have not used of a packet's hash.
+    """Let each level of switches choose by the part of a packet's hash that the levels below left unused.
 
     A fat tree gets the divisors that `FatTree` has.
     """

@@ -98,7 +98,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ----------
     model
         A name in `dlcp.sim.models.MODELS`, a profile file that ``dlcp sim profile`` has written, ``trained`` for the
-        network of ``learn``, or a size such as ``350MB``: so many bytes of gradients, without computing.
+        network of ``learn``, or a size such as ``350MB`` for that many bytes of gradients and no computing.
     gpu, gpu_precision
         The published throughput to take computing times from. A profile file has its own times.
     batch

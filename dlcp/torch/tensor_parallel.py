@@ -42,7 +42,7 @@ def keep_copies_equal(model: torch.nn.Module, options: Options) -> Options:
 
 
 def undivided(model: torch.nn.Module) -> list[str]:
-    """Return the names of the trained parameters of which several ranks' groups hold a copy; none without TP."""
+    """Return the names of trained parameters that tensor parallelism copies and does not divide; none without it."""
     if isinstance(model, DistributedDataParallel):
         # DDP replaces each DTensor by its part, with this note.
         divided = {

@@ -66,7 +66,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _failed(found: dict[str, Any]) -> list[str]:
-    """Return which rank failed first, and where its log is; then the others, most of which fail because of that one."""
+    """Return which rank failed first and where its log is, then the other ranks that failed."""
     first = found["first_failure"]
     if first is None:
         return []

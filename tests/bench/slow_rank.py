@@ -51,7 +51,7 @@ class Sleepy(torch.nn.Module):
 
 
 def network(width: int = WIDTH, layers: int = LAYERS, sleep_s: float = 0.0) -> torch.nn.Sequential:
-    """Return a model of equal layers, one of which may be slow."""
+    """Return a model of equal layers; one may be slow."""
     return torch.nn.Sequential(*(Sleepy(width, sleep_s if layer == SLOW_LAYER else 0.0) for layer in range(layers)))
 
 

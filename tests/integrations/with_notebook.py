@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a notebook has in its cells, to train with Accelerate: ``script.py FILE WHERE``, over Gloo or DLCP."""
+"""The cells of a notebook that trains with Accelerate: ``script.py FILE WHERE``, over Gloo or DLCP."""
 
 import json
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel tells of this process's TCP connections, whoever has opened them."""
+"""The kernel's figures on this process's TCP connections, whichever library opened them."""
 
 import socket
 import sys

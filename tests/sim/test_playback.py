@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that plays a step: what it shows is what was simulated, and it names the rank that others wait for."""
+"""The page that plays a step shows what was simulated, and names the rank that others wait for."""
 
 import json
 import re

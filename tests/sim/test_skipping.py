@@ -67,6 +67,15 @@ def test_other_traffic_begins_and_ends_when_it_should(runs):
     assert 0 < skipping["times"]["other"]["count"] < whole["times"]["other"]["count"]
 
 
+def test_jobs_skip_together_up_to_a_change(runs):
+    trouble = {"nodes": ["host0", "leaf0"], "loss_ratio": 0.005, "start_s": 0.06, "stop_s": 0.07}
+    whole, skipping = runs(jobs=[{}, {"name": "longer", "steps": 500}], failures=[trouble])
+    for job, steps in enumerate((400, 500)):
+        assert len(steps_of(skipping, job)) == steps
+        assert skipping["jobs"][job]["skipped_steps"] > steps / 4
+    assert skipping["metrics"]["simulated_s"] == pytest.approx(whole["metrics"]["simulated_s"], rel=0.05)
+
+
 def test_jobs_skip_the_same_time_together(runs):
     jobs = [{}, {"name": "longer", "steps": 700, "start_s": 0.02, "batch": 2}]
     whole, skipping = runs(jobs=jobs)

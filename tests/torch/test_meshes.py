@@ -25,7 +25,7 @@ UNDIVIDED = ["2.bias", "3.weight", "3.bias", "4.weight", "4.bias"]
 
 
 def make(mesh=None):
-    """A model of which tensor parallelism, over a mesh, divides two layers."""
+    """A model with two layers that tensor parallelism divides over a mesh."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(7)
