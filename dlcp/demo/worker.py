@@ -6,6 +6,7 @@ be another traffic pattern: a ring that ends in a gather, where less than half o
 server's port.
 """
 
+import logging
 import math
 import os
 import threading
@@ -44,6 +45,7 @@ _WARM_UP_STEPS: Final = 6
 def train(task: RankTask, channel: Connection) -> Fact:
     """Train, and return this rank's report."""
     rank, setup = task.rank, task.setup
+    logging.basicConfig(format="%(message)s")  # warnings only: the demo says itself what each run is
     digits = demo.load(setup.seed)
     network = demo.network(setup.seed)
     group = dist.new_group(list(range(setup.workers)))
