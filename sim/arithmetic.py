@@ -46,23 +46,12 @@ def mix(value: int, salt: int) -> int:
     return ((value ^ salt) * GOLDEN & MASK64) >> 33
 
 
-ENTROPY_TABLE: Final = np.array(
-    [
-        [zlib.crc32(bytes(13 + at) + bytes([value]) + bytes(3 - at)) ^ zlib.crc32(bytes(17)) for value in range(256)]
-        for at in range(4)
-    ],
-    np.int64,
-)
-"""How each value of each entropy byte changes the hash by which the P4 program chooses paths. CRC-32 is affine, so the
-changes of single bytes combine by XOR."""
-
-
 def path_hashes(
     source: NDArray[np.int64], target: NDArray[np.int64], source_port: NDArray[np.int64], target_port: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the hash of the P4 program's selector over (source, target, UDP, ports, entropy 0), shape (n,)."""
+    """Return the P4 program's hash of flows: source, target, UDP and ports, shape (n,)."""
     addresses = (">u4", HOST_ADDRESS + source), (">u4", HOST_ADDRESS + target)
-    return _crc32(*addresses, ("u1", 17), (">u2", source_port), (">u2", target_port), (">u4", 0))
+    return _crc32(*addresses, ("u1", 17), (">u2", source_port), (">u2", target_port))
 
 
 def slot_owners(

@@ -267,7 +267,7 @@ def data_packet(transmission: Transmission, retransmission: bool) -> SimulatedPa
     stream, transport = message.flow, message.transport
     path_hash = stream.path_hash
     if transport.sprayed:
-        path_hash = int(rules.sprayed_hash(path_hash, (index + message.step + retransmission) & 0xFFFFFFFF))
+        path_hash = int(rules.sprayed_hash(path_hash, index + message.step + retransmission))
     return SimulatedPacket(
         PacketKind.DATA,
         message,
@@ -371,7 +371,9 @@ class ReferenceSwitch:
         if not packet.sprayed or self.rules.path_choice == PathChoice.HASH:
             if self.rules.discipline == Discipline.DLCP:
                 return packet.path_hash // self.divisor % count
-            return mix(packet.path_hash, self.salt) % count
+            # Numbers in a row would take the ports in turn, which only the P4 program's do.
+            value = mix(packet.path_hash, self.salt) if packet.sprayed else packet.path_hash
+            return mix(value, self.salt) % count
         if self.rules.path_choice == PathChoice.RANDOM:
             return self.random.draw() % count
         if self.rules.path_choice == PathChoice.ROUND_ROBIN:

@@ -7,7 +7,6 @@ functions and the reference calls them as Python, so they may use nothing but nu
 Numba needs it.
 """
 
-from dlcp.sim.arithmetic import ENTROPY_TABLE
 from dlcp.sim.jit import shared
 from dlcp.sim.packet_engine import FOREVER_PS
 from dlcp.sim.plan import (
@@ -309,11 +308,9 @@ def queue_of(t: Row, m: Row, index: int) -> Number:
 
 
 @shared
-def sprayed_hash(path_hash: int, entropy: int) -> Number:
-    """Return a flow's path hash with a packet's 32 bits of entropy, which the P4 program's hash covers too."""
-    for position in range(4):
-        path_hash ^= ENTROPY_TABLE[position, (entropy >> (24 - 8 * position)) & 255]
-    return path_hash
+def sprayed_hash(path_hash: int, number: int) -> Number:
+    """Return the hash that chooses a sprayed packet's path: its flow's plus its number, as in p4/v1model/route.p4."""
+    return (path_hash + number) & 0xFFFFFFFF
 
 
 @shared

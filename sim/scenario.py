@@ -65,8 +65,8 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     trim_packets
         With ``trim``: how many packets wait with their payload. NDP's authors use 8.
     spraying
-        How a switch chooses the path of a sprayed packet: by the P4 program's hash over packet index and step, at
-        random, round robin, or by the shortest queue.
+        How a switch chooses the path of a sprayed packet: by a hash of the flow and the packet's number (in the
+        P4 program, a flow's packets take the paths in turn), at random, round robin, or by the shortest queue.
     """
 
     discipline: Literal["fifo", "priority", "dlcp", "pfabric", "trim"] = "fifo"

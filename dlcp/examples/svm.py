@@ -256,13 +256,15 @@ def load(name: str, seed: int, texts: int) -> tuple[Any, Values, Any, Values]:
     return samples[train], labels[train], samples[test], labels[test]
 
 
-TEXTS: Final = 12_000
+MADE_UP_TEXTS: Final = 12_000
 """Samples of the data that are made up, as they come."""
 COSTS: Final = {"digits": (10.0, 0.02), "cancer": (1.0, 0.03), "text": (5.0, 0.5)}
 """Cost and gamma by data set."""
 
 
-def train(group: dlcp.session.Group, name: str, seed: int, elimination: str, texts: int = TEXTS) -> dict[str, Any]:
+def train(
+    group: dlcp.session.Group, name: str, seed: int, elimination: str, texts: int = MADE_UP_TEXTS
+) -> dict[str, Any]:
     """Train on this rank's share of the samples; return what came out, the same on all ranks but for times."""
     samples, labels, test_samples, test_labels = load(name, seed, texts)
     ends = np.linspace(0, len(labels), group.size + 1).astype(int)
@@ -295,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=list(COSTS), default="text")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--texts", type=int, default=TEXTS, help="samples of the data 'text'")
+    parser.add_argument("--texts", type=int, default=MADE_UP_TEXTS, help="samples of the data 'text'")
     parser.add_argument("--eliminate", choices=list(ELIMINATION), default="early")
     arguments = parser.parse_args()
     # Weights are exact on all ranks only if nothing is lost, and nothing rounded.

@@ -4,7 +4,8 @@
 // port for itself (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss.
 control Route(
     inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_from_parser_t from_parser) {
-    // Not CRC16: packets that are counted up share its low bits so often that a message meets two of four equal ports.
+    // Numbers in a row take 2, 4, 8, ... ports in turn, for eight bits follow them: without, the low six bits of CRC-32
+    // take 16 of 64 values for 64 of them, and those of CRC16 fewer.
     Hash<bit<32>>(HashAlgorithm_t.CRC32) route_hash;
     ActionProfile(ROUTE_MEMBERS_SIZE) route_members;
     ActionSelector(
@@ -22,10 +23,10 @@ control Route(
             hdr.ipv4.dst_addr: lpm @name("ipv4_dst");
             hdr.ipv4.src_addr: selector;
             hdr.ipv4.dst_addr: selector;
-            hdr.ipv4.protocol: selector;
             meta.src_port: selector;
             meta.dst_port: selector;
             meta.entropy: selector;
+            hdr.ipv4.protocol: selector;
         }
         actions = { to_next_hop; @defaultonly NoAction; }
         implementation = route_selector;

@@ -53,7 +53,7 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
             trust.apply(hdr, meta, std);
             if (hdr.dlcp.type == DLCP_DATA) {
                 // A packet sent again takes another path than the first time.
-                meta.entropy = hdr.dlcp.index + hdr.dlcp.step + (bit<32>)hdr.dlcp.retransmission;
+                meta.path = hdr.dlcp.index + hdr.dlcp.step + (bit<32>)hdr.dlcp.retransmission;
             } else {
                 meta.is_control = 1;
             }

@@ -21,7 +21,7 @@ struct metadata_t {
     bit<3> drop_class;
     bit<16> src_port;   // of TCP and UDP; zero where the parser reads no ports
     bit<16> dst_port;
-    bit<32> entropy;    // differs from packet to packet where packets of a flow may take different paths
+    bit<32> path;       // chooses among equal-cost ports: the flow's hash, plus a number where packets take turns
     bit<2> color;
 }
 

@@ -405,7 +405,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.path_hash = s.path_hash
     if t.sprayed != 0:
         # A retransmission gets another path.
-        x.path_hash = rules.sprayed_hash(s.path_hash, (index + m.step + retransmission) & 0xFFFFFFFF)
+        x.path_hash = rules.sprayed_hash(s.path_hash, index + m.step + retransmission)
     return packet
 
 

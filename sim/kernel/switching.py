@@ -46,7 +46,10 @@ def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) ->
         if rules.discipline == Discipline.DLCP:
             pick = (path_hash // switch.divisor) % count
         else:
-            pick = k.mix(path_hash, switch.salt) % count
+            value = path_hash
+            if sprayed != 0:
+                value = k.mix(path_hash, switch.salt)  # else numbers in a row would take the ports in turn
+            pick = k.mix(value, switch.salt) % count
     elif rules.path_choice == PathChoice.RANDOM:
         pick = k.draw(switch) % count
     elif rules.path_choice == PathChoice.ROUND_ROBIN:

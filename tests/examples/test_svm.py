@@ -22,7 +22,7 @@ OPTIONS = {"loss_bound": 0.0, "precision": "32", "combine": "sum", "fallback": F
 @pytest.mark.parametrize("name", ["cancer", "digits"])
 @pytest.mark.parametrize("elimination", svm.ELIMINATION)
 def test_it_is_scikit_learns(name, elimination):
-    samples, labels, test_samples, test_labels = svm.load(name, 1, svm.TEXTS)
+    samples, labels, test_samples, test_labels = svm.load(name, 1, svm.MADE_UP_TEXTS)
     cost, gamma = svm.COSTS[name]
     theirs = SVC(C=cost, gamma=gamma).fit(samples, labels)
     with dlcp.session.join(dlcp.session.Options(**OPTIONS), rank=0, size=1) as group:
@@ -63,7 +63,7 @@ def test_four_ranks_find_what_one_finds():
 
 
 def test_rows_arrive_as_they_were_sent():
-    samples, labels, *_ = svm.load("text", 1, svm.TEXTS)
+    samples, labels, *_ = svm.load("text", 1, svm.MADE_UP_TEXTS)
     width = int(np.diff(samples.indptr).max())
     assert 2 * width < samples.shape[1] / 50, "sparse rows save most of the bytes"
     chosen = np.array([3, 14, 159])

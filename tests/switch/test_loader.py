@@ -221,7 +221,7 @@ def test_hashes_and_checksums_that_are_refused(document):
     changed["pipelines"][0]["action_profiles"][0]["selector"]["algo"] = "random"
     refused(changed, "the hash random", "route.p4")
     changed = copy.deepcopy(document)
-    changed["calculations"][1]["input"].append({"type": "payload"})
+    changed["calculations"][-1]["input"].append({"type": "payload"})
     refused(changed, "a hash over a payload", "dlcp.p4")
     changed = copy.deepcopy(document)
     changed["checksums"][0]["type"] = "ipv4"

@@ -344,14 +344,16 @@ class Machine:
         return _outcome(hit=True)
 
     def _chosen(self, members: list[int], table: dict[str, Any], scope: Scope) -> int:
-        """Return a member by the selector fields, as BMv2 does; a Tofino has its way."""
+        """Return a member by the hash of the flow plus ``entropy``, as the program for BMv2; a Tofino has its way."""
         fields = [tree for tree, kind, _ in table["key"] if kind == "selector"]
         for tree in fields:
             owner = self.value(tree[1], scope)
             if owner.header and not owner.valid:
                 raise P4Error(f"a selector reads {tree[2]} of a header that is not there")
-        selecting = [self.value(tree, scope) for tree in fields]
-        return members[zlib.crc32(to_bytes(joined(selecting))) % len(members)]
+        selecting = {tree[2]: self.value(tree, scope) for tree in fields}
+        flow = [selecting[name] for name in ("src_addr", "dst_addr", "protocol", "src_port", "dst_port")]
+        path = zlib.crc32(to_bytes(joined(flow))) + selecting["entropy"].number
+        return members[path % (1 << 32) % len(members)]
 
     def _act_with(self, name: str, numbers: list[int], instance: Instance, scope: Scope) -> None:
         self._act(name, [Value(number) for number in numbers], scope)
