@@ -30,9 +30,7 @@ NODE_ROW = row_type(
     (np.bool_, "watched"),
     (np.int16, "class_shares"),
     (np.float64, "loss_bound"),
-    (np.int32, "job"),
-    (np.int64, "step"),
-    (np.int32, "message sender"),
+    (np.int32, "job step message sender"),
 )
 """A node's description; see `GraphBuilder.messages`."""
 

@@ -239,7 +239,7 @@ class Submitter:
             bounded=bounded,
             owner=owner,
             queue=np.where(preset, rules["queue"][transport], nodes["queue"]).astype(np.int8),
-            salt=(nodes["step"] * 131 + nodes["message"]) * 257 + nodes["sender"] + self.plan.seed * 65537,
+            salt=(nodes["step"] * np.int64(131) + nodes["message"]) * 257 + nodes["sender"] + self.plan.seed * 65537,
         )
 
     def sizes(self, nodes: NDArray[Any], bits: int = FULL_BITS, value_bytes: int = 4) -> NDArray[Any]:

@@ -89,8 +89,8 @@ class SubmittedGraph:
         self, env: simpy.Environment, submission: Submission, label: Any, *, keeps_outcomes: bool = False
     ) -> None:
         graph = submission.graph
-        self.graph, self.number, self.sizes, self.label = graph, submission.number, submission.sizes.copy(), label
-        self.packets: NDArray[np.int32] = submission.sizes["packets"]
+        self.graph, self.number, self.sizes, self.label = graph, submission.number, submission.sizes, label
+        self.packets: NDArray[np.int32] = submission.sizes["packets"].copy()
         self.done, self.closed = env.event(), env.event()
         self.last_records: NDArray[Any] | None = None
         self.keeps_outcomes = keeps_outcomes
@@ -307,24 +307,26 @@ def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, tim
         times.begin_ps.append(int(env.now))
         if spec.compute_s:
             yield env.timeout(seconds_to_ps(spec.compute_s))
-        builder = GraphBuilder()
-        servers = spec.servers if spec.collective == "parameter_server" else 0
-        all_reduce(
-            builder,
-            spec.collective,
-            AllReduceSpec(
-                spec.hosts[servers:],
-                spec.size_bytes,
-                simulation.transports[spec.transport],
-                queue=spec.queue,
-                loss_bound=spec.loss_bound,
-                job=number,
-                step=step,
-            ),
-            servers=spec.hosts[:servers],
-        )
-        yield simulation.submit(builder.build(), label=(spec.name, step)).done
+        graph = collective_graph(spec, simulation.transports[spec.transport], number, step)
+        yield simulation.submit(graph, label=(spec.name, step)).done
         times.end_ps.append(int(env.now))
+
+
+def collective_graph(spec: CollectiveJob, transport: int, number: int, step: int) -> Graph:
+    """Return the all-reduce of a step of job ``number``."""
+    builder = GraphBuilder()
+    servers = spec.servers if spec.collective == "parameter_server" else 0
+    exchange = AllReduceSpec(
+        spec.hosts[servers:],
+        spec.size_bytes,
+        transport,
+        queue=spec.queue,
+        loss_bound=spec.loss_bound,
+        job=number,
+        step=step,
+    )
+    all_reduce(builder, spec.collective, exchange, servers=spec.hosts[:servers])
+    return builder.build()
 
 
 def traced_job(simulation: Simulation, progress: TraceProgress) -> Process:

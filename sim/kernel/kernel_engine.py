@@ -144,18 +144,18 @@ class KernelEngine:
         as long as everything else for a graph of millions of nodes.
         """
         graph = submission.graph
-        serials, inverse = np.unique(submission.streams, return_inverse=True)
-        streams = np.array([self._stream_rows[serial] for serial in serials.tolist()], np.int32)[inverse]
         packets = submission.sizes["packets"]
         offsets = segment + np.cumsum(packets) - packets
         count = len(graph)
         for start in range(0, count, _ROWS_AT_ONCE):
             part = slice(start, min(start + _ROWS_AT_ONCE, count))
             described = graph.nodes[part]
+            serials, inverse = np.unique(submission.streams[part], return_inverse=True)
+            streams = np.array([self._stream_rows[serial] for serial in serials.tolist()], np.int32)[inverse]
             rows = self._a.messages[nodes.start + part.start : nodes.start + part.stop]
             rows.view(np.uint8)[:] = 0
             rows["begin"] = rows["end"] = -1
-            rows["offset"], rows["stream"] = offsets[part], streams[part]
+            rows["offset"], rows["stream"] = offsets[part], streams
             rows["graph"], rows["waits"] = slot, graph.waits[part]
             rows["followers"] = edge + graph.starts[part]
             rows["follower_count"] = graph.starts[part.start + 1 : part.stop + 1] - graph.starts[part]
