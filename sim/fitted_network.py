@@ -9,6 +9,7 @@ from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.topology import (
     Dragonfly,
     FatTree,
+    FileTopology,
     LeafSpine,
     LinkSpec,
     RailOptimised,
@@ -19,8 +20,8 @@ from dlcp.sim.topology import (
 )
 from dlcp.sim.transports import TransportSpec
 
-FABRICS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(TopologySpec))
-"""Names of topologies."""
+FABRICS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(TopologySpec) if kind is not FileTopology)
+"""Names of topologies whose size can be chosen."""
 TRANSPORT_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(TransportSpec)}
 """Transports, with their authors' settings, by name."""
 _HOSTS_PER_LEAF: Final = 8
@@ -42,7 +43,9 @@ class FittedNetwork:
     fabric
         A name in `FABRICS`: a star; at least two leaves of up to 8 hosts, or rails of servers with 8 GPUs, under 4
         spines, with fabric links so fast that nothing is oversubscribed; the smallest fat tree; or a dragonfly with 8
-        hosts in a group.
+        hosts in a group. Or a file with its hosts, switches and links.
+    rate_gbps, delay_us
+        Of the links, unless they come from a file.
     transport
         A name in `TRANSPORT_KINDS`.
     discipline
@@ -62,10 +65,13 @@ class FittedNetwork:
         ------
         TopologyError
             The fabric cannot be so large.
+        dlcp.document.DocumentError
+            Its file is missing or wrong.
         """
         topology = self._topology(hosts)
         if build_topology(topology).hosts < hosts:
-            raise TopologyError(f"the largest {self.fabric} has fewer than {hosts} hosts; choose another fabric")
+            largest = f"the largest {self.fabric}" if self.fabric in FABRICS else self.fabric
+            raise TopologyError(f"{largest} has fewer than {hosts} hosts; choose another fabric")
         discipline: Any = self.discipline or suited_discipline(self.transport)
         return {
             "topology": topology,
@@ -93,7 +99,7 @@ class FittedNetwork:
                 return FatTree(ports=ports, host_link=link, fabric_link=link)
             case "dragonfly":
                 return Dragonfly(groups=max(2, groups), host_link=link, local_link=link, global_link=link)
-            case _:
+            case "rail_optimised":
                 pod = min(groups, RailOptimised().servers_per_pod)
                 return RailOptimised(
                     servers=math.ceil(groups / pod) * pod,
@@ -102,6 +108,8 @@ class FittedNetwork:
                     host_link=link,
                     fabric_link=self._faster(max(1.0, pod / _SPINES)),
                 )
+            case _:
+                return FileTopology(file=self.fabric)
 
     def _faster(self, factor: float) -> LinkSpec:
         return LinkSpec(rate_gbps=self.rate_gbps * factor, delay_us=self.delay_us)

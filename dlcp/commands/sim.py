@@ -56,13 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.set_defaults(action=_play)
     several = commands.add_parser("sweep", help="run all combinations that have no results yet")
     _files(several, "*", "required")
+    add_out(several, _OUT)
     _where(several)
     several.set_defaults(action=_sweep)
     report = commands.add_parser("report", help="write report.html, summary.json and the plots of all results")
     _files(report, "*")
+    add_out(report, _OUT)
     report.set_defaults(action=_report)
     everything = commands.add_parser("all", help="sweep, then report")
     _files(everything, "*")
+    add_out(everything, _OUT)
     _where(everything)
     everything.set_defaults(action=_all)
     compare = commands.add_parser("compare", help="print how the numbers of two runs differ, and which is better")
@@ -117,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         *(SimUsageError, DocumentError, PlaceError, SweepError),
         *(ReportError, ProfileError, LearningError, TraceFormatError),
     ) as error:
-        return refuse("sim", error, 1)
+        return refuse("sim", error)
     except MemoryError as error:
         return refuse("sim", f"out of memory: {error}; finished runs are kept", 1)
     except KeyboardInterrupt:
@@ -151,7 +154,6 @@ def _files(parser: argparse.ArgumentParser, nargs: int | str, default: str = "de
     choices = ("packets", "flows")
     words = "what to simulate: packets, or flows, which approximate many thousand hosts (default: the file's)"
     parser.add_argument("--engine", choices=choices, help=words)
-    add_out(parser, _OUT)
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:
@@ -160,9 +162,11 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     add(parser, "--ranks", "N", whole(1), "ranks, if a file of one rank stands for all")
     add(parser, "--repeat", "N", whole(1), "how often the job runs", default=1)
     # Their choices are those of dlcp.sim, which takes a while to load.
-    add(parser, "--topology", "KIND", str, "star, leaf_spine, fat_tree, dragonfly or rail_optimised", default="star")
-    add(parser, "--rate-gbps", "RATE", real(Range(0.0, 10_000, above=True)), "rate of the hosts' links", default=100.0)
-    add(parser, "--delay-us", "TIME", real(Range(0.0, 1e6)), "delay of a link", default=1.0)
+    fabrics = "star, leaf_spine, fat_tree, dragonfly or rail_optimised, or a file of hosts, switches and links"
+    add(parser, "--topology", "KIND", str, fabrics, default="star")
+    rate = "rate of the hosts' links, which a file of links has itself (default: 100)"
+    add(parser, "--rate-gbps", "RATE", real(Range(0.0, 10_000, above=True)), rate)
+    add(parser, "--delay-us", "TIME", real(Range(0.0, 1e6)), "delay of a link, likewise (default: 1)")
     kinds = "dctcp, cubic, new_reno, swift, dlcp, pias, pfabric or ndp, with the switches that suit it"
     add(parser, "--transport", "KIND", str, kinds, default="dctcp")
     add(parser, "--collective", "NAME", str, "all-reduces: ring, direct or tree (default: by the trace)")
@@ -290,13 +294,19 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from dlcp.sim.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
     from dlcp.sim.scenario import TraceJob
 
+    fabric = arguments.topology
+    from_file = fabric not in FABRICS and Path(fabric).is_file()
+    links = {name: value for name in ("rate_gbps", "delay_us") if (value := getattr(arguments, name)) is not None}
     for flag, value, known in (
-        ("--topology", arguments.topology, FABRICS),
+        ("--topology", fabric, [fabric] if from_file else FABRICS),
         ("--transport", arguments.transport, TRANSPORT_KINDS),
         ("--collective", arguments.collective or "ring", ("ring", "direct", "tree")),
     ):
         if value not in known:
             raise SimUsageError(f"{flag}: there is no {value!r}{nearest(value, known)}")
+    if from_file and links:
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in links)
+        raise SimUsageError(f"--topology: the links of {fabric} have their own rates and delays; leave {given} out")
     groups = read_json(arguments.groups) if arguments.groups else {}
     try:
         job = msgspec.convert(
@@ -310,7 +320,7 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
         )
     except msgspec.ValidationError as error:
         raise SimUsageError(f"{arguments.groups or arguments.trace}: {error}") from None
-    network = FittedNetwork(arguments.topology, arguments.rate_gbps, arguments.delay_us, arguments.transport)
+    network = FittedNetwork(fabric, transport=arguments.transport, **links)
     return job, network
 
 

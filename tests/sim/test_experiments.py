@@ -276,7 +276,7 @@ def test_two_experiments_are_simulated_and_compared(tmp_path, capsys) -> None:
     assert re.search(r"step_s .* B$", out, re.MULTILINE)
     assert main(["sim", "compare", str(one), str(one)]) == 0
     assert "2 runs compared, 0 numbers differ" in capsys.readouterr().out
-    assert main(["sim", "compare", str(one), "slow_prt"]) == 1
+    assert main(["sim", "compare", str(one), "slow_prt"]) == 2
     assert "did you mean slow_port" in capsys.readouterr().err
 
 
@@ -294,5 +294,5 @@ def test_one_point_is_run_and_printed(swept, capsys) -> None:
     printed = capsys.readouterr().out
     assert "scheduler FIFO, rate fast" in printed
     assert "step_s" in printed
-    assert main(["sim", "run", str(folder / "small.yaml"), "--point", "rat=fast"]) == 1
+    assert main(["sim", "run", str(folder / "small.yaml"), "--point", "rat=fast"]) == 2
     assert "did you mean rate" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def written(path, *options):
 
 
 def refusal(capsys, *words):
-    assert main([*NEW, *words]) == 1
+    assert main([*NEW, *words]) == 2
     return capsys.readouterr().err
 
 

@@ -122,12 +122,12 @@ def test_of_many_ranks_those_are_shown_that_others_wait_for(straggler, monkeypat
 )
 def test_what_is_not_there_is_refused(straggler, tmp_path, capsys, options, message):
     page = tmp_path / "step.html"
-    assert main(["sim", "play", str(straggler), "--output", str(page), *options]) == 1
+    assert main(["sim", "play", str(straggler), "--output", str(page), *options]) == 2
     assert message in capsys.readouterr().err
     assert not page.exists()
 
 
 def test_a_step_that_never_ends_is_an_error(tmp_path, capsys):
     path = write_experiment(tmp_path, STRAGGLER.replace("setting:", "setting:\n  stop_s: 0.003", 1))
-    assert main(["sim", "play", str(path), "--output", str(tmp_path / "a.html")]) == 1
+    assert main(["sim", "play", str(path), "--output", str(tmp_path / "a.html")]) == 2
     assert "the run ended before step 2 of job" in capsys.readouterr().err

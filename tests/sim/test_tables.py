@@ -147,7 +147,7 @@ def test_the_command_says_which_files_and_which_extra(tmp_path, capsys, monkeypa
     assert f"{tmp_path}/tables/messages.csv" in capsys.readouterr().out
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else found(name))
-    assert main(["sim", "run", path, "--parquet", str(tmp_path)]) == 1
+    assert main(["sim", "run", path, "--parquet", str(tmp_path)]) == 2
     assert "pip install 'dlcp[parquet]'" in capsys.readouterr().err
 
 

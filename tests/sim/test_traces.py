@@ -206,13 +206,30 @@ def test_a_trace_is_imported_and_exported(goal, tmp_path, capsys):
     ],
 )
 def test_a_wrong_command_line_is_refused(goal, capsys, words, message):
-    assert dlcp("sim", "import", goal, *words) == 1
+    assert dlcp("sim", "import", goal, *words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_trace_runs_on_a_network_from_a_file(goal, tmp_path, capsys):
+    file = tmp_path / "network.yaml"
+    links = "links: [{between: [a, s]}, {between: [b, s]}, {between: [c, s]}]"
+    file.write_text(f"hosts: [a, b, c]\nswitches: [s]\n{links}\n")
+    assert dlcp("sim", "replay", goal, "--topology", file) == 0
+    numbers = capsys.readouterr().out
+    assert dlcp("sim", "replay", goal) == 0
+    assert capsys.readouterr().out == numbers, "a star, too, with the same rates and delays"
+    assert dlcp("sim", "import", goal, "--topology", file, "--output", tmp_path / "own.yaml") == 0
+    assert str(file) in (tmp_path / "own.yaml").read_text()
+    assert dlcp("sim", "replay", goal, "--topology", file, "--rate-gbps", "10") == 2
+    assert "have their own rates and delays; leave --rate-gbps out" in capsys.readouterr().err
+    file.write_text("hosts: [a]\nswitches: [s]\nlinks: [{between: [a, s]}]\n")
+    assert dlcp("sim", "replay", goal, "--topology", file) == 2
+    assert "network.yaml" in capsys.readouterr().err
 
 
 def test_a_wrong_trace_is_refused_on_the_command_line(goal, capsys):
     goal.write_text(PING_PONG[:100])
-    assert dlcp("sim", "replay", goal) == 1
+    assert dlcp("sim", "replay", goal) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"dlcp sim: {goal}:")
     assert "rank 0" in error
