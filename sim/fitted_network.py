@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
+from dlcp.sim.plugins import AnyTransport
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.topology import (
     Dragonfly,
@@ -18,11 +19,10 @@ from dlcp.sim.topology import (
     TopologySpec,
     build_topology,
 )
-from dlcp.sim.transports import TransportSpec
 
 FABRICS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(TopologySpec) if kind is not FileTopology)
 """Names of topologies whose size can be chosen."""
-TRANSPORT_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(TransportSpec)}
+TRANSPORT_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyTransport)}
 """Transports, with their authors' settings, by name."""
 _HOSTS_PER_LEAF: Final = 8
 _SPINES: Final = 4

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Callable
@@ -80,7 +81,9 @@ def _cache_folder() -> Path | None:
     digest = hashlib.sha256(f"{numba_version} {os.environ.get('NUMBA_BOUNDSCHECK', '')}".encode())
     shared = (Path(str(importlib.import_module(name).__file__)) for name in _SHARED)
     compiled = (path for folder in _COMPILED for path in sorted((Path(__file__).parent / folder).glob("*.py")))
-    for source in (*compiled, *shared):
+    plugins = importlib.import_module("dlcp.sim.plugins")
+    own = (Path(inspect.getfile(each)) for each in (*plugins.OWN_TRANSPORTS, *plugins.OWN_DISCIPLINES.values()))
+    for source in (*compiled, *shared, *own):
         digest.update(source.read_bytes())
     kernels = base.parent / "sim"
     kernels.mkdir(exist_ok=True, mode=0o700)

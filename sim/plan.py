@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
+from dlcp.sim.plugins import OWN_DISCIPLINES, OWN_SETTINGS_MAX, OWN_TRANSPORTS, setting_values
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.topology import NetworkTopology, Routes
 from dlcp.sim.transports import (
     TRANSPORTS_MAX,
-    DctcpTransport,
     DlcpTransport,
     NdpTransport,
+    OwnTransport,
     PFabricTransport,
-    PiasTransport,
     TransportSpec,
 )
 from dlcp.wire import DROP_CLASSES, Queue
@@ -79,6 +79,11 @@ class TransportKind(IntEnum):
     DLCP = 7
 
 
+OWN_KIND: Final = 100
+"""Number of the first transport in `dlcp.sim.plugins.OWN_TRANSPORTS`, and of the first discipline in `OWN_DISCIPLINES`
+there; the others follow."""
+
+
 class Discipline(IntEnum):
     """How ports queue and drop; names as in `dlcp.sim.scenario.SwitchSpec.discipline`."""
 
@@ -132,9 +137,11 @@ class TransportRules:
         Drop-class profile of messages that name none.
     levels, demotion
         PIAS: the number of thresholds in use, and the thresholds in bytes, padded with 0.
+    own
+        Settings of an `dlcp.sim.transports.OwnTransport`, padded with 0.
     """
 
-    kind: TransportKind
+    kind: int
     payload: int
     header_bytes: int
     ack_bytes: int
@@ -161,18 +168,24 @@ class TransportRules:
     target_ps: int
     step_gap_ps: int
     demotion: tuple[int, ...]
+    own: tuple[float, ...]
 
     @classmethod
     def of(cls, spec: TransportSpec, switches: SwitchSpec, profile: int) -> "TransportRules":
         """Return a transport's rules on these switches; ``profile`` is its default drop-class profile."""
         settings: dict[str, Any] = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
         demotion = getattr(spec, "demotion_bytes", ())
+        if isinstance(spec, OwnTransport):
+            kind = OWN_KIND + OWN_TRANSPORTS.index(type(spec))
+            own = [float(getattr(spec, name)) for name in spec.own_settings()]
+        else:
+            kind, own = TransportKind[str(spec.__struct_config__.tag).upper()], []
         settings |= {
-            "kind": TransportKind[str(spec.__struct_config__.tag).upper()],
+            "kind": kind,
             "payload": spec.packet_bytes - spec.header_bytes,
             "control_queue": Queue.CONTROL,
             "sprayed": spec.balancing == "packet",
-            "ecn": isinstance(spec, DctcpTransport | PiasTransport | DlcpTransport),
+            "ecn": spec.ecn,
             "profile": profile,
             "switch_hops": getattr(spec, "switch_hops", 1),  # a divisor
             "levels": len(demotion),
@@ -180,6 +193,7 @@ class TransportRules:
             "target_ps": round(getattr(spec, "target_us", 0.0) * PS_PER_US),
             "step_gap_ps": round(getattr(spec, "step_gap_us", 0.0) * PS_PER_US),
             "demotion": (*demotion, *[0] * (8 - len(demotion))),
+            "own": (*own, *[0.0] * (OWN_SETTINGS_MAX - len(own))),
         }
         if isinstance(spec, PFabricTransport | NdpTransport):
             # They reorder packets, and detect losses by a timer or a NACK.
@@ -198,13 +212,15 @@ class SwitchRules:
     ----------
     alpha_1024
         ``alpha`` in units of 1/1024.
+    own
+        Settings of a discipline of another package.
     ecn_probability
         Highest marking probability, in units of 1 / `DRAW_LIMIT`.
     mark_above, drop_above
         Queue depths in packets; ``drop_above`` is by drop class.
     """
 
-    discipline: Discipline
+    discipline: int
     buffer: BufferScope
     limit_bytes: int
     limit_packets: int
@@ -217,14 +233,16 @@ class SwitchRules:
     path_choice: PathChoice
     mark_above: int
     drop_above: tuple[int, ...]
+    own: tuple[float, ...]
 
     @classmethod
     def of(cls, spec: SwitchSpec) -> "SwitchRules":
         """Return the rules of a `SwitchSpec`."""
         # The P4 program marks by `mark_at`; the other disciplines do without marks.
         ecn = spec.ecn if spec.discipline in ("fifo", "priority") else None
+        own = [*OWN_DISCIPLINES].index(spec.discipline) if spec.discipline in OWN_DISCIPLINES else -1
         return cls(
-            discipline=Discipline[spec.discipline.upper()],
+            discipline=Discipline[spec.discipline.upper()] if own < 0 else OWN_KIND + own,
             buffer=BufferScope[spec.buffer.upper()],
             limit_bytes=spec.buffer_packets * spec.packet_bytes,
             limit_packets=spec.buffer_packets,
@@ -237,6 +255,7 @@ class SwitchRules:
             path_choice=PathChoice[spec.spraying.upper()],
             mark_above=int(spec.mark_at * spec.buffer_packets),
             drop_above=(NO_LIMIT, *(int(share * spec.buffer_packets) for share in spec.drop_at)),
+            own=setting_values(spec.discipline, spec.settings),
         )
 
 
@@ -244,8 +263,9 @@ def _row_type(record: type[TransportRules | SwitchRules]) -> np.dtype[Any]:
     """Return the row type of a record: a 64-bit number for each field, eight for a tuple."""
     columns: list[Any] = []
     for column in dataclasses.fields(record):
-        size = (8,) if column.type == tuple[int, ...] else ()
-        columns.append((column.name, np.float64 if column.type is float else np.int64, size))
+        size = (8,) if column.type in (tuple[int, ...], tuple[float, ...]) else ()
+        is_float = column.type in (float, tuple[float, ...])
+        columns.append((column.name, np.float64 if is_float else np.int64, size))
     return np.dtype(columns)
 
 

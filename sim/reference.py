@@ -19,7 +19,8 @@ import simpy
 from numpy.typing import NDArray
 
 from dlcp.sim import rules
-from dlcp.sim.arithmetic import HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
+from dlcp.sim.arithmetic import DRAW_LIMIT, HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
+from dlcp.sim.disciplines import Admission
 from dlcp.sim.graph import NODE_RECORD
 from dlcp.sim.packet_engine import (
     COUNTER_CELLS,
@@ -37,6 +38,7 @@ from dlcp.sim.plan import (
     EVENT_BUDGET_SPENT,
     EVENT_MARKED,
     EVENT_SLOT_TAKEN,
+    OWN_KIND,
     PORT_INDEX_WIDTH,
     PORT_QUEUES,
     PROFILE_CELLS,
@@ -415,7 +417,7 @@ class SwitchPort:
                 self.engine.drop(packet, EngineCounter.DROPS_TAIL)
                 return
             self._take(0, victim)
-        if self._drops_early(packet, len(self.queues[queue])):
+        if self._drops_early(packet, queue):
             self.engine.drop(packet, EngineCounter.DROPS_EARLY)
             return
         packet.enqueued_us, packet.enqueued_depth = now // PS_PER_US, len(self.queues[queue])
@@ -432,7 +434,7 @@ class SwitchPort:
 
     def _queue_of(self, packet: SimulatedPacket) -> int:
         discipline = self.rules.discipline
-        if discipline in (Discipline.PRIORITY, Discipline.DLCP):
+        if discipline in (Discipline.PRIORITY, Discipline.DLCP) or discipline >= OWN_KIND:
             return packet.queue
         if discipline != Discipline.TRIM:
             return 0
@@ -443,19 +445,31 @@ class SwitchPort:
             self.engine.count(EngineCounter.TRIMS)
         return Queue.CONTROL
 
-    def _drops_early(self, packet: SimulatedPacket, waiting: int) -> bool:
-        rules = self.rules
-        if waiting < rules.ecn_min:
+    def _drops_early(self, packet: SimulatedPacket, queue: int) -> bool:
+        limits, waiting = self.rules, len(self.queues[queue])
+        if limits.discipline >= OWN_KIND:
+            chance = self.link.random.draw() / DRAW_LIMIT
+            levels = waiting, self.queue_bytes[queue], self.bytes
+            verdict = rules.own_verdict(limits.discipline, packet, limits.own, *levels, chance)
+            if verdict == Admission.MARK:
+                self._mark(packet)
+            return bool(verdict == Admission.DROP)
+        if waiting < limits.ecn_min:
             return False
-        if waiting < rules.ecn_max:
-            share = (waiting - rules.ecn_min) * rules.ecn_probability
-            if self.link.random.draw() * (rules.ecn_max - rules.ecn_min) >= share:
+        if waiting < limits.ecn_max:
+            share = (waiting - limits.ecn_min) * limits.ecn_probability
+            if self.link.random.draw() * (limits.ecn_max - limits.ecn_min) >= share:
                 return False
+        if self._mark(packet):
+            return False
+        return bool(limits.drop_incapable) and packet.kind is PacketKind.DATA
+
+    def _mark(self, packet: SimulatedPacket) -> bool:
+        """Mark a packet, if it can be marked; return whether it can."""
         if packet.ecn:
             packet.ecn = 3
             self.engine.count(EngineCounter.MARKS)
-            return False
-        return bool(rules.drop_incapable) and packet.kind is PacketKind.DATA
+        return packet.ecn != 0
 
     def _least_urgent(self, arriving: SimulatedPacket) -> SimulatedPacket:
         # Ties go to the last packet in the queue, and to the arriving packet before any of these.

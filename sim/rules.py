@@ -7,6 +7,9 @@ functions and the reference calls them as Python, so they may use nothing but nu
 Numba needs it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from dlcp.sim.jit import shared
 from dlcp.sim.packet_engine import FOREVER_PS
 from dlcp.sim.plan import (
@@ -14,6 +17,7 @@ from dlcp.sim.plan import (
     CUBIC_SCALE,
     DLCP_BACKOFF_MAX,
     DLCP_LOSS_KEEP,
+    OWN_KIND,
     PROFILE_CELLS,
     TIMEOUT_BACKOFF_MAX,
     BufferScope,
@@ -22,10 +26,67 @@ from dlcp.sim.plan import (
     Row,
     TransportKind,
 )
+from dlcp.sim.plugins import OWN_DISCIPLINES, OWN_TRANSPORTS
 from dlcp.wire import Queue
 
 URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
 """The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
+
+
+# ------------------------------------------------------------------------------------------- what other packages bring
+
+
+@shared
+def no_own_rule(*_values: Number) -> Number:
+    """Leave it to the rule that is built in."""
+    return 0
+
+
+def own_rule(name: str) -> Callable[..., Any]:
+    """Return a function that calls the rule of this name of another package's transport; it returns 0 without one."""
+    chosen: Callable[..., Any] = no_own_rule
+    for number, transport in enumerate(OWN_TRANSPORTS):
+        rule = getattr(transport, name)
+        if rule is not None:
+            chosen = _either(OWN_KIND + number, shared(rule), chosen)
+    return chosen
+
+
+def _either(kind: int, rule: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``rule`` for one kind of transport, and ``other`` for the rest."""
+
+    @shared
+    def decide(s: Row, t: Row, *values: Number) -> Number:
+        if t.kind == kind:
+            rule(s, t, *values)
+            return 1
+        return other(s, t, *values)
+
+    return decide
+
+
+own_on_ack, own_on_loss, own_on_timeout = map(own_rule, ("on_ack", "on_loss", "on_timeout"))
+
+
+def own_verdicts() -> Callable[..., Any]:
+    """Return a function that calls ``admit`` of a discipline of another package, chosen by its number."""
+    chosen: Callable[..., Any] = no_own_rule
+    for number, discipline in enumerate(OWN_DISCIPLINES.values()):
+        chosen = _verdict(OWN_KIND + number, shared(discipline.admit), chosen)
+    return chosen
+
+
+def _verdict(kind: int, admit: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    @shared
+    def decide(discipline: int, *values: Number) -> Number:
+        if discipline == kind:
+            return int(admit(*values))
+        return other(discipline, *values)
+
+    return decide
+
+
+own_verdict = own_verdicts()
 
 
 # -------------------------------------------------------------------------------------------------- congestion windows
@@ -74,14 +135,17 @@ def measure_rtt(s: Row, t: Row, rtt: int) -> None:
         if difference < 0:
             difference = -difference
         s.rtt_var += (difference - s.rtt_var) >> 2
-        if t.kind == TransportKind.SWIFT and rtt < s.rtt_min:
+        if (t.kind == TransportKind.SWIFT or t.kind >= OWN_KIND) and rtt < s.rtt_min:
             s.rtt_min = rtt
 
 
 @shared
 def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
-    """Update the window after an acknowledgement of packet ``number``; ``limited``: the window was the limit."""
-    if t.kind == TransportKind.NDP:
+    """Update the window after an acknowledgement of packet ``number``; ``limited``: the window was the limit.
+
+    ``marked`` is whether the packet was marked, ``rtt`` its round-trip time and ``now`` the time, in picoseconds.
+    """
+    if t.kind == TransportKind.NDP or (t.kind >= OWN_KIND and own_on_ack(s, t, marked, rtt, number, now, limited) != 0):
         return
     if t.step_gap_ps != 0:
         follow_step(s, t, now)
@@ -177,6 +241,8 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     if number < s.recover or kind == TransportKind.NDP:
         return
     s.recover = s.number
+    if kind >= OWN_KIND and own_on_loss(s, t, number, now) != 0:
+        return
     if kind == TransportKind.SWIFT:
         if now - s.cut_at >= s.rtt:
             s.window = max(1.0, s.window * (1.0 - t.max_decrease))
@@ -207,6 +273,8 @@ def on_timeout(s: Row, t: Row) -> None:
         s.backoff += 1
     if kind == TransportKind.NDP:
         s.credit += max(1, s.in_flight)
+        return
+    if kind >= OWN_KIND and own_on_timeout(s, t) != 0:
         return
     if kind == TransportKind.PFABRIC and s.backoff >= t.probe_after_timeouts:
         s.probe_mode = 1

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from dlcp.document import PlaceError
 from dlcp.error_text import nearest
+from dlcp.sim.plugins import OWN_DISCIPLINES, AnyTransport, setting_values
 from dlcp.sim.topology import Star, TopologySpec
-from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, TransportSpec
+from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -47,7 +48,10 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ``fifo``; ``priority`` (eight queues, the most urgent first); ``dlcp`` (the same queues, with the decisions of
         the compiled P4 program: drops by queue and drop class within each message's budget, marks by depth);
         ``pfabric`` (sends the flow with the fewest packets left first, drops from the flow with the most left);
-        ``trim`` (NDP: a packet that does not fit loses its payload, and headers go first).
+        ``trim`` (NDP: a packet that does not fit loses its payload, and headers go first); or one of another package
+        (`dlcp.sim.plugins`).
+    settings
+        Of a discipline of another package: numbers that replace its defaults.
     buffer_packets
         Buffer size in packets of ``packet_bytes``.
     buffer
@@ -69,7 +73,8 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         P4 program, a flow's packets take the paths in turn), at random, round robin, or by the shortest queue.
     """
 
-    discipline: Literal["fifo", "priority", "dlcp", "pfabric", "trim"] = "fifo"
+    discipline: str = "fifo"
+    settings: dict[str, float] = {}
     buffer_packets: _Count = 240
     packet_bytes: Annotated[int, Meta(ge=64)] = 1500
     buffer: Literal["queue", "port", "switch"] = "port"
@@ -81,7 +86,8 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     spraying: Literal["hash", "random", "round_robin", "least_queue"] = "hash"
 
     def __post_init__(self) -> None:
-        """Reject thresholds that would drop valuable packets first."""
+        """Reject an unknown discipline, and thresholds that would drop valuable packets first."""
+        setting_values(self.discipline, self.settings)
         if len(self.drop_at) != 7 or not all(0 <= share <= 1 for share in self.drop_at):
             raise ValueError(f"drop_at takes 7 shares between 0 and 1, for drop classes 1 to 7, got {self.drop_at}")
         if list(self.drop_at) != sorted(self.drop_at, reverse=True):
@@ -316,7 +322,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     topology: TopologySpec = msgspec.field(default_factory=Star)
     switches: SwitchSpec = msgspec.field(default_factory=SwitchSpec)
-    transports: Annotated[dict[str, TransportSpec], Meta(max_length=TRANSPORTS_MAX)] = msgspec.field(
+    transports: Annotated[dict[str, AnyTransport], Meta(max_length=TRANSPORTS_MAX)] = msgspec.field(
         default_factory=lambda: {"dctcp": DctcpTransport()}
     )
     traffic: tuple[TrafficSpec, ...] = ()
@@ -360,8 +366,11 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 known = nearest(spec.transport, self.transports)
                 raise PlaceError(f"there is no transport {spec.transport!r}{known}", field, number, "transport")
             transport, discipline = self.transports[spec.transport], self.switches.discipline
-            if discipline not in transport.disciplines and not self.any_discipline:
-                kind, fitting = transport.__struct_config__.tag, ", ".join(transport.disciplines)
+            kind = str(transport.__struct_config__.tag)
+            own = OWN_DISCIPLINES.get(discipline)
+            fits = discipline in transport.disciplines or (own is not None and kind in own.transports)
+            if not fits and not self.any_discipline:
+                fitting = ", ".join(transport.disciplines)
                 raise PlaceError(
                     f"{spec.transport!r} is {kind}, made for switches with the discipline {fitting}, not {discipline}: "
                     "change one of them, or set any_discipline if that is what you want to see",

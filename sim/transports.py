@@ -10,7 +10,8 @@ Each setting is the one that the transport's authors publish, with its source be
 DLCP's authors publish none: `sim/experiments/README.md` says how ours were chosen.
 """
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +27,8 @@ _Balancing = Literal["flow", "packet"]
 class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
     disciplines: ClassVar[tuple[str, ...]] = ("fifo", "priority", "dlcp")
     """Those of the switches that it was made for."""
+    ecn: ClassVar[bool] = False
+    """Whether switches mark its packets instead of dropping them."""
     packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 1500
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 60
     ack_bytes: Annotated[int, Meta(ge=40)] = 64
@@ -84,6 +87,8 @@ class CubicTransport(TailProbeTransport, frozen=True, tag="cubic"):
 class DctcpTransport(InterleavingTransport, frozen=True, tag="dctcp"):
     """DCTCP (SIGCOMM 2010, RFC 8257)."""
 
+    ecn: ClassVar[bool] = True
+
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16  # SIGCOMM 2010, section 4; RFC 8257, section 4.2
 
 
@@ -107,6 +112,7 @@ class PiasTransport(TailProbeTransport, frozen=True, tag="pias"):
     """
 
     disciplines: ClassVar[tuple[str, ...]] = ("priority",)
+    ecn: ClassVar[bool] = True
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16
     demotion_bytes: tuple[int, ...] = tuple(1460 * packets for packets in (909, 1329, 1648, 1960, 2143, 2337, 2484))
@@ -171,6 +177,8 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
         counts all. The packets are the same either way.
     """
 
+    ecn: ClassVar[bool] = True
+
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 8
     reorder_packets: _Packets = 64
     balancing: _Balancing = "packet"
@@ -186,6 +194,25 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
         shares = self.class_shares
         if len(shares) != 8 or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise ValueError(f"class_shares needs 8 numbers >= 0 that add up to 1, got {shares}")
+
+
+class OwnTransport(TailProbeTransport, frozen=True):
+    """Base class of transports in other packages; see `dlcp.sim.plugins`.
+
+    A subclass may have settings of its own, numbers with defaults, and any of these static methods. Each replaces the
+    rule of the same name in `dlcp.sim.rules`, whose documentation explains the parameters; without it, a transport
+    behaves as NewReno. Rules are compiled, so they may use nothing but numbers. They read own settings as ``t.own[0]``
+    to ``t.own[7]``, in the order of their declaration, and change the window, ``s.window``.
+    """
+
+    on_ack: ClassVar[Callable[..., Any] | None] = None
+    on_loss: ClassVar[Callable[..., Any] | None] = None
+    on_timeout: ClassVar[Callable[..., Any] | None] = None
+
+    @classmethod
+    def own_settings(cls) -> tuple[str, ...]:
+        """Return the names of the settings that no built-in transport has in common with all others."""
+        return tuple(name for name in cls.__struct_fields__ if name not in OwnTransport.__struct_fields__)
 
 
 TRANSPORTS_MAX = 32

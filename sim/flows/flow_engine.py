@@ -301,7 +301,8 @@ def _kept_share(rules: TransportRules) -> float:
         return 1.0
     if rules.kind == TransportKind.SWIFT:
         return 1.0 - rules.max_decrease
-    return {TransportKind.CUBIC: CUBIC_KEEP, TransportKind.DLCP: DLCP_LOSS_KEEP}.get(rules.kind, 0.5)
+    kept: dict[int, float] = {TransportKind.CUBIC: CUBIC_KEEP, TransportKind.DLCP: DLCP_LOSS_KEEP}
+    return kept.get(rules.kind, 0.5)
 
 
 def _droppable_shares(plan: EnginePlan) -> NDArray[np.float64]:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches: path choice, admission and drops, queueing, and scheduling."""
 
-from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US
+from dlcp.sim.disciplines import Admission
 from dlcp.sim.jit import call, inlined
 from dlcp.sim.kernel import state as k
 from dlcp.sim.kernel.events import push
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import (
+    OWN_KIND,
     PORT_QUEUES,
     SLOT_IDLE_US,
     SLOT_OWNED,
@@ -18,10 +20,11 @@ from dlcp.sim.plan import (
     PathChoice,
     Row,
 )
-from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full
+from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full, own_verdict
 
 SEND_NOW, WAITS = -2, -1
 """Results of `enqueue` when no packet was dropped."""
+_MARK, _DROP = int(Admission.MARK), int(Admission.DROP)
 
 
 @call
@@ -172,7 +175,7 @@ def dequeue_smallest(w: Row, port: int) -> Number:
 def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
     """Return the queue for a packet at the port whose queues begin at ``first``; NDP may trim the packet."""
     x = k.packets_of(w)[packet]
-    if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP:
+    if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP or discipline >= OWN_KIND:
         return int(x.queue)
     if discipline != Discipline.TRIM:
         return 0
@@ -223,7 +226,16 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
         if dropped == packet:
             return packet
     waiting = q.packets
-    if waiting >= rules.ecn_min:
+    if discipline >= OWN_KIND:
+        chance = k.draw(p) / DRAW_LIMIT
+        verdict = own_verdict(discipline, x, rules.own, waiting, q.waiting_bytes, p.bytes, chance)
+        if verdict == _DROP:
+            counts[EngineCounter.DROPS_EARLY] += 1
+            return packet
+        if verdict == _MARK and x.ecn != 0:
+            x.ecn = 3
+            counts[EngineCounter.MARKS] += 1
+    elif waiting >= rules.ecn_min:
         low = rules.ecn_min
         high = rules.ecn_max
         if waiting >= high or k.draw(p) * (high - low) < (waiting - low) * rules.ecn_probability:

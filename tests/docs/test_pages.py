@@ -18,7 +18,7 @@ from tests.bench.__main__ import parser_of
 from tests.docs.pages import ROOT, blocks, commands, pages
 from tests.test_project import PROJECT
 
-LANGUAGES = {"sh", "python", "text", "diff", "yaml", "{toctree}", "{literalinclude}"}
+LANGUAGES = {"sh", "python", "text", "toml", "diff", "yaml", "{toctree}", "{literalinclude}"}
 QUICK = ("dlcp fabric check", "dlcp sim list")
 """Commands that are run; of the others the command line is parsed, for they take minutes, root, or another machine."""
 OTHERS = {"sudo", "torchrun"}

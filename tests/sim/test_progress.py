@@ -54,5 +54,5 @@ def test_a_sweep_on_a_terminal_shows_the_remaining_time_below_its_lines(tmp_path
 
 
 def test_a_sweep_of_nothing_lists_the_experiments(capsys):
-    assert main(["sim", "sweep"]) == 1
+    assert main(["sim", "sweep"]) == 2
     assert "name experiments, of ablation, background" in capsys.readouterr().err
