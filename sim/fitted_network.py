@@ -5,20 +5,23 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
+from dlcp.sim.plan import LongestPath
 from dlcp.sim.plugins import AnyTransport
-from dlcp.sim.scenario import SwitchSpec
+from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.topology import (
     Dragonfly,
     FatTree,
     FileTopology,
     LeafSpine,
     LinkSpec,
+    NetworkTopology,
     RailOptimised,
     Star,
     TopologyError,
     TopologySpec,
     build_topology,
 )
+from dlcp.sim.transports import UltraEthernetTransport
 
 FABRICS: Final = tuple(str(kind.__struct_config__.tag) for kind in get_args(TopologySpec) if kind is not FileTopology)
 """Names of topologies whose size can be chosen."""
@@ -32,6 +35,25 @@ def suited_discipline(transport: str) -> str:
     """Return the discipline of switches that a transport was made for: its own, or else the simplest."""
     fitting = TRANSPORT_KINDS[transport].disciplines
     return transport if transport in fitting else fitting[0]
+
+
+def suited_switches(transport: AnyTransport, discipline: Any, network: NetworkTopology) -> SwitchSpec:
+    """Return switches with a discipline that suit a transport.
+
+    Those of Ultra Ethernet follow the bandwidth-delay product of the longest path, as in its consortium's simulator:
+    they mark from 0.2 of it, and all packets from 0.8; they trim at one, or hold five where they cannot trim.
+    """
+    if not isinstance(transport, UltraEthernetTransport):
+        return SwitchSpec(discipline=discipline)
+    product = LongestPath.of(network, network.routes(), transport).product_bytes / transport.packet_bytes
+    return SwitchSpec(
+        discipline=discipline,
+        packet_bytes=transport.packet_bytes,
+        buffer_packets=math.ceil(5 * product),
+        trim_packets=max(1, math.ceil(product) - 1),  # besides the one that is being sent
+        trim_choice="random",
+        ecn=EcnSpec(min_packets=math.ceil(0.2 * product), max_packets=math.ceil(0.8 * product)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +91,16 @@ class FittedNetwork:
             Its file is missing or wrong.
         """
         topology = self._topology(hosts)
-        if build_topology(topology).hosts < hosts:
+        network = build_topology(topology)
+        if network.hosts < hosts:
             largest = f"the largest {self.fabric}" if self.fabric in FABRICS else self.fabric
             raise TopologyError(f"{largest} has fewer than {hosts} hosts; choose another fabric")
-        discipline: Any = self.discipline or suited_discipline(self.transport)
+        transport = TRANSPORT_KINDS[self.transport]()
+        discipline = self.discipline or suited_discipline(self.transport)
         return {
             "topology": topology,
-            "switches": SwitchSpec(discipline=discipline),
-            "transports": {self.transport: TRANSPORT_KINDS[self.transport]()},
+            "switches": suited_switches(transport, discipline, network),
+            "transports": {self.transport: transport},
         }
 
     def _topology(self, hosts: int) -> TopologySpec:

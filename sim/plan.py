@@ -22,9 +22,12 @@ from dlcp.sim.transports import (
     TRANSPORTS_MAX,
     DlcpTransport,
     NdpTransport,
+    NsccTransport,
     OwnTransport,
     PFabricTransport,
+    RcccTransport,
     TransportSpec,
+    UltraEthernetTransport,
 )
 from dlcp.wire import DROP_CLASSES, Queue
 
@@ -33,6 +36,8 @@ Row = Any
 Number = Any
 """An integer of Numba or NumPy."""
 PORT_QUEUES: Final = 8
+_ANY_ORDER: Final = 1 << 30
+"""``reorder_packets`` of transports that do not take reordering for loss."""
 NO_LIMIT: Final = 1 << 40
 """A limit that no queue reaches."""
 PROFILE_CELLS: Final = 256
@@ -55,7 +60,32 @@ CUBIC_KEEP: Final = 0.7
 DLCP_LOSS_KEEP: Final = 0.75
 """The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
 TRIMMED_BYTES: Final = 64
-"""Size of a packet without its payload (NDP)."""
+"""Size of a packet without its payload."""
+ULTRA_ETHERNET_WINDOW: Final = 1.5
+"""Largest window of Ultra Ethernet's transports in bandwidth-delay products."""
+RCCC_PULL_PERCENT: Final = 99
+"""The share of a link's rate for which RCCC's receiver gives credit."""
+# Constants of NSCC, `NsccTransport`; those in packets are for the reference network and grow with the product of a
+# network's rate and base round trip.
+NSCC_REFERENCE_BYTES: Final = 150_000
+"""Bandwidth-delay product of the reference network: 100 Gbit/s and 12 us."""
+NSCC_REFERENCE_RTT_PS: Final = 12_000_000
+NSCC_FAIR_PACKETS: Final = 5.0
+"""Growth in packets for each acknowledged window when the delay is above the target and nothing is marked."""
+NSCC_PROPORTIONAL_PACKETS: Final = 4.0
+"""The same for a delay that is 12 us below the target."""
+NSCC_FAST_SHARE: Final = 0.25
+"""Growth for each acknowledged packet after a window without delay."""
+NSCC_FAST_DELAY_PS: Final = 1_000_000
+"""A shorter delay counts as none."""
+NSCC_STEADY_PACKETS: Final = 0.15
+"""Growth in each base round trip."""
+NSCC_ADJUST_PACKETS: Final = 8
+"""Growth is applied after more packets than this, or after a base round trip."""
+NSCC_ADAPT_DELAY: Final = 4
+"""Quick adapt needs a trimmed packet, or a delay above this multiple of the target."""
+NSCC_ADAPT_SHARE: Final = 8
+"""Quick adapt needs fewer arrivals than the largest window divided by this."""
 
 # Constants of the P4 program in p4/shared/constants.p4; tests/sim/test_sim_agreement.py compares them.
 SLOT_REGISTER_SIZE: Final = 1 << 16
@@ -77,6 +107,8 @@ class TransportKind(IntEnum):
     PFABRIC = 5
     NDP = 6
     DLCP = 7
+    NSCC = 8
+    RCCC = 9
 
 
 OWN_KIND: Final = 100
@@ -112,7 +144,7 @@ class PathChoice(IntEnum):
 
 
 class PacketKind(IntEnum):
-    """Packet types. PULL is NDP's. A PROBE asks a receiver whether it needs more; a PROBE_REPLY answers."""
+    """Packet types. PULL is NDP's and RCCC's. A PROBE asks a receiver whether it needs more; a PROBE_REPLY answers."""
 
     DATA = 0
     ACK = 1
@@ -139,6 +171,8 @@ class TransportRules:
         PIAS: the number of thresholds in use, and the thresholds in bytes, padded with 0.
     own
         Settings of an `dlcp.sim.transports.OwnTransport`, padded with 0.
+    base_rtt_ps, scale
+        Ultra Ethernet: the longest round trip without queues; NSCC: its windows' growth relative to its constants.
     """
 
     kind: int
@@ -167,12 +201,19 @@ class TransportRules:
     timeout_ps: int
     target_ps: int
     step_gap_ps: int
+    base_rtt_ps: int
+    scale: float
+    entropies: int
+    credit_packets: int
+    credit_timeout_ps: int
     demotion: tuple[int, ...]
     own: tuple[float, ...]
 
     @classmethod
-    def of(cls, spec: TransportSpec, switches: SwitchSpec, profile: int) -> "TransportRules":
-        """Return a transport's rules on these switches; ``profile`` is its default drop-class profile."""
+    def of(
+        cls, spec: TransportSpec, topology: NetworkTopology, routes: Routes, switches: SwitchSpec, profile: int
+    ) -> "TransportRules":
+        """Return a transport's rules in a network; ``profile`` is its default drop-class profile."""
         settings: dict[str, Any] = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
         demotion = getattr(spec, "demotion_bytes", ())
         if isinstance(spec, OwnTransport):
@@ -191,17 +232,83 @@ class TransportRules:
             "levels": len(demotion),
             "timeout_ps": round(spec.min_timeout_us * PS_PER_US),
             "target_ps": round(getattr(spec, "target_us", 0.0) * PS_PER_US),
+            "credit_timeout_ps": round(getattr(spec, "credit_timeout_us", 0.0) * PS_PER_US),
             "step_gap_ps": round(getattr(spec, "step_gap_us", 0.0) * PS_PER_US),
             "demotion": (*demotion, *[0] * (8 - len(demotion))),
             "own": (*own, *[0.0] * (OWN_SETTINGS_MAX - len(own))),
         }
-        if isinstance(spec, PFabricTransport | NdpTransport):
+        if isinstance(spec, PFabricTransport | NdpTransport | RcccTransport):
             # They reorder packets, and detect losses by a timer or a NACK.
-            settings["reorder_packets"] = 1 << 30
+            settings["reorder_packets"] = _ANY_ORDER
+        if isinstance(spec, UltraEthernetTransport):
+            settings |= _ultra_ethernet_settings(spec, topology, routes, switches)
         if switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport):
             # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
             settings |= {"queue": Queue.ORDINARY, "control_queue": Queue.ORDINARY, "sprayed": False, "levels": 0}
         return cls(**settings)
+
+
+def _ultra_ethernet_settings(
+    spec: UltraEthernetTransport, topology: NetworkTopology, routes: Routes, switches: SwitchSpec
+) -> dict[str, Any]:
+    """Return the settings of Ultra Ethernet's transports that depend on the network."""
+    path = LongestPath.of(topology, routes, spec)
+    if spec.base_rtt_us:
+        path = dataclasses.replace(path, base_rtt_ps=round(spec.base_rtt_us * PS_PER_US))
+    largest = spec.max_window_packets or max(1.0, ULTRA_ETHERNET_WINDOW * path.product_bytes / spec.packet_bytes)
+    settings = {
+        "base_rtt_ps": path.base_rtt_ps,
+        "max_window_packets": largest,
+        "initial_window_packets": spec.initial_window_packets or largest,
+    }
+    if isinstance(spec, NsccTransport):
+        trims = switches.discipline == "trim"
+        settings |= {
+            "target_ps": round(spec.target_us * PS_PER_US) or path.base_rtt_ps * (3 if trims else 4) // 4,
+            "scale": path.product_bytes / NSCC_REFERENCE_BYTES,
+            "reorder_packets": _ANY_ORDER if trims else spec.reorder_packets,
+        }
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class LongestPath:
+    """The path with the longest round trip of a packet and its acknowledgement without queues.
+
+    Parameters
+    ----------
+    rate_gbps
+        Of its ends' links, the slower.
+    """
+
+    base_rtt_ps: int
+    rate_gbps: float
+
+    @property
+    def product_bytes(self) -> float:
+        """Return the bandwidth-delay product."""
+        return self.base_rtt_ps * self.rate_gbps / 8000
+
+    @classmethod
+    def of(cls, topology: NetworkTopology, routes: Routes, spec: UltraEthernetTransport) -> "LongestPath":
+        """Return a network's longest path: from the host that is farthest from host 0 to the one farthest from it.
+
+        It is the longest of all in a tree, and in a network whose hosts are alike.
+        """
+
+        def path(source: int, target: int) -> LongestPath:
+            links = [topology.links[number].spec for number in routes.path(topology.links, source, target)]
+            both_ways = sum(
+                2 * link.delay_us + (spec.packet_bytes + spec.ack_bytes) * 0.008 / link.rate_gbps for link in links
+            )
+            return cls(round(both_ways * PS_PER_US), min(links[0].rate_gbps, links[-1].rate_gbps))
+
+        def farthest(source: int) -> int:
+            others = (host for host in range(topology.hosts) if host != source)
+            return max(others, key=lambda host: path(source, host).base_rtt_ps)
+
+        end = farthest(0)
+        return path(end, farthest(end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +337,7 @@ class SwitchRules:
     ecn_probability: int
     drop_incapable: bool
     trim_packets: int
+    trims_either: bool
     path_choice: PathChoice
     mark_above: int
     drop_above: tuple[int, ...]
@@ -238,8 +346,8 @@ class SwitchRules:
     @classmethod
     def of(cls, spec: SwitchSpec) -> "SwitchRules":
         """Return the rules of a `SwitchSpec`."""
-        # The P4 program marks by `mark_at`; the other disciplines do without marks.
-        ecn = spec.ecn if spec.discipline in ("fifo", "priority") else None
+        # The P4 program marks by `mark_at`; pFabric does without marks.
+        ecn = spec.ecn if spec.discipline in ("fifo", "priority", "trim") else None
         own = [*OWN_DISCIPLINES].index(spec.discipline) if spec.discipline in OWN_DISCIPLINES else -1
         return cls(
             discipline=Discipline[spec.discipline.upper()] if own < 0 else OWN_KIND + own,
@@ -252,6 +360,7 @@ class SwitchRules:
             ecn_probability=round(ecn.max_probability * DRAW_LIMIT) if ecn else 0,
             drop_incapable=ecn is not None and ecn.drop_incapable,
             trim_packets=spec.trim_packets,
+            trims_either=spec.trim_choice == "random",
             path_choice=PathChoice[spec.spraying.upper()],
             mark_above=int(spec.mark_at * spec.buffer_packets),
             drop_above=(NO_LIMIT, *(int(share * spec.buffer_packets) for share in spec.drop_at)),
@@ -340,6 +449,7 @@ def make_plan(
     """
     if len(transports) > TRANSPORTS_MAX:
         raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
+    routes = topology.routes()
     root = np.random.SeedSequence(seed)
     nodes = len(topology.names)
     link_seeds, node_seeds, salts = (
@@ -362,12 +472,13 @@ def make_plan(
     profile = len(class_shares)
     rules = []
     for spec in transports.values():
-        rules.append(TransportRules.of(spec, switches, profile if isinstance(spec, DlcpTransport) else 0))
+        own_profile = profile if isinstance(spec, DlcpTransport) else 0
+        rules.append(TransportRules.of(spec, topology, routes, switches, own_profile))
         profile += isinstance(spec, DlcpTransport)
     return EnginePlan(
         topology,
         links,
-        topology.routes(),
+        routes,
         SwitchRules.of(switches),
         node_seeds,
         salts,

@@ -229,6 +229,23 @@ class MessageStream:
     acked_at: int = 0
     step_acked: int = 0
     step_packets: int = 0
+    mean_delay: float = 0.0
+    growth: float = 0.0
+    base_rtt: int = 0
+    adapt_at: int = 0
+    grown_at: int = 0
+    arrived: int = 0
+    arrived_since: int = 0
+    ignoring: int = 0
+    undelayed: int = 0
+    fast: int = 0
+    trimmed: int = 0
+    backlog: int = 0
+    speculating: int = 0
+    pulled: int = 0
+    asked: int = 0
+    granted: int = 0
+    pulling: int = 0
 
     @property
     def has_work(self) -> bool:
@@ -256,6 +273,7 @@ class SimulatedPacket:
     trimmed: bool = False
     satisfied: bool = False
     ecn_echo: bool = False
+    credit: int = 0
     back: bool = False
     frame: bytearray = field(default_factory=bytearray)
     carry: tuple[int, ...] = ()
@@ -267,9 +285,7 @@ def data_packet(transmission: Transmission, retransmission: bool) -> SimulatedPa
     """Return the packet of a transmission."""
     message, index = transmission.message, transmission.index
     stream, transport = message.flow, message.transport
-    path_hash = stream.path_hash
-    if transport.sprayed:
-        path_hash = int(rules.sprayed_hash(path_hash, index + message.step + retransmission))
+    path_hash = int(rules.packet_hash(stream, transport, message, index, transmission.number, retransmission))
     return SimulatedPacket(
         PacketKind.DATA,
         message,
@@ -284,6 +300,7 @@ def data_packet(transmission: Transmission, retransmission: bool) -> SimulatedPa
         ecn=transport.ecn,
         sprayed=transport.sprayed,
         retransmission=retransmission,
+        credit=rules.wanted_credit(stream, transport),
     )
 
 
@@ -421,11 +438,7 @@ class SwitchPort:
             self.engine.drop(packet, EngineCounter.DROPS_EARLY)
             return
         packet.enqueued_us, packet.enqueued_depth = now // PS_PER_US, len(self.queues[queue])
-        self.queues[queue].append(packet)
-        self.queue_bytes[queue] += packet.size
-        self.bytes += packet.size
-        self.bytes_max = max(self.bytes_max, self.bytes)
-        self.switch.used_bytes += packet.size
+        self._put(queue, packet)
         if not self.pending:
             self.pending = True
             self.engine.at(self.link.busy_ps, self.free)
@@ -441,9 +454,19 @@ class SwitchPort:
         if packet.kind is PacketKind.DATA and not packet.trimmed:
             if len(self.queues[0]) < self.rules.trim_packets:
                 return 0
-            packet.trimmed, packet.size = True, TRIMMED_BYTES
-            self.engine.count(EngineCounter.TRIMS)
+            if self.rules.trims_either and self.link.random.draw() & 1 and self.queues[0][-1].size >= packet.size:
+                last = self.queues[0][-1]
+                self._take(0, last)
+                self._trim(last)
+                # The header takes less room than the packet had.
+                self._put(Queue.CONTROL, last)
+                return 0
+            self._trim(packet)
         return Queue.CONTROL
+
+    def _trim(self, packet: SimulatedPacket) -> None:
+        packet.trimmed, packet.size = True, TRIMMED_BYTES
+        self.engine.count(EngineCounter.TRIMS)
 
     def _drops_early(self, packet: SimulatedPacket, queue: int) -> bool:
         limits, waiting = self.rules, len(self.queues[queue])
@@ -451,25 +474,26 @@ class SwitchPort:
             chance = self.link.random.draw() / DRAW_LIMIT
             levels = waiting, self.queue_bytes[queue], self.bytes
             verdict = rules.own_verdict(limits.discipline, packet, limits.own, *levels, chance)
-            if verdict == Admission.MARK:
+            if verdict == Admission.MARK and packet.ecn:
                 self._mark(packet)
             return bool(verdict == Admission.DROP)
-        if waiting < limits.ecn_min:
+        if limits.discipline == Discipline.TRIM or not self._is_congested(waiting):
             return False
-        if waiting < limits.ecn_max:
-            share = (waiting - limits.ecn_min) * limits.ecn_probability
-            if self.link.random.draw() * (limits.ecn_max - limits.ecn_min) >= share:
-                return False
-        if self._mark(packet):
+        if packet.ecn:
+            self._mark(packet)
             return False
         return bool(limits.drop_incapable) and packet.kind is PacketKind.DATA
 
-    def _mark(self, packet: SimulatedPacket) -> bool:
-        """Mark a packet, if it can be marked; return whether it can."""
-        if packet.ecn:
-            packet.ecn = 3
-            self.engine.count(EngineCounter.MARKS)
-        return packet.ecn != 0
+    def _is_congested(self, waiting: int) -> bool:
+        rules = self.rules
+        if waiting < rules.ecn_min or waiting >= rules.ecn_max:
+            return waiting >= rules.ecn_max
+        share = (waiting - rules.ecn_min) * rules.ecn_probability
+        return self.link.random.draw() * (rules.ecn_max - rules.ecn_min) < share
+
+    def _mark(self, packet: SimulatedPacket) -> None:
+        packet.ecn = 3
+        self.engine.count(EngineCounter.MARKS)
 
     def _least_urgent(self, arriving: SimulatedPacket) -> SimulatedPacket:
         # Ties go to the last packet in the queue, and to the arriving packet before any of these.
@@ -478,6 +502,13 @@ class SwitchPort:
             if packet.rank > worst.rank or (packet.rank == worst.rank and worst is not arriving):
                 worst = packet
         return worst
+
+    def _put(self, queue: int, packet: SimulatedPacket) -> None:
+        self.queues[queue].append(packet)
+        self.queue_bytes[queue] += packet.size
+        self.bytes += packet.size
+        self.bytes_max = max(self.bytes_max, self.bytes)
+        self.switch.used_bytes += packet.size
 
     def _take(self, queue: int, packet: SimulatedPacket) -> None:
         self.queues[queue].remove(packet)
@@ -501,6 +532,9 @@ class SwitchPort:
         self._take(queue, packet)
         if self.switch.program is not None:
             self.switch.program.egress(packet, self.link.number, len(self.queues[queue]))
+        trims = self.rules.discipline == Discipline.TRIM
+        if trims and packet.ecn and queue == 0 and self._is_congested(len(self.queues[0])):
+            self._mark(packet)
         self.link.send(packet)
         if any(self.queues):
             self.pending = True
@@ -661,7 +695,7 @@ class HostInterface:
         self.engine, self.link = engine, link
         self.control: deque[SimulatedPacket] = deque()
         self.ready: list[deque[MessageStream]] = [deque() for _ in range(PORT_QUEUES)]
-        self.pulls: deque[SimulatedPacket] = deque()
+        self.pulls: tuple[deque[SimulatedPacket], deque[SimulatedPacket]] = deque(), deque()
         self.pulling = False
         self.pull_next_ps = 0
         self.pending = False
@@ -707,24 +741,43 @@ class HostInterface:
                 return packet
         return self.control.popleft() if self.control else None
 
-    def request_packet(self, pull: SimulatedPacket) -> None:
-        """Queue a PULL of NDP."""
-        self.pulls.append(pull)
+    def _request_packet(self, message: Message) -> None:
+        """Queue a PULL for a message's stream."""
+        self._queue_pull(0, message)
         if not self.pulling:
             self.pulling = True
             self.engine.at(max(self.engine.now_ps, self.pull_next_ps), self._send_pull)
 
+    def _queue_pull(self, queue: int, message: Message) -> None:
+        message.refs += 1
+        self.pulls[queue].append(control_packet(message, PacketKind.PULL, back=True))
+
     def _send_pull(self) -> None:
-        """Send the first PULL. The next one follows after the serialization time of the requested packet."""
-        pull = self.pulls.popleft()
-        transport = pull.message.transport
-        size = transport.header_bytes + transport.payload
-        self.pull_next_ps = self.engine.now_ps + (size * self.link.rules.kibibyte_ps >> RATE_SHIFT)
-        self.control.append(pull)
-        if self.pulls:
-            self.engine.at(self.pull_next_ps, self._send_pull)
-        else:
-            self.pulling = False
+        """Send the first PULL. The next one follows after the serialization time of the requested packets.
+
+        Spare ones wait for all others, and are not sent for messages that are done.
+        """
+        wanted, spare = self.pulls
+        while spare and spare[0].message.done and not wanted:
+            message = spare.popleft().message
+            message.flow.pulling &= rules.PULL_QUEUED
+            self.engine.release(message)
+        self.pulling = bool(wanted or spare)
+        if self.pulling:
+            is_spare = int(not wanted)
+            pull = self.pulls[is_spare].popleft()
+            stream, transport = pull.message.flow, pull.message.transport
+            credit = rules.give_credit(stream, transport, is_spare)
+            pull.credit = stream.granted
+            packet_ps = (transport.header_bytes + transport.payload) * self.link.rules.kibibyte_ps >> RATE_SHIFT
+            self.pull_next_ps = self.engine.now_ps + rules.credit_ps(transport, credit, packet_ps)
+            self.control.append(pull)
+            queue = rules.queue_after_pull(stream, transport, is_spare)
+            if queue >= 0:
+                self._queue_pull(queue, pull.message)
+            self.pulling = bool(wanted or spare)
+            if self.pulling:
+                self.engine.at(self.pull_next_ps, self._send_pull)
         self.kick()
 
     # ---------------------------------------------------------------------------------------------------------- sending
@@ -768,6 +821,7 @@ class HostInterface:
                 retransmission = True
                 continue
             stream.repairing -= 1
+            rules.add_backlog(stream, stream.transport, -1)
             if lost:
                 message.state[found.index] = PacketState.HOLE
                 message.holes += 1
@@ -831,6 +885,7 @@ class HostInterface:
         message = sent.message
         message.state[sent.index] = PacketState.LOST
         message.retransmits += 1
+        rules.add_backlog(message.flow, message.transport, 1)
         message.flow.repairing += not sent.repeated
         message.flow.retransmissions.append(Transmission(message, sent.index, repeated=True))
 
@@ -938,7 +993,7 @@ class HostInterface:
             elif packet.kind is PacketKind.NACK:
                 self._receive_nack(packet)
             elif packet.kind is PacketKind.PULL:
-                message.flow.credit += 1
+                rules.on_pull(message.flow, message.transport, packet.credit)
             else:
                 self._receive_probe_reply(packet)
             self.offer(message.flow)
@@ -964,10 +1019,8 @@ class HostInterface:
         ack.ecn_echo = packet.ecn == 3
         ack.satisfied = message.done and message.missing > 0
         self.control.append(ack)
-        if rules.may_pull(message.transport, message):
-            message.pulls += 1
-            message.refs += 1
-            self.request_packet(control_packet(message, PacketKind.PULL, back=True))
+        if rules.may_pull(message.flow, message.transport, message, packet.credit, packet.trimmed):
+            self._request_packet(message)
 
     def _receive_probe(self, packet: SimulatedPacket) -> None:
         """Answer a sender's probe: whether the message is complete within its loss bound."""
@@ -990,8 +1043,10 @@ class HostInterface:
         assert packet.transmission is not None
         if packet.transmission.in_flight:
             stream = packet.message.flow
+            now = self.engine.now_ps
             stream.backoff = 0
-            rules.restart_timers(stream, stream.transport, self.engine.now_ps)
+            rules.on_nack(stream, stream.transport, now - packet.transmission.sent_ps, now)
+            rules.restart_timers(stream, stream.transport, now)
             self._arm_timer(stream)
             self._declare_lost(packet.transmission)
             self.probe_receiver(packet.message)
@@ -1295,16 +1350,16 @@ class ReferenceEngine:
             self._switches[node].arrive(packet)
         else:
             self.interface_at(packet.message.flow, node).receive(packet)
-            self._release(packet)
+            self.release(packet.message)
 
     def drop(self, packet: SimulatedPacket, reason: EngineCounter) -> None:
         """Lose a packet."""
         self.count(reason)
         self.tally[EngineCounter.DROPS_BY_CLASS + packet.drop_class] += 1
-        self._release(packet)
+        self.release(packet.message)
 
-    def _release(self, packet: SimulatedPacket) -> None:
-        message = packet.message
+    def release(self, message: Message) -> None:
+        """Count a packet of a message less, and close the message if this was the last."""
         message.refs -= 1
         if not message.refs and message.done:
             self.close_message(message)

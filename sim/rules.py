@@ -17,8 +17,18 @@ from dlcp.sim.plan import (
     CUBIC_SCALE,
     DLCP_BACKOFF_MAX,
     DLCP_LOSS_KEEP,
+    NSCC_ADAPT_DELAY,
+    NSCC_ADAPT_SHARE,
+    NSCC_ADJUST_PACKETS,
+    NSCC_FAIR_PACKETS,
+    NSCC_FAST_DELAY_PS,
+    NSCC_FAST_SHARE,
+    NSCC_PROPORTIONAL_PACKETS,
+    NSCC_REFERENCE_RTT_PS,
+    NSCC_STEADY_PACKETS,
     OWN_KIND,
     PROFILE_CELLS,
+    RCCC_PULL_PERCENT,
     TIMEOUT_BACKOFF_MAX,
     BufferScope,
     Discipline,
@@ -31,6 +41,9 @@ from dlcp.wire import Queue
 
 URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
 """The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
+
+PULL_QUEUED, SPARE_PULL_QUEUED = 1, 2
+"""What an RCCC stream has in its receiver's queues: bits of ``pulling``."""
 
 
 # ------------------------------------------------------------------------------------------- what other packages bring
@@ -107,15 +120,21 @@ def cube_root(value: float) -> float:
 
 
 def first_threshold(t: Row) -> float:
-    """Return the initial slow-start threshold: the largest window; 0 for Swift and NDP, which have no slow start."""
-    return 0.0 if t.kind in (TransportKind.SWIFT, TransportKind.NDP) else float(t.max_window_packets)
+    """Return the initial slow-start threshold: the largest window; 0 for transports that have no slow start."""
+    steady = (TransportKind.SWIFT, TransportKind.NDP, TransportKind.NSCC, TransportKind.RCCC)
+    return 0.0 if t.kind in steady else float(t.max_window_packets)
 
 
 @shared
 def timeout_ps(s: Row, t: Row) -> Number:
-    """Return the timeout (RFC 6298) in picoseconds, doubled after each timeout in a row; pFabric's is constant."""
+    """Return the timeout (RFC 6298) in picoseconds, doubled after each timeout in a row; pFabric's is constant.
+
+    With nothing in flight, an RCCC sender waits for credit, which takes longer.
+    """
     if t.kind == TransportKind.PFABRIC:
         return t.timeout_ps
+    if t.kind == TransportKind.RCCC and s.in_flight == 0:
+        return t.credit_timeout_ps << s.backoff
     wait = s.rtt + 4 * s.rtt_var
     if wait < t.timeout_ps:
         wait = t.timeout_ps
@@ -147,10 +166,16 @@ def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited
     """
     if t.kind == TransportKind.NDP or (t.kind >= OWN_KIND and own_on_ack(s, t, marked, rtt, number, now, limited) != 0):
         return
+    if t.kind == TransportKind.RCCC:
+        stop_speculating(s)
+        return
     if t.step_gap_ps != 0:
         follow_step(s, t, now)
     if t.kind == TransportKind.SWIFT:
         follow_delay(s, t, rtt, now, limited)
+        return
+    if t.kind == TransportKind.NSCC:
+        follow_signals(s, t, marked, rtt, now)
         return
     if t.ecn != 0:
         follow_marks(s, t, marked, number)
@@ -235,10 +260,141 @@ def grow_cubic(s: Row, t: Row, now: int) -> None:
 
 
 @shared
+def follow_signals(s: Row, t: Row, marked: int, rtt: int, now: int) -> None:
+    """Follow the delay and the mark of an acknowledged packet, by their four combinations (NSCC).
+
+    Without a mark the window grows: in proportion to the room below the target delay, or fairly above it. A mark alone
+    only means that its path is busy. A mark and a delay above the target shrink the window, once per round trip.
+    """
+    update_base_rtt(s, t, rtt)
+    delay = rtt - s.base_rtt
+    late = delay >= t.target_ps
+    # A late packet without a mark has left a queue that has drained since.
+    average_delay(s, t, 0.25 * s.base_rtt if marked == 0 and delay > t.target_ps else delay)
+    s.arrived += 1
+    s.arrived_since += 1
+    s.ignoring = max(0, s.ignoring - 1)
+    if adapt_quickly(s, t, marked, delay > NSCC_ADAPT_DELAY * t.target_ps, now):
+        return
+    scale = t.scale * t.payload / (t.payload + t.header_bytes)  # the constants are packets without headers
+    if marked == 0 and late:
+        s.growth += NSCC_FAIR_PACKETS * scale
+    elif marked == 0 and not grow_fast(s, t, delay):
+        s.growth += NSCC_PROPORTIONAL_PACKETS * scale * (t.target_ps - delay) / NSCC_REFERENCE_RTT_PS
+    elif marked != 0 and late:
+        shrink_late(s, t, now)
+    bound_window(s, t)
+    since = now - s.grown_at
+    if s.arrived_since > NSCC_ADJUST_PACKETS or since > t.base_rtt_ps:
+        s.window += s.growth / s.window
+        if since >= t.base_rtt_ps:
+            s.window += NSCC_STEADY_PACKETS * scale
+            s.grown_at = now
+        s.growth = 0.0
+        s.arrived_since = 0
+    bound_window(s, t)
+
+
+@shared
+def shrink_late(s: Row, t: Row, now: int) -> None:
+    """Shrink the window by the average delay's share above the target, once per round trip (NSCC)."""
+    s.fast = 0
+    s.undelayed = 0
+    if s.mean_delay > t.target_ps and now - s.cut_at > s.base_rtt:
+        above = (s.mean_delay - t.target_ps) / s.mean_delay
+        s.window *= max(1.0 - t.beta * above, t.max_decrease)
+        s.cut_at = now
+
+
+@shared
+def update_base_rtt(s: Row, t: Row, rtt: int) -> None:
+    """Keep a stream's shortest round trip (NSCC)."""
+    if s.base_rtt == 0:
+        s.base_rtt = t.base_rtt_ps
+    s.base_rtt = min(s.base_rtt, rtt)
+
+
+@shared
+def average_delay(s: Row, t: Row, delay: Number) -> None:
+    """Add a delay to the average (NSCC)."""
+    s.mean_delay += t.gain * (delay - s.mean_delay)
+
+
+@shared
+def bound_window(s: Row, t: Row) -> None:
+    """Keep the window between one packet and the largest, which is smaller on a shorter path (NSCC)."""
+    s.window = max(1.0, min(s.window, largest_window(s, t)))
+
+
+@shared
+def largest_window(s: Row, t: Row) -> Number:
+    """Return a stream's largest window: its path's share of the longest path's (NSCC)."""
+    return t.max_window_packets * s.base_rtt / t.base_rtt_ps
+
+
+@shared
+def grow_fast(s: Row, t: Row, delay: int) -> Number:
+    """Grow by a share of every packet once a whole window has met no delay; return whether that is so (NSCC)."""
+    if delay >= NSCC_FAST_DELAY_PS:
+        s.fast = 0
+        s.undelayed = 0
+        return False
+    s.undelayed += 1
+    s.fast = 1 if s.fast != 0 or s.undelayed > s.window else 0
+    if s.fast != 0:
+        s.window += NSCC_FAST_SHARE * t.scale
+    return s.fast != 0
+
+
+@shared
+def adapt_quickly(s: Row, t: Row, marked: int, severe: bool, now: int) -> Number:
+    """Set the window to what has arrived in a round trip, if that is little and delays are severe (NSCC).
+
+    Returns whether that was done, or whether a mark is to be ignored because its packet was sent before.
+    """
+    if marked != 0 and s.ignoring > 0:
+        done = True
+    else:
+        done = False
+        if now > s.adapt_at:
+            few = s.arrived < largest_window(s, t) / NSCC_ADAPT_SHARE
+            if s.adapt_at != 0 and (s.trimmed != 0 or severe) and few:
+                s.window = max(1.0, float(s.arrived))
+                s.ignoring = s.in_flight
+                s.trimmed = 0
+                done = True
+            s.arrived = 0
+            s.adapt_at = now + s.base_rtt + t.target_ps
+    if done:
+        s.growth = 0.0
+        s.arrived_since = 0
+    return done
+
+
+@shared
+def on_nack(s: Row, t: Row, rtt: int, now: int) -> None:
+    """Shrink NSCC's window by a trimmed packet, whose NACK came after ``rtt``, unless quick adapt already has."""
+    if t.kind == TransportKind.RCCC:
+        stop_speculating(s)
+    if t.kind != TransportKind.NSCC:
+        return
+    update_base_rtt(s, t, rtt)
+    average_delay(s, t, t.base_rtt_ps)  # the queue was full, about a bandwidth-delay product
+    s.ignoring = max(0, s.ignoring - 1)
+    s.trimmed = 1
+    if not adapt_quickly(s, t, 1, True, now):
+        s.window -= 1.0
+        bound_window(s, t)
+
+
+@shared
 def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     """Shrink the window after the loss of packet ``number``: once for all packets that were in flight together."""
     kind = t.kind
-    if number < s.recover or kind == TransportKind.NDP:
+    if kind == TransportKind.NSCC:
+        s.window = max(1.0, s.window - 1.0)
+        return
+    if number < s.recover or is_credited(t):
         return
     s.recover = s.number
     if kind >= OWN_KIND and own_on_loss(s, t, number, now) != 0:
@@ -264,7 +420,10 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
 
 @shared
 def on_timeout(s: Row, t: Row) -> None:
-    """Shrink the window and back off after a timeout. An NDP sender may send as much as it had in flight."""
+    """Shrink the window and back off after a timeout.
+
+    An NDP sender may send as much as it had in flight; an RCCC sender one packet, which asks for credit.
+    """
     kind = t.kind
     s.recover = s.number
     s.tail_probing = 0
@@ -273,6 +432,9 @@ def on_timeout(s: Row, t: Row) -> None:
         s.backoff += 1
     if kind == TransportKind.NDP:
         s.credit += max(1, s.in_flight)
+        return
+    if kind == TransportKind.RCCC:
+        s.credit = max(1, s.credit)
         return
     if kind >= OWN_KIND and own_on_timeout(s, t) != 0:
         return
@@ -283,6 +445,8 @@ def on_timeout(s: Row, t: Row) -> None:
         s.threshold = s.window
     elif kind == TransportKind.SWIFT:
         s.window = max(1.0, s.window * (1.0 - t.max_decrease))
+    elif kind == TransportKind.NSCC:
+        s.window = max(1.0, s.window - s.in_flight)
     else:
         keep = CUBIC_KEEP if kind == TransportKind.CUBIC else 0.5
         s.threshold = max(2.0, s.window * keep)
@@ -312,7 +476,7 @@ def leave_probe_mode(s: Row) -> None:
 @shared
 def window_is_open(s: Row, t: Row) -> Number:
     """Return whether a stream may have one more packet in flight."""
-    if t.kind == TransportKind.NDP:
+    if is_credited(t):
         return s.credit > 0
     return s.in_flight < int(s.window) + s.spare and s.probe_mode == 0
 
@@ -320,7 +484,7 @@ def window_is_open(s: Row, t: Row) -> Number:
 @shared
 def needs_reply(s: Row, t: Row) -> Number:
     """Return whether a stream with data to send has to wait for a PULL or for a reply to a probe."""
-    return s.probe_mode != 0 or (t.kind == TransportKind.NDP and s.credit <= 0)
+    return s.probe_mode != 0 or (is_credited(t) and s.credit <= 0)
 
 
 @shared
@@ -376,6 +540,21 @@ def queue_of(t: Row, m: Row, index: int) -> Number:
 
 
 @shared
+def packet_hash(s: Row, t: Row, m: Row, index: int, number: int, retransmission: int) -> Number:
+    """Return the path hash of a stream's packet ``number``. A retransmission gets another path than before.
+
+    Ultra Ethernet's entropies take turns, in an order that changes each time: all of them, exclusive-or one that is
+    drawn by Fibonacci hashing.
+    """
+    if t.sprayed == 0:
+        return s.path_hash
+    if t.entropies == 0:
+        return sprayed_hash(s.path_hash, index + m.step + retransmission)
+    order = (((s.path_hash + number // t.entropies) * 40503) & 0xFFFF) * t.entropies >> 16
+    return sprayed_hash(s.path_hash, (number ^ order) & (t.entropies - 1))
+
+
+@shared
 def sprayed_hash(path_hash: int, number: int) -> Number:
     """Return the hash that chooses a sprayed packet's path: its flow's plus its number, as in p4/v1model/route.p4."""
     return (path_hash + number) & 0xFFFFFFFF
@@ -389,30 +568,137 @@ def on_send(s: Row, t: Row, m: Row, now: int) -> None:
     """
     s.number += 1
     s.spare = 0
-    if s.in_flight == 0:
+    s.in_flight += 1
+    if s.in_flight == 1:
         restart_timers(s, t, now)
     else:
         restart_tail_timer(s, t, now)
-    s.in_flight += 1
-    if t.kind == TransportKind.NDP:
+    if is_credited(t):
         s.credit -= 1
+    add_backlog(s, t, -1)
     m.in_flight += 1
     m.sent += 1
     m.refs += 1
 
 
 @shared
-def grant_first_window(s: Row, t: Row, m: Row) -> None:
-    """Let an NDP sender send the first window of a message without PULLs."""
-    if t.kind == TransportKind.NDP:
-        m.pulls = min(int(t.initial_window_packets), m.packets)
-        s.credit += m.pulls
+def is_credited(t: Row) -> Number:
+    """Return whether a receiver's PULLs, not a window, let senders send."""
+    return t.kind in (TransportKind.NDP, TransportKind.RCCC)
 
 
 @shared
-def may_pull(t: Row, m: Row) -> Number:
-    """Return whether an NDP receiver has packets of a message left to request."""
-    return t.kind == TransportKind.NDP and m.pulls < m.packets + m.trims
+def grant_first_window(s: Row, t: Row, m: Row) -> None:
+    """Let a sender send the first window without PULLs: of a message with NDP, after a pause with RCCC."""
+    if t.kind == TransportKind.NDP:
+        m.pulls = min(int(t.initial_window_packets), m.packets)
+        s.credit += m.pulls
+    elif t.kind == TransportKind.RCCC:
+        if s.backlog == 0 and s.in_flight == 0:
+            s.credit = int(t.initial_window_packets)
+            s.speculating = 1
+        elif s.backlog == 0:
+            s.credit = max(1, s.credit)  # for a packet that asks for more
+        add_backlog(s, t, m.packets)
+
+
+@shared
+def add_backlog(s: Row, t: Row, packets: int) -> None:
+    """Add packets to those that a sender needs credit for (RCCC)."""
+    if t.kind == TransportKind.RCCC:
+        s.backlog += packets
+
+
+@shared
+def stop_speculating(s: Row) -> None:
+    """Give up credit that the receiver has not given: it has answered (RCCC)."""
+    if s.speculating != 0:
+        s.speculating = 0
+        s.credit = 0
+
+
+@shared
+def wanted_credit(s: Row, t: Row) -> Number:
+    """Return the pull target that a packet carries: how many packets of credit its sender wants in total (RCCC)."""
+    wanted = min(s.backlog, int(t.max_window_packets)) - s.credit
+    if s.speculating != 0 and s.backlog > 0:
+        wanted = max(1, wanted)
+    return s.pulled + wanted
+
+
+@shared
+def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> Number:
+    """Return whether a receiver has to queue a PULL, after a packet with the pull target ``wanted``.
+
+    NDP needs a PULL for each packet of a message. An RCCC stream has one PULL in the queue as long as it needs credit,
+    which it also does for a packet that was trimmed.
+    """
+    if t.kind == TransportKind.NDP:
+        if m.pulls >= m.packets + m.trims:
+            return False
+        m.pulls += 1
+        return True
+    if t.kind != TransportKind.RCCC:
+        return False
+    s.asked = max(s.asked, wanted) + trimmed
+    if s.pulling & PULL_QUEUED or s.asked <= s.granted:
+        return False
+    s.pulling |= PULL_QUEUED
+    return True
+
+
+@shared
+def give_credit(s: Row, t: Row, spare: int) -> Number:
+    """Count the credit of a PULL that leaves, and return it in packets.
+
+    A ``spare`` one gives an RCCC sender credit that it has not asked for, because nobody asks.
+    """
+    if t.kind == TransportKind.NDP:
+        return 1
+    credit = t.credit_packets if spare != 0 else min(t.credit_packets, s.asked - s.granted)
+    s.granted += credit
+    return credit
+
+
+@shared
+def queue_after_pull(s: Row, t: Row, spare: int) -> Number:
+    """Return the queue for a stream's next PULL after one left the queue ``spare``, or -1.
+
+    An RCCC receiver queues another as long as credit is wanted. Then it queues spare ones, for a window more.
+    """
+    if t.kind == TransportKind.NDP:
+        return -1
+    s.pulling &= SPARE_PULL_QUEUED if spare == 0 else PULL_QUEUED
+    if s.asked > s.granted:
+        wanted = PULL_QUEUED
+    elif s.granted - s.asked < int(t.max_window_packets):
+        wanted = SPARE_PULL_QUEUED
+    else:
+        return -1
+    if s.pulling & wanted:
+        return -1
+    s.pulling |= wanted
+    return wanted - 1
+
+
+@shared
+def credit_ps(t: Row, credit: int, packet_ps: int) -> Number:
+    """Return the time from a PULL with ``credit`` to the next one; ``packet_ps`` is a packet's time on the link."""
+    if t.kind == TransportKind.NDP:
+        return packet_ps
+    return credit * packet_ps * 100 // RCCC_PULL_PERCENT
+
+
+@shared
+def on_pull(s: Row, t: Row, granted: int) -> None:
+    """Take the credit of a PULL; RCCC's have all that was ``granted`` so far, so that a lost one does no harm."""
+    if t.kind == TransportKind.NDP:
+        s.credit += 1
+        return
+    stop_speculating(s)
+    if granted > s.pulled:
+        s.credit = min(s.credit + granted - s.pulled, int(t.max_window_packets))
+        s.pulled = granted
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

@@ -18,7 +18,7 @@ from dlcp.document import PlaceError
 from dlcp.error_text import nearest
 from dlcp.sim.plugins import OWN_DISCIPLINES, AnyTransport, setting_values
 from dlcp.sim.topology import Star, TopologySpec
-from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport
+from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, NsccTransport
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -26,7 +26,7 @@ _Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
 class EcnSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When an arriving packet is marked, by the number of packets in its queue.
+    """When a packet is marked, by the number of packets in its queue.
 
     Between ``min_packets`` and ``max_packets`` the probability grows from 0 to ``max_probability`` (RED on the
     instantaneous queue); from ``max_packets`` on, every packet is marked. Equal values give DCTCP's step. With
@@ -48,8 +48,8 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ``fifo``; ``priority`` (eight queues, the most urgent first); ``dlcp`` (the same queues, with the decisions of
         the compiled P4 program: drops by queue and drop class within each message's budget, marks by depth);
         ``pfabric`` (sends the flow with the fewest packets left first, drops from the flow with the most left);
-        ``trim`` (NDP: a packet that does not fit loses its payload, and headers go first); or one of another package
-        (`dlcp.sim.plugins`).
+        ``trim`` (NDP and Ultra Ethernet: a packet that does not fit loses its payload, and headers go first); or one of
+        another package (`dlcp.sim.plugins`).
     settings
         Of a discipline of another package: numbers that replace its defaults.
     buffer_packets
@@ -61,13 +61,18 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         With a buffer for the whole switch: a port may use this multiple of the free space (dynamic thresholds,
         Choudhury and Hahne, 1998).
     ecn
-        Marking thresholds; None means no marks. With ``dlcp``, the program marks by ``mark_at`` instead.
+        Marking thresholds; None means no marks. With ``dlcp``, the program marks by ``mark_at`` instead. With ``trim``,
+        a packet is marked as it leaves, not as it arrives.
     drop_at
         With ``dlcp``: the shares of ``buffer_packets`` above which a queue drops classes 1 to 7.
     mark_at
         With ``dlcp``: the share of ``buffer_packets`` above which a queue marks.
     trim_packets
-        With ``trim``: how many packets wait with their payload. NDP's authors use 8.
+        With ``trim``: how many packets wait with their payload. NDP's authors use 8, Ultra Ethernet's a
+        bandwidth-delay product.
+    trim_choice
+        With ``trim``: which packet loses its payload in a full queue. ``arriving``; or ``random``: that one or the last
+        in the queue, as by NDP's authors. Senders whose packets arrive in step are then treated alike.
     spraying
         How a switch chooses the path of a sprayed packet: by a hash of the flow and the packet's number (in the
         P4 program, a flow's packets take the paths in turn), at random, round robin, or by the shortest queue.
@@ -83,6 +88,7 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     drop_at: tuple[float, ...] = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
     mark_at: _Ratio = 0.27
     trim_packets: _Count = 8
+    trim_choice: Literal["arriving", "random"] = "arriving"
     spraying: Literal["hash", "random", "round_robin", "least_queue"] = "hash"
 
     def __post_init__(self) -> None:
@@ -376,10 +382,24 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                     "change one of them, or set any_discipline if that is what you want to see",
                     *(field, number, "transport"),
                 )
+            if isinstance(transport, NsccTransport) and not self.any_discipline:
+                self._check_marks(spec.transport)
         names = [spec.name for _, _, spec in every]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise PlaceError(f"two jobs or kinds of traffic are called {twice!r}; rename one of them")
+
+    def _check_marks(self, transport: str) -> None:
+        """Reject switches that never mark a packet of a transport that needs marks."""
+        switches, ecn = self.switches, self.switches.ecn
+        room = switches.trim_packets if switches.discipline == "trim" else switches.buffer_packets
+        if ecn is None or ecn.min_packets >= room:
+            marks = "never mark" if ecn is None else f"mark from {ecn.min_packets} packets, where only {room} wait"
+            raise PlaceError(
+                f"{transport!r} is nscc, which needs marks, but switches {marks}: mark from 0.2 to 0.8 of the "
+                "bandwidth-delay product (ecn: min_packets and max_packets), and trim at one (trim_packets)",
+                *("switches", "ecn"),
+            )
 
 
 class Scenario(NetworkSetting, frozen=True, kw_only=True):

@@ -35,11 +35,8 @@ class IdealTimes:
         """Return a path's delay, and the picoseconds that 1,024 bytes take on all its links, and on the slowest."""
         found = self._paths.get((source, target))
         if found is None:
-            at, links = source, []
-            while at != target:
-                link = self._plan.links[self._plan.routes.links(at, target)[0]]
-                links.append(link)
-                at = link.target
+            plan = self._plan
+            links = [plan.links[number] for number in plan.routes.path(plan.topology.links, source, target)]
             times = [link.kibibyte_ps for link in links]
             found = self._paths[source, target] = sum(link.delay_ps for link in links), sum(times), max(times)
         return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Topologies: their descriptions, the nodes and links built from these, and the shortest paths."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -185,6 +185,14 @@ class Routes:
             return [-1 - row]
         start, count = (int(cell) for cell in self.table[row, host])
         return [int(link) for link in self.choices[start : start + count]]
+
+    def path(self, links: Sequence[TopologyLink], source: int, target: int) -> list[int]:
+        """Return the links of a shortest path between two hosts: the first choice of every node."""
+        at, taken = source, []
+        while at != target:
+            taken.append(self.links(at, target)[0])
+            at = links[taken[-1]].target
+        return taken
 
 
 def _distances(

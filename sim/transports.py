@@ -160,6 +160,87 @@ class NdpTransport(_Transport, frozen=True, tag="ndp"):
     min_timeout_us: _Microseconds = 20_000.0
 
 
+class UltraEthernetTransport(_Transport, frozen=True):
+    """What Ultra Ethernet's transports share (specification 1.0): windows by path, and entropies.
+
+    Constants are those of the Ultra Ethernet Consortium's simulator (ultraethernet/uet-htsim 40ccb05, ``uec.cpp``).
+    Every packet is acknowledged; the specification lets a receiver acknowledge several at a time.
+
+    Parameters
+    ----------
+    initial_window_packets, max_window_packets
+        0 is 1.5 times the bandwidth-delay product of the longest path.
+    base_rtt_us
+        The round trip of a packet over the longest path without queues; 0 takes it from the topology.
+    entropies
+        Packets take this many entropy values in turn, in another order each time (oblivious spraying); a power of two.
+    """
+
+    packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 4160
+    header_bytes: Annotated[int, Meta(ge=28, le=120)] = 64
+    initial_window_packets: Annotated[float, Meta(ge=0)] = 0.0
+    max_window_packets: Annotated[float, Meta(ge=0)] = 0.0
+    min_timeout_us: _Microseconds = 100.0
+    balancing: _Balancing = "packet"
+    base_rtt_us: Annotated[float, Meta(ge=0)] = 0.0
+    entropies: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
+
+    def __post_init__(self) -> None:
+        """Reject a number of entropies that is no power of two."""
+        if self.entropies & (self.entropies - 1):
+            raise ValueError(f"entropies needs a power of two, got {self.entropies}")
+
+
+class NsccTransport(UltraEthernetTransport, frozen=True, tag="nscc"):
+    """Network-signalled congestion control of Ultra Ethernet: a window that follows queueing delay and marks.
+
+    A packet that is trimmed takes a packet from the window. After a round trip that delivered less than an eighth of
+    the largest window, the window becomes what arrived (quick adapt). A stream over a shorter path than the longest has
+    a smaller largest window, in proportion.
+
+    Parameters
+    ----------
+    reorder_packets
+        For switches that do not trim: about the largest window at 100 Gbit/s and 14 us.
+    target_us
+        The queueing delay that it aims at; 0 is three quarters of ``base_rtt_us`` with trimming, otherwise all of it.
+    gain
+        Weight of a packet in the average of queueing delays.
+    beta, max_decrease
+        The window falls by ``beta`` times the share of the average delay that is above the target, at most so far.
+    """
+
+    disciplines: ClassVar[tuple[str, ...]] = ("trim", "priority")  # acknowledgements overtake data
+    ecn: ClassVar[bool] = True
+
+    reorder_packets: _Packets = 64
+    target_us: Annotated[float, Meta(ge=0)] = 0.0
+    gain: Annotated[float, Meta(gt=0, le=1)] = 0.0125
+    beta: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    max_decrease: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+
+
+class RcccTransport(UltraEthernetTransport, frozen=True, tag="rccc"):
+    """Receiver-credit congestion control of Ultra Ethernet: credits that the receiver paces, to its senders in turn.
+
+    A sender that has been idle sends up to its largest window without credit, until the first answer. Each packet says
+    how much credit its sender wants: for all that it has to send, up to a window.
+
+    Parameters
+    ----------
+    credit_packets
+        Credits in a PULL; the specification's default.
+    credit_timeout_us
+        How long a sender with nothing in flight waits for credit before it sends a packet without. Its value is not
+        published; it exceeds the wait when thousands of senders share a receiver.
+    """
+
+    disciplines: ClassVar[tuple[str, ...]] = ("trim",)
+
+    credit_packets: _Packets = 4
+    credit_timeout_us: _Microseconds = 20_000.0
+
+
 class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     """Bounded loss with tags: queue by layer, drop class by magnitude.
 
@@ -225,5 +306,7 @@ TransportSpec = (
     | PiasTransport
     | PFabricTransport
     | NdpTransport
+    | NsccTransport
+    | RcccTransport
     | DlcpTransport
 )

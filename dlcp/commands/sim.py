@@ -167,7 +167,7 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     rate = "rate of the hosts' links, which a file of links has itself (default: 100)"
     add(parser, "--rate-gbps", "RATE", real(Range(0.0, 10_000, above=True)), rate)
     add(parser, "--delay-us", "TIME", real(Range(0.0, 1e6)), "delay of a link, likewise (default: 1)")
-    kinds = "dctcp, cubic, new_reno, swift, dlcp, pias, pfabric or ndp, with the switches that suit it"
+    kinds = "dctcp, cubic, new_reno, swift, dlcp, pias, pfabric, ndp, nscc or rccc, with the switches that suit it"
     add(parser, "--transport", "KIND", str, kinds, default="dctcp")
     add(parser, "--collective", "NAME", str, "all-reduces: ring, direct or tree (default: by the trace)")
     faster = "factor on the durations of computations: 0.5 is a processor that is twice as fast"

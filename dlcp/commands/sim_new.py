@@ -13,7 +13,7 @@ NEW_OPTIONS = {
     "collective": ("NAME", "how gradients are reduced: direct, ring, parameter_server and others"),
     "fabric": ("NAME", "star, leaf_spine, fat_tree, dragonfly or rail_optimised"),
     "rate_gbps": ("RATE", "rate of each host's link in Gbit/s"),
-    "transport": ("NAME", "dlcp, dctcp, cubic, swift, ndp and others"),
+    "transport": ("NAME", "dlcp, dctcp, cubic, swift, ndp, nscc, rccc and others"),
     "discipline": ("NAME", "how switches queue and drop (default: what the transport was made for)"),
 }
 """The questions of `dlcp.sim.guided`, whose names and defaults take a while to load."""

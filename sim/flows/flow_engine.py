@@ -297,7 +297,7 @@ class FlowEngine:
 
 def _kept_share(rules: TransportRules) -> float:
     """Return the share of its window that a transport keeps after a loss; 1 if losses do not change it."""
-    if rules.kind == TransportKind.NDP:
+    if rules.kind in (TransportKind.NDP, TransportKind.NSCC, TransportKind.RCCC):
         return 1.0
     if rules.kind == TransportKind.SWIFT:
         return 1.0 - rules.max_decrease

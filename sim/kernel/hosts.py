@@ -242,6 +242,7 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
                 m.holes += 1
             m.retransmits -= 1
             s.repairing -= 1
+            rules.add_backlog(s, k.transports_of(w)[s.transport], -1)
             s.retransmissions.head = transmissions[transmission].next
             free_transmission(w, transmission)
             # It was acknowledged late, or the receiver needs no more. It may have been the last to delay a probe.
@@ -402,10 +403,8 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     x.satisfied = 0
     x.retransmission = retransmission
     x.trimmed = 0
-    x.path_hash = s.path_hash
-    if t.sprayed != 0:
-        # A retransmission gets another path.
-        x.path_hash = rules.sprayed_hash(s.path_hash, index + m.step + retransmission)
+    x.credit = rules.wanted_credit(s, t)
+    x.path_hash = rules.packet_hash(s, t, m, index, r.number, retransmission)
     return packet
 
 
@@ -562,9 +561,12 @@ def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
     x = k.packets_of(w)[packet]
     m = k.messages_of(w)[x.message]
     s = k.streams_of(w)[m.stream]
-    if k.transmissions_of(w)[x.transmission].serial == x.serial:
+    t = k.transports_of(w)[m.transport]
+    r = k.transmissions_of(w)[x.transmission]
+    if r.serial == x.serial:
         s.backoff = 0
-        rules.restart_timers(s, k.transports_of(w)[m.transport], now)
+        rules.on_nack(s, t, now - r.sent_at, now)
+        rules.restart_timers(s, t, now)
         arm_timer(w, s, m.stream)
         declare_lost(w, x.transmission)
         probe_receiver(w, port, x.message, now)
@@ -610,6 +612,7 @@ def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
     cell = m.offset + r.index
     states[cell] = (states[cell] & ~k.STATE_MASK) | k.STATE_LOST
     m.retransmits += 1
+    rules.add_backlog(s, k.transports_of(w)[s.transport], 1)
     s.repairing += 1 - r.repeated
     r.repeated = 1
     r.serial = -1
@@ -730,11 +733,12 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
                 complete_node(w, x.message, now)
     # The row becomes the acknowledgement, so read its mark before it is overwritten.
     marked = x.ecn == 3
-    make_control(w, k.streams_of(w)[m.stream], t, packet, kind, 1)
+    s = k.streams_of(w)[m.stream]
+    make_control(w, s, t, packet, kind, 1)
     x.ecn_echo = 1 if marked else 0
     x.satisfied = 1 if m.done != 0 and m.missing > 0 else 0
     send_control(w, port, packet)
-    if rules.may_pull(t, m):
+    if rules.may_pull(s, t, m, x.credit, kind == PacketKind.NACK):
         request_packet(w, port, x.message, now)
 
 
@@ -753,8 +757,7 @@ def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
 
 @call
 def request_packet(w: Row, port: int, message: int, now: int) -> None:
-    """Queue a PULL for one more packet of a message."""
-    k.messages_of(w)[message].pulls += 1
+    """Queue a PULL for a message's stream."""
     p = k.ports_of(w)[port]
     k.append(k.packets_of(w), p.pulls, new_control(w, message, PacketKind.PULL, 1))
     if p.pulling == 0:
@@ -764,15 +767,40 @@ def request_packet(w: Row, port: int, message: int, now: int) -> None:
 
 @call
 def send_pull(w: Row, port: int, now: int) -> None:
-    """Send the first waiting PULL. The next one follows after the serialization time of the requested packet."""
+    """Send the first waiting PULL. The next one follows after the serialization time of the requested packets.
+
+    Spare ones wait for all others, and are not sent for messages that are done.
+    """
     packets = k.packets_of(w)
     p = k.ports_of(w)[port]
-    packet = p.pulls.head
-    p.pulls.head = packets[packet].next
-    t = k.transports_of(w)[k.messages_of(w)[packets[packet].message].transport]
-    p.pull_next = now + (((t.header_bytes + t.payload) * p.kibibyte_ps) >> RATE_SHIFT)
+    while p.pulls.head < 0 and p.spare_pulls.head >= 0:
+        packet = p.spare_pulls.head
+        m = k.messages_of(w)[packets[packet].message]
+        if m.done == 0:
+            break
+        p.spare_pulls.head = packets[packet].next
+        k.streams_of(w)[m.stream].pulling &= rules.PULL_QUEUED
+        remove_packet(w, packet)
+    spare = 1 if p.pulls.head < 0 else 0
+    waiting = p.spare_pulls if spare else p.pulls
+    if waiting.head < 0:
+        p.pulling = 0
+        return
+    packet = waiting.head
+    x = packets[packet]
+    waiting.head = x.next
+    m = k.messages_of(w)[x.message]
+    s = k.streams_of(w)[m.stream]
+    t = k.transports_of(w)[m.transport]
+    credit = rules.give_credit(s, t, spare)
+    x.credit = s.granted
+    packet_ps = ((t.header_bytes + t.payload) * p.kibibyte_ps) >> RATE_SHIFT
+    p.pull_next = now + rules.credit_ps(t, credit, packet_ps)
     send_control(w, port, packet)
-    if p.pulls.head >= 0:
+    queue = rules.queue_after_pull(s, t, spare)
+    if queue >= 0:
+        k.append(packets, p.spare_pulls if queue else p.pulls, new_control(w, x.message, PacketKind.PULL, 1))
+    if p.pulls.head >= 0 or p.spare_pulls.head >= 0:
         push(w, p.pull_next, k.EventKind.PULL_DUE, port)
     else:
         p.pulling = 0

@@ -319,7 +319,7 @@ def _make_ports(plan: EnginePlan) -> NDArray[Any]:
     for column, name in {**columns, "loss": "loss", "random": "random"}.items():
         ports[column] = [getattr(link, name) for link in plan.links]
     ports["lossy"] = ports["loss"] > 0
-    ports["control"] = ports["pulls"] = -1
+    ports["control"] = ports["pulls"] = ports["spare_pulls"] = -1
     return ports
 
 

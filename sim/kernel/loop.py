@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event loop: runs until the limit, or until Python has to act."""
 
+from dlcp.sim import rules
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.jit import call, entry, inlined
 from dlcp.sim.kernel import hosts
@@ -163,7 +164,8 @@ def run(world: Row, limit: int) -> Number:
                     elif x.kind == PacketKind.NACK:
                         hosts.receive_nack(w, interface, number, now)
                     elif x.kind == PacketKind.PULL:
-                        streams[stream].credit += 1
+                        s = streams[stream]
+                        rules.on_pull(s, transports[s.transport], x.credit)
                     else:
                         hosts.receive_probe_reply(w, number)
         elif kind == k.EventKind.PORT_FREE:

@@ -78,8 +78,8 @@ PORT_ROW: Final = row_type(
     (u1, "nonempty"),
     (i1, "pending lossy pulling"),
     (i8, "loss random pull_next"),
-    (LIST, "pulls"),
-    (i8, "unused1 unused2 unused3 unused4"),
+    (LIST, "pulls spare_pulls"),
+    (i8, "unused1 unused2 unused3"),
 )
 """One direction of a link; the first cache line has the fields that every packet needs. ``nonempty`` has a bit for each
 queue. ``pending``: a PORT_FREE event is scheduled. ``lossy``: ``loss`` is above 0."""
@@ -94,11 +94,11 @@ PACKET_ROW: Final = row_type(
     (u4, "path_hash"),
     (i4, "size rank"),
     (i1, "kind queue drop_class ecn sprayed satisfied retransmission trimmed ecn_echo"),
-    (i8, "unused"),
+    (i4, "credit unused"),
 )
 """A packet in the network, or an unused row. ``satisfied`` (in an ACK or a reply to a probe): the receiver needs no
 more packets of the message. ``ecn_echo``: the acknowledged packet arrived with a mark. ``rank``: the packets that its
-message has left."""
+message has left. ``credit``: of RCCC's data, the total that the sender wants; of its PULLs, what is granted."""
 
 TRANSMISSION_ROW: Final = row_type((i8, "serial number sent_at"), (i4, "message index previous next queue repeated"))
 """The sender's record of a packet: in flight (in a list by stream and queue) or to be retransmitted.
@@ -121,10 +121,13 @@ STREAM_ROW: Final = row_type(
     (f8, "peak reno"),
     (i4, "tail timers"),
     (i8, "tail_number"),
-    (i4, "tail_message tail_index credit unused"),
+    (i4, "tail_message tail_index credit backlog"),
     (i8, "serial acked_at"),
-    (i4, "step_acked step_packets"),
-    (i8, "unused1"),
+    (i4, "step_acked step_packets asked granted"),
+    (f8, "mean_delay growth"),
+    (i8, "base_rtt adapt_at grown_at"),
+    (i4, "arrived arrived_since ignoring undelayed pulled"),
+    (i1, "fast trimmed speculating pulling"),
 )
 """A stream of messages: its window, its messages with unsent packets (``head``), its packets to be retransmitted
 (``retransmissions``), and its packets in flight by queue (``first``).
@@ -133,9 +136,20 @@ STREAM_ROW: Final = row_type(
 the only valid event among the ``timers`` scheduled. ``tail_probing``: the tail probe has not been acknowledged; its
 number is ``tail_number``, and it repeats a packet of ``tail_message`` if that is not -1. ``spare``: packets allowed
 beyond the window. ``repairing``: packets that were lost and not acknowledged since. ``probe_mode``: send probes instead
-of data (pFabric). ``credit``: packets that NDP's PULLs have requested. ``step_acked``:
+of data (pFabric). ``credit``: packets that PULLs have requested. ``step_acked``:
 acknowledged packets of the present training step, the last one at ``acked_at``; ``step_packets``: those of the step
-before (MLTCP)."""
+before (MLTCP).
+
+For NSCC: ``base_rtt`` is the shortest round trip, ``mean_delay`` the average above it. ``growth`` is to be divided by
+the window and added to it; that was last done after a round trip at ``grown_at``, and packets that arrived since any
+growth are ``arrived_since``. ``arrived`` counts those since the round trip that ends at ``adapt_at``, when quick adapt
+looks at them; then ``trimmed`` says whether a packet was trimmed. ``ignoring`` packets from before are still to be
+answered, and their marks do not count. ``undelayed`` packets in a row met no delay; more than a window makes growth
+``fast``.
+
+For RCCC, in packets: the sender has ``backlog`` to send and ``credit`` for some, after ``pulled`` in total;
+``speculating``: its credit is not the receiver's. The receiver was ``asked`` for a total and has ``granted`` one;
+``pulling``: the queues in which it has a PULL."""
 
 MESSAGE_ROW: Final = row_type(
     (i8, "offset"),

@@ -172,20 +172,76 @@ def dequeue_smallest(w: Row, port: int) -> Number:
 
 
 @inlined
-def waiting_queue(w: Row, first: int, packet: int, discipline: int) -> Number:
-    """Return the queue for a packet at the port whose queues begin at ``first``; NDP may trim the packet."""
+def waiting_queue(w: Row, port: int, packet: int, discipline: int) -> Number:
+    """Return the queue for a packet at a port. With trimming, a full queue trims the packet, or its own last one."""
     x = k.packets_of(w)[packet]
     if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP or discipline >= OWN_KIND:
         return int(x.queue)
     if discipline != Discipline.TRIM:
         return 0
     if x.kind == PacketKind.DATA and x.trimmed == 0:
-        if k.queues_of(w)[first].packets < k.rules_of(w)[0].trim_packets:
+        rules = k.rules_of(w)[0]
+        q = k.queues_of(w)[port * PORT_QUEUES]
+        if q.packets < rules.trim_packets:
             return 0
-        x.trimmed = 1
-        x.size = TRIMMED_BYTES
-        k.counts_of(w)[EngineCounter.TRIMS] += 1
+        if rules.trims_either != 0 and k.draw(k.ports_of(w)[port]) & 1 and k.packets_of(w)[q.tail].size >= x.size:
+            last = q.tail
+            remove_from_queue(w, port, 0, last, before_last(w, q))
+            trim(w, last)
+            # The header takes less room than the packet had.
+            put(w, port, URGENT_QUEUE, last)
+            return 0
+        trim(w, packet)
     return URGENT_QUEUE
+
+
+@call
+def before_last(w: Row, q: Row) -> Number:
+    """Return the last packet but one of a queue; -1 if it has only one."""
+    packets = k.packets_of(w)
+    before = -1
+    at = q.head
+    while at != q.tail:
+        before = at
+        at = packets[at].next
+    return before
+
+
+@inlined
+def trim(w: Row, packet: int) -> None:
+    """Remove a packet's payload."""
+    x = k.packets_of(w)[packet]
+    x.trimmed = 1
+    x.size = TRIMMED_BYTES
+    k.counts_of(w)[EngineCounter.TRIMS] += 1
+
+
+@inlined
+def put(w: Row, port: int, queue: int, packet: int) -> None:
+    """Append a packet to a queue of a switch's port."""
+    packets = k.packets_of(w)
+    p = k.ports_of(w)[port]
+    q = k.queues_of(w)[port * PORT_QUEUES + queue]
+    size = packets[packet].size
+    k.append(packets, q, packet)
+    p.nonempty |= 1 << queue
+    q.packets += 1
+    p.bytes += size
+    q.waiting_bytes += size
+    if p.bytes > p.bytes_max:
+        p.bytes_max = p.bytes
+    k.switches_of(w)[p.node].used += size
+
+
+@inlined
+def is_congested(w: Row, port: int, waiting: int) -> Number:
+    """Return whether to mark a packet at a port where ``waiting`` packets are in its queue; it may be drawn."""
+    rules = k.rules_of(w)[0]
+    low = rules.ecn_min
+    if waiting < low:
+        return False
+    high = rules.ecn_max
+    return waiting >= high or k.draw(k.ports_of(w)[port]) * (high - low) < (waiting - low) * rules.ecn_probability
 
 
 @call
@@ -214,7 +270,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
         if discipline == Discipline.DLCP:
             queues[first + queue].depth = 0
         return SEND_NOW
-    queue = waiting_queue(w, first, packet, discipline)
+    queue = waiting_queue(w, port, packet, discipline)
     q = queues[first + queue]
     size = x.size
     dropped = WAITS
@@ -235,25 +291,15 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
         if verdict == _MARK and x.ecn != 0:
             x.ecn = 3
             counts[EngineCounter.MARKS] += 1
-    elif waiting >= rules.ecn_min:
-        low = rules.ecn_min
-        high = rules.ecn_max
-        if waiting >= high or k.draw(p) * (high - low) < (waiting - low) * rules.ecn_probability:
-            if x.ecn != 0:
-                x.ecn = 3
-                counts[EngineCounter.MARKS] += 1
-            elif rules.drop_incapable != 0 and x.kind == PacketKind.DATA:
-                # Marks and pFabric exclude each other, so no other packet has been dropped for this one.
-                counts[EngineCounter.DROPS_EARLY] += 1
-                return packet
-    k.append(packets, q, packet)
-    p.nonempty |= 1 << queue
-    q.packets = waiting + 1
-    p.bytes += size
-    q.waiting_bytes += size
-    if p.bytes > p.bytes_max:
-        p.bytes_max = p.bytes
-    switches[p.node].used += size
+    elif discipline != Discipline.TRIM and is_congested(w, port, waiting):
+        if x.ecn != 0:
+            x.ecn = 3
+            counts[EngineCounter.MARKS] += 1
+        elif rules.drop_incapable != 0 and x.kind == PacketKind.DATA:
+            # Marks and pFabric exclude each other, so no other packet has been dropped for this one.
+            counts[EngineCounter.DROPS_EARLY] += 1
+            return packet
+    put(w, port, queue, packet)
     if p.pending == 0:
         p.pending = 1
         push(w, p.busy_until, k.EventKind.PORT_FREE, port)
@@ -273,10 +319,14 @@ def dequeue(w: Row, port: int) -> Number:
     q = k.queues_of(w)[port * PORT_QUEUES + queue]
     packet = q.head
     remove_from_queue(w, port, queue, packet, -1)
+    x = k.packets_of(w)[packet]
     if rules.discipline == Discipline.DLCP:
         q.depth = q.packets
-        x = k.packets_of(w)[packet]
         if x.ecn != 0 and queue != URGENT_QUEUE and q.packets > rules.mark_above:
             x.ecn = 3
             k.counts_of(w)[EngineCounter.MARKS] += 1
+    elif rules.discipline == Discipline.TRIM and x.ecn != 0 and queue == 0 and is_congested(w, port, q.packets):
+        # A mark on leaving is as new as the queue that it tells of (Ultra Ethernet).
+        x.ecn = 3
+        k.counts_of(w)[EngineCounter.MARKS] += 1
     return packet

@@ -13,8 +13,10 @@ from dlcp.sim.transports import (
     InterleavingTransport,
     NdpTransport,
     NewRenoTransport,
+    NsccTransport,
     PFabricTransport,
     PiasTransport,
+    RcccTransport,
     SwiftTransport,
     TailProbeTransport,
     TransportSpec,
@@ -32,9 +34,18 @@ TRANSPORTS = (
     PiasTransport,
     PFabricTransport,
     NdpTransport,
+    NsccTransport,
+    DlcpTransport,
+    RcccTransport,
 )
 
-OWN_DISCIPLINE = {PFabricTransport: "pfabric", NdpTransport: "trim", PiasTransport: "priority"}
+OWN_DISCIPLINE = {
+    PFabricTransport: "pfabric",
+    NdpTransport: "trim",
+    NsccTransport: "trim",
+    RcccTransport: "trim",
+    PiasTransport: "priority",
+}
 
 
 def draw(seed: int) -> Scenario:
@@ -169,6 +180,7 @@ def _switches(dice: random.Random, kind: type) -> SwitchSpec:
         ecn=dice.choice([None, EcnSpec(min_packets=low, max_packets=low), red]),
         spraying=dice.choice(("hash", "hash", "random", "round_robin", "least_queue")),
         mark_at=dice.choice([0.1, 0.3]),
+        trim_choice=dice.choice(["arriving", "random"]),
     )
 
 

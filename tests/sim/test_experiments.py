@@ -71,6 +71,17 @@ def test_mistakes_are_reported_with_their_line(tmp_path, old, new, line, message
     assert str(error.value).startswith(f"{path}:{line}: ")
 
 
+@pytest.mark.parametrize(
+    ("ecn", "marks"), [("", "mark from 65 packets, where only 8 wait"), (", ecn: null", "never mark")]
+)
+def test_nscc_without_marks_is_refused(tmp_path, ecn, marks) -> None:
+    switches = f"  switches: {{discipline: trim{ecn}}}\n  transports:"
+    text = EXPERIMENT.replace("  transports:", switches).replace("kind: cubic", "kind: nscc")
+    text = text.replace("switches.discipline: dlcp", "switches.discipline: trim")
+    with pytest.raises(DocumentError, match=f"'tcp' is nscc, which needs marks, but switches {marks}"):
+        read(write_experiment(tmp_path, text))
+
+
 def test_an_unknown_model_names_what_there_is(tmp_path) -> None:
     path = write_experiment(tmp_path, EXPERIMENT.replace("model: PROFILE", "model: vgg61"))
     with pytest.raises(DocumentError, match=r"small.yaml:10: .*there is no model 'vgg61'; did you mean vgg16"):

@@ -58,7 +58,7 @@ def test_every_transport_gets_switches_that_suit_it(tmp_path, transport):
     for discipline in TRANSPORT_KINDS[transport].disciplines:
         written(tmp_path / "a.yaml", "--transport", transport, "--discipline", discipline)
     assert written(tmp_path / "a.yaml", "--transport", transport).switches.discipline == {
-        "dlcp": "dlcp", "pfabric": "pfabric", "pias": "priority", "ndp": "trim"
+        "dlcp": "dlcp", "pfabric": "pfabric", "pias": "priority", "ndp": "trim", "nscc": "trim", "rccc": "trim"
     }.get(transport, "fifo")  # fmt: skip
 
 

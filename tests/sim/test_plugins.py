@@ -48,10 +48,10 @@ RUN = """
 import json, sys
 import numpy as np, numba
 from dlcp.sim import rules
-from dlcp.sim.plan import OWN_KIND, TRANSPORT_ROW, SWITCH_RULES_ROW, TransportRules, SwitchRules, as_rows
+from dlcp.sim.plan import as_rows
 from dlcp.sim.kernel.state import STREAM_ROW
 from dlcp.sim.scenario import Scenario
-from dlcp.sim.simulation import simulate
+from dlcp.sim.simulation import Simulation, simulate
 import msgspec
 
 def run(**more):
@@ -75,12 +75,12 @@ early = {"switches": {"discipline": "early", "settings": {"last": 20}}}
 found = {name: run(**kind) for name, kind in gentle.items()}
 found |= {"plain": run(**plain), "new_reno": run(**reno), "early": run(**gentle["gentle"], **early)}
 scenario = msgspec.convert({**gentle["harsh"], **early}, Scenario)
-transport = TransportRules.of(scenario.transports["t"], scenario.switches, 0)
+plan = Simulation(scenario, engine="reference").plan
 streams = np.zeros(1, STREAM_ROW)
 streams["window"] = 8.0
-ack(streams, as_rows([transport]))
+ack(streams, as_rows(plan.transports))
 found["compiled window"] = float(streams["window"][0])
-switch = as_rows([SwitchRules.of(scenario.switches)])
+switch = as_rows([plan.switches])
 found["compiled verdicts"] = [int(verdict(switch, streams, waiting)) for waiting in (5, 15, 20)]
 print(json.dumps(found))
 """

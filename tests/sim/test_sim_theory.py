@@ -17,7 +17,9 @@ from dlcp.sim.transports import (
     DlcpTransport,
     NdpTransport,
     NewRenoTransport,
+    NsccTransport,
     PFabricTransport,
+    RcccTransport,
     SwiftTransport,
 )
 
@@ -83,6 +85,8 @@ def test_waits_by_priority_are_those_of_cobham():
     assert measured[2] == pytest.approx(residual / ((1 - urgent) * (1 - urgent - other)), rel=0.02)
 
 
+# A bandwidth-delay product is less than the smallest windows of all senders, and trimmed headers would take 4 %.
+ULTRA_ETHERNET = SwitchSpec(discipline="trim", trim_packets=40, ecn=EcnSpec(min_packets=8, max_packets=32))
 INCASTS = {
     "dctcp": (DctcpTransport(), SwitchSpec()),
     "swift": (SwiftTransport(), SwitchSpec(ecn=None)),
@@ -90,6 +94,8 @@ INCASTS = {
     "cubic": (CubicTransport(), SwitchSpec(buffer_packets=1000, ecn=None)),
     "pfabric": (PFabricTransport(), SwitchSpec(discipline="pfabric")),
     "ndp": (NdpTransport(), SwitchSpec(discipline="trim")),
+    "nscc": (NsccTransport(), ULTRA_ETHERNET),
+    "rccc": (RcccTransport(), ULTRA_ETHERNET),
     "dlcp": (DlcpTransport(), SwitchSpec(discipline="dlcp")),
 }
 

@@ -2,16 +2,31 @@
 """Each transport alone does what its authors say; on the slow engine, for the other one agrees with it."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
+from dlcp.sim.fitted_network import suited_switches
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.packet_engine import EngineCounter
 from dlcp.sim.plan import TransportRules, make_plan
 from dlcp.sim.reference import MessageStream
-from dlcp.sim.rules import first_threshold, measure_rtt, on_ack, on_loss, on_timeout, timeout_ps
+from dlcp.sim.rules import (
+    first_threshold,
+    grant_first_window,
+    measure_rtt,
+    on_ack,
+    on_loss,
+    on_nack,
+    on_pull,
+    on_send,
+    on_timeout,
+    packet_hash,
+    timeout_ps,
+    wanted_credit,
+)
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.simulation import failure
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star, build_topology
@@ -21,8 +36,10 @@ from dlcp.sim.transports import (
     DlcpTransport,
     NdpTransport,
     NewRenoTransport,
+    NsccTransport,
     PFabricTransport,
     PiasTransport,
+    RcccTransport,
     SwiftTransport,
 )
 
@@ -284,6 +301,115 @@ def test_ndp_trims_instead_of_dropping_and_paces_by_pulls():
     assert records["end_ps"].max() < 1.1 * bound
     # Eight packets whole, and headers of 64 bytes.
     assert simulation.engine.port_bytes()["bytes_max"].max() <= 8 * 1500 + 64 * counts[EngineCounter.TRIMS]
+
+
+def test_nscc_follows_the_four_signals():
+    """Without marks it grows, in proportion below the target and fairly above; both signals together shrink it."""
+    nscc, rules = stream(NsccTransport(header_bytes=64, packet_bytes=4160, max_window_packets=1000))
+    base, target = rules.base_rtt_ps, rules.target_ps
+    assert base == target == 4_000_000 + 2 * 4224 * 80  # no trimming
+    share = 4096 / 4160 * base / 12_000_000  # of the published growth, which is for 12 us
+
+    def grown(marked: int, delay: int) -> float:
+        """Return the growth by nine packets, after the last of which it is applied, from a window of 100."""
+        nscc.window, now = 100.0, nscc.grown_at + base
+        for _ in range(9):
+            on_ack(nscc, rules, marked, base + delay, 0, now, True)
+        return nscc.window - 100
+
+    grown(0, 0)
+    steady = 0.15 * share
+    assert grown(1, target // 2) == pytest.approx(steady)
+    assert grown(0, target // 2) == pytest.approx(steady + 9 * 4 * share * (target / 2 / 12e6) / 100, rel=1e-6)
+    assert grown(0, target) == pytest.approx(steady + 9 * 5 * share / 100, rel=1e-6)
+    nscc.mean_delay, nscc.cut_at = 1.5 * target, -base
+    assert grown(1, 2 * target) == pytest.approx(-0.8 * 0.5 / 1.5 * 100, rel=0.02)
+    nscc.mean_delay, nscc.cut_at = 9.0 * target, 0
+    assert grown(1, 2 * target) == pytest.approx(-50, abs=0.1)
+
+
+def test_nscc_adapts_quickly_to_what_arrives():
+    """A round trip with trimmed packets and few others: the window is what arrived, and earlier marks do not count."""
+    nscc, rules = stream(NsccTransport(max_window_packets=80))
+    now = rules.base_rtt_ps
+    on_ack(nscc, rules, 0, rules.base_rtt_ps, 0, now, True)
+    nscc.in_flight = 30
+    for _ in range(4):
+        on_ack(nscc, rules, 1, 2 * rules.base_rtt_ps, 0, now, True)
+    nscc.window = 40.0
+    on_nack(nscc, rules, rules.base_rtt_ps, now)
+    assert nscc.window == 39
+    on_nack(nscc, rules, rules.base_rtt_ps, now + rules.base_rtt_ps + rules.target_ps + 1)
+    assert nscc.window == 4
+    for _ in range(20):
+        on_ack(nscc, rules, 1, 9 * rules.base_rtt_ps, 0, 9 * now, True)
+    assert nscc.window == 4
+
+
+def test_ultra_ethernet_takes_all_entropies_in_turn():
+    nscc, rules = stream(NsccTransport(entropies=16))
+    rounds = [[packet_hash(nscc, rules, None, 0, 16 * turn + at, 0) for at in range(16)] for turn in range(9)]
+    assert {frozenset(taken) for taken in rounds} == {frozenset(rounds[0])}
+    assert len(set(rounds[0])) == 16
+    assert len({tuple(taken) for taken in rounds}) > 4
+
+
+def test_nscc_keeps_the_queue_near_its_target():
+    """Marks begin below the target, and a queue of a bandwidth-delay product trims only the first windows."""
+    star = Star(hosts=9, host_link=LinkSpec(rate_gbps=100.0, delay_us=3.0))
+    switches = suited_switches(NsccTransport(), "trim", build_topology(star))
+    messages = [(source, 0, 4_000_000, 0) for source in range(1, 5)]
+    records, counts, _ = run(NsccTransport(), switches, messages, star)
+    packets = records["packets"].sum()
+    assert 0 < counts[EngineCounter.TRIMS] < 0.1 * packets
+    assert counts[EngineCounter.MARKS] > 0
+    assert counts[EngineCounter.TIMEOUTS] == counts[EngineCounter.DROPS_TAIL] == 0
+    assert records["end_ps"].max() < 1.03 * packets * 4160 * 80
+    times = records["end_ps"] - records["begin_ps"]
+    assert times.min() > 0.8 * times.max()
+
+
+def test_rccc_trims_first_windows_only_and_shares_the_link():
+    """Senders have no more in flight than was pulled, at 99 % of the link's rate."""
+    star = Star(hosts=9, host_link=LinkSpec(rate_gbps=100.0, delay_us=3.0))
+    switches = suited_switches(RcccTransport(), "trim", build_topology(star))
+    records, counts, simulation = run(
+        RcccTransport(), switches, [(source, 0, 2_000_000, 0) for source in range(1, 9)], star
+    )
+    first = 8 * int(simulation.plan.transports[0].max_window_packets)
+    assert 0 < counts[EngineCounter.TRIMS] < first - switches.trim_packets
+    assert counts[EngineCounter.RETRANSMITTED] == counts[EngineCounter.TRIMS]
+    assert counts[EngineCounter.TIMEOUTS] == 0
+    assert records["end_ps"].max() < 1.01 / 0.99 * records["packets"].sum() * 4160 * 80
+    assert records["end_ps"].min() > 0.95 * records["end_ps"].max()
+
+
+def test_rccc_sends_without_credit_only_until_the_first_answer():
+    rccc, rules = stream(RcccTransport(initial_window_packets=12, max_window_packets=16))
+    rccc.backlog = 0
+    message = SimpleNamespace(packets=100, in_flight=0, sent=0, refs=0)
+    grant_first_window(rccc, rules, message)
+    assert rccc.credit == 12
+    on_send(rccc, rules, message, 0)
+    assert wanted_credit(rccc, rules) == 5  # 16, of which it has 11
+    on_pull(rccc, rules, 4)
+    assert (rccc.credit, wanted_credit(rccc, rules)) == (4, 16)
+    on_pull(rccc, rules, 30)
+    assert rccc.credit == 16, "no more than a window"
+
+
+def test_rccc_counts_credit_so_that_a_lost_pull_does_no_harm():
+    topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=2)
+    scenario = Scenario(
+        topology=topology,
+        switches=suited_switches(RcccTransport(), "trim", build_topology(topology)),
+        transports={"t": RcccTransport()},
+        jobs=(CollectiveJob(name="job", hosts=(0, 1, 2, 3), size_bytes=2_000_000, transport="t", steps=2),),
+        failures=(FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.05),),
+    )
+    result = simulate(scenario, engine="reference")
+    assert result.counts["drops_link"] > 10
+    assert len(result.steps[0].end_ps) == 2
 
 
 BOUND = {"loss_bound": 0.1, "queue": 4}
