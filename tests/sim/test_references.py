@@ -22,7 +22,13 @@ FILE = Path(dlcp.sim.__file__).parent / "experiments" / "references.yaml"
 WITHIN = {"mean": 0.03, "p99": 0.08, "max": 0.08, "last": 0.03}
 
 
-@pytest.mark.parametrize("network", ["NDP, permutation", "NDP, incast", "pFabric, load 0.6"])
+@pytest.mark.parametrize(
+    "network",
+    [
+        *("NDP, permutation", "NDP, incast", "pFabric, load 0.6"),
+        *("NSCC, permutation", "NSCC, incast of 32", "NSCC, incast of 127", "RCCC, permutation", "RCCC, incast of 127"),
+    ],
+)
 def test_other_simulators_come_to_the_same_times(network):
     planned = read(FILE, seeds=[1])
     metrics = run(next(each for each in planned.runs if each.point["network"] == network))["metrics"]
@@ -30,7 +36,8 @@ def test_other_simulators_come_to_the_same_times(network):
     assert claims
     for claim in claims:
         kind = claim.name.rpartition("_")[2]
-        if claim.name != "pfabric_60_p99":  # by the flows drawn: its range over seeds is -12 to -3 %
+        # By the flows drawn: the ranges over seeds are -12 to -3 %, and -11 to +7 %.
+        if claim.name not in ("pfabric_60_p99", "nscc_permutation_max"):
             assert metrics[claim.metric] == pytest.approx(claim.paper, rel=WITHIN[kind]), claim.name
 
 
