@@ -4,6 +4,7 @@
 ``models.yaml`` has the layers of published models, and the throughput of GPUs on them, each with its source.
 """
 
+import dataclasses
 import importlib
 import logging
 import re
@@ -232,6 +233,26 @@ def _timed(layers: Sequence[ModelLayer], step_s: float, batch: int) -> tuple[Tim
         )
         for layer, seconds in shares
     )
+
+
+def joined_layers(profile: StepProfile, parameters: int) -> StepProfile:
+    """Join adjacent layers until each has at least so many parameters, and any at all; the last may have fewer."""
+    groups: list[list[TimedLayer]] = [[]]
+    for layer in profile.layers:
+        if layer.parameters and sum(each.parameters for each in groups[-1]) >= max(1, parameters):
+            groups.append([])
+        groups[-1].append(layer)
+    joined = tuple(
+        TimedLayer(
+            "+".join(layer.name for layer in group),
+            sum(layer.parameters for layer in group),
+            sum(layer.forward_s for layer in group),
+            sum(layer.backward_s for layer in group),
+            group[-1].output_bytes,
+        )
+        for group in groups
+    )
+    return dataclasses.replace(profile, layers=joined)
 
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?)B")

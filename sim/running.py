@@ -140,9 +140,9 @@ class MessageMeasures:
     slowdowns
         Of the other traffic, by the largest size of a message in `SLOWDOWN_SIZES`, counted as seconds.
     packets, missing, sent
-        Packets of contributions, and how many of these never arrived; packets sent for all messages, including
-        retransmissions. An encoded contribution counts as the packets that it would have in full precision. None of
-        them is missing: a lost packet of the lower plane only rounds values.
+        int64 (2,), of contributions and of results: their packets, how many of these never arrived, and packets sent,
+        including retransmissions. An encoded contribution counts as the packets that it would have in full precision.
+        None of them is missing: a lost packet of the lower plane only rounds values.
     deferred
         By job, int64 (2, 2): a row for contributions and one for averages, each with the packets deferred and their
         total, in all steps but the first.
@@ -154,9 +154,9 @@ class MessageMeasures:
         default_factory=lambda: {name: TimeDistribution() for name in SLOWDOWN_SIZES}
     )
     times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _TIMES})
-    packets: int = 0
-    missing: int = 0
-    sent: int = 0
+    packets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    missing: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    sent: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     deferred: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
@@ -176,12 +176,13 @@ class MessageMeasures:
         self.times["contribution"].add(took[~results])
         self.times["result"].add(took[results])
         encoded, whole = sizes["upper"] > 0, sizes["packets"]
-        self.packets += int(np.where(encoded, packets, records["packets"])[~results].sum())
-        self.missing += int(records["missing_packets"][~results & ~encoded].sum())
-        self.sent += int(records["sent_packets"].sum())
         counts = self.deferred.setdefault(submitted.label[0], np.zeros((2, 2), np.int64))
-        for half, own in enumerate((~results & (nodes["step"] > 0), results & (nodes["step"] > 0))):
-            counts[half] += (whole - records["packets"])[own].sum(), whole[own].sum()
+        for half, own in enumerate((~results, results)):
+            self.packets[half] += np.where(encoded & ~results, packets, records["packets"])[own].sum()
+            self.missing[half] += records["missing_packets"][own & ~encoded].sum()
+            self.sent[half] += records["sent_packets"][own].sum()
+            later = own & (nodes["step"] > 0)
+            counts[half] += (whole - records["packets"])[later].sum(), whole[later].sum()
 
     def _add_slowdowns(self, sizes: NDArray[np.int64], ratios: NDArray[np.float64]) -> None:
         least = 0
@@ -198,9 +199,16 @@ class MessageMeasures:
         return contributions, averages
 
     @property
-    def loss_ratio(self) -> float:
-        """Return the share of contributions' packets that never arrived."""
-        return self.missing / self.packets if self.packets else 0.0
+    def loss_ratios(self) -> tuple[float, float]:
+        """Return the shares of contributions' and of results' packets that never arrived."""
+        contributions, results = (self.missing / np.maximum(self.packets, 1)).tolist()
+        return contributions, results
+
+    @property
+    def sent_ratios(self) -> tuple[float, float]:
+        """Return how often a packet was sent in the mean, of contributions and of results; 0 if there are none."""
+        contributions, results = (self.sent / np.maximum(self.packets, 1)).tolist()
+        return contributions, results
 
 
 def significant(value: float, digits: int = 9) -> float:
@@ -394,7 +402,8 @@ def _metrics(
             prefix = "slowdown" if name == "all" else f"slowdown_{name}"
             found[f"{prefix}_mean"] = slowdowns.mean_s
             found[f"{prefix}_p99"] = slowdowns.quantile_s(0.99)
-    found["loss_ratio"] = messages.loss_ratio
+    found["loss_ratio"], found["result_loss_ratio"] = messages.loss_ratios
+    found["contribution_sent_ratio"], found["result_sent_ratio"] = messages.sent_ratios
     if any(job.job.spec.deferral for job in jobs):
         found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios
     dropped = [count for name, count in counts_by_name(counts).items() if name.startswith("drops_")]
@@ -424,7 +433,7 @@ def _metrics(
             found["speedup"] = fmean(speed * workers for speed, workers in speeds)
         samples = sum(job.minibatches * job.profile.batch for job in jobs)
         if not traced:  # whose packets would count, too
-            found["packets_per_sample"] = messages.sent / samples
+            found["packets_per_sample"] = int(messages.sent.sum()) / samples
     if measured := [seconds for each in traced for seconds in steady(each.workload.measured_s)]:
         found["measured_step_s"] = fmean(measured)
     return found
@@ -445,7 +454,7 @@ def _convergence(
     share = max(messages.deferred_ratios)
     if "step_s" not in metrics or any(share > found.reached for found in deferred):
         return {}
-    factor = curve(item.convergence).steps_factor(messages.loss_ratio)
+    factor = curve(item.convergence).steps_factor(messages.loss_ratios[0])
     factor *= max([1.0, *(found.steps_factor(share) for found in deferred)])
     by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
     factor *= max(map(fmean, by_job), default=1.0)

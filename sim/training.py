@@ -18,10 +18,17 @@ order:
 ``dlcp``
     The same order at hosts, and in switches too, where front layers have more urgent queues. Pieces of 1 MB give
     messages of about a hundred packets, so that a share of each can be lost.
+
+With ``sharding: fsdp``, each worker owns a shard of every layer, and layers are gathered before they compute
+(`_StepBuilder`). A layer's gradients are one piece, whatever the scheduler: several rings at once hold each other up
+when workers are not equally fast. With ``fifo``, parameters and gradients share a queue, as with PyTorch's FSDP. With
+``dlcp``, parameters are in the most urgent queue and are never lost, as with MLT (NSDI 2024); gradients are in the
+queues of their layers, and may be lost within the bound.
 """
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +49,9 @@ from dlcp.sim.collectives import (
     WITH_SERVERS,
     AllReduceSpec,
     CollectiveName,
+    all_gather,
     all_reduce,
+    reduce_scatter,
 )
 from dlcp.sim.deferral import DeferralSpec, SimulatedDeferral
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
@@ -55,7 +64,16 @@ from dlcp.sim.learning import (
     TaskTrainer,
     TestedAccuracy,
 )
-from dlcp.sim.models import StepProfile, TimedLayer, bare_profile, parse_size, read_profile, step_profile, task_profile
+from dlcp.sim.models import (
+    StepProfile,
+    TimedLayer,
+    bare_profile,
+    joined_layers,
+    parse_size,
+    read_profile,
+    step_profile,
+    task_profile,
+)
 from dlcp.sim.pipeline import parse_replicas
 from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.scenario import Placement, choose_hosts
@@ -64,6 +82,7 @@ from dlcp.sim.topology import NetworkTopology
 from dlcp.sim.transports import DlcpTransport
 from dlcp.slow_ports import weights_for_rates
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
+from dlcp.wire import Queue
 
 _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(ge=0)]
@@ -111,6 +130,14 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Number of such jobs that run at once, each on its own hosts.
     collective
         How gradients are reduced. ``hierarchical`` reduces within ``group`` adjacent workers first.
+    sharding
+        ``fsdp``: each worker keeps a shard of every layer, as with PyTorch's FSDP (ZeRO-3), for ``ring``.
+    reshard_after_forward
+        With FSDP, whether workers free a layer's parameters after its forward pass, and gather them again for its
+        backward pass.
+    unit_bytes
+        With FSDP, adjacent layers are sharded as one until they have so many bytes, like the blocks of a transformer;
+        by default, each layer by itself.
     scheduler
         How gradients are cut and ordered; see `dlcp.sim.training`.
     piece_bytes
@@ -169,6 +196,9 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     copies: _Count = 1
     collective: CollectiveName = "ring"
     group: _Count = 8
+    sharding: Literal["none", "fsdp"] = "none"
+    reshard_after_forward: bool = True
+    unit_bytes: Annotated[int, Meta(ge=0)] = 0
     scheduler: SchedulerName = "fifo"
     piece_bytes: _Count | None = None
     sharded_bytes: _Count = SHARDED_PIECE_BYTES
@@ -230,6 +260,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
         if self.pipeline:
             self._check_pipeline()
+        self._check_sharding()
         self._check_learning()
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
@@ -251,6 +282,19 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"{self.collective} needs other numbers of ranks than the replicas of a stage; use direct")
         if self.pipeline != PLANNED_PIPELINE and sum(parse_replicas(self.pipeline)) != self.workers:
             raise ValueError(f"pipeline {self.pipeline} does not add up to the {self.workers} workers")
+
+    def _check_sharding(self) -> None:
+        if self.sharding == "none":
+            if self.unit_bytes or not self.reshard_after_forward:
+                raise ValueError(
+                    "unit_bytes and reshard_after_forward are for `sharding: fsdp`; add it, or leave them out"
+                )
+        elif self.collective != "ring" or self.scheduler not in ("fifo", "dlcp") or self.pipeline or self.piece_bytes:
+            raise ValueError(
+                f"sharding {self.sharding} is for the collective ring and the schedulers fifo and dlcp, without "
+                f"pipeline and piece_bytes; got collective {self.collective!r}, scheduler {self.scheduler!r}, pipeline "
+                f"{self.pipeline!r} and piece_bytes {self.piece_bytes}; change these, or leave out sharding"
+            )
 
     def _check_learning(self) -> None:
         if self.learn is None:
@@ -366,10 +410,13 @@ def piece_limit(job: TrainingJob, workers: int | None = None) -> int:
     """Return the largest size of a job's pieces, in bytes.
 
     Pieces that are cut into one shard per worker may be larger by the number of workers, up to a ``fifo`` bucket. All
-    of the job's workers share them, or as many as ``workers``.
+    of the job's workers share them, or as many as ``workers``. With FSDP, each layer is a piece.
     """
     if job.piece_bytes is not None:
         return job.piece_bytes
+    if job.sharding == "fsdp":
+        # A layer is whole and alone: it fills a bucket of any size, and nothing is cut.
+        return 1 if job.scheduler == "fifo" else sys.maxsize
     most = SCHEDULER_PIECE_BYTES[job.scheduler]
     return min(DDP_BUCKET_BYTES, most * (workers or job.workers)) if job.collective in _SHARDED else most
 
@@ -476,6 +523,21 @@ def _cut(size: int, most: int) -> list[int]:
     return [size // count + (index < size % count) for index in range(count)]
 
 
+def parameter_pieces(job: TrainingJob, layers: Sequence[TimedLayer]) -> list[GradientPiece]:
+    """Return the parameters of each layer as a piece, which workers gather with FSDP.
+
+    With ``dlcp``, they come before all gradients, front layers first.
+    """
+    first = job.scheduler == "dlcp"
+    queue = int(Queue.LAST_GRADIENT) if first and job.layer_queues else -1
+    return [
+        GradientPiece(
+            layer.parameters * job.bytes_per_value, index, (index,), index - len(layers) if first else 0, queue, -1
+        )
+        for index, layer in enumerate(layers)
+    ]
+
+
 STEPS_PER_GRAPH: Final = 4
 """Steps in one graph. Workers drift apart within a graph, and synchronize between graphs. Four limit the memory; the
 synchronization costs little, because the fastest worker waits for the slowest in every step anyway."""
@@ -525,40 +587,142 @@ def step_graph(
         Whether a process can wait for each worker's end of a step.
     """
     builder = GraphBuilder()
-    forward = np.array([layer.forward_s for layer in profile.layers])
-    backward = np.array([layer.backward_s for layer in profile.layers])
     ends: list[int] = []
     worker_ends: list[Nodes] = []
     previous: Nodes | None = None
-    by_ranks = job.spec.collective in ("direct", "byteps")
-    shards = max(1, len(job.servers) + (len(job.workers) if by_ranks else 0))
-    for offset, speed in enumerate(factors):
-        step = first_step + offset
-        back = _chain(builder, job, step, backward[::-1], speed, previous)[::-1]
-        needs: list[list[Nodes]] = [[] for _ in profile.layers]
-        for number, piece in enumerate(parts):
-            message = _message_number(number, shards)
-            spec = piece_spec(job, job.workers, piece, transport, step, message)
-            servers = job.servers if by_ranks else _servers(job, piece.size_bytes, number)
-            done = all_reduce(
-                builder,
-                job.spec.collective,
-                spec,
-                back[piece.ready],
-                servers=servers,
-                group=job.spec.group,
-                weights=weights,
-            )
-            for layer in piece.layers:
-                needs[layer].append(done)
-        ahead = _chain(builder, job, step, forward, speed, back[0], needs)
-        previous = ahead[-1]
+    steps = _StepBuilder(builder, job, profile, parts, transport, weights)
+    for step, speed in enumerate(factors, first_step):
+        previous = steps.add(step, speed, previous)
         worker_ends.append(previous)
         ends.append(builder.barrier(previous, watched=True))
     graph = builder.build()
     if watch_workers:
         graph.nodes["watched"][np.concatenate(worker_ends)] = True
     return StepGraph(graph, tuple(ends), tuple(worker_ends))
+
+
+@dataclass(frozen=True, slots=True)
+class _StepBuilder:
+    """Adds the steps of a job to a graph; parameters as for `step_graph`."""
+
+    builder: GraphBuilder
+    job: PlacedJob
+    profile: StepProfile
+    parts: Sequence[GradientPiece]
+    transport: int
+    weights: Sequence[float]
+
+    def add(self, step: int, speed: NDArray[np.float64], previous: Nodes | None) -> Nodes:
+        """Add a step; return the nodes at which workers have finished it.
+
+        Parameters
+        ----------
+        speed
+            Each worker's computing time relative to the profile.
+        previous
+            The nodes at which workers have finished the step before.
+        """
+        return (self._sharded if self.job.spec.sharding == "fsdp" else self._replicated)(step, speed, previous)
+
+    def _replicated(self, step: int, speed: NDArray[np.float64], previous: Nodes | None) -> Nodes:
+        """Add a step of workers with the whole model."""
+        job = self.job
+        by_ranks = job.spec.collective in ("direct", "byteps")
+        shards = max(1, len(job.servers) + (len(job.workers) if by_ranks else 0))
+        back = self._backward(step, speed, previous)
+        needs: list[list[Nodes]] = [[] for _ in self.profile.layers]
+        for number, piece in enumerate(self.parts):
+            done = all_reduce(
+                self.builder,
+                job.spec.collective,
+                self._spec(piece, step, _message_number(number, shards)),
+                back[piece.ready],
+                servers=job.servers if by_ranks else _servers(job, piece.size_bytes, number),
+                group=job.spec.group,
+                weights=self.weights,
+            )
+            for layer in piece.layers:
+                needs[layer].append(done)
+        ahead = self._forward(step, speed, back[0])
+        for layer, waits in enumerate(needs):
+            for done in waits:
+                self.builder.follow(done, ahead[layer])
+        last: Nodes = ahead[-1]
+        return last
+
+    def _sharded(self, step: int, speed: NDArray[np.float64], previous: Nodes | None) -> Nodes:
+        """Add a step of FSDP.
+
+        A layer's parameters are gathered while the layer before it computes: from when that layer's own parameters are
+        there and the one before that has computed. So at most two layers are whole at a time. One layer's gradients are
+        reduced at a time, and the layer after next waits for them, because their memory is needed again. This is the
+        order of streams and events in PyTorch's FSDP2 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py,
+        version 2.13), whose forward pass may gather one layer more.
+        """
+        builder = self.builder
+        parameters = parameter_pieces(self.job.spec, self.profile.layers)
+        count = len(parameters)
+
+        def gather(layer: int, waits: Sequence[Nodes], first_message: int) -> Nodes:
+            spec = self._spec(parameters[layer], step, _message_number(first_message + layer, 1))
+            return all_gather(builder, spec, self._all_of(waits))
+
+        back = self._backward(step, speed, previous)
+        if self.job.spec.reshard_after_forward:
+            gathered = [] if previous is None else [previous]
+            for layer in reversed(range(count)):
+                gathered = [gather(layer, [*gathered, *back[layer + 2 : layer + 3]], len(self.parts))]
+                builder.follow(gathered[0], back[layer])
+        needs: list[list[Nodes]] = [[] for _ in parameters]
+        reduced: list[Nodes] = []
+        for number, piece in enumerate(self.parts):
+            spec = self._spec(piece, step, _message_number(number, 1))
+            reduced = [reduce_scatter(builder, spec, self._all_of([back[piece.ready], *reduced]))]
+            if piece.ready >= 2:
+                builder.follow(reduced[0], back[piece.ready - 2])
+            for layer in piece.layers:
+                needs[layer] += reduced
+        ahead = self._forward(step, speed, back[0])
+        gathered = [back[0]]
+        for layer in range(count):
+            waits = [*gathered, *ahead[max(0, layer - 2) : max(0, layer - 1)], *needs[layer]]
+            gathered = [gather(layer, waits, len(self.parts) + count)]
+            builder.follow(gathered[0], ahead[layer])
+        last: Nodes = ahead[-1]
+        return last
+
+    def _spec(self, piece: GradientPiece, step: int, message: int) -> AllReduceSpec:
+        return piece_spec(self.job, self.job.workers, piece, self.transport, step, message)
+
+    def _all_of(self, waits: Sequence[Nodes]) -> Nodes:
+        """Return a node per worker that is done when all of the worker's nodes in ``waits`` are."""
+        if len(waits) == 1:
+            return waits[0]
+        nodes = self.builder.delays(np.zeros(len(self.job.workers), np.int64))
+        for each in waits:
+            self.builder.follow(each, nodes)
+        return nodes
+
+    def _backward(self, step: int, speed: NDArray[np.float64], before: Nodes | None) -> NDArray[np.int64]:
+        """Add the backward pass; return the nodes of its layers, from the front on, int64 (layers, workers)."""
+        seconds = np.array([layer.backward_s for layer in reversed(self.profile.layers)])
+        return self._chain(step, seconds, speed, before)[::-1]
+
+    def _forward(self, step: int, speed: NDArray[np.float64], before: Nodes | None) -> NDArray[np.int64]:
+        """Add the forward pass; return the nodes of its layers, int64 (layers, workers)."""
+        return self._chain(step, np.array([layer.forward_s for layer in self.profile.layers]), speed, before)
+
+    def _chain(
+        self, step: int, seconds: NDArray[np.float64], speed: NDArray[np.float64], before: Nodes | None
+    ) -> NDArray[np.int64]:
+        """Add the layers of a pass in sequence for every worker; return their nodes, int64 (layers, workers)."""
+        times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
+        hosts = np.broadcast_to(self.job.workers, times.shape)
+        nodes = self.builder.delays(times.ravel(), host=hosts.ravel(), step=step).reshape(times.shape)
+        if before is not None:
+            self.builder.follow(before, nodes[0])
+        self.builder.follow(nodes[:-1], nodes[1:])
+        return nodes
 
 
 def piece_spec(
@@ -589,28 +753,6 @@ def _servers(job: PlacedJob, size_bytes: int, number: int) -> tuple[int, ...]:
     """Return the servers of a piece: all for a large piece, which is sharded; otherwise one, in rotation."""
     sharded = size_bytes > job.spec.sharded_bytes or not job.servers
     return job.servers if sharded else (job.servers[number % len(job.servers)],)
-
-
-def _chain(
-    builder: GraphBuilder,
-    job: PlacedJob,
-    step: int,
-    seconds: NDArray[np.float64],
-    speed: NDArray[np.float64],
-    before: Nodes | None,
-    needs: list[list[Nodes]] | None = None,
-) -> NDArray[np.int64]:
-    """Add the layers of a pass in sequence for every worker; return their nodes, int64 (layers, workers)."""
-    times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
-    hosts = np.broadcast_to(job.workers, times.shape)
-    nodes = builder.delays(times.ravel(), host=hosts.ravel(), step=step).reshape(times.shape)
-    if before is not None:
-        builder.follow(before, nodes[0])
-    builder.follow(nodes[:-1], nodes[1:])
-    for layer, waits in enumerate(needs or []):
-        for done in waits:
-            builder.follow(done, nodes[layer])
-    return nodes
 
 
 @dataclass(slots=True)
@@ -671,13 +813,18 @@ class Progress:
 
 
 def profile_of(job: TrainingJob) -> StepProfile:
-    """Return the computing times of a job's workers, layer by layer.
+    """Return the computing times of a job's workers, layer by layer; with FSDP, units of layers are layers.
 
     Raises
     ------
     ValueError
         The model is unknown, its throughput on that GPU is not published, or the profile cannot be read.
     """
+    profile = _whole_profile(job)
+    return joined_layers(profile, job.unit_bytes // job.bytes_per_value) if job.sharding == "fsdp" else profile
+
+
+def _whole_profile(job: TrainingJob) -> StepProfile:
     if job.model == TRAINED_MODEL:
         assert job.learn is not None
         return task_profile(job.learn.task, job.learn.compute_s, job.learn.batch, job.learn.scale)
