@@ -374,7 +374,8 @@ def _document(
         ],
         "counts": counts_by_name(counts),
         "drops_by_class": drops_by_class(counts),
-        "setting": msgspec.to_builtins(item.setting),
+        # JSON has no infinity, such as the end of a failure without end: null stands for it.
+        "setting": msgspec.json.decode(msgspec.json.encode(item.setting)),
     }
 
 

@@ -146,6 +146,13 @@ def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
     assert existing(out, described.runs[0]) is None
 
 
+def test_results_with_a_failure_without_end_are_found_again(tmp_path) -> None:
+    failing = EXPERIMENT.replace("  traffic:", "  failures: [{nodes: [host0, leaf0], loss_ratio: 0.01}]\n  traffic:")
+    described = read(write_experiment(tmp_path, failing))
+    assert sweep(described.runs[:1], tmp_path, processes=1, progress=io.StringIO()) == 1
+    assert existing(tmp_path, described.runs[0]) is not None
+
+
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
     import dlcp.sim.running as module
 
