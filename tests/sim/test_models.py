@@ -9,12 +9,13 @@ from dlcp.sim.models import MODELS, THROUGHPUTS, architecture, read_profile, ste
 
 PUBLISHED = {
     "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
     "vgg16": 138_357_544,
     "inception_v3": 23_834_568,
     "bert_large": 335_141_888,
 }
 """As torchvision and Hugging Face count them (Inception without its auxiliary classifier, BERT with its pooler)."""
-GIGA_MACS = {"resnet50": 4.09, "vgg16": 15.47, "inception_v3": 5.71}
+GIGA_MACS = {"resnet50": 4.09, "resnet101": 7.80, "vgg16": 15.47, "inception_v3": 5.71}
 """As torchvision's documentation of weights gives them."""
 
 
