@@ -53,11 +53,11 @@ _INDIFFERENT: Final = (
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
     *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
-    *("planes.py", "precision.py", "slow_ports.py", "tags.py"),
+    *("phases.py", "planes.py", "precision.py", "slow_ports.py", "tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
-"""Parts of DLCP itself that change results: they define packets, tags, deferral, precision and their costs, and what
-jobs learn."""
+"""Parts of DLCP itself that change results: they define packets, tags, loss bounds, deferral, precision and their
+costs, and what jobs learn."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
 """Prefixes of the time metrics: all training messages, contributions, results; flows of other traffic, and the small
@@ -356,6 +356,7 @@ def _document(
                 "step_s": [significant(seconds) for seconds in job.step_s],
                 **({"skipped_steps": job.skipped} if job.skipped else {}),
                 **({"bits": job.bits} if job.bits else {}),
+                **({"bounds": job.bounds} if job.bounds else {}),
                 **({"pipeline": job.pipeline} if job.pipeline else {}),
                 **({"curve": _rounded_curve(job)} if job.curve else {}),
                 "profile": job.profile.source,
@@ -411,6 +412,8 @@ def _metrics(
     found["dropped_packets"] = float(sum(dropped))
     if bits := [each for job in jobs for each in steady(job.bits)]:
         found["bits_per_value"] = fmean(bits)
+    if bounds := [each for job in jobs for each in job.bounds]:
+        found["loss_bound"] = fmean(bounds)
     every_job: list[AnyProgress] = [*jobs, *traced]
     counted = {job.name: steady(job.step_s) for job in every_job if job.step_s}
     if counted:
@@ -418,6 +421,7 @@ def _metrics(
         found["step_s"] = sum(every) / len(every)
         found["compute_s"] = fmean(job.compute_s for job in every_job)
         found["waiting_s"] = found["step_s"] - found["compute_s"]
+        found["slowest_step_s"] = max(every)
     if any(job.step_s for job in jobs):
         found["samples_per_s"] = sum(
             job.profile.batch * job.job.spec.workers * len(steps) / sum(steps)

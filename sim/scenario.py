@@ -156,7 +156,7 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Flows of one size that begin together.
+    """Flows of one size that begin together, once or again and again.
 
     Parameters
     ----------
@@ -164,7 +164,9 @@ class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         ``permutation``: every host sends to another one, and receives from one. ``incast``: all send to one host.
         ``all_to_all``: every host sends to all others.
     hosts
-        How many hosts take part, chosen at random; 0 means all.
+        How many hosts take part, chosen at random, each time anew; 0 means all.
+    every_s
+        Time from one beginning to the next, until ``stop_s``, as in microbursts; 0 means once.
     """
 
     name: str = "flows"
@@ -173,6 +175,8 @@ class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     hosts: Annotated[int, Meta(ge=0)] = 0
     transport: str = "dctcp"
     start_s: _Seconds = 0.0
+    every_s: _Seconds = 0.0
+    stop_s: Annotated[float, Meta(gt=0)] = 0.01
 
     def check_hosts(self, hosts: int) -> None:
         """Reject a number of hosts that cannot take part in a network with ``hosts``.

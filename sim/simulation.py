@@ -390,10 +390,22 @@ def _submit_flows(
 
 
 def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Process:
-    """Submit the flows of a pattern."""
+    """Submit the flows of a pattern, each time that they begin."""
+    spec.check_hosts(simulation.topology.hosts)
+    random = simulation.random(4, number)
+    begin_s = spec.start_s
+    while True:
+        yield from simulation.until(begin_s)
+        running = _submit_pattern(simulation, spec, random)
+        begin_s += spec.every_s
+        if not spec.every_s or begin_s >= spec.stop_s:
+            break
+    yield running.done
+
+
+def _submit_pattern(simulation: Simulation, spec: FlowPattern, random: np.random.Generator) -> SubmittedGraph:
     hosts = simulation.topology.hosts
-    spec.check_hosts(hosts)
-    chosen = simulation.random(4, number).permutation(hosts)[: spec.hosts or hosts]
+    chosen = random.permutation(hosts)[: spec.hosts or hosts]
     if spec.pattern == "permutation":
         # Each sends to the next one of a random order, so none sends to itself.
         source, target = chosen, np.roll(chosen, -1)
@@ -402,11 +414,10 @@ def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Proc
     else:
         source, target = (ends.ravel() for ends in np.meshgrid(chosen, chosen))
         source, target = source[source != target], target[source != target]
-    yield from simulation.until(spec.start_s)
     builder = GraphBuilder()
     transport = simulation.transports[spec.transport]
     builder.messages(source, target, spec.size_bytes, transport=transport, lane=OWN_LANE)
-    yield simulation.submit(builder.build(), label=(spec.name, 0)).done
+    return simulation.submit(builder.build(), label=(spec.name, 0))
 
 
 def failure(simulation: Simulation, spec: FailureSpec) -> Process:

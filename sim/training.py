@@ -30,7 +30,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -40,6 +40,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from dlcp.convergence import COST_OF_PRECISION, ConvergenceCurve, curve
+from dlcp.phases import PHASE_STEPS, Phases
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.arithmetic import PS_PER_S
@@ -168,6 +169,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pipeline
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
         (`dlcp.sim.pipeline`); by default, every worker has the whole model.
+    phases
+        Whether jobs with ``learn`` lower their loss bound in critical regimes, as real ranks do (`dlcp.phases`).
     optimizer
         Selects the curves of additional steps that deferral and precision cost; these are measured by optimizer. With
         ``learn``, also trains.
@@ -213,6 +216,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     deferral: DeferralSpec | None = None
     precision: Precision = FULL_BITS
     pipeline: str = ""
+    phases: bool = False
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learn: LearningSpec | None = None
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 3
@@ -297,6 +301,10 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     def _check_learning(self) -> None:
+        if self.phases and not (self.learn and self.loss_bound):
+            raise ValueError(
+                "phases lowers the loss bound by the gradients of a job with `learn`: add learn and loss_bound"
+            )
         if self.learn is None:
             if self.model == TRAINED_MODEL:
                 raise ValueError(f"model {self.model!r} is the network that `learn` trains; add `learn`")
@@ -541,6 +549,7 @@ def parameter_pieces(job: TrainingJob, layers: Sequence[TimedLayer]) -> list[Gra
 STEPS_PER_GRAPH: Final = 4
 """Steps in one graph. Workers drift apart within a graph, and synchronize between graphs. Four limit the memory; the
 synchronization costs little, because the fastest worker waits for the slowest in every step anyway."""
+assert PHASE_STEPS % STEPS_PER_GRAPH == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -767,6 +776,8 @@ class Progress:
         Steps that were not simulated.
     bits
         Bits per value of each step; empty in full precision.
+    bounds
+        Loss bound of each step of a job with ``phases``.
     minibatches
         Minibatches that all workers together compute in the simulated steps.
     pipeline
@@ -779,6 +790,7 @@ class Progress:
     profile: StepProfile
     step_s: list[float] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
     skipped: int = 0
     minibatches: int = 0
     pipeline: str = ""
@@ -853,12 +865,18 @@ def training(
     deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
     learning = _learning(simulation, progress) if spec.learn else None
+    phases = Phases() if spec.phases else None
     yield from simulation.until(job.start_s)
     began = before = int(env.now)
     first = 0
     while first < spec.steps:
+        bounded = job
+        if phases:
+            # Graphs end where windows do, since their steps divide those of a window.
+            bounded = replace(job, spec=msgspec.structs.replace(spec, loss_bound=phases.bound(spec.loss_bound)))
+            progress.bounds += [bounded.spec.loss_bound] * len(factors[first : first + STEPS_PER_GRAPH])
         steps = step_graph(
-            job,
+            bounded,
             progress.profile,
             parts,
             factors[first : first + STEPS_PER_GRAPH],
@@ -886,7 +904,9 @@ def training(
             if learning:
                 outcome = _step_outcome(simulation, running, step, progress.bits[-1] if progress.bits else FULL_BITS)
                 nodes, seconds = running.graph.nodes, (before - began) / 1e12
-                learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
+                norm = learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
+                if phases:
+                    phases.add(norm)
             if deferral:
                 compute_s = progress.profile.compute_s * float(factors[step].max())
                 deferral.learn(running, simulation.records(running), step, compute_s)

@@ -133,7 +133,7 @@ class Options:
         (:mod:`dlcp.collectives.reduction_rules`).
     phases
         Lower the loss bound to 0.6 % while the gradient's norm changes by half or more
-        (:class:`dlcp.tuning.autotuner.Phases`).
+        (:class:`dlcp.phases.Phases`).
     trace
         Folder in which each rank records its events (:mod:`dlcp.timeline`), for ``dlcp trace``; none by default.
     live

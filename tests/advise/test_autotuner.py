@@ -15,13 +15,14 @@ from dlcp.collectives.deferral import Deferral
 from dlcp.convergence import COST_OF_DEFERRAL, steps_factor
 from dlcp.dtypes import ValueType
 from dlcp.ledger import add_up
+from dlcp.phases import TIGHT_RATIO, Phases
 from dlcp.session import Options
 from dlcp.session.averager import StepAverager
 from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Segment
 from dlcp.transport import LossBound
 from dlcp.tuning import autotuner as autotuner_module
-from dlcp.tuning.autotuner import NORM_VALUES, TIGHT_RATIO, Autotuner, Phases, squares_of
+from dlcp.tuning.autotuner import NORM_VALUES, Autotuner, squares_of
 from dlcp.tuning.rules import Advice, Choice, Settings
 from dlcp.wire import Flag, PacketType
 from tests.collectives.test_deferral import SIZES, SlowPort

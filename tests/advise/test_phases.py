@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from dlcp.collectives.bucket import LayerBounds
+from dlcp.phases import PHASE_STEPS, Phases
 from dlcp.tags import Layer, PacketTags, Segment
 from dlcp.torch.balance import BalancedBatches, divide_batch
 from dlcp.transport import LossBound
-from dlcp.tuning.autotuner import PHASE_STEPS, Phases
 
 
 def regimes(norms, window=4):

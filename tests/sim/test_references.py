@@ -82,6 +82,17 @@ def test_patterns_of_flows(pattern, hosts):
     assert (dlcp.sim.simulate(scenario, engine="reference").messages == kept).all()
 
 
+def test_bursts_come_again_with_other_hosts():
+    bursts = FlowPattern(pattern="incast", hosts=4, size_bytes=5000, start_s=1e-4, every_s=1e-3, stop_s=3.5e-3)
+    scenario = Scenario(topology=LeafSpine(leaves=2, spines=1, hosts_per_leaf=4), patterns=(bursts,))
+    kept = dlcp.sim.simulate(scenario, engine="reference").messages
+    begins = np.unique(kept["begin_ps"])
+    np.testing.assert_array_equal(begins, [100_000_000 + turn * 1_000_000_000 for turn in range(4)])
+    burst = [kept[kept["begin_ps"] == begin] for begin in begins]
+    assert [(len(each), len(np.unique(each["target"]))) for each in burst] == [(3, 1)] * 4
+    assert len({(each["target"][0], *sorted(each["source"])) for each in burst}) > 1
+
+
 def test_a_pattern_of_too_many_hosts_names_its_place(tmp_path):
     text = FILE.read_text(encoding="utf-8").replace("hosts: 128", "hosts: 1280")
     path = tmp_path / "references.yaml"
