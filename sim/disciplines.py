@@ -19,8 +19,9 @@ class Admission(IntEnum):
 class OwnDiscipline:
     """Base class of disciplines in other packages; see `dlcp.sim.plugins`.
 
-    A port has eight queues, sends the most urgent first, and drops what its buffer has no room for. Of all other
-    packets that have to wait, the static method ``admit`` decides. It is compiled, so it may use nothing but numbers.
+    A port has eight queues and sends the most urgent packets first. A packet that does not fit its buffer is dropped.
+    The static method ``admit`` decides what happens to each other packet that has to wait; by default, it is queued.
+    The method is compiled, so it may use nothing but numbers.
 
     Attributes
     ----------
@@ -35,7 +36,7 @@ class OwnDiscipline:
 
     @staticmethod
     def admit(x: Any, own: Any, waiting: Any, waiting_bytes: Any, port_bytes: Any, chance: Any) -> Any:
-        """Return a `Admission`, as a number.
+        """Return an `Admission`, as a number.
 
         Parameters
         ----------
@@ -49,4 +50,4 @@ class OwnDiscipline:
         chance
             A random number in [0, 1).
         """
-        raise NotImplementedError
+        return 0

@@ -473,7 +473,7 @@ class SwitchPort:
         if limits.discipline >= OWN_KIND:
             chance = self.link.random.draw() / DRAW_LIMIT
             levels = waiting, self.queue_bytes[queue], self.bytes
-            verdict = rules.own_verdict(limits.discipline, packet, limits.own, *levels, chance)
+            verdict = rules.own_admission(limits.discipline, packet, limits.own, *levels, chance)
             if verdict == Admission.MARK and packet.ecn:
                 self._mark(packet)
             return bool(verdict == Admission.DROP)

@@ -7,7 +7,7 @@ functions and the reference calls them as Python, so they may use nothing but nu
 Numba needs it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dlcp.sim.jit import shared
@@ -43,63 +43,53 @@ URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
 """The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
 
 PULL_QUEUED, SPARE_PULL_QUEUED = 1, 2
-"""What an RCCC stream has in its receiver's queues: bits of ``pulling``."""
+"""Bits of a stream's ``pulling``: the queues of PULLs at its receiver that it waits in (RCCC)."""
 
 
 # ------------------------------------------------------------------------------------------- what other packages bring
 
 
+def by_kind(rules: Iterable[Callable[..., Any] | None]) -> Callable[..., Any]:
+    """Return a function of a kind and more values, which calls the rule of the kind, or returns 0 if it has none."""
+    chosen: Callable[..., Any] = _no_rule
+    for kind, rule in enumerate(rules, OWN_KIND):
+        if rule is not None:
+            chosen = _either(kind, shared(rule), chosen)
+    return chosen
+
+
 @shared
-def no_own_rule(*_values: Number) -> Number:
-    """Leave it to the rule that is built in."""
+def _no_rule(_kind: int, *_values: Number) -> Number:
     return 0
 
 
-def own_rule(name: str) -> Callable[..., Any]:
-    """Return a function that calls the rule of this name of another package's transport; it returns 0 without one."""
-    chosen: Callable[..., Any] = no_own_rule
-    for number, transport in enumerate(OWN_TRANSPORTS):
-        rule = getattr(transport, name)
-        if rule is not None:
-            chosen = _either(OWN_KIND + number, shared(rule), chosen)
-    return chosen
-
-
 def _either(kind: int, rule: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``rule`` for one kind of transport, and ``other`` for the rest."""
-
     @shared
-    def decide(s: Row, t: Row, *values: Number) -> Number:
-        if t.kind == kind:
-            rule(s, t, *values)
+    def decide(number: int, *values: Number) -> Number:
+        return rule(*values) if number == kind else other(number, *values)
+
+    return decide
+
+
+def own_rules(name: str) -> Callable[..., Any]:
+    """Return `by_kind` for the rules of this name of other packages' transports: it returns 1 if there was one."""
+
+    def handled(rule: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = shared(rule)
+
+        @shared
+        def handle(*values: Number) -> Number:
+            compiled(*values)
             return 1
-        return other(s, t, *values)
 
-    return decide
+        return handle
 
-
-own_on_ack, own_on_loss, own_on_timeout = map(own_rule, ("on_ack", "on_loss", "on_timeout"))
-
-
-def own_verdicts() -> Callable[..., Any]:
-    """Return a function that calls ``admit`` of a discipline of another package, chosen by its number."""
-    chosen: Callable[..., Any] = no_own_rule
-    for number, discipline in enumerate(OWN_DISCIPLINES.values()):
-        chosen = _verdict(OWN_KIND + number, shared(discipline.admit), chosen)
-    return chosen
+    found = (getattr(transport, name) for transport in OWN_TRANSPORTS)
+    return by_kind(rule and handled(rule) for rule in found)
 
 
-def _verdict(kind: int, admit: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    @shared
-    def decide(discipline: int, *values: Number) -> Number:
-        if discipline == kind:
-            return int(admit(*values))
-        return other(discipline, *values)
-
-    return decide
-
-
-own_verdict = own_verdicts()
+own_on_ack, own_on_loss, own_on_timeout = map(own_rules, ("on_ack", "on_loss", "on_timeout"))
+own_admission = by_kind(discipline.admit for discipline in OWN_DISCIPLINES.values())
 
 
 # -------------------------------------------------------------------------------------------------- congestion windows
@@ -164,7 +154,9 @@ def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited
 
     ``marked`` is whether the packet was marked, ``rtt`` its round-trip time and ``now`` the time, in picoseconds.
     """
-    if t.kind == TransportKind.NDP or (t.kind >= OWN_KIND and own_on_ack(s, t, marked, rtt, number, now, limited) != 0):
+    if t.kind == TransportKind.NDP or (
+        t.kind >= OWN_KIND and own_on_ack(t.kind, s, t, marked, rtt, number, now, limited) != 0
+    ):
         return
     if t.kind == TransportKind.RCCC:
         stop_speculating(s)
@@ -397,7 +389,7 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
     if number < s.recover or is_credited(t):
         return
     s.recover = s.number
-    if kind >= OWN_KIND and own_on_loss(s, t, number, now) != 0:
+    if kind >= OWN_KIND and own_on_loss(kind, s, t, number, now) != 0:
         return
     if kind == TransportKind.SWIFT:
         if now - s.cut_at >= s.rtt:
@@ -436,7 +428,7 @@ def on_timeout(s: Row, t: Row) -> None:
     if kind == TransportKind.RCCC:
         s.credit = max(1, s.credit)
         return
-    if kind >= OWN_KIND and own_on_timeout(s, t) != 0:
+    if kind >= OWN_KIND and own_on_timeout(kind, s, t) != 0:
         return
     if kind == TransportKind.PFABRIC and s.backoff >= t.probe_after_timeouts:
         s.probe_mode = 1

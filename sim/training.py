@@ -137,8 +137,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         With FSDP, whether workers free a layer's parameters after its forward pass, and gather them again for its
         backward pass.
     unit_bytes
-        With FSDP, adjacent layers are sharded as one until they have so many bytes, like the blocks of a transformer;
-        by default, each layer by itself.
+        With FSDP: adjacent layers are sharded together, in units of at least this many bytes, as a transformer's blocks
+        usually are. By default, each layer is a unit.
     scheduler
         How gradients are cut and ordered; see `dlcp.sim.training`.
     piece_bytes

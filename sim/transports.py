@@ -292,7 +292,7 @@ class OwnTransport(TailProbeTransport, frozen=True):
 
     @classmethod
     def own_settings(cls) -> tuple[str, ...]:
-        """Return the names of the settings that no built-in transport has in common with all others."""
+        """Return the names of the settings that the subclass adds."""
         return tuple(name for name in cls.__struct_fields__ if name not in OwnTransport.__struct_fields__)
 
 

@@ -38,6 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the commands; return the exit status."""
-    from dlcp.commands.work import fabric
+    from dlcp.commands.actions import fabric
 
     return fabric.run(arguments)

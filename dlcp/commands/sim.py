@@ -197,7 +197,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from dlcp.commands.work.sim_new import run_new
+    from dlcp.commands.actions.sim_new import run_new
 
     return run_new(arguments)
 

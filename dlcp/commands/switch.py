@@ -74,6 +74,6 @@ def _setting(allowed: Range) -> Callable[[str], _PortSetting]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the switch, show its counters or write its entries; return the exit status."""
-    from dlcp.commands.work import switch
+    from dlcp.commands.actions import switch
 
     return switch.run(arguments)

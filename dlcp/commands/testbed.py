@@ -43,6 +43,6 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
-    from dlcp.commands.work import testbed
+    from dlcp.commands.actions import testbed
 
     return testbed.run(arguments)

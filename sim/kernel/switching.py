@@ -20,7 +20,7 @@ from dlcp.sim.plan import (
     PathChoice,
     Row,
 )
-from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full, own_verdict
+from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full, own_admission
 
 SEND_NOW, WAITS = -2, -1
 """Results of `enqueue` when no packet was dropped."""
@@ -284,7 +284,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     waiting = q.packets
     if discipline >= OWN_KIND:
         chance = k.draw(p) / DRAW_LIMIT
-        verdict = own_verdict(discipline, x, rules.own, waiting, q.waiting_bytes, p.bytes, chance)
+        verdict = own_admission(discipline, x, rules.own, waiting, q.waiting_bytes, p.bytes, chance)
         if verdict == _DROP:
             counts[EngineCounter.DROPS_EARLY] += 1
             return packet

@@ -34,6 +34,10 @@ class Plain(OwnTransport, frozen=True, tag="plain"):
     pass
 
 
+class Calm(OwnDiscipline):
+    transports = ("gentle",)
+
+
 class Early(OwnDiscipline):
     transports = ("gentle",)
     settings = {"first": 5.0, "last": 100.0}
@@ -66,14 +70,15 @@ def ack(streams, transports):
 
 @numba.njit
 def verdict(spec, packets, waiting):
-    return rules.own_verdict(spec[0].discipline, packets[0], spec[0].own, waiting, 0, 0, 0.5)
+    return rules.own_admission(spec[0].discipline, packets[0], spec[0].own, waiting, 0, 0, 0.5)
 
 gentle = {name: {"transports": {"t": {"kind": "gentle", **more}}} for name, more in
           (("gentle", {}), ("harsh", {"decrease": 0.5}))}
 plain, reno = ({"transports": {"t": {"kind": kind}}} for kind in ("plain", "new_reno"))
 early = {"switches": {"discipline": "early", "settings": {"last": 20}}}
 found = {name: run(**kind) for name, kind in gentle.items()}
-found |= {"plain": run(**plain), "new_reno": run(**reno), "early": run(**gentle["gentle"], **early)}
+found |= {"plain": run(**plain), "new_reno": run(**reno), "early": run(**gentle["gentle"], **early),
+          "calm": run(**gentle["gentle"], switches={"discipline": "calm"})}
 scenario = msgspec.convert({**gentle["harsh"], **early}, Scenario)
 plan = Simulation(scenario, engine="reference").plan
 streams = np.zeros(1, STREAM_ROW)
@@ -104,13 +109,14 @@ def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProces
 
 def test_a_package_brings_a_transport_and_a_discipline(tmp_path):
     transports = "[dlcp.sim.transports]\ngentle = own:Gentle\nplain = own:Plain\n"
-    done = python(RUN, installed(tmp_path, f"{transports}[dlcp.sim.disciplines]\nearly = own:Early\n"))
+    done = python(RUN, installed(tmp_path, f"{transports}[dlcp.sim.disciplines]\nearly = own:Early\ncalm = own:Calm\n"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["plain"] == found["new_reno"], "without rules of its own it is NewReno"
     assert found["gentle"][0] != found["harsh"][0]
     assert min(found["gentle"][1], found["harsh"][1]) > 0, "marks"
     assert found["early"][2] > 0, "drops"
+    assert found["calm"][1:] == [0, 0], "neither marks nor drops"
     assert found["compiled window"] == 4.0
     assert found["compiled verdicts"] == [0, 1, 2]
 

@@ -311,7 +311,7 @@ def test_nscc_follows_the_four_signals():
     share = 4096 / 4160 * base / 12_000_000  # of the published growth, which is for 12 us
 
     def grown(marked: int, delay: int) -> float:
-        """Return the growth by nine packets, after the last of which it is applied, from a window of 100."""
+        """Return how much a window of 100 grows by nine acknowledgements; the ninth applies what all of them add."""
         nscc.window, now = 100.0, nscc.grown_at + base
         for _ in range(9):
             on_ack(nscc, rules, marked, base + delay, 0, now, True)
@@ -391,7 +391,7 @@ def test_rccc_sends_without_credit_only_until_the_first_answer():
     grant_first_window(rccc, rules, message)
     assert rccc.credit == 12
     on_send(rccc, rules, message, 0)
-    assert wanted_credit(rccc, rules) == 5  # 16, of which it has 11
+    assert wanted_credit(rccc, rules) == 5  # it needs 16 packets of credit, and has 11
     on_pull(rccc, rules, 4)
     assert (rccc.credit, wanted_credit(rccc, rules)) == (4, 16)
     on_pull(rccc, rules, 30)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main, parse
-from dlcp.commands.work import switch as command
-from dlcp.commands.work.switch import render
+from dlcp.commands.actions import switch as command
+from dlcp.commands.actions.switch import render
 from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
 from dlcp.wire import Flag, Header, PacketType, dscp
 from tests import waiting
