@@ -321,6 +321,7 @@ class TrainingSession:
         """All ranks' metadata of this step, until it has been read."""
         self._error: TransportError | None = None
         self._recovery: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
         self._snapshots: SnapshotWriter | None = None
         self.compared: Callable[[], Mapping[str, Any]] | None = None
@@ -385,7 +386,8 @@ class TrainingSession:
         self.router = self._make_router(endpoint)
         self.phase = SessionPhase.READY
         if watch is not None:
-            threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True).start()
+            self._watcher = threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True)
+            self._watcher.start()
 
     def _make_router(self, endpoint: Endpoint) -> StepRouter | None:
         framework, fixed = self.fallback.route, self.options.route == FRAMEWORK_ROUTE
@@ -721,6 +723,8 @@ class TrainingSession:
         if recovery:
             recovery.join(self.options.deadline_s)
         self._leave_peers(reason)
+        if self._watcher:  # a daemon thread inside PyTorch's store when Python ends aborts the process
+            self._watcher.join(self.options.deadline_s)
         self.averager.close()
         if self.router:
             self.router.close()

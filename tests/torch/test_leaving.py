@@ -60,6 +60,13 @@ def test_the_last_step_is_not_lost_with_a_rank_that_ends(run, way, ending):
     assert "Error" not in "".join(printed)
 
 
+@pytest.mark.parametrize("way", ["ddp", "cross_step", "fsdp"])
+def test_a_rank_that_waits_for_the_store_ends_like_any_other(run, way):
+    """Python ends threads that return from PyTorch's store too late, and that aborts the process."""
+    statuses, printed = run(way, "watching", [STEPS] * 2)
+    assert statuses == [0] * 2, "\n".join(printed)
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "fsdp"])  # Gloo, which gathers parameters, sees it first
 def test_ranks_hear_at_once_that_another_has_left(run, way):
     statuses, printed = run(way, "returned", [STEPS, STEPS, STEPS - 2])
