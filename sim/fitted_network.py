@@ -7,6 +7,7 @@ from typing import Any, Final, get_args
 
 from dlcp.sim.plan import LongestPath
 from dlcp.sim.plugins import AnyTransport
+from dlcp.sim.routing import Routes
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.topology import (
     Dragonfly,
@@ -45,7 +46,7 @@ def suited_switches(transport: AnyTransport, discipline: Any, network: NetworkTo
     """
     if not isinstance(transport, UltraEthernetTransport):
         return SwitchSpec(discipline=discipline)
-    product = LongestPath.of(network, network.routes(), transport).product_bytes / transport.packet_bytes
+    product = LongestPath.of(network, Routes.of(network), transport).product_bytes / transport.packet_bytes
     return SwitchSpec(
         discipline=discipline,
         packet_bytes=transport.packet_bytes,

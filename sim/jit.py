@@ -21,7 +21,7 @@ _COMPILED: Final = ("flows", "kernel")
 """Packages with compiled functions."""
 _SHARED: Final = (
     *("dlcp.sim.arithmetic", "dlcp.sim.graph", "dlcp.sim.jit", "dlcp.sim.packet_engine", "dlcp.sim.plan"),
-    *("dlcp.sim.rules", "dlcp.wire.header"),
+    *("dlcp.sim.routing", "dlcp.sim.rules", "dlcp.wire.header"),
 )
 """Modules outside these packages whose constants and rules are compiled into them."""
 

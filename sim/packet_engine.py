@@ -18,7 +18,7 @@ from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.arithmetic import path_hashes, slot_owners
 from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, row_type
 from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
-from dlcp.sim.topology import Routes
+from dlcp.sim.routing import Routes
 from dlcp.wire import UDP_PORT_BASE, Queue
 
 FOREVER_PS: Final = 1 << 62

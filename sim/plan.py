@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
 from dlcp.sim.plugins import OWN_DISCIPLINES, OWN_SETTINGS_MAX, OWN_TRANSPORTS, setting_values
+from dlcp.sim.routing import Routes
 from dlcp.sim.scenario import SwitchSpec
-from dlcp.sim.topology import NetworkTopology, Routes
+from dlcp.sim.topology import NetworkTopology
 from dlcp.sim.transports import (
     TRANSPORTS_MAX,
     DlcpTransport,
@@ -449,7 +450,7 @@ def make_plan(
     """
     if len(transports) > TRANSPORTS_MAX:
         raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
-    routes = topology.routes()
+    routes = Routes.of(topology)
     root = np.random.SeedSequence(seed)
     nodes = len(topology.names)
     link_seeds, node_seeds, salts = (

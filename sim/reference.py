@@ -54,7 +54,7 @@ from dlcp.sim.plan import (
     TransportKind,
     TransportRules,
 )
-from dlcp.sim.topology import Routes
+from dlcp.sim.routing import Routes
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Flag, Header, PacketType, Queue
 

@@ -36,6 +36,7 @@ from dlcp.sim.packet_engine import (
 )
 from dlcp.sim.plan import EnginePlan, make_plan
 from dlcp.sim.progress import ProgressBar
+from dlcp.sim.routing import Routes
 from dlcp.sim.scenario import (
     CollectiveJob,
     FailureSpec,
@@ -429,7 +430,7 @@ def failure(simulation: Simulation, spec: FailureSpec) -> Process:
     if spec.loss_ratio >= 1:
         yield from simulation.until(spec.start_s + spec.reroute_s)
         simulation.failed_links.update(links)
-        engine.set_routes(topology.routes(simulation.failed_links))
+        engine.set_routes(Routes.of(topology, simulation.failed_links))
     if spec.stop_s == float("inf"):
         return
     yield from simulation.until(spec.stop_s)
@@ -437,7 +438,7 @@ def failure(simulation: Simulation, spec: FailureSpec) -> Process:
         engine.set_loss([link], simulation.plan.links[link].loss)
     if spec.loss_ratio >= 1:
         simulation.failed_links.difference_update(links)
-        engine.set_routes(topology.routes(simulation.failed_links))
+        engine.set_routes(Routes.of(topology, simulation.failed_links))
 
 
 # ----------------------------------------------------------------------------------------- a scenario and its result

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Topologies: their descriptions, the nodes and links built from these, and the shortest paths."""
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from dlcp.document import Document, PlaceError
 from dlcp.error_text import closest, nearest
+from dlcp.sim.routing import Routes
 
 HOSTS_MAX = 1 << 16
 _Name = Annotated[str, Meta(pattern=r"^\S+$")]
@@ -104,112 +102,6 @@ class NetworkTopology:
         if not found:
             raise TopologyError(f"there is no link between {one} and {other}")
         return found
-
-    def routes(self, failed: Collection[int] = ()) -> "Routes":
-        """Return the shortest paths that avoid the links in ``failed``."""
-        links, hosts = self.links, self.hosts
-        every: list[list[int]] = [[] for _ in self.names]
-        for number, link in enumerate(links):
-            every[link.source].append(number)
-        out = [[number for number in numbers if number not in failed] for numbers in every]
-        row = np.empty(len(every), np.int32)
-        routed: list[int] = []
-        for node, numbers in enumerate(every):
-            if node < hosts and len(numbers) == 1:
-                row[node] = -1 - numbers[0]
-            else:
-                row[node] = len(routed)
-                routed.append(node)
-        table = np.zeros((len(routed), hosts, 2), np.int32)
-        choices: list[int] = []
-        # Paths to hosts at the same switches differ only in the last link, so one search serves all of these hosts.
-        last: dict[tuple[int, int], list[int]] = {}
-        for node in range(hosts, len(every)):
-            for number in out[node]:
-                if links[number].target < hosts:
-                    last.setdefault((node, links[number].target), []).append(number)
-        attached: list[list[int]] = [[] for _ in range(hosts)]
-        for node, host in last:
-            attached[host].append(node)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for host, switches in enumerate(attached):
-            groups.setdefault(tuple(switches), []).append(host)
-        # All links that have not failed, by source: a node's next hops then stand together.
-        kept = np.array([number for numbers in out for number in numbers], np.int64)
-        source, target = (np.array([getattr(link, end) for link in links], np.int64) for end in ("source", "target"))
-        source, target = source[kept], target[kept]
-        forwards = target >= hosts
-        is_routed = row[source] >= 0
-        for at, members in groups.items():
-            distance = _distances(source[forwards], target[forwards], at, len(every))
-            step = forwards & is_routed & (distance[source] > 0) & (distance[target] == distance[source] - 1)
-            count = np.bincount(source[step], minlength=len(every))
-            start = len(choices) + np.cumsum(count) - count
-            choices += kept[step].tolist()
-            for node in np.flatnonzero((row[:hosts] >= 0) & (count[:hosts] == 0)).tolist():
-                # An isolated host still sends, and its packets are lost.
-                start[node], count[node] = len(choices), len(every[node][:1])
-                choices += every[node][:1]
-            table[:, members] = np.stack([start, count], axis=1)[routed][:, None]
-            for node in at:
-                for host in members:
-                    own = last.get((node, host), [])
-                    table[row[node], host] = (len(choices), len(own))
-                    choices += own
-        return Routes(row, table, np.array(choices or [0], np.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """The next hops of every node: the first links of all shortest paths.
-
-    Attributes
-    ----------
-    row
-        int32 (nodes,): the row of a node in ``table``; -1 - l for a host whose only link is l.
-    table
-        int32 (rows, hosts, 2): the offset in ``choices`` of the links to a host, and their number; 0 links if the host
-        is unreachable.
-    choices
-        int32: link numbers.
-    """
-
-    row: NDArray[np.int32]
-    table: NDArray[np.int32]
-    choices: NDArray[np.int32]
-
-    def links(self, node: int, host: int) -> list[int]:
-        """Return the links on which a node may send to a host."""
-        row = int(self.row[node])
-        if row < 0:
-            return [-1 - row]
-        start, count = (int(cell) for cell in self.table[row, host])
-        return [int(link) for link in self.choices[start : start + count]]
-
-    def path(self, links: Sequence[TopologyLink], source: int, target: int) -> list[int]:
-        """Return the links of a shortest path between two hosts: the first choice of every node."""
-        at, taken = source, []
-        while at != target:
-            taken.append(self.links(at, target)[0])
-            at = links[taken[-1]].target
-        return taken
-
-
-def _distances(
-    source: NDArray[np.int64], target: NDArray[np.int64], targets: Collection[int], nodes: int
-) -> NDArray[np.int64]:
-    """Return each node's distance in links to the nearest of ``targets``, int64 (nodes,); -2 if it can reach none.
-
-    ``source`` and ``target`` are the ends of the links to nodes that forward.
-    """
-    distance = np.full(nodes, -2, np.int64)
-    distance[list(targets)] = 0
-    for level in range(nodes):
-        following = source[(distance[target] == level) & (distance[source] == -2)]
-        if not len(following):
-            break
-        distance[following] = level + 1
-    return distance
 
 
 class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
@@ -468,9 +360,10 @@ def _set_divisors(topology: NetworkTopology, levels: dict[str, int]) -> None:
 
     A fat tree gets the divisors that `FatTree` has.
     """
-    routes = topology.routes()
+    routes = Routes.of(topology)
+    most = routes.cells[: routes.first[0], 1].reshape(-1, topology.hosts).max(axis=1)
     choices = {
-        node: int(routes.table[routes.row[node], :, 1].max())
+        node: int(most[routes.row[node]])
         for node in range(topology.hosts, len(topology.names))
         if topology.names[node] in levels
     }

@@ -31,7 +31,7 @@ from dlcp.sim.plan import (
     TransportRules,
     as_rows,
 )
-from dlcp.sim.topology import Routes
+from dlcp.sim.routing import Routes
 
 _ENTRIES: Final = 1 << 12
 """Initial room for the paths of a graph's flows; doubled until they fit."""

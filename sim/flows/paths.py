@@ -19,7 +19,7 @@ from dlcp.sim.flows.rates import ENTRY_ROW, UNLIMITED
 from dlcp.sim.jit import call, entry
 from dlcp.sim.kernel.state import mix
 from dlcp.sim.plan import Discipline, EnginePlan, Number
-from dlcp.sim.topology import Routes
+from dlcp.sim.routing import Routes, cell_of
 
 DELIVERY_MIN: Final = 0.01
 """A flow that loses more than 99 % of its packets makes no progress."""
@@ -106,7 +106,7 @@ def walk(
 
     ``spread``: follow all shortest paths evenly, not the one that the hash chooses.
     """
-    row, table, choices, target_of, port_of, agent, salts, divisors, by_quotient = network
+    row, cells, first_cell, targets, choices, target_of, port_of, agent, salts, divisors, by_quotient, hosts = network
     nodes, shares = around
     nodes[0] = source
     shares[0] = 1.0
@@ -121,7 +121,8 @@ def walk(
         only = row[node]
         offset, count = -1, 1
         if only >= 0:
-            offset, count = table[only, target, 0], table[only, target, 1]
+            cell = cell_of(only, node, target, hosts, first_cell, targets)
+            offset, count = cells[cell, 0], cells[cell, 1]
         if count == 0:
             return 0
         pick = 0
@@ -154,7 +155,7 @@ def walk(
 @entry
 def trace(entries: Number, flows: Number, sprayed: Number, network: Number, even_acks: int) -> Number:
     """Write the paths of flows to ``entries``; return the number of entries, or -1 if there is no room."""
-    nodes = len(network[5])
+    nodes = len(network[7])
     around = (np.empty(nodes, np.int32), np.empty(nodes, np.float64))
     used = 0
     for number in range(len(flows)):
@@ -217,11 +218,12 @@ def measure_paths(
 def network_of(plan: EnginePlan, routes: Routes, ports: PortMap) -> tuple[Any, ...]:
     """Return the arrays from which `trace` finds paths."""
     return (
-        *(routes.row, routes.table, routes.choices),
+        *(routes.row, routes.cells, routes.first, routes.targets, routes.choices),
         np.array([link.target for link in plan.links], np.int32),
         *(ports.port, ports.agent),
         *(plan.node_salt, np.array(plan.topology.divisors, np.int64)),
         plan.switches.discipline == Discipline.DLCP,
+        plan.hosts,
     )
 
 

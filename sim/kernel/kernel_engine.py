@@ -23,8 +23,8 @@ from dlcp.sim.packet_engine import (
     as_records,
 )
 from dlcp.sim.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
+from dlcp.sim.routing import Routes
 from dlcp.sim.rules import first_threshold
-from dlcp.sim.topology import Routes
 
 _POOL: Final = 1 << 12
 """Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
@@ -245,7 +245,8 @@ class KernelEngine:
 
     def set_routes(self, routes: Routes) -> None:
         """Replace the routes."""
-        self._a.route_row, self._a.route_table, self._a.choices = routes.row, routes.table, routes.choices
+        self._a.route_row, self._a.route_cells, self._a.choices = routes.row, routes.cells, routes.choices
+        self._a.route_first, self._a.route_targets = routes.first, routes.targets
 
     def port_bytes(self) -> NDArray[Any]:
         """Return the bytes at each link, `dlcp.sim.packet_engine.PORT_BYTES` (links,)."""

@@ -20,6 +20,7 @@ from dlcp.sim.plan import (
     PathChoice,
     Row,
 )
+from dlcp.sim.routing import cell_of
 from dlcp.sim.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full, own_admission
 
 SEND_NOW, WAITS = -2, -1
@@ -31,15 +32,15 @@ _MARK, _DROP = int(Admission.MARK), int(Admission.DROP)
 def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) -> Number:
     """Return the link to take from ``node`` to host ``target``; -1 if there is none."""
     ports = k.ports_of(w)
-    route_table = k.route_table_of(w)
+    cells = k.route_cells_of(w)
     choices = k.choices_of(w)
     rules = k.rules_of(w)[0]
     row = k.route_row_of(w)[node]
     if row < 0:
         return -1 - row
-    cell = (row * w.hosts + target) * 2
-    start = route_table[cell]
-    count = route_table[cell + 1]
+    cell = 2 * cell_of(row, node, target, w.hosts, k.route_first_of(w), k.route_targets_of(w))
+    start = cells[cell]
+    count = cells[cell + 1]
     if count == 0:
         return -1
     if count == 1:

@@ -6,13 +6,16 @@ import pytest
 
 from dlcp.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
+from dlcp.sim.routing import Routes
 from dlcp.sim.topology import (
     Dragonfly,
     FatTree,
     FileTopology,
     LeafSpine,
+    LinkSpec,
     NetworkFile,
     NetworkLink,
+    NetworkTopology,
     RailOptimised,
     Star,
     TopologyError,
@@ -39,7 +42,7 @@ def test_size(name: str):
 @pytest.mark.parametrize("name", SPECS)
 def test_every_host_reaches_every_other_by_each_choice(name: str):
     network = build_topology(SPECS[name][0])
-    routes = network.routes()
+    routes = Routes.of(network)
     random = np.random.default_rng(1)
     for source in range(network.hosts):
         for target in range(network.hosts):
@@ -52,16 +55,67 @@ def test_every_host_reaches_every_other_by_each_choice(name: str):
                 assert node >= network.hosts or node == target  # hosts do not forward
 
 
+def next_hops(network, failed, target):
+    """Return each node's links to a host: found link by link, from the host backwards."""
+    links = [number for number in range(len(network.links)) if number not in failed]
+    distance, level = {target: 0}, 0
+    while any(at == level for at in distance.values()):
+        for number in links:
+            link = network.links[number]
+            forwards = link.target >= network.hosts or link.target == target
+            if forwards and distance.get(link.target) == level:
+                distance.setdefault(link.source, level + 1)
+        level += 1
+    found = {node: [] for node in range(len(network.names))}
+    for number in links:
+        link = network.links[number]
+        forwards = link.target >= network.hosts or link.target == target
+        if forwards and distance.get(link.target, level) == distance.get(link.source, -1) - 1:
+            found[link.source].append(number)
+    return found
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.1, 0.4])
+def test_routes_are_the_shortest_paths_of_any_network(failing):
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        network = NetworkTopology(int(random.integers(2, 12)))
+        switches = [network.add_switch(f"s{i}") for i in range(random.integers(1, 8))]
+        for host in range(network.hosts):
+            for switch in random.choice(switches, random.integers(1, 4)):
+                network.connect(host, int(switch), LinkSpec())
+        for one, other in random.choice(switches, (random.integers(14), 2)):
+            if one != other:
+                network.connect(int(one), int(other), LinkSpec())
+        failed = np.flatnonzero(random.random(len(network.links)) < failing).tolist()
+        routes = Routes.of(network, failed)
+        for target in range(network.hosts):
+            expected = next_hops(network, failed, target)
+            for node in range(len(network.names)):
+                own = [number for number, link in enumerate(network.links) if link.source == node]
+                if node < network.hosts and (len(own) == 1 or not expected[node]):
+                    expected[node] = own[:1]  # a host without a path still sends
+                if node != target:
+                    assert routes.links(node, target) == expected[node], (seed, node, target)
+
+
+def test_gpus_that_share_their_paths_share_memory():
+    """One cell for all GPUs elsewhere, and one for each of the server."""
+    network = build_topology(RailOptimised(servers=32, gpus_per_server=8, servers_per_pod=16, spines=4))
+    routes = Routes.of(network)
+    assert len(routes.cells) == (len(network.names) - 256) * 256 + 256 * 8
+
+
 def test_equal_paths():
     network = build_topology(LeafSpine(leaves=2, spines=4, hosts_per_leaf=2))
     leaf = network.names.index("leaf0")
-    assert len(network.routes().links(leaf, 3)) == 4
-    assert len(network.routes().links(leaf, 1)) == 1
+    assert len(Routes.of(network).links(leaf, 3)) == 4
+    assert len(Routes.of(network).links(leaf, 1)) == 1
 
 
 def test_gpus_of_one_server_do_not_use_the_network():
     network = build_topology(RailOptimised(servers=2, gpus_per_server=2, servers_per_pod=2, spines=1))
-    routes = network.routes()
+    routes = Routes.of(network)
     names = [network.names[network.links[link].target] for link in routes.links(0, 1)]
     assert names == ["server0"]
     assert [network.names[network.links[link].target] for link in routes.links(0, 2)] == ["leaf0_0"]
@@ -70,7 +124,7 @@ def test_gpus_of_one_server_do_not_use_the_network():
 def test_routes_avoid_a_failed_link():
     network = build_topology(LeafSpine(leaves=2, spines=2, hosts_per_leaf=1))
     failed = network.between("leaf0", "spine1")
-    routes = network.routes(failed)
+    routes = Routes.of(network, failed)
     assert len(failed) == 2
     assert not set(failed) & set(routes.choices[1:].tolist())
     assert [network.names[network.links[link].target] for link in routes.links(network.names.index("leaf0"), 1)] == [
@@ -128,15 +182,15 @@ def test_a_network_from_a_file_has_the_paths_and_choices_of_the_built_in_one(spe
     read = as_file(network).build()
     assert read.names == network.names
     assert read.divisors == network.divisors
-    assert np.array_equal(read.routes().table, network.routes().table)
-    assert np.array_equal(read.routes().choices, network.routes().choices)
+    assert np.array_equal(Routes.of(read).cells, Routes.of(network).cells)
+    assert np.array_equal(Routes.of(read).choices, Routes.of(network).choices)
 
 
 def test_a_network_from_a_file_is_simulated_alike_by_both_engines(tmp_path):
     (file := tmp_path / "network.yaml").write_text(NETWORK)
     network = build_topology(FileTopology(file=str(file)))
     assert network.names[3:5] == ["d", "left"]
-    assert [network.names[network.links[link].target] for link in network.routes().links(4, 2)] == ["top", "bottom"]
+    assert [network.names[network.links[link].target] for link in Routes.of(network).links(4, 2)] == ["top", "bottom"]
     assert network.links[network.between("d", "right")[0]].spec.delay_us == 5
     job = CollectiveJob(name="job", hosts=(0, 1, 2, 3), size_bytes=100_000)
     scenario = Scenario(topology=FileTopology(file=str(file)), jobs=(job,))
