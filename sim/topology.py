@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from dlcp.document import Document, PlaceError
 from dlcp.error_text import closest, nearest
+from dlcp.sim.infragraph import is_infrastructure, network_of
 from dlcp.sim.routing import Routes
 
 HOSTS_MAX = 1 << 16
@@ -376,12 +377,12 @@ def _set_divisors(topology: NetworkTopology, levels: dict[str, int]) -> None:
 
 
 class FileTopology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="file"):
-    """A network from a file with its hosts, switches and links (`NetworkFile`).
+    """A network from a file with its hosts, switches and links.
 
     Parameters
     ----------
     file
-        The file, relative to the working directory.
+        The file, relative to the working directory: a `NetworkFile` or an InfraGraph infrastructure.
     """
 
     file: str
@@ -394,7 +395,10 @@ class FileTopology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         dlcp.document.DocumentError
             The file is missing or wrong; the message names the line.
         """
-        return Document(Path(self.file)).convert(NetworkFile).build()
+        document = Document(Path(self.file))
+        if not is_infrastructure(document.content):
+            return document.convert(NetworkFile).build()
+        return document.convert(NetworkFile, content=network_of(document), origin_of=lambda _: ()).build()
 
 
 TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised | FileTopology
