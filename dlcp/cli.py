@@ -116,6 +116,7 @@ dlcp demo --precision 4 --only gloo dlcp --out out/coarse
     ),
     "server": Command(
         "run a parameter server",
+        needs="store",
         examples="""
 dlcp server --bind node9:53696 --secret-file secret
 """,

@@ -4,7 +4,7 @@
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dlcp import configuration
 from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
@@ -12,11 +12,11 @@ from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
 from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
+from dlcp.session.addresses import own_place, source_toward
+from dlcp.session.options import Options
+from dlcp.session.secret import configured_secret
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import payload_for_mtu
-
-if TYPE_CHECKING:
-    from dlcp.session.options import Options  # needs gRPC, which may be what is missing
 
 _JUMBO_MTU_BYTES: Final = 9000
 
@@ -100,8 +100,6 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     """Return the findings about the options, and all options."""
     environment = os.environ if environment is None else environment
     section = Section("Options", [])
-    from dlcp.session.options import Options  # needs gRPC, which may be what is missing
-
     try:
         path = configuration.file_in_force(environment)
         found = configuration.settings(Options, environment)
@@ -117,10 +115,8 @@ def examine_options(environment: Mapping[str, str] | None = None) -> tuple[Secti
     return section, found
 
 
-def examine_own_address(options: "Options", environment: Mapping[str, str]) -> Diagnosis:
+def examine_own_address(options: Options, environment: Mapping[str, str]) -> Diagnosis:
     """Report the address and interface that a rank on this machine would use, and why."""
-    from dlcp.session.addresses import own_place  # needs gRPC, which may be what is missing
-
     subject, master = "own address", environment.get("MASTER_ADDR")
     try:
         place = own_place(options, master or "127.0.0.1")
@@ -146,8 +142,6 @@ def examine_own_address(options: "Options", environment: Mapping[str, str]) -> D
 
 def examine_route(host: str) -> Diagnosis:
     """Report the source address and interface of packets to a host."""
-    from dlcp.session.addresses import source_toward  # needs gRPC, which may be what is missing
-
     return _examine_choice("route", source_toward(host, ""), f"by the route to {host}", host)
 
 
@@ -178,10 +172,8 @@ def _better(used: NetworkInterface) -> NetworkInterface | None:
     return max((each for each in others if used.slower_than(each)), key=lambda each: each.speed_mbps, default=None)
 
 
-def examine_secret(options: "Options") -> Diagnosis:
+def examine_secret(options: Options) -> Diagnosis:
     """Report whether ranks authenticate each other by a secret when they meet."""
-    from dlcp.session.secret import configured_secret  # needs gRPC, which may be what is missing
-
     try:
         given = configured_secret(options) is not None
     except (OSError, ValueError) as error:

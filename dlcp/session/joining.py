@@ -296,7 +296,7 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
             agreement.publish("ready", True)
             _collect_from_all(agreement, "ready", "has no answer from every peer")
             verdict = agreement.decide(USE_DLCP)
-        except (OSError, TransportError) as problem:
+        except (OSError, TransportError, ModuleNotFoundError) as problem:
             verdict = agreement.decide(f"rank {agreement.rank}: {problem}")
         except NotJoinedError as problem:
             verdict = agreement.decide(str(problem))

@@ -36,7 +36,13 @@ from numpy.typing import NDArray
 # Silence gRPC's non-error logging, such as closed connections. gRPC reads this variable only when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-import grpc
+try:
+    import grpc
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "ranks without PyTorch, and parameter servers, meet over gRPC, which is missing: pip install 'dlcp[store]'",
+        name=error.name,
+    ) from None
 
 from dlcp.closing import ExitCallback
 from dlcp.session.addresses import listening_host

@@ -269,7 +269,7 @@ def _by_route(torchrun: Sequence[str]) -> list[str]:
     """
     from torch.distributed.run import get_args_parser
 
-    from dlcp.session.addresses import listening_host, own_place  # loads gRPC, which --help does without
+    from dlcp.session.addresses import listening_host, own_place  # loads the transport, which --help does without
     from dlcp.session.options import Options
 
     given, _ = get_args_parser().parse_known_args([*torchrun, "script"])
@@ -290,7 +290,7 @@ def _by_route(torchrun: Sequence[str]) -> list[str]:
 
 def set_options(words: Sequence[str]) -> None:
     """Pass ``NAME=VALUE`` options to the ranks through the environment; check them as the ranks do."""
-    from dlcp.session.options import Options  # loads gRPC, which --help does without
+    from dlcp.session.options import Options  # loads the transport, which --help does without
 
     known = configuration.options_of(Options)
     for word in words:

@@ -31,6 +31,7 @@ INSTALL = {
     "plan vgg16 --workers 4 --rate-mbps 100": "pip install 'dlcp[sim]'",
     "live snapshots": "pip install 'dlcp[live]'",
     "bench allreduce": "pip install 'dlcp[torch]'",
+    "server": "pip install 'dlcp[store]'",
     "demo": "pip install 'dlcp[demo]'",
     "switch --hosts 2": "pip install 'dlcp[switch]'",
     "sim list": "pip install 'dlcp[sim]'",
@@ -38,7 +39,7 @@ INSTALL = {
     "completion bash": "pip install 'dlcp[completion]'",
     "testbed status": "pip install 'dlcp[fabric,demo]'",
 }
-WITHOUT = {"doctor": (0, 1), "launch -n 1 true": (0,), "server": (2,), "trace --out run.json nowhere": (1,)}
+WITHOUT = {"doctor": (0, 1), "launch -n 1 true": (0,), "trace --out run.json nowhere": (1,)}
 """Commands that need no extra, and how they end here."""
 
 
