@@ -330,7 +330,7 @@ def _bars(axes: Axes, series: Series, xs: Sequence[str], colours: Mapping[str, s
             bars: BarContainer = axes.bar(position + offset, value.mean - floor, 0.96 * width, floor, color=colour)
             tip(bars[0], _tip(name, x, value))
             _mark_range(axes, position + offset, value)
-            if width * 380 / len(xs) >= 30:
+            if width * 352 / len(xs) >= 36:
                 axes.annotate(
                     number(value.mean),
                     (position + offset, value.most),
@@ -338,7 +338,6 @@ def _bars(axes: Axes, series: Series, xs: Sequence[str], colours: Mapping[str, s
                     textcoords="offset points",
                     ha="center",
                     color=SOFT,
-                    size=11,
                 )
 
 
@@ -379,6 +378,6 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 
 def _wrapped(name: str, count: int) -> str:
     """Wrap a point's name into lines that fit below it; cut words that are too long."""
-    most = max(5, int(395 / count / _CHARACTER))
+    most = max(5, int(375 / count / _CHARACTER))
     words = [word if len(word) <= most else f"{word[: most - 1]}…" for word in name.split()]
     return "\n".join(textwrap.wrap(" ".join(words), most)[:_LABEL_LINES])

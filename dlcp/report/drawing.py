@@ -5,6 +5,7 @@ Importing this module loads Matplotlib, which takes a second: import it only whe
 """
 
 import io
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +25,15 @@ from dlcp.report.style import COLOURS, STYLE
 
 PAPER, INK, SOFT, GRID = (COLOURS[name][0] for name in ("paper", "ink", "soft", "grid"))
 WIDE_PX: Final = 920
-HALF_PX: Final = 448
+HALF_PX: Final = 420
 """Widths of a plot, in px."""
+TEXT_PX_MIN: Final = 11
+"""Least size of a plot's text on a page, in px: a common minimum for text on phones. Narrower pages scroll the plot."""
 
 _SVG: Final = "{http://www.w3.org/2000/svg}"
 _NAMESPACES: Final = (' xmlns="http://www.w3.org/2000/svg"', ' xmlns:xlink="http://www.w3.org/1999/xlink"')
 _TIP: Final = "tip:"
+_FONT_PX: Final = re.compile(r"\bfont(?:-size)?:[^;\"]*?([\d.]+)px")
 _LONG: Final = re.compile(r"-?\d+\.\d{3,}")
 _VARIABLES: Final = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
 _SETTINGS: Final[Any] = {
@@ -82,6 +86,13 @@ class Plot:
     caption: str
     inline: str
     """SVG for a page with the style sheet ``STYLE``."""
+
+    @property
+    def readable_px(self) -> int:
+        """The least width on a page, in px, at which all text has at least :data:`TEXT_PX_MIN`."""
+        width = float(self.inline.split(' width="', 1)[1].split('"', 1)[0])
+        smallest = min(map(float, _FONT_PX.findall(self.inline)))
+        return math.ceil(width * TEXT_PX_MIN / smallest)
 
     @property
     def standalone(self) -> str:

@@ -13,6 +13,7 @@ from dlcp.report.plots import HUES, MOST_POINTS, binned, draw_all, drop_shares
 from dlcp.report.runs import fair_share_ratio, summarize
 from dlcp.report.style import COLOURS
 from tests.demo.synthetic_runs import make_runs
+from tests.report.phones import readable_px
 
 FIGURES = {
     "accuracy",
@@ -100,6 +101,7 @@ def test_the_page_needs_nothing_but_itself(usual):
     assert set(re.findall(r'href="([^"]*)"', text)) <= {f"#{name}" for name in page.ids}
     assert re.findall(r"https?:|//[a-z]+\.|url\(|@import", text) == []
     assert len(text) < 400_000
+    assert readable_px(text, plots=len(FIGURES)) < 800
 
 
 def test_figures_are_files_of_their_own(usual):

@@ -19,6 +19,7 @@ from dlcp.sim.report import draw
 from dlcp.sim.results import Spread, findings, load, series_of
 from dlcp.sim.running import digest, write
 from dlcp.sim.sweep import SweepError, existing, result_file, sweep
+from tests.report.phones import PHONE_COLUMN_PX, readable_px
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
 
 
@@ -230,7 +231,7 @@ def test_the_report_holds_every_figure(swept, capsys) -> None:
     assert best["measured"] >= faster["measured"]
     assert "missing_runs" not in summary or not summary["missing_runs"]
     page = (out / "report.html").read_text()
-    assert page.count("<svg") == 2
+    assert readable_px(page, plots=2) <= PHONE_COLUMN_PX
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in page
     rows = (out / "figures" / "small_1.csv").read_text().splitlines()
@@ -278,7 +279,7 @@ def test_two_runs_are_compared_with_their_steps_and_which_is_better(swept, tmp_p
     assert float(lines["job step 1"][-3]) == pytest.approx(steps[1] / steps[0], abs=1e-3)
     assert [lines[name][-1] for name in ("step_s", "fct_p99_s", "samples_per_s", "job step 1")] == ["B"] * 4
     text = page.read_text()
-    assert text.count("<svg") == 2
+    assert readable_px(text, plots=2) <= PHONE_COLUMN_PX
     assert "<td>fct_p99_s</td>" in text
     assert main(["sim", "compare", fast, slow]) == 1
     assert "samples_per_s" in (out := capsys.readouterr().out)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a page's plots can be read on a phone."""
+
+import re
+
+LEAST_TEXT_PX = 11
+PHONE_COLUMN_PX = 358
+"""Width of a page's text on a phone that is 390 px wide."""
+
+
+def readable_px(page, plots):
+    """Return the width in px up to which a page with so many plots scrolls one of them instead of shrinking its text.
+
+    Fails if a width shrinks the text of a plot too much.
+    """
+    rules = dict(re.findall(r"^(\.plot(?: svg)?) {([^}]*)}", page.replace("} .plot", "}\n.plot"), re.MULTILINE))
+    assert "overflow-x: auto" in rules[".plot"]
+    assert "min-width: var(--readable)" in rules[".plot svg"]
+    drawn = [svg for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "<text" in svg]
+    boxes = re.findall(r'<div class="plot" style="--readable: (\d+)px">\s*(<svg.*?</svg>)\s*</div>', page, re.DOTALL)
+    assert [svg for _, svg in boxes] == drawn
+    assert len(drawn) == plots
+    for readable, svg in boxes:
+        _, _, width, _ = map(float, re.search(r'viewBox="([^"]*)"', svg)[1].split())
+        sizes = [float(size) for size in re.findall(r"<text[^>]*font(?:-size)?:[^;\"]*?([\d.]+)px", svg)]
+        assert len(sizes) == svg.count("<text")
+        assert min(sizes) * int(readable) / width >= LEAST_TEXT_PX
+    return max(int(readable) for readable, _ in boxes)
