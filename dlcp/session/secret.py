@@ -51,7 +51,7 @@ def configured_secret(options: Options) -> bytes | None:
         except OSError as error:
             raise OSError(error.errno, f"no job's secret at {path} ({error.strerror})") from None
     else:
-        found, where = os.environ.get(SECRET_VARIABLE, "").encode(), SECRET_VARIABLE
+        found, where = os.fsencode(os.environ.get(SECRET_VARIABLE, "")), SECRET_VARIABLE
         if not found:
             return None
     if _random_bytes(found) < SECRET_BYTES_MIN:
@@ -90,10 +90,12 @@ def _read_key(path: Path) -> bytes:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = path.with_name(f"key.{secrets.token_hex(8)}")
         part.touch(mode=0o600, exist_ok=False)
-        part.write_bytes(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):  # another rank was faster; its key counts
-            os.link(part, path)
-        part.unlink()
+        try:
+            part.write_bytes(secrets.token_bytes(32))
+            with contextlib.suppress(FileExistsError):  # another rank was faster; its key counts
+                os.link(part, path)
+        finally:
+            part.unlink()
     if path.stat().st_mode & 0o077:
         raise PermissionError(errno.EPERM, "other users can access it; chmod 600")
     found = path.read_bytes()
@@ -148,13 +150,16 @@ class SealedStore:
         self._store, self._keys = store, [secret]
         self._genuine: dict[str, bytes] = {}
         self._own: dict[str, str] = {}
+        self._earlier: set[str] = set()
 
     def begin_session(self, key: bytes) -> None:
         """Seal with the session's key from now on.
 
-        Values sealed with the secret itself stay valid: the random values by which the ranks announced themselves.
+        Of the values sealed with the secret itself, only those stay valid whose topics this rank wrote before: the
+        random values by which the ranks announced themselves. Any other could be a replay from another session.
         """
         self._keys.insert(0, key)
+        self._earlier = {own.partition("/")[0] for own in self._own}
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value with its seal."""
@@ -209,7 +214,8 @@ class SealedStore:
     def _opened(self, key: str, found: bytes) -> bytes | None:
         """Verify what was found at a key; return the value without its seal, or None if it has no valid proof."""
         seal, value = found[: 2 * PROOF_BYTES], found[2 * PROOF_BYTES :]
-        if any(hmac.compare_digest(seal, self._seal(own, key, value).encode()) for own in self._keys):
+        keys = self._keys if key.partition("/")[0] in self._earlier else self._keys[:1]
+        if any(hmac.compare_digest(seal, self._seal(own, key, value).encode()) for own in keys):
             return self._genuine.setdefault(key, bytes(value))
         if key not in self.refused:
             self.refused.append(key)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that have a secret know each other by it: strangers, recordings and wrong secrets are refused and named."""
 
+import errno
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 from dlcp.session import Options
 from dlcp.session.joining import Agreement, NotJoinedError, join
 from dlcp.session.secret import DISTURBED, SealedStore, configured_secret, job_secret, proof, session_token
+from dlcp.session.session import LEFT
 from dlcp.session.store import Store, StoreError, StoreServer
 from tests.group.group_ranks import on_ranks, serving, together
 
@@ -119,6 +122,22 @@ def test_what_was_recorded_of_another_session_of_the_same_secret_counts_for_noth
     assert lonely.compare_set("verdict", "", "no") == b"no"
 
 
+def test_a_failure_of_ranks_that_never_met_counts_for_nothing_in_another_session():
+    """They have no session key, so the secret itself seals it. Replayed, it would end DLCP in later sessions."""
+    earlier = OpenStore()
+    Agreement(earlier, 0, 2, 1.0, SECRET).publish(LEFT, "step 3: fc is not averaged")
+    store = OpenStore()
+    agreements = [Agreement(store, rank, 2, 10.0, SECRET) for rank in range(2)]
+    for agreement in agreements:
+        agreement.publish("weighted", True)  # as sessions do before ranks meet
+    assert on_ranks(2, lambda rank: agreements[rank].meet("enable")) == {0: None, 1: None}
+    store.values |= earlier.values
+    assert not agreements[0].anyone_published(LEFT)
+    assert agreements[0].all_publish("weighted")
+    agreements[1].publish(LEFT, "step 5: fc is not averaged")
+    assert agreements[0].anyone_published(LEFT)
+
+
 def test_a_rank_with_another_secret_or_none_is_named_and_nobody_uses_dlcp():
     for other in (b"known to somebody else entirely", None):
         found = joined(OpenStore(), (SECRET, other, SECRET), deadline_s=0.6)
@@ -145,6 +164,8 @@ def test_where_the_secret_comes_from(tmp_path, monkeypatch):
     assert configured_secret(Options()) is None
     monkeypatch.setenv("DLCP_SECRET", "of the environment")
     assert configured_secret(Options()) == b"of the environment"
+    monkeypatch.setenv("DLCP_SECRET", os.fsdecode(b"not text: \xff\xfe\xfd\xfc\xfb\xfa"))
+    assert configured_secret(Options()) == b"not text: \xff\xfe\xfd\xfc\xfb\xfa"
     path = tmp_path / "secret"
     path.write_text("of a file, with the end of its line\n")
     path.chmod(0o644)
@@ -158,6 +179,18 @@ def test_where_the_secret_comes_from(tmp_path, monkeypatch):
         configured_secret(options)
     with pytest.raises(OSError, match=r"no job's secret at gone \(No such file"):
         configured_secret(Options(secret_file="gone"))
+
+
+def test_a_key_that_cannot_be_created_leaves_no_part_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+    def without_hard_links(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", without_hard_links)
+    with pytest.raises(OSError, match=r"no key for the job's store at .*Operation not permitted.*set DLCP_SECRET_FILE"):
+        job_secret(Options())
+    assert list((tmp_path / "dlcp").iterdir()) == []
 
 
 @pytest.fixture(scope="module")
