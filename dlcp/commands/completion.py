@@ -31,12 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
         for action in parser._actions:
             if action.metavar == "FOLDER" or action.dest == "folder":
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-            elif action.dest == "experiments":
+            elif action.dest in ("experiments", "old", "new"):
                 action.complete = dict.fromkeys(_EXPERIMENTS, "_dlcp_experiments")  # type: ignore[attr-defined]
             elif action.type is Path or action.metavar in ("FILE", "TRACE"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     preamble = _EXPERIMENTS[arguments.shell].format(names=" ".join(own_experiments()))
-    print(shtab.complete(arguments.parser, arguments.shell, preamble=preamble))
+    script = shtab.complete(arguments.parser, arguments.shell, preamble=preamble)
+    # shtab makes zsh complete only the first of several arguments: (*) excludes those that follow.
+    print(script.replace('"(*)::', '"*:').replace('"(*):', '"*:'))
     return 0
 
 
