@@ -150,9 +150,24 @@ def test_the_image_is_built_of_files_that_there_are_and_starts_dlcp():
         context = (EXAMPLES / service["build"]["context"]).resolve()
         assert context == ROOT
         dockerfile = (context / service["build"]["dockerfile"]).read_text()
+        assert "image" not in service, "services that are built at once under one name collide"
     assert dockerfile.strip().endswith('ENTRYPOINT ["dlcp"]')
     (torch,) = re.findall(r"^ARG TORCH=torch==(.*)", dockerfile, re.MULTILINE)
     assert f"torch={torch}\n" in (ROOT / ".ci" / "set-up").read_text()
+
+
+def test_compose_accepts_the_file_with_a_secret_alone():
+    if shutil.which("docker-compose") is None:
+        pytest.skip("docker-compose is not installed")
+    command = ["docker-compose", "-f", str(EXAMPLES / COMPOSE), "config"]
+    without = {name: value for name, value in os.environ.items() if name != "DLCP_SECRET"}
+    refused = subprocess.run(command, env=without, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "set it to a random secret" in refused.stderr
+    accepted = subprocess.run(
+        command, env={**without, "DLCP_SECRET": "s" * 32}, capture_output=True, text=True, timeout=60
+    )
+    assert (accepted.returncode, accepted.stderr) == (0, "")
 
 
 def test_the_containers_meet_at_the_first_one():
