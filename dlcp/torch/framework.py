@@ -221,6 +221,7 @@ class GlooChannel:
     def close(self) -> None:
         """Destroy the group."""
         destroy_group(self.group)
+        del self.group
 
     @contextlib.contextmanager
     def _naming_absent(self) -> Iterator[None]:
@@ -256,7 +257,10 @@ def own_gloo_group(group: dist.ProcessGroup | None, deadline_s: float) -> dist.P
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group of :func:`own_gloo_group`, if PyTorch has not yet."""
+    """Destroy a group of :func:`own_gloo_group`, if PyTorch has not yet. The caller has to drop its reference.
+
+    Only then do the group's threads end. One that releases a tensor while Python ends aborts the process.
+    """
     with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it ended with the default group
         dist.destroy_process_group(group)
 
@@ -311,6 +315,7 @@ class GlooExchange(MaxExchange):
     def close(self) -> None:
         """Destroy the group."""
         destroy_group(self._group)
+        del self._group
 
 
 # Profiling -----------------------------------------------------------------------------------------------------------

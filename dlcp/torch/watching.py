@@ -374,7 +374,7 @@ class StepWatch:
         self._clock.close()
         self._gave_up = reason is not None
         self._closing.set()
-        self._thread.join(0.0 if reason else LAST_REPORT_S)
+        self._thread.join(LAST_REPORT_S)  # inside PyTorch when Python ends, it would abort the process
         if self._snapshots:
             self._snapshots.close(WATCHED, reason)
 
@@ -395,6 +395,7 @@ class StepWatch:
         finally:
             self._clock.ended = True
             destroy_group(self._group)
+            del self._group
 
     def _exchange(self, closing: bool) -> bool:
         """Exchange reports with the other ranks; return whether any of them is closing."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ranks are watched: the slow one is named with its cause, whatever averages, and averages stay the same bits."""
 
+import os
 import time
 
 import pytest
@@ -154,6 +155,32 @@ def leaving(worker):
 def test_a_rank_that_leaves_ends_watching_and_not_training():
     (_, *seconds) = values(launch(RANKS, leaving))
     assert all(each < 20 for each in seconds)
+
+
+def ending(worker, reason):
+    from torch.nn.parallel import DistributedDataParallel
+
+    watching.REPORT_S = 0.0
+    exchange = watching.StepWatch._exchange
+
+    def slowly(watch, closing):
+        time.sleep(0.5)
+        return exchange(watch, closing)
+
+    watching.StepWatch._exchange = slowly
+    model = DistributedDataParallel(make())
+    before = os.listdir("/proc/self/task")
+    watch = dlcp.torch.watch(model)
+    assert len(os.listdir("/proc/self/task")) > len(before)
+    time.sleep(0.2)
+    watch.close(reason)
+    return set(os.listdir("/proc/self/task")) - set(before)
+
+
+@pytest.mark.parametrize("reason", [None, "the script failed"])
+def test_no_thread_is_left_in_pytorch(reason):
+    """Such a thread, of Python or of Gloo, may abort the process as Python ends."""
+    assert values(launch(2, ending, reason)) == [set(), set()]
 
 
 def alone(worker):
