@@ -20,16 +20,10 @@ from dlcp.sim.graph import OWN_LANE, GraphBuilder, Nodes
 from dlcp.sim.models import StepProfile
 from dlcp.sim.pipeline import NetworkLevel, PipelinePlan, PipelineStage, parse_replicas, plan_pipeline
 from dlcp.sim.simulation import Process, Simulation
+from dlcp.sim.step_graph import StepGraph, piece_spec, pieces_of
 from dlcp.sim.topology import NetworkTopology
-from dlcp.sim.training import (
-    PLANNED_PIPELINE,
-    PlacedJob,
-    Progress,
-    StepGraph,
-    computing_factors,
-    piece_spec,
-    pieces_of,
-)
+from dlcp.sim.training import PLANNED_PIPELINE, PlacedJob, computing_factors
+from dlcp.sim.training_run import Progress
 
 PASSING_LANE: Final = 8
 """Lane of activations and their gradients, above those of averages, which are queues."""

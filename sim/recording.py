@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dlcp.sim.arithmetic import seconds_to_ps
 from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.traces import TraceProgress
-from dlcp.sim.training import Progress
+from dlcp.sim.training_run import Progress
 
 AnyProgress = Progress | TraceProgress
 FIRST_INTERVAL_PS: Final = 1_000_000

@@ -34,9 +34,11 @@ from dlcp.sim.simulation import (
 )
 from dlcp.sim.skipping import StepSkipper
 from dlcp.sim.slowdown import IdealTimes
+from dlcp.sim.step_graph import class_shares
 from dlcp.sim.topology import FileTopology
 from dlcp.sim.traces import TraceProgress, trace_digest, trace_progress
-from dlcp.sim.training import Progress, class_shares, place_jobs, profile_of, training
+from dlcp.sim.training import place_jobs, profile_of
+from dlcp.sim.training_run import Progress, training
 from dlcp.switch import PROGRAM_PATH
 
 Number = TypeVar("Number", int, float)

@@ -22,7 +22,7 @@ from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.packet_engine import FOREVER_PS
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.training import STEPS_PER_GRAPH, Progress
+from dlcp.sim.training_run import STEPS_PER_GRAPH, Progress
 
 BATCHES: Final = 8
 BATCH_STEPS_MIN: Final = 4

@@ -17,8 +17,9 @@ from dlcp.sim.goal import write_goal
 from dlcp.sim.graph import Graph
 from dlcp.sim.operations import OperationKind, Workload
 from dlcp.sim.scenario import TraceJob
+from dlcp.sim.step_graph import training_graph
 from dlcp.sim.traces import read_trace, trace_progress
-from dlcp.sim.training import place_jobs, training_graph
+from dlcp.sim.training import place_jobs
 
 
 def trace_experiment(job: TraceJob, network: FittedNetwork, seed: int) -> dict[str, Any]:

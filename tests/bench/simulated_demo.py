@@ -27,8 +27,10 @@ from dlcp.sim.graph import GraphBuilder
 from dlcp.sim.learning import LearningSpec
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Process, Simulation
+from dlcp.sim.step_graph import class_shares
 from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import Progress, TrainingJob, class_shares, place_jobs, profile_of, training
+from dlcp.sim.training import TrainingJob, place_jobs, profile_of
+from dlcp.sim.training_run import Progress, training
 from dlcp.sim.transports import CubicTransport, DlcpTransport
 from tests.bench.harness import Benchmark
 

@@ -10,7 +10,7 @@ from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.phases import TIGHT_RATIO, Phases
 from dlcp.planes import PlaneLayout
-from dlcp.sim import learning, training
+from dlcp.sim import learning, training_run
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.deferral import DeferralSpec
 from dlcp.sim.experiment import ExperimentRun, RunSetting
@@ -285,7 +285,7 @@ def test_the_bound_follows_the_norms_of_gradients(monkeypatch: pytest.MonkeyPatc
         return submit(self, graph, label, keeps_outcomes=keeps_outcomes)
 
     submit = Simulation.submit
-    monkeypatch.setattr(training, "Phases", ShortPhases)
+    monkeypatch.setattr(training_run, "Phases", ShortPhases)
     monkeypatch.setattr(Simulation, "submit", note)
     found = trained(setting(phases=True, steps=24))
     expected, rule = [], Phases(4)

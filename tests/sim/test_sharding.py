@@ -12,18 +12,10 @@ from dlcp.sim.packet_engine import PacketEngineName
 from dlcp.sim.running import run
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
+from dlcp.sim.step_graph import class_shares, parameter_pieces, pieces_of, step_graph
 from dlcp.sim.topology import LeafSpine, LinkSpec, Star, TopologySpec
-from dlcp.sim.training import (
-    Progress,
-    TrainingJob,
-    class_shares,
-    parameter_pieces,
-    pieces_of,
-    place_jobs,
-    profile_of,
-    step_graph,
-    training,
-)
+from dlcp.sim.training import TrainingJob, place_jobs, profile_of
+from dlcp.sim.training_run import Progress, training
 from dlcp.sim.transports import (
     CubicTransport,
     DctcpTransport,

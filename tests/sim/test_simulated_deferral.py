@@ -14,8 +14,10 @@ from dlcp.sim.packet_engine import counts_by_name
 from dlcp.sim.running import run
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
+from dlcp.sim.step_graph import class_shares
 from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import Progress, TrainingJob, class_shares, place_jobs, training
+from dlcp.sim.training import TrainingJob, place_jobs
+from dlcp.sim.training_run import Progress, training
 from dlcp.sim.transports import DlcpTransport
 from dlcp.slow_ports import REFRESH_STEPS, SHARE_MIN
 from tests.sim.experiments_small import EXPERIMENT, write_experiment

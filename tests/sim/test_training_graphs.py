@@ -9,19 +9,10 @@ from dlcp.sim.experiment import RunSetting
 from dlcp.sim.graph import Graph, GraphBuilder
 from dlcp.sim.models import StepProfile, TimedLayer
 from dlcp.sim.simulation import Simulation
+from dlcp.sim.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces, step_graph
 from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import (
-    UNIFORM_PROFILE,
-    Progress,
-    StragglerSpec,
-    TrainingJob,
-    class_shares,
-    piece_limit,
-    pieces,
-    place_jobs,
-    step_graph,
-    training,
-)
+from dlcp.sim.training import StragglerSpec, TrainingJob, place_jobs
+from dlcp.sim.training_run import Progress, training
 from dlcp.sim.transports import DctcpTransport
 
 LAYERS = tuple(TimedLayer(f"layer{i}", 1_000_000 * (i + 1), 0.001, 0.002) for i in range(4))
