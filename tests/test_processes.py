@@ -95,7 +95,7 @@ def test_a_demo_that_is_ended_leaves_no_process(tmp_path, short_folder, number):
         until(lambda: len(marked.pids()) > 8)
         marked.process.send_signal(number)
         assert marked.process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
-        until(lambda: not marked.pids())
+        until(lambda: not marked.pids(), lambda: f"{marked.commands()} are left")
     if number == signal.SIGTERM:
         left = [path.name for path in short_folder.iterdir() if path.name.startswith("dlcp-")]
         assert not left

@@ -724,7 +724,7 @@ class TrainingSession:
             recovery.join(self.options.deadline_s)
         self._leave_peers(reason)
         if self._watcher:  # a daemon thread inside PyTorch's store when Python ends aborts the process
-            self._watcher.join(self.options.deadline_s)
+            self._watcher.join(self.options.silence_s)
         self.averager.close()
         if self.router:
             self.router.close()
