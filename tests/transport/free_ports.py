@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports of the loopback address that nobody has, for processes that a test starts."""
 
+import os
 import random
 import socket
 from contextlib import ExitStack, suppress
 
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections (``ip_local_port_range``): they may be gone when used."""
+PARTS = 9
+"""Each worker of pytest-xdist draws from a part of its own, or another worker could take a port before it is used. The
+last part is for runs without workers: those of the frameworks, beside the others."""
 
 
 def free_port() -> int:
@@ -22,9 +26,10 @@ def free_udp_ports(count: int) -> list[int]:
 def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
     """Return as many ports, of TCP unless something else is said."""
     draw, found = random.SystemRandom(), []  # not seeded: tests that run beside each other must not try the same ones
+    part = int(os.environ.get("PYTEST_XDIST_WORKER", "gw8").removeprefix("gw")) % PARTS
     with ExitStack() as stack:
         while len(found) < count:
-            sock, port = stack.enter_context(socket.socket(socket.AF_INET, kind)), draw.choice(PORTS)
+            sock, port = stack.enter_context(socket.socket(socket.AF_INET, kind)), draw.choice(PORTS[part::PARTS])
             with suppress(OSError):
                 sock.bind(("127.0.0.1", port))
                 found.append(port)
