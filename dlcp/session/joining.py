@@ -140,7 +140,11 @@ class Agreement:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """While the context is open, restore this rank's values if others alter them. Only with a secret."""
+        """While the context is open, restore this rank's values if strangers alter them. Only with a secret.
+
+        It closes once all ranks are through, or at the deadline: a slower rank may not have read all values yet. After
+        an exception, it closes at once.
+        """
         sealed, done = self._sealed, threading.Event()
         if sealed is None:
             yield
@@ -153,9 +157,15 @@ class Agreement:
 
         thread = threading.Thread(target=restore, name="dlcp-restore", daemon=True)
         thread.start()
+        is_through = False
         try:
             yield
+            is_through = True
         finally:
+            with suppress(RuntimeError):  # the store is gone
+                self.publish("through", True)
+                if is_through:
+                    self.all_publish("through")
             done.set()
             thread.join()
 
@@ -283,7 +293,7 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
         # The order of topics is the protocol: here, place, entry, then server or path, local peers, ready. Every rank
         # publishes and collects them in this order; otherwise two ranks could wait for each other until the deadline.
         # Each rank skips the same topics: options and entries, which decide that, agree on all. A rank that fails
-        # publishes the verdict instead.
+        # publishes the verdict instead. With a secret, "through" comes last.
         try:
             missing = f"has not called {call}; call it on every rank, with the same options"
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
