@@ -102,7 +102,7 @@ def _device(component: str) -> str:
 
 
 def _names(parts: list[list[str]]) -> list[str]:
-    """Name each node by what the names of its components have in common; if several would have it, by the first one."""
+    """Name each node after its components' common prefix; if two share that, after the first component."""
     common = []
     for part in parts:
         levels = zip(*(component.split(".") for component in part), strict=False)

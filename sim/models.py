@@ -236,7 +236,7 @@ def _timed(layers: Sequence[ModelLayer], step_s: float, batch: int) -> tuple[Tim
 
 
 def joined_layers(profile: StepProfile, parameters: int) -> StepProfile:
-    """Join adjacent layers into groups of at least so many parameters, and at least one; the last may have fewer."""
+    """Join adjacent layers until each group has ``parameters`` or more, at least one; the last may have fewer."""
     groups: list[list[TimedLayer]] = [[]]
     for layer in profile.layers:
         if layer.parameters and sum(each.parameters for each in groups[-1]) >= max(1, parameters):

@@ -155,7 +155,7 @@ def walk(
 @entry
 def trace(entries: Number, flows: Number, sprayed: Number, network: Number, even_acks: int) -> Number:
     """Write the paths of flows to ``entries``; return the number of entries, or -1 if there is no room."""
-    nodes = len(network[7])
+    nodes = len(network[0])
     around = (np.empty(nodes, np.int32), np.empty(nodes, np.float64))
     used = 0
     for number in range(len(flows)):

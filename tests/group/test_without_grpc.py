@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's ranks need no gRPC; whoever needs it learns what to install."""
+"""Ranks with PyTorch need no gRPC. Without it, everything else names the extra to install."""
 
 import subprocess
 import sys

@@ -9,9 +9,9 @@ PHONE_COLUMN_PX = 358
 
 
 def readable_px(page, plots):
-    """Return the width in px up to which a page with so many plots scrolls one of them instead of shrinking its text.
+    """Return the page width in px, below which at least one of the ``plots`` plots scrolls.
 
-    Fails if a width shrinks the text of a plot too much.
+    Fails if text is smaller than `LEAST_TEXT_PX` at any width.
     """
     rules = dict(re.findall(r"^(\.plot(?: svg)?) {([^}]*)}", page.replace("} .plot", "}\n.plot"), re.MULTILINE))
     assert "overflow-x: auto" in rules[".plot"]
