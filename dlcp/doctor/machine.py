@@ -26,7 +26,7 @@ from dlcp.transport.sockets import SO_RCVBUFFORCE, UDP_GRO, UDP_SEGMENT
 
 _MEET_S: Final = 2.0
 OLDEST_PYTHON: Final = (3, 10)
-OLDEST_TORCH: Final = (2, 4)
+OLDEST_TORCH: Final = (2, 7)
 OLDEST_KERNEL: Final = (5, 0)
 """The first Linux with both UDP_SEGMENT (4.18) and UDP_GRO (5.0)."""
 
@@ -66,7 +66,8 @@ def examine_torch() -> Diagnosis:
     except Exception as error:
         return missing(subject, f"{found} does not load: {error}", install, torch=found)
     if version_of(found) < OLDEST_TORCH:
-        return missing(subject, f"{found} is too old", "install PyTorch 2.4 or newer", torch=found)
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return missing(subject, f"{found} is too old", f"install PyTorch {oldest} or newer", torch=found)
     if not dist.is_available():
         fix = "install a build of PyTorch with USE_DISTRIBUTED=1"
         return missing(subject, f"{found} was built without torch.distributed", fix, torch=found)

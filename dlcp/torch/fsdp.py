@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
@@ -28,6 +27,11 @@ from dlcp.torch.framework import framework_route
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
 from dlcp.tuning.rules import CODED_IN_PLACE
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+except ImportError:  # before PyTorch 2.9, where `groups_of` refuses FSDP2
+    ReduceScatter = object  # type: ignore[assignment, misc]
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""
@@ -277,7 +281,7 @@ def _refuse_second(model: torch.nn.Module) -> None:
     """Raise RuntimeError if an open state already reduces the model's gradients."""
     for module in model.modules():
         for group in groups_of(module) if isinstance(module, FSDPModule) else ():
-            now = group and group._reduce_scatter_comm
+            now = group._reduce_scatter_comm
             if isinstance(now, LossyReduceScatter) and now.gradients.in_use:
                 raise RuntimeError(
                     "DLCP already reduces the gradients of this model: use the state that enable() returned, once, or "
@@ -300,12 +304,14 @@ def _hint(names: Sequence[str]) -> str:
 
 
 def groups_of(module: FSDPModule) -> Sequence[Any]:
-    """Return a module's parameter groups, which PyTorch does not expose."""
+    """Return a module's parameter groups, which PyTorch does not expose; none without parameters of its own."""
     if not hasattr(module, "set_custom_reduce_scatter"):
-        raise ValueError(f"FSDP2 of PyTorch {torch.__version__} cannot use DLCP's reduce-scatter: update PyTorch")
+        raise ValueError(f"FSDP2 of PyTorch {torch.__version__} cannot use DLCP's reduce-scatter: install 2.9 or newer")
     state: Any = module._get_fsdp_state()
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None else groups
+    if groups is None:  # before PyTorch 2.13
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
 
 
 def _process_group(group: Any, names: Mapping[int, str]) -> dist.ProcessGroup:

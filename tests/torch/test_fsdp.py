@@ -3,6 +3,7 @@
 
 import os
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dlcp.torch
 from dlcp.collectives import deferral
+from dlcp.torch.fsdp import groups_of
 from tests.torch.ddp_models import ALL_DROPPABLE, OPTIMIZERS, Linear, gradients_of, make
 from tests.torch.ddp_models import train as train_replicated
 from tests.torch.test_hook import with_secret
@@ -405,6 +407,14 @@ def test_what_cannot_be_done_is_refused():
             strict=True,
         ):
             assert wanted in said
+
+
+@pytest.mark.parametrize("group", [None, object()])
+def test_a_module_before_pytorch_2_13_has_one_group_or_none(group):
+    module = SimpleNamespace(
+        set_custom_reduce_scatter=None, _get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group)
+    )
+    assert groups_of(module) == [group][: group is not None]
 
 
 def with_a_rank_that_ends(worker):
