@@ -77,6 +77,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         """Return the number of ranks."""
         return self.collectives.ranks
 
+    supports_coalescing = supports_splitting = False
+    """What PyTorch asks the backend of a device for."""
+
+    def _get_backend(self, device: torch.device) -> "ProcessGroup":
+        """Return the backend of a device: the group itself, which serves all of them."""
+        return self
+
     def shutdown(self) -> None:
         """Leave the group once the peers have what they wait for; ``dist.destroy_process_group`` calls it."""
         self._close(None)
