@@ -117,6 +117,8 @@ class ScriptSession:
         """Models whose ranks cannot be compared."""
         self._hooking = False
         self._restarts = 0
+        self._local_rank = int(os.environ.get("LOCAL_RANK", _rank()))
+        """Names the report. The script may change the variable, for example to make each rank use its only GPU."""
         self._failed_at_s: float | None = None
         self._traceback = ""
         self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
@@ -157,12 +159,12 @@ class ScriptSession:
         except OSError as error:
             print(f"dlcp: warning: rank {_rank()} cannot write its report: {error}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                report_path(folder, _local_rank()).unlink()  # an earlier one is out of date
+                report_path(folder, self._local_rank).unlink()  # an earlier one is out of date
 
     def _begin_report(self, folder: Path) -> None:
         """Write the report that stays if this process is killed before it can write its own."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no earlier report, or a damaged one
-            self._restarts = json.loads(report_path(folder, _local_rank()).read_text())["restarts"] + 1
+            self._restarts = json.loads(report_path(folder, self._local_rank).read_text())["restarts"] + 1
         self._write_report(KILLED)
 
     def ready(self, model: torch.nn.Module) -> None:
@@ -253,7 +255,7 @@ class ScriptSession:
     def _report(self, failure: str | None) -> Report:
         return {
             "rank": _rank(),
-            "local_rank": _local_rank(),
+            "local_rank": self._local_rank,
             "ranks": int(os.environ.get("WORLD_SIZE", "1")),
             "restarts": self._restarts,
             "error": failure,
@@ -268,10 +270,6 @@ class ScriptSession:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", _rank()))
 
 
 def _log() -> str:

@@ -326,6 +326,15 @@ def test_a_fork_that_ends_leaves_the_report_to_the_rank(tmp_path):
     assert report["error"] is None
 
 
+def test_a_script_that_changes_its_local_rank_reports_where_it_began(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with ScriptSession(TrainPlan(reports=str(tmp_path))):
+        os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU
+    (report,) = read_reports(tmp_path)
+    assert (report["local_rank"], report["error"]) == (1, None)
+
+
 def test_a_fallback_is_reported_even_where_the_script_closes_its_state():
     (port,) = free_udp_ports(1)  # one for two ranks: one of them finds it taken
     for rank in values(launch(2, falling_back, ports=[port, port])):
