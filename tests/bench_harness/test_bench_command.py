@@ -54,6 +54,17 @@ def test_under_a_launcher_every_rank_is_a_member_of_its_job(tmp_path):
     assert done.stderr.count("40 kB") == 1, "rank 0 alone prints"
 
 
+def test_rounded_values_are_not_wrong():
+    words = ["--sizes", "8", "400KB", "--ranks", "2", "--iterations", "2", "--option", "precision=8"]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    small, large = (entry["details"] for entry in json.loads(done.stdout)["results"])
+    assert (small["packets"]["encoded"], small["gradients_changed"]) == (0, 0)
+    assert large["packets"]["encoded"] == large["packets"]["delivered"]
+    assert large["gradients_changed"] > 0
+    assert done.stderr.count("100% of DLCP's packets rounded") == 1
+
+
 def test_ranks_of_two_hosts_meet_over_their_network(tmp_path):
     addresses = {"node0": "10.7.0.1", "node1": "10.7.0.2"}
     interfaces = {name: {"eth0": address} for name, address in addresses.items()}
@@ -133,7 +144,7 @@ def test_small_all_reduces_are_timed_together():
 def test_a_row_stands_below_its_head():
     times = [1.5, 1.6, 1.7]
     details = {"bytes": 4_000_000, "peer_spread": 0.1, "algbw_gb_per_s": 2.5, "busbw_gb_per_s": 3.75}
-    details |= {"peer_algbw_gb_per_s": 1.25, "peer_busbw_gb_per_s": 1.875}
+    details |= {"peer_algbw_gb_per_s": 1.25, "peer_busbw_gb_per_s": 1.875, "packets": {"encoded": 0}}
     row = table_row(BenchResult("x", median(times), "ms", 3.2, 2.0, 3, 0.05, details))
     assert row.split() == ["4", "MB", "1.6", "ms", "5%", "2.50", "3.75", "3.2", "ms", "10%", "1.25", "1.88", "2.00x"]
     assert len(row) == len(table_head("gloo").splitlines()[-1])
