@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dlcp.dtypes import ValueType
-from dlcp.precision import CLEAR_STEPS, PrecisionChooser
+from dlcp.precision import CLEAR_STEPS, RATE_MAX_BPS, PrecisionChooser
 from tests.collectives.test_reduce_scatter import ScatteringRanks
 from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, SMALL_SIZES, Ranks, SmallRanks, assert_identical
 from tests.collectives.virtual_ring import RingRanks
@@ -186,6 +186,20 @@ def test_useless_returns_become_rare():
     assert chooser.bits == 8, "one step on a fast network is not enough to return"
     chooser.begin_step(None)
     assert chooser.bits == bits[-1], "without reports nothing changes"
+
+
+@pytest.mark.parametrize(("full_bps", "encoded_bps", "tries"), [(6e9, 1.5e9, 1), (1.5e9, 1.5e9, 5), (0.9e9, 0.9e9, 0)])
+def test_a_lossy_network_is_tried_in_full_if_it_may_be_fast(full_bps, encoded_bps, tries):
+    chooser = PrecisionChooser("auto", error_feedback=True)
+    chooser.begin_step(True)  # no rate is known yet
+    assert chooser.bits == 8
+    returns = 0
+    for _ in range(200):
+        before = chooser.bits
+        chooser.begin_step(True, slowest_bps=full_bps if before == 32 else encoded_bps)
+        returns += chooser.bits > before
+    assert returns == tries
+    assert chooser.bits == (32 if full_bps > RATE_MAX_BPS else 8)
 
 
 @pytest.mark.parametrize(("precision", "loss"), [("16", 0.0), ("8", 0.1), ("4", 0.0), ("auto", 0.1)])
