@@ -321,6 +321,11 @@ class GlooExchange(MaxExchange):
 # Profiling -----------------------------------------------------------------------------------------------------------
 
 
+def scale_of(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM: a number or a tensor. Before PyTorch 2.13, it has no attribute for that."""
+    return op.__getstate__()[1]
+
+
 def profiled(name: str, what: str = "") -> contextlib.AbstractContextManager[Any]:
     """Return a named profiler range as a context manager; a no-op while no profiler is active.
 

@@ -23,7 +23,7 @@ from dlcp.session.options import Options
 from dlcp.session.route import Route
 from dlcp.session.session import DEADLINE_FACTOR, Fallback, PendingBucket
 from dlcp.tags import Layer, Segment, layers_in_order
-from dlcp.torch.framework import framework_route
+from dlcp.torch.framework import framework_route, scale_of
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
 from dlcp.tuning.rules import CODED_IN_PLACE
@@ -218,7 +218,7 @@ def factor_of(op: Any, ranks: int) -> float:
     if kind == dist.ReduceOp.SUM:
         return float(ranks)
     if kind == getattr(dist.ReduceOp, "PREMUL_SUM", None):
-        return ranks * float(op.__getstate__()[1])  # its factor: PyTorch 2.11 has no attribute for that
+        return ranks * float(scale_of(op))
     raise RuntimeError(f"gradients are averaged or summed, not reduced by {op}")
 
 

@@ -18,7 +18,7 @@ from dlcp.closing import ExitCallback
 from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
-from dlcp.torch.framework import profiled
+from dlcp.torch.framework import profiled, scale_of
 from dlcp.torch.staging import Device
 
 Tensors = Sequence[torch.Tensor]
@@ -427,7 +427,7 @@ def scaled(op: Any, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Te
     if _SCALED_SUM is None or getattr(op, "op", op) != _SCALED_SUM:
         return tensor
     plain = tensor.detach()
-    contribution: torch.Tensor = plain.mul_(op.factor) if in_place else plain * op.factor
+    contribution: torch.Tensor = plain.mul_(scale_of(op)) if in_place else plain * scale_of(op)
     return contribution
 
 
