@@ -17,6 +17,7 @@ import pytest
 
 import dlcp
 from dlcp.cli import COMMANDS
+from dlcp.doctor.machine import OLDEST_PYTHON, OLDEST_TORCH
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -122,6 +123,14 @@ def test_the_version_stands_in_one_place():
         if path.suffix in (".py", ".toml") and re.search(rf"""["']{re.escape(version)}["']""", path.read_text())
     ]
     assert places == ["dlcp/__init__.py"]
+
+
+def test_the_least_versions_are_those_that_the_doctor_asks_for():
+    oldest_python, oldest_torch = (".".join(map(str, version)) for version in (OLDEST_PYTHON, OLDEST_TORCH))
+    assert PROJECT["project"]["requires-python"] == f">={oldest_python}"
+    assert PROJECT["project"]["optional-dependencies"]["torch"] == [f"torch>={oldest_torch}"]
+    for page in ("docs/install.md", "dlcp/examples/frameworks/README.md"):
+        assert f"PyTorch {oldest_torch} or newer" in (ROOT / page).read_text()
 
 
 def test_the_changelog_is_about_this_version():

@@ -120,9 +120,8 @@ def measure(
             results.append(rank.measure(size))
             report(results[-1])
     except BenchError as error:
-        rank.close(str(error))
+        rank.give_up(str(error))
         raise
-    rank.close(None)
     dist.destroy_process_group()
     return results
 
@@ -140,7 +139,8 @@ class _JobRank:
         self._doing = "the start"
         # Otherwise the framework's figures could appear as DLCP's.
         self._options = options.with_(fallback=False, route=DLCP_ROUTE)
-        self._state = State(self._options)
+        self._state: State
+        """DLCP's, for the size that is being measured."""
         try:
             self._join()
         except (RuntimeError, ValueError, OSError) as error:
@@ -165,8 +165,8 @@ class _JobRank:
         values = torch.empty(largest, device=self._device)
         self._tensors = {size: values[: size // _VALUE_BYTES] for size in series.sizes}
 
-    def close(self, reason: str | None) -> None:
-        """Leave the session; a ``reason`` tells the other ranks that this one gives up."""
+    def give_up(self, reason: str) -> None:
+        """Leave the session, and tell the other ranks why."""
         self._state.close(reason)
 
     def measure(self, size: int) -> BenchResult:
@@ -174,16 +174,17 @@ class _JobRank:
         self._doing = f"{size_words(size)}: joining"
         try:
             # Anew for each size: what DLCP has learned with small buckets, such as their precision, does not suit all.
-            self._state.close()
             self._state = State(self._options)
             self._state.attach_tensors({f"{size} bytes": self._tensors[size]}, None)
             mine = self._outcome(size)
             self._doing = f"{size_words(size)}: collecting the times"
             outcomes: list[Any] = [None] * self.ranks
             dist.all_gather_object(outcomes, mine, group=self._control)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise self._failure(error) from error
-        return self._result(size, outcomes)
+        found = self._result(size, outcomes)
+        self._state.close()
+        return found
 
     def _outcome(self, size: int) -> _Outcome:
         seconds: dict[str, list[float]] = {_DLCP: [], self.framework: []}
@@ -322,7 +323,7 @@ def table_row(found: BenchResult) -> str:
         for prefix, value, width in (("", found.value, found.spread), ("peer_", found.peer, details["peer_spread"]))
     ]
     packets = details["packets"]
-    share = packets["encoded"] and packets["encoded"] / sum(packets[name] for name in ("delivered", "lost", "deferred"))
+    share = packets["encoded"] / (packets["delivered"] + packets["lost"] + packets["deferred"])
     rounded = f", {share:.0%} of DLCP's packets rounded" if share else ""
     return f"{size_words(details['bytes']):>8}  {'  '.join(sides)}  {found.ratio:>6.2f}x{rounded}"
 

@@ -318,12 +318,15 @@ class GlooExchange(MaxExchange):
         del self._group
 
 
-# Profiling -----------------------------------------------------------------------------------------------------------
+# Operations ----------------------------------------------------------------------------------------------------------
 
 
 def scale_of(op: Any) -> Any:
     """Return the factor of a PREMUL_SUM: a number or a tensor. Before PyTorch 2.13, it has no attribute for that."""
     return op.__getstate__()[1]
+
+
+# Profiling -----------------------------------------------------------------------------------------------------------
 
 
 def profiled(name: str, what: str = "") -> contextlib.AbstractContextManager[Any]:

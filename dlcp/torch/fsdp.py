@@ -9,7 +9,7 @@ deferred values are residual of the parameter, wherever its shards are, and go i
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,10 @@ from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
 from dlcp.tuning.rules import CODED_IN_PLACE
 
-try:
+if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-except ImportError:  # before PyTorch 2.9, where `groups_of` refuses FSDP2
-    ReduceScatter = object  # type: ignore[assignment, misc]
+else:
+    ReduceScatter = object  # PyTorch calls its methods, whatever its class; before 2.9, it has no such class
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""
@@ -217,7 +217,7 @@ def factor_of(op: Any, ranks: int) -> float:
         return 1.0
     if kind == dist.ReduceOp.SUM:
         return float(ranks)
-    if kind == getattr(dist.ReduceOp, "PREMUL_SUM", None):
+    if kind == dist.ReduceOp.PREMUL_SUM:
         return ranks * float(scale_of(op))
     raise RuntimeError(f"gradients are averaged or summed, not reduced by {op}")
 

@@ -392,11 +392,8 @@ _OPERATIONS: dict[Any, ReduceOp] = {
     dist.ReduceOp.BAND: ReduceOp.BITWISE_AND,
     dist.ReduceOp.BOR: ReduceOp.BITWISE_OR,
     dist.ReduceOp.BXOR: ReduceOp.BITWISE_XOR,
+    dist.ReduceOp.PREMUL_SUM: ReduceOp.SUM,
 }
-_SCALED_SUM: Any = getattr(dist.ReduceOp, "PREMUL_SUM", None)
-"""A sum of scaled contributions, missing in older versions."""
-if _SCALED_SUM is not None:
-    _OPERATIONS[_SCALED_SUM] = ReduceOp.SUM
 
 
 def op_of(opts: Any) -> Any:
@@ -424,7 +421,7 @@ def elementwise_op(op: Any, tensor: torch.Tensor) -> ElementwiseOp:
 
 def scaled(op: Any, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
     """Return a rank's contribution: for PREMUL_SUM the tensor times its factor, computed ``in_place`` if set."""
-    if _SCALED_SUM is None or getattr(op, "op", op) != _SCALED_SUM:
+    if getattr(op, "op", op) != dist.ReduceOp.PREMUL_SUM:
         return tensor
     plain = tensor.detach()
     contribution: torch.Tensor = plain.mul_(scale_of(op)) if in_place else plain * scale_of(op)
