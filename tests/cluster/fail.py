@@ -3,10 +3,12 @@
 
 In backward of the given step (of this start, from 0), when some of its gradients have gone out, the rank is killed, is
 stopped, or sleeps: HOW is ``kill``, ``stop`` or ``sleep``. It happens once: then FOLDER holds a file ``failed`` with
-the sockets that were open. A rank that is killed leaves a ghost: a process that keeps sending what the network may
-still deliver of this start. When the rank starts again, it writes what is left of the dead into ``left-over``.
+the inodes of the ranks' sockets. A rank that is killed leaves a ghost: a process that keeps sending what the network
+may still deliver of this start. When the rank starts again, it writes which of the sockets are still there into
+``left-over``.
 """
 
+import contextlib
 import gc
 import os
 import runpy
@@ -48,11 +50,23 @@ def haunt(folder, rank):
 
 
 def open_here():
-    """Return the UDP sockets at the ranks' address, and the names by which any job's ranks find each other's memory."""
+    """Return the UDP sockets at the ranks' address, and those by which ranks find each other's memory, by inode."""
     hexadecimal = "".join(f"{int(part):02X}" for part in reversed(HOST.split(".")))
-    udp = [line.split()[1] for line in Path("/proc/net/udp").read_text().splitlines() if hexadecimal in line]
-    unix = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-    return [*udp, *(name for name in unix if name.startswith("@dlcp-"))]
+    udp = [line.split() for line in Path("/proc/net/udp").read_text().splitlines()]
+    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    found = {words[9]: words[1] for words in udp if words[1].startswith(hexadecimal)}
+    return found | {words[6]: words[-1] for words in unix if words[-1].startswith("@dlcp-")}
+
+
+def held_by_ranks():
+    """Return the inodes of the sockets that this job's ranks on this node hold: torchrun's other children, and we."""
+    links = []
+    for rank in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        for process in rank.read_text().split():
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    links.append(os.readlink(descriptor))
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
 def hang_here():
@@ -63,8 +77,8 @@ def main(how, rank, step, folder, script, *arguments):
     folder, seen = Path(folder), 0
     failed, fails = folder / "failed", os.environ["RANK"] == rank
     if failed.exists() and fails:
-        # Names of another job's ranks may be there now, but they were not when the rank failed.
-        (folder / "left-over").write_text("\n".join(sorted({*open_here()} & {*failed.read_text().split()})))
+        left = {inode: address for inode, address in open_here().items() if inode in failed.read_text().split()}
+        (folder / "left-over").write_text("\n".join(left.values()))
 
     def fail(module, gradient):
         nonlocal seen
@@ -72,7 +86,8 @@ def main(how, rank, step, folder, script, *arguments):
         seen += isinstance(module, nn.Linear) and module.in_features == 64
         if seen != int(step) + 1 or failed.exists() or not fails:
             return
-        failed.write_text("\n".join(open_here()))
+        # Not those of another job, which may run on this machine and go on.
+        failed.write_text("\n".join(held_by_ranks() & open_here().keys()))
         if how == "kill":
             haunt(folder, int(rank))
             os.kill(os.getpid(), signal.SIGKILL)
