@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import subprocess
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from tests.p4 import outdated
 
 HERE = Path(__file__).parent
 LINES = [line for line in (HERE / "fast.txt").read_text().splitlines() if not line.startswith("#")]
+
+with suppress(ImportError):  # the environments of some frameworks go without
+    from hypothesis import settings
+
+    # The same examples in every run, and as much time as a busy machine takes for one.
+    settings.register_profile("dlcp", derandomize=True, deadline=None)
+    settings.load_profile("dlcp")
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def gradients(count, seed=1):
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(FLOATS, min_size=1, max_size=200), st.sampled_from(CODED_BITS))
 @np.errstate(over="ignore")  # values near the largest float may round to infinity, in C as well
 def test_c_and_numpy_encode_alike(numbers, bits):

@@ -55,7 +55,7 @@ class Broken:
         return PartialResult(3, 1, values, VALUES_PER_PACKET, self.arrived[rank].copy(), included)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 5), st.integers(1, 90), st.integers(0, 10**6), st.sampled_from([np.float32, np.float64]))
 def test_whatever_the_moment_every_rank_gets_the_exact_average(ranks, values, seed, kind):
     broken = Broken(ranks, values, seed, kind=kind)
@@ -66,7 +66,7 @@ def test_whatever_the_moment_every_rank_gets_the_exact_average(ranks, values, se
         assert recovered.residual is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 4), st.integers(1, 90), st.integers(0, 10**6))
 def test_what_an_average_lacks_is_owed_by_those_who_still_have_it(ranks, values, seed):
     broken = Broken(ranks, values, seed, loss=0.4)

@@ -11,7 +11,7 @@ from dlcp.collectives.message_numbers import pieces_allowed
 from dlcp.collectives.ring import PIECE_BYTES, cut_in_pieces
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(values=st.integers(0, 3_000_000), item=st.sampled_from([2, 4, 8]), ranks=st.integers(1, 40), late=st.booleans())
 def test_pieces_cover_a_bucket_without_gaps(values, item, ranks, late):
     sequence = 150 if late else 0

@@ -18,7 +18,7 @@ from tests.transport.exchanges import Selective
 WEIGHTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=9).filter(lambda weights: sum(weights) > 0)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(values=st.integers(0, 200_000), per_packet=st.integers(1, 1000), weights=WEIGHTS)
 def test_shards_cover_a_buffer_without_gaps(values, per_packet, weights):
     owners = {10 + 3 * number: weight for number, weight in enumerate(weights)}
@@ -71,7 +71,7 @@ def test_no_division_is_faster(seed):
     assert seconds(weights, rates) > grid * 0.9, "the grid is fine enough to tell"
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0.001, 1000), min_size=3, max_size=12), st.randoms(use_true_random=False))
 def test_moving_weight_between_two_ranks_never_helps(rates, random):
     rates = dict(enumerate(rates))

@@ -62,7 +62,7 @@ def whole_numbers(rng, value_type, count, most=8):
 
 @EVERY_FORMAT
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 3000), per_packet=st.integers(1, 800))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_magnitudes_are_equal_where_sums_are_not_rounded(value_type, seed, count, per_packet):
     values = whole_numbers(np.random.default_rng(seed), value_type, count)
     compiled, plain = both(packet_magnitudes, values, value_type, per_packet)
@@ -72,7 +72,7 @@ def test_magnitudes_are_equal_where_sums_are_not_rounded(value_type, seed, count
 
 @EVERY_FORMAT
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 3000), per_packet=st.integers(1, 800))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_magnitudes_agree_but_for_rounding(value_type, seed, count, per_packet):
     rng = np.random.default_rng(seed)
     values = value_type.narrow(rng.standard_normal(count, np.float32) * np.float32(10) ** rng.integers(-3, 3))
@@ -121,7 +121,7 @@ def test_buffers_may_be_read_only_strided_or_misaligned(value_type):
     memory=st.sampled_from([0.0, 0.3, 0.5, 0.9]),
     known=st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_classes_and_borders_are_equal_bit_by_bit(magnitudes, seed, quantiles, memory, known):
     rng = np.random.default_rng(seed)
     packets = len(magnitudes)
@@ -147,7 +147,7 @@ def test_classes_and_borders_are_equal_bit_by_bit(magnitudes, seed, quantiles, m
 
 @EVERY_FORMAT
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tags_are_equal(value_type, seed, sizes):
     borders = np.cumsum([0, *sizes]).tolist()
     segments = [
@@ -174,7 +174,7 @@ def test_tags_are_equal(value_type, seed, sizes):
     queues=st.integers(1, 8),
     droppable=st.sampled_from([0.0, 0.4, 1.0]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_the_order_of_sending_is_equal(seed, packets, queues, droppable):
     rng = np.random.default_rng(seed)
     queue = rng.integers(0, queues, packets).astype(np.uint8)
@@ -186,7 +186,7 @@ def test_the_order_of_sending_is_equal(seed, packets, queues, droppable):
 
 
 @given(seed=st.integers(0, 2**32 - 1), packets=st.integers(0, 600), bounded=st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_what_packets_carry_of_their_tags_is_equal(seed, packets, bounded):
     rng = np.random.default_rng(seed)
     tags = PacketTags(

@@ -11,9 +11,6 @@ from tests.p4runtime.updates import cells, groups, members, table_entries, updat
 LONG = settings(
     max_examples=25,
     phases=[Phase.generate],
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

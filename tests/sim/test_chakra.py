@@ -184,7 +184,7 @@ def round_trip(graph, path: Path):
 
 
 @given(graph=graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_graph_ends_at_the_same_picosecond_after_a_round_trip(graph, tmp_path_factory):
     path = tmp_path_factory.mktemp("chakra") / "job"
     workload = read_chakra(write_chakra(graph, path))

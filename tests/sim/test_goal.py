@@ -236,7 +236,7 @@ def test_a_step_ends_at_the_same_picosecond_after_a_round_trip(tmp_path):
 
 
 @given(graph=graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_messages_and_computations_are_written(graph, tmp_path_factory):
     path, workload = written(graph, tmp_path_factory.getbasetemp())
     again = workload_graph(workload, TraceTraffic(range(HOSTS), 0)).graph

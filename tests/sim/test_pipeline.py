@@ -79,7 +79,7 @@ LAYER = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(LAYER, min_size=1, max_size=5), st.integers(1, 5), st.floats(1e7, 1e10))
 def test_no_other_stages_are_faster(layers, workers, bytes_per_s):
     profile = StepProfile("model", tuple(layers), 8, "made up")

@@ -18,7 +18,7 @@ from tests.torch.workers import launch, values
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
-RANKS, STEPS, SLEEP_S = 3, 30, 0.03
+RANKS, STEPS, SLEEP_S = 3, 30, 0.1
 
 
 def make(sleep_s=0.0):

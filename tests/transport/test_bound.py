@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dlcp.transport import RELIABLE, LossBound
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(millionths=st.integers(0, 999_999), packets=st.integers(1, 1 << 22))
 def test_the_least_that_must_arrive_is_the_documented_share(millionths, packets):
     ratio = Fraction(millionths, 1_000_000)

@@ -429,8 +429,6 @@ def test_what_is_sent_again_says_so():
 
 
 @settings(
-    derandomize=True,
-    deadline=None,
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
