@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp.tags import TagPolicy
 from dlcp.torch import backend
+from dlcp.transport import Endpoint
+from tests.faults.lossy_sockets import lossy_endpoints
 from tests.torch.workers import LIMIT_S, WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
@@ -94,6 +96,7 @@ def test_training_equals_gloos_to_the_bit(trained, case):
 
 
 def lossy_training(worker):
+    Endpoint.__init__ = lossy_endpoints(0.05)
     group = dist.new_group(backend="dlcp")
     allowed = dlcp.torch.Options(loss_bound=0.2, immediate=True, tag_policy=ALL_DROPPABLE)
     found = sharded(dist.group.WORLD, worker.rank), sharded(group, worker.rank, allowed)
@@ -104,7 +107,9 @@ def lossy_training(worker):
 
 
 def test_sharded_gradients_may_be_lossy_within_the_bound_if_the_user_says_so():
-    (exact, (first, summary)), (_, (second, theirs)) = values(launch(2, lossy_training))
+    environment = {"DLCP_PAYLOAD_BYTES": "576"}  # some hundred packets
+    ranks = values(launch(2, lossy_training, environment=environment))
+    (exact, (first, summary)), (_, (second, theirs)) = ranks
     assert summary["lost"] + theirs["lost"] > 0
     assert summary["violations"] == 0
     assert summary["max_message_ratio"] <= 0.2
