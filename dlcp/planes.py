@@ -99,6 +99,19 @@ class PlaneLayout:
         record = self._record()
         lib.dlcp_planes_encode(record, ffi.from_buffer("float[]", values), ffi.from_buffer("uint8_t[]", code))
 
+    def round(self, values: NDArray[np.float32], code: NDArray[np.uint8], weight: float = 1.0) -> NDArray[np.float32]:
+        """Encode values as :meth:`encode` does, and replace them by the encoded ones.
+
+        Returns
+        -------
+        ``weight`` times exactly what these lack, shape (values,); 0 where that is not finite.
+        """
+        self._check(code, values)
+        rest = np.empty(self.values, np.float32)
+        floats = [ffi.from_buffer("float[]", each) for each in (values, rest)]
+        lib.dlcp_planes_round(self._record(), floats[0], ffi.from_buffer("uint8_t[]", code), weight, floats[1])
+        return rest
+
     def decode(
         self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
     ) -> None:
@@ -186,6 +199,11 @@ class PlaneLayout:
         """Return the first packet of ``per_packet`` plain values in each packet of a plane, shape (packets,)."""
         starts: NDArray[np.int64] = np.arange(self.packets) * self.per_packet // per_packet
         return starts
+
+    def positions(self, packets: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the positions of the values whose upper digits are in these packets, a mask of all packets."""
+        positions: NDArray[np.int64] = np.flatnonzero(np.repeat(packets[: self.packets], self.per_packet))
+        return positions[: np.searchsorted(positions, self.values)]
 
     def _drop_classes(self, code: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return each lower packet's drop class, by the largest scale of its blocks: 7 for the smallest."""

@@ -21,8 +21,8 @@ PRECISIONS: Final = (AUTO_PRECISION, str(FULL_BITS), *map(str, CODED_BITS))
 AUTO_BITS: Final = 8
 """The precision under congestion: the lowest that needs no more steps than bfloat16."""
 RATE_MAX_BPS: Final = 2e9
-"""Above this rate between two ranks, encoding takes longer than it saves. An all-reduce of 100 MB between two ranks of
-two cores spent about 0.2 s on encoding, and sends 73 MB less in each direction."""
+"""Above this rate between two ranks, encoding takes longer than it saves if three pairs share a port. An all-reduce of
+100 MB between two ranks on two cores spent 0.11 s on encoding, and sent 73 MB less in each direction."""
 ENCODED_RATE_MAX_BPS: Final = 1e9
 """The same at a lower precision, where encoding between packets lowers the rate. With 1 % of packets lost, loopback
 carried 6 Gbit/s in full and 1.0 to 1.8 at 8 bits. Links of 1 Gbit/s stay below it."""

@@ -81,6 +81,30 @@ def test_the_remainder_is_exact(bits):
 
 
 @pytest.mark.parametrize("bits", CODED_BITS)
+@pytest.mark.parametrize("count", [1, PLANE_BLOCK_VALUES, 10_007])
+def test_rounding_is_encoding_and_decoding_at_once(bits, count):
+    values = gradients(count)
+    if count > PLANE_BLOCK_VALUES:
+        values[-1] = np.inf
+    layout = PlaneLayout(len(values), bits, PAYLOAD)
+    code, rounded, also = np.empty(layout.bytes, np.uint8), values.copy(), np.full(layout.bytes, 7, np.uint8)
+    rest = layout.round(rounded, also, 3)
+    layout.encode(values, code)
+    np.testing.assert_array_equal(also, code)
+    np.testing.assert_array_equal(rounded, decoded(values, bits))
+    np.testing.assert_array_equal(rest, np.float32(3) * layout.rest(values, code))
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_positions_are_those_that_a_missing_packet_leaves_zero(bits):
+    values = np.ones(5000, np.float32)
+    layout = PlaneLayout(len(values), bits, PAYLOAD)
+    delivered = np.ones(layout.planes * layout.packets, np.bool_)
+    delivered[[2, layout.packets - 1]] = False
+    np.testing.assert_array_equal(layout.positions(~delivered), np.flatnonzero(decoded(values, bits, delivered) == 0))
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
 def test_missing_packets_are_missing_digits(bits):
     values = gradients(5000)
     layout = PlaneLayout(len(values), bits, PAYLOAD)

@@ -490,15 +490,12 @@ class DirectRun(BucketRun):
         if layout is None:
             own.tags = self._tags(self.rank, len(own.trailer))
         else:
-            own.tags = self._encoded_tags(self.rank, own.encode(layout, self._wide(self.rank)), len(own.trailer))
+            own.tags = self._encoded_tags(self.rank, self._round_average(layout), len(own.trailer))
         if self.deferral:
             own.deferred = self.deferral.of_average(own.tags, np.abs(self.reducer.rates()), layout)
         if own.deferred is not None:
             own.tags = own.tags._replace(protected=~own.deferred)
-        if layout is not None:
-            self._round_average(layout)
-        elif own.deferred is not None:
-            self._defer_average(own.deferred)
+            self._defer_average(own.deferred, layout)
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -526,28 +523,29 @@ class DirectRun(BucketRun):
             if self.bucket.value_type is not ValueType.FLOAT32:
                 self.own.values[:] = self.bucket.value_type.narrow(mean)
 
-    def _round_average(self, layout: PlaneLayout) -> None:
-        """Replace this rank's averaged shard by what all ranks decode, and keep the rest as residual."""
-        own, code, sent = self.own, self.own.encoded, None
-        if own.deferred is not None:
-            sent = ~own.deferred
-            self._note_waiting(self.rank, self._plain_packets(self.rank, layout, own.deferred))
+    def _round_average(self, layout: PlaneLayout) -> Bytes:
+        """Return the code of this rank's averaged shard, which it replaces by what all ranks decode."""
+        mean, value_type = self._wide(self.rank), self.bucket.value_type
+        # The next contribution is divided by the number of ranks.
+        code, rest = self.own.round(layout, mean, len(self.context.contributors))
         if self.context.options.error_feedback:
-            rest = layout.rest(self._wide(self.rank), code, sent)
-            # The next contribution is divided by the number of ranks.
-            self.rounded.append(
-                (self.bounds[self.rank][0], np.multiply(rest, np.float32(len(self.context.contributors)), out=rest))
-            )
-        self._decode(self.rank, layout, code, sent)
+            self.rounded.append((self.bounds[self.rank][0], rest))
+        if value_type is not ValueType.FLOAT32:
+            with np.errstate(over="ignore"):  # the loss scaler handles infinity
+                self.own.values[:] = value_type.narrow(mean)
+        return code
 
-    def _defer_average(self, deferred: NDArray[np.bool_]) -> None:
+    def _defer_average(self, deferred: NDArray[np.bool_], layout: PlaneLayout | None) -> None:
         """Set deferred packets of this rank's averaged shard to zero, as they are on all ranks."""
         own, widen = self.own, self.bucket.value_type.widen
-        positions = self._positions(deferred, len(own.values))
+        if layout is None:
+            positions, waiting = self._positions(deferred, len(own.values)), deferred
+        else:
+            positions, waiting = layout.positions(deferred), self._plain_packets(self.rank, layout, deferred)
         # The next contribution is divided by the number of ranks.
         self._lose(self.rank, positions, widen(own.values) * np.float32(len(self.context.contributors)))
         own.write(positions, 0)
-        self._note_waiting(self.rank, deferred)
+        self._note_waiting(self.rank, waiting)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""

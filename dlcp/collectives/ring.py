@@ -372,10 +372,10 @@ class RingRun(BucketRun):
                 return
             total /= np.float32(self.reducer.ranks)
             code = self.connection.buffers.take(layout.bytes)
-            layout.encode(total, code)
-            layout.decode_as(self.value_type, code, self._values(piece))
-            if self.context.options.error_feedback:  # the next contribution is divided by the number of ranks
-                self._lose(piece, layout.rest(total, code) * np.float32(self.reducer.ranks))
+            rest = layout.round(total, code, self.reducer.ranks)  # the next contribution is divided by their number
+            self._values(piece)[:] = self.value_type.narrow(total)
+            if self.context.options.error_feedback:
+                self._lose(piece, rest)
         self._begin_average(piece, code)
 
     def _send_encoded(self, piece: Piece, layout: PlaneLayout, total: NDArray[np.floating]) -> None:

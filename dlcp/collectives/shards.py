@@ -329,17 +329,12 @@ class AveragedShard:
         self.layout.decode(self.code, values, None if self.deferred is None else ~self.deferred)
         return value_type.widen(value_type.narrow(values))
 
-    @property
-    def encoded(self) -> NDArray[np.uint8]:
-        """The code, which must exist."""
-        assert self.code is not None
-        return self.code
-
-    def encode(self, layout: PlaneLayout, mean: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Send ``mean`` encoded, without the caller's buffer; return the code."""
+    def round(
+        self, layout: PlaneLayout, mean: NDArray[np.float32], weight: float
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Round ``mean`` to what is sent; return the code, which needs no buffer of the caller's, and the rest."""
         self.layout, self.code, self.is_kept = layout, self._connection.buffers.take(layout.bytes), True
-        layout.encode(mean, self.code)
-        return self.code
+        return self.code, layout.round(mean, self.code, weight)
 
     def detach(self, key_of: Callable[[int], MessageKey]) -> None:
         """Continue sending from a copy, so that the caller gets the buffer back.

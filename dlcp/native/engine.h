@@ -203,6 +203,7 @@ typedef struct {
 } plane_layout;
 
 void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code);
+void dlcp_planes_round(const plane_layout *layout, float *values, uint8_t *code, float weight, float *rest);
 void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
                         plane_operation operation, float *values, float *rest);
 

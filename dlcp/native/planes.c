@@ -4,7 +4,6 @@
  * dlcp/wire/payloads.py defines the layout, and dlcp/planes.py calls this. A packet of the lower plane has the digits
  * of the values of one packet of the upper plane. */
 
-#include <math.h>
 #include <string.h>
 
 #include "packet.h"
@@ -66,27 +65,48 @@ INLINED void get_digits(const uint8_t *at, int digit_bits, integers *digits) {
         digits[k] = (integers)(packed << (uint32_t)(32 - (k + 1) * digit_bits)) >> (32 - digit_bits);
 }
 
-/* Encode a block; `lower` is NULL without a lower plane. */
-INLINED void encode_block(const float *values, int digit_bits, uint8_t *upper, uint8_t *lower) {
+/* Write what the decoded values lack, times a weight; 0 where that is not finite. */
+INLINED void put_missing(const unaligned_floats *values, const floats *decoded, float weight, unaligned_floats *rest) {
+    integers missing = (integers)(*values - *decoded);
+    *rest = (floats)(missing & ((missing & 0x7fffffff) < 0x7f800000)) * weight;
+}
+
+/* Return the largest of integers that are not negative. */
+INLINED uint32_t largest_of(const integers *these) {
+    typedef int32_t half __attribute__((vector_size(2 * LANES)));
+    half low, high;
+    memcpy(&low, these, sizeof low);
+    memcpy(&high, (const char *)these + sizeof low, sizeof high);
+    half larger = low > high;
+    low = (low & larger) | (high & ~larger);
+    int32_t one = low[0] > low[1] ? low[0] : low[1], other = low[2] > low[3] ? low[2] : low[3];
+    return (uint32_t)(one > other ? one : other);
+}
+
+/* Encode a block; `lower` is NULL without a lower plane. With `rest`, replace the values by the encoded ones, and write
+ * there what these lack, times `weight`. */
+INLINED void encode_block(float *values, int digit_bits, uint8_t *upper, uint8_t *lower, float weight, float *rest) {
     int bits = lower ? 2 * digit_bits : digit_bits;
     float digit = (float)((1 << (digit_bits - 1)) - 1);
     float largest = lower ? digit * (float)(1 << digit_bits) + digit : digit;
-    const unaligned_floats *block = (const unaligned_floats *)values;
+    unaligned_floats *block = (unaligned_floats *)values;
     integers magnitudes = {0};
     for (int k = 0; k < VECTORS; k++) {
         integers these = (integers)block[k] & 0x7fffffff, larger = these > magnitudes;
         magnitudes = (these & larger) | (magnitudes & ~larger);
     }
-    int32_t magnitude = 0;
-    for (int i = 0; i < LANES; i++)
-        magnitude = magnitudes[i] > magnitude ? magnitudes[i] : magnitude;
-    uint32_t scale = choose_scale((uint32_t)magnitude, bits, largest);
+    uint32_t scale = choose_scale(largest_of(&magnitudes), bits, largest);
     upper[0] = (uint8_t)scale;
     float factor = float_of(scale < 254 ? (254 - scale) << 23 : 1u << 22); /* 2^(127 - scale) */
     uint32_t keep = scale == SCALE_NAN ? 0 : UINT32_MAX;
     words codes[VECTORS], high[VECTORS];
     for (int k = 0; k < VECTORS; k++)
         codes[k] = ((words)(block[k] * factor + ROUNDER) - bits_of(ROUNDER)) & keep;
+    for (int k = 0; rest && k < VECTORS; k++) {
+        floats decoded = __builtin_convertvector((integers)codes[k], floats) * scale_of((uint8_t)scale);
+        put_missing(&block[k], &decoded, weight, &((unaligned_floats *)rest)[k]);
+        block[k] = decoded;
+    }
     if (!lower) {
         put_digits(upper + 1, codes, digit_bits);
         return;
@@ -98,7 +118,7 @@ INLINED void encode_block(const float *values, int digit_bits, uint8_t *upper, u
 }
 
 /* Decode a block; `lower` is NULL where its digits are missing, although there is such a plane if `two_planes`. */
-INLINED void decode_block(const uint8_t *upper, const uint8_t *lower, int digit_bits, bool two_planes, float *values) {
+INLINED void decode_block(const uint8_t *upper, const uint8_t *lower, int digit_bits, bool two_planes, floats *values) {
     float scale = scale_of(upper[0]);
     integers digits[VECTORS], low[VECTORS];
     get_digits(upper + 1, digit_bits, digits);
@@ -111,7 +131,7 @@ INLINED void decode_block(const uint8_t *upper, const uint8_t *lower, int digit_
             digits[k] += low[k];
     }
     for (int k = 0; k < VECTORS; k++)
-        ((unaligned_floats *)values)[k] = __builtin_convertvector(digits[k], floats) * scale;
+        values[k] = __builtin_convertvector(digits[k], floats) * scale;
 }
 
 /* Where a packet's digits are in both planes; `lower` is NULL where they are missing. */
@@ -131,46 +151,56 @@ INLINED packet_code code_of_packet(const plane_layout *layout, uint8_t *code, in
     };
 }
 
-INLINED void encode_packet(packet_code packet, const float *values, int digit_bits) {
+INLINED void encode_packet(packet_code packet, float *values, float weight, float *rest, int digit_bits) {
     int64_t digit_bytes = BLOCK * digit_bits / 8;
     for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
-        float padded[BLOCK] = {0};
-        const float *from = values + i;
-        if (packet.stop - i < BLOCK)
-            from = memcpy(padded, from, (size_t)(packet.stop - i) * sizeof *from);
-        encode_block(from, digit_bits, packet.upper, packet.lower);
+        if (packet.stop - i >= BLOCK) {
+            encode_block(values + i, digit_bits, packet.upper, packet.lower, weight, rest ? rest + i : NULL);
+        } else {
+            float block[BLOCK] = {0}, missing[BLOCK];
+            size_t bytes = (size_t)(packet.stop - i) * sizeof *values;
+            memcpy(block, values + i, bytes);
+            encode_block(block, digit_bits, packet.upper, packet.lower, weight, rest ? missing : NULL);
+            if (rest) {
+                memcpy(values + i, block, bytes);
+                memcpy(rest + i, missing, bytes);
+            }
+        }
         packet.upper += digit_bytes + 1;
         packet.lower += packet.lower ? digit_bytes : 0;
     }
 }
 
-FASTEST static void encode_all(const plane_layout *layout, const float *values, uint8_t *code) {
+FASTEST static void encode_all(const plane_layout *layout, float *values, uint8_t *code, float weight, float *rest) {
     bool two = layout->planes > 1;
     memset(code, 0, (size_t)layout->bytes); /* what packets do not fill must not tell what the memory held before */
     for (int64_t packet = 0; packet < layout->packets; packet++) {
         packet_code into = code_of_packet(layout, code, packet, two);
         if (layout->digit_bits == 4)
-            encode_packet(into, values, 4);
+            encode_packet(into, values, weight, rest, 4);
         else
-            encode_packet(into, values, 8);
+            encode_packet(into, values, weight, rest, 8);
     }
 }
 
 void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code) {
-    encode_all(layout, values, code);
+    encode_all(layout, (float *)values, code, 1, NULL); /* which changes no values */
 }
 
-INLINED void combine(plane_operation operation, const float *decoded, int64_t count, float *values, float *rest) {
-    if (operation == PLANES_SET) {
-        memcpy(values, decoded, (size_t)count * sizeof *values);
-    } else if (operation == PLANES_ADD) {
-        for (int64_t i = 0; i < count; i++)
-            values[i] += decoded[i];
-    } else {
-        for (int64_t i = 0; i < count; i++) {
-            float missing = values[i] - decoded[i];
-            rest[i] = fabsf(missing) < INFINITY ? missing : 0;
-        }
+/* Encode values, replace them by the encoded ones, and write what these lack, times `weight`, into `rest`. */
+void dlcp_planes_round(const plane_layout *layout, float *values, uint8_t *code, float weight, float *rest) {
+    encode_all(layout, values, code, weight, rest);
+}
+
+INLINED void combine(plane_operation operation, const floats *decoded, float *values, float *rest) {
+    unaligned_floats *block = (unaligned_floats *)values;
+    for (int k = 0; k < VECTORS; k++) {
+        if (operation == PLANES_SET)
+            block[k] = decoded[k];
+        else if (operation == PLANES_ADD)
+            block[k] += decoded[k];
+        else
+            put_missing(&block[k], &decoded[k], 1, &((unaligned_floats *)rest)[k]);
     }
 }
 
@@ -178,14 +208,24 @@ INLINED void decode_packet(const plane_layout *layout, packet_code packet, bool 
                            float *values, float *rest, int digit_bits) {
     int64_t digit_bytes = BLOCK * digit_bits / 8;
     for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
-        float decoded[BLOCK] = {0};
-        bool is_whole = packet.stop - i >= BLOCK, in_place = is_whole && operation == PLANES_SET && !is_missing;
-        if (!is_missing)
-            decode_block(packet.upper, packet.lower, digit_bits, layout->planes > 1, in_place ? values + i : decoded);
-        if (is_whole && !in_place)
-            combine(operation, decoded, BLOCK, values + i, rest + i);
-        else if (!is_whole)
-            combine(operation, decoded, packet.stop - i, values + i, rest + i);
+        floats decoded[VECTORS];
+        if (is_missing)
+            for (int k = 0; k < VECTORS; k++)
+                decoded[k] = (floats){0};
+        else
+            decode_block(packet.upper, packet.lower, digit_bits, layout->planes > 1, decoded);
+        if (packet.stop - i >= BLOCK) {
+            combine(operation, decoded, values + i, rest + i);
+        } else {
+            float block[BLOCK] = {0}, missing[BLOCK];
+            size_t bytes = (size_t)(packet.stop - i) * sizeof *values;
+            memcpy(block, values + i, bytes);
+            combine(operation, decoded, block, missing);
+            if (operation == PLANES_REST)
+                memcpy(rest + i, missing, bytes);
+            else
+                memcpy(values + i, block, bytes);
+        }
         packet.upper += digit_bytes + 1;
         packet.lower += packet.lower ? digit_bytes : 0;
     }
