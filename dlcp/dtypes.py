@@ -29,7 +29,9 @@ class ValueType(Enum):
         """Return the values in a type that preserves precision in sums: float32, or float64 for float64."""
         self.check_storage(values)
         if self is ValueType.BFLOAT16:
-            return (values.astype(np.uint32) << 16).view(np.float32)
+            bits = values.astype(np.uint32)
+            bits <<= 16
+            return bits.view(np.float32)
         return values.astype(np.float64 if self is ValueType.FLOAT64 else np.float32, copy=False)
 
     def narrow(self, values: NDArray[np.floating]) -> NDArray[np.generic]:
@@ -37,6 +39,14 @@ class ValueType(Enum):
         if self is not ValueType.BFLOAT16:
             with np.errstate(over="ignore"):
                 return values.astype(self.storage, copy=False)
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+        floats = np.ascontiguousarray(values, np.float32)
+        bits, is_nan = floats.view(np.uint32), np.isnan(floats)
+        rounded = bits >> 16  # in place from here on, which takes a third of the time
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += bits
+        rounded >>= 16
+        narrow = rounded.astype(np.uint16)
+        if is_nan.any():
+            narrow[is_nan] = 0x7FC0
+        return narrow

@@ -202,7 +202,10 @@ def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values
             missing = compressor.decode(encoded, encoded.content) - used
         else:
             missing = own - used
-    return np.where(np.isfinite(missing), missing, missing.dtype.type(0))
+    is_finite = np.isfinite(missing)
+    if not is_finite.all():
+        missing[~is_finite] = 0
+    return missing
 
 
 class CompressedAllReduce(CompressedReducer):
