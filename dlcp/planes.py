@@ -138,8 +138,7 @@ class PlaneLayout:
             return
         decoded = np.empty(self.values, np.float32)
         self.decode(code, decoded, delivered)
-        with np.errstate(over="ignore"):  # the loss scaler handles infinity
-            values[:] = value_type.narrow(decoded)
+        values[:] = value_type.narrow(decoded)
 
     def add(
         self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
@@ -199,11 +198,6 @@ class PlaneLayout:
         """Return the first packet of ``per_packet`` plain values in each packet of a plane, shape (packets,)."""
         starts: NDArray[np.int64] = np.arange(self.packets) * self.per_packet // per_packet
         return starts
-
-    def positions(self, packets: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the positions of the values whose upper digits are in these packets, a mask of all packets."""
-        positions: NDArray[np.int64] = np.flatnonzero(np.repeat(packets[: self.packets], self.per_packet))
-        return positions[: np.searchsorted(positions, self.values)]
 
     def _drop_classes(self, code: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return each lower packet's drop class, by the largest scale of its blocks: 7 for the smallest."""

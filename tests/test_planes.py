@@ -96,15 +96,6 @@ def test_rounding_is_encoding_and_decoding_at_once(bits, count):
 
 
 @pytest.mark.parametrize("bits", CODED_BITS)
-def test_positions_are_those_that_a_missing_packet_leaves_zero(bits):
-    values = np.ones(5000, np.float32)
-    layout = PlaneLayout(len(values), bits, PAYLOAD)
-    delivered = np.ones(layout.planes * layout.packets, np.bool_)
-    delivered[[2, layout.packets - 1]] = False
-    np.testing.assert_array_equal(layout.positions(~delivered), np.flatnonzero(decoded(values, bits, delivered) == 0))
-
-
-@pytest.mark.parametrize("bits", CODED_BITS)
 def test_missing_packets_are_missing_digits(bits):
     values = gradients(5000)
     layout = PlaneLayout(len(values), bits, PAYLOAD)

@@ -470,10 +470,17 @@ class BucketRun(ABC):
         may_drop: NDArray[np.bool_] = ~np.logical_or.reduceat(exact, layout.starts(self.values_per_packet))
         return may_drop
 
-    def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
-        """Return the positions of the values in these packets, of ``count`` values in all."""
-        first = np.flatnonzero(packets)[:, None] * self.values_per_packet
-        positions = (first + np.arange(self.values_per_packet)).ravel()
+    def _positions(
+        self, packets: NDArray[np.bool_], count: int, layout: PlaneLayout | None = None
+    ) -> NDArray[np.int64]:
+        """Return the positions of the values in these packets, of ``count`` in all.
+
+        With a ``layout``, they are those whose upper digits are in them.
+        """
+        per_packet = self.values_per_packet
+        if layout is not None:
+            packets, per_packet = packets[: layout.packets], layout.per_packet
+        positions = (np.flatnonzero(packets)[:, None] * per_packet + np.arange(per_packet)).ravel()
         return positions[positions < count]
 
     def aside(self, action: Callable[[], None]) -> None:

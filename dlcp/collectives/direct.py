@@ -531,21 +531,17 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             self.rounded.append((self.bounds[self.rank][0], rest))
         if value_type is not ValueType.FLOAT32:
-            with np.errstate(over="ignore"):  # the loss scaler handles infinity
-                self.own.values[:] = value_type.narrow(mean)
+            self.own.values[:] = value_type.narrow(mean)
         return code
 
     def _defer_average(self, deferred: NDArray[np.bool_], layout: PlaneLayout | None) -> None:
         """Set deferred packets of this rank's averaged shard to zero, as they are on all ranks."""
         own, widen = self.own, self.bucket.value_type.widen
-        if layout is None:
-            positions, waiting = self._positions(deferred, len(own.values)), deferred
-        else:
-            positions, waiting = layout.positions(deferred), self._plain_packets(self.rank, layout, deferred)
+        positions = self._positions(deferred, len(own.values), layout)
         # The next contribution is divided by the number of ranks.
         self._lose(self.rank, positions, widen(own.values) * np.float32(len(self.context.contributors)))
         own.write(positions, 0)
-        self._note_waiting(self.rank, waiting)
+        self._note_waiting(self.rank, deferred, layout)
 
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""
@@ -598,7 +594,7 @@ class DirectRun(BucketRun):
             if context.options.error_feedback:
                 self.rounded.append((start, self._rest(owner, layout, delivery.delivered)))
             if delivery.deferred is not None:
-                self._note_waiting(owner, self._plain_packets(owner, layout, delivery.deferred))
+                self._note_waiting(owner, delivery.deferred, layout)
             context.connection.buffers.give(self.codes.pop(owner))
         elif delivery.lost or delivery.deferred is not None:
             positions = self._positions(~delivery.delivered, stop - start)
@@ -625,13 +621,13 @@ class DirectRun(BucketRun):
     def _on_average(
         self, owner: int, tail: NDArray[np.uint8], contributed: NDArray[np.bool_], arrival: Arrival
     ) -> None:
-        layout = self.plan.layouts.get(owner)
+        (start, stop), layout = self.bounds[owner], self.plan.layouts.get(owner)
+        shard = self.values[start:stop]
         if layout is not None:
-            self._decode(owner, layout, arrival.payload, arrival.delivered)
+            layout.decode_as(self.bucket.value_type, arrival.payload, shard, arrival.delivered)
             self.context.connection.buffers.give(arrival.payload)
         elif arrival.deferred:
-            start, stop = self.bounds[owner]
-            shard, deferred = self.values[start:stop], ~arrival.delivered[: len(contributed)]
+            deferred = ~arrival.delivered[: len(contributed)]
             if owner not in self.context.contributors:
                 # A server keeps no residual: what it defers, every worker contributed, and that is still in place.
                 positions = self._positions(deferred & contributed, stop - start)
@@ -641,10 +637,6 @@ class DirectRun(BucketRun):
         self._have(owner)
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
-
-    def _decode(self, owner: int, layout: PlaneLayout, code: Bytes, delivered: NDArray[np.bool_] | None) -> None:
-        """Write an encoded average into the bucket."""
-        layout.decode_as(self.bucket.value_type, code, self.values[slice(*self.bounds[owner])], delivered)
 
     def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
         self.shards[owner], self.latest = state, owner
@@ -811,13 +803,6 @@ class DirectRun(BucketRun):
         may_drop = self._may_drop(layout, self._packets(owner)) if droppable else None
         return layout.tags(plain, self.values_per_packet, code, may_drop, more)
 
-    def _plain_packets(self, owner: int, layout: PlaneLayout, packets: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which packets of a shard, if it is not encoded, begin in these packets of an encoded message."""
-        part = self._packets(owner)
-        within = np.arange(part.stop - part.start) * self.values_per_packet // layout.per_packet
-        chosen: NDArray[np.bool_] = packets[within]
-        return chosen
-
     def _wide(self, owner: int) -> NDArray[np.float32]:
         """Return a shard's values as float32; not a copy if they are."""
         return cast("NDArray[np.float32]", self.bucket.value_type.widen(self.values[slice(*self.bounds[owner])]))
@@ -831,9 +816,11 @@ class DirectRun(BucketRun):
         if len(positions):
             self.lost.append((positions + self.bounds[owner][0], values[positions]))
 
-    def _note_waiting(self, owner: int, packets: NDArray[np.bool_]) -> None:
-        """Record that packets of a shard's message wait for a later step."""
+    def _note_waiting(self, owner: int, packets: NDArray[np.bool_], layout: PlaneLayout | None = None) -> None:
+        """Record that packets of a shard's message wait for a later step; those of an encoded one by their values."""
         part = self._packets(owner)
+        if layout is not None:
+            packets = packets[np.arange(part.stop - part.start) * self.values_per_packet // layout.per_packet]
         self.waiting[part] |= packets[: part.stop - part.start]
 
     def _packets(self, owner: int) -> slice:

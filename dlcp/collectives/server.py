@@ -272,8 +272,9 @@ class ParameterServer:
             content = np.ascontiguousarray(tail.value_type.narrow(mean)).view(np.uint8)
         else:
             content = np.empty(layout.bytes, np.uint8)
-            layout.encode(mean.astype(np.float32, copy=False), content)
-            self._keep_rounded(sequence, layout, content, mean)
+            rest = layout.round(np.asarray(mean, np.float32), content)
+            if self.options.error_feedback:
+                self._rounded[sequence] = rest
         # In place of rates, which no worker needs, they learn of congestion on any path.
         congested = self.connection.met_congestion or any(each.congested for each in tails.values())
         report = np.full(len(self.workers), float(congested), RATE)
@@ -315,13 +316,6 @@ class ParameterServer:
         if rounded is not None and len(rounded) == len(mean):
             mean += rounded
         return mean
-
-    def _keep_rounded(
-        self, sequence: int, layout: PlaneLayout, content: NDArray[np.uint8], mean: NDArray[np.floating]
-    ) -> None:
-        """Record what an encoded average lacks."""
-        if self.options.error_feedback:
-            self._rounded[sequence] = layout.rest(np.asarray(mean, np.float32), content)
 
     def _choose_deferred(
         self,

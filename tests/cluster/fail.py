@@ -61,8 +61,8 @@ def open_here():
 def held_by_ranks():
     """Return the inodes of the sockets that this job's ranks on this node hold: torchrun's other children, and we."""
     links = []
-    for rank in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        for process in rank.read_text().split():
+    for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        for process in children.read_text().split():
             for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                     links.append(os.readlink(descriptor))
@@ -77,8 +77,9 @@ def main(how, rank, step, folder, script, *arguments):
     folder, seen = Path(folder), 0
     failed, fails = folder / "failed", os.environ["RANK"] == rank
     if failed.exists() and fails:
-        left = {inode: address for inode, address in open_here().items() if inode in failed.read_text().split()}
-        (folder / "left-over").write_text("\n".join(left.values()))
+        found = open_here()
+        left = [found[inode] for inode in failed.read_text().split() if inode in found]
+        (folder / "left-over").write_text("\n".join(left))
 
     def fail(module, gradient):
         nonlocal seen

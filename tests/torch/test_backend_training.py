@@ -108,8 +108,8 @@ def lossy_training(worker):
 
 def test_sharded_gradients_may_be_lossy_within_the_bound_if_the_user_says_so():
     environment = {"DLCP_PAYLOAD_BYTES": "576"}  # some hundred packets
-    ranks = values(launch(2, lossy_training, environment=environment))
-    (exact, (first, summary)), (_, (second, theirs)) = ranks
+    found = values(launch(2, lossy_training, environment=environment))
+    (exact, (first, summary)), (_, (second, theirs)) = found
     assert summary["lost"] + theirs["lost"] > 0
     assert summary["violations"] == 0
     assert summary["max_message_ratio"] <= 0.2
