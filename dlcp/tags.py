@@ -5,6 +5,7 @@ Front layers go first, because the next forward pass needs them first. Packets o
 because losing them changes a step least. Both are judged per packet: per value it would cost more than it saves.
 """
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class Segment:
     start: int
     stop: int
     offset: int = 0
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it begins at or after the layer's end, and so holds nothing of it; False if the end is unknown."""
+        return bool(self.layer.shape) and self.offset >= math.prod(self.layer.shape)
 
 
 class PacketTags(NamedTuple):

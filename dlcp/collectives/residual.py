@@ -45,7 +45,7 @@ class Residual:
     """Values that this rank still has to send, by parameter, because frameworks may regroup their buffers.
 
     For losses in the network, only the lost values are kept, which are few. A compressor leaves out most values, which
-    are kept without positions.
+    are kept without positions. Of values beyond a layer's end, nothing is kept.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,8 @@ class Residual:
             return
         shards: dict[str, list[Segment]] = {}
         for segment in segments:
-            shards.setdefault(segment.layer.name, []).append(segment)
+            if not segment.is_beyond:
+                shards.setdefault(segment.layer.name, []).append(segment)
         for name, own in shards.items():
             layer = self._layers.pop(name, None)
             if layer is None:
@@ -92,7 +93,7 @@ class Residual:
         """Keep all of ``values``, which belong at ``start`` of a buffer and after it; they must not change any more."""
         for segment in segments:
             first, stop = max(segment.start, start), min(segment.stop, start + len(values))
-            if first < stop:
+            if first < stop and not segment.is_beyond:
                 offset = segment.offset + first - segment.start
                 within = slice(offset, offset + stop - first)
                 self._layer(segment).parts.append((within, values[first - start : stop - start]))
@@ -103,7 +104,7 @@ class Residual:
             return
         borders = np.searchsorted(positions, [segment.start for segment in segments] + [segments[-1].stop])
         for segment, first, last in zip(segments, borders, borders[1:], strict=False):
-            if first < last:
+            if first < last and not segment.is_beyond:
                 within = positions[first:last] - segment.start + segment.offset
                 self._layer(segment).parts.append((within, values[first:last].copy()))
 

@@ -438,7 +438,7 @@ def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequenc
     if options.collective != SERVER:  # groups of layers are small, and not averaged in one order on all ranks
         options = options.with_(collective=DIRECT)
     # The values that say which parameters were used are protected like small layers.
-    flags = max(len(layers.members) for layers in groups) + 1
+    flags = max(layers.segments[-1].stop - layers.segments[-1].start for layers in groups)
     small = max(options.tag_policy.small_layer_values, flags + 1)
     traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
     traffic.ledger.job = options.job

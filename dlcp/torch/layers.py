@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.state import VALUE_TYPES
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 GROWTH: Final = 4
 """How many times larger than the first group the others may become. Chosen by processor time: messages cause most of
@@ -76,10 +77,10 @@ class GroupMember:
 class LayerGroup:
     """Neighbouring parameters, and the flat buffer in which their gradients are averaged.
 
-    After the gradients the buffer holds one value per parameter, 1 if this rank has a gradient for it: so all ranks
-    know which parameters none of them has used, and leave those alone as serial training does. A last value tells
-    whether this rank has updated its parameters an even or an odd number of times: that reveals a rank that dropped a
-    step which others have taken.
+    After the gradients the buffer holds one flag per parameter, 1 if this rank has a gradient for it: so all ranks know
+    which parameters none of them has used, and leave those alone as serial training does. A last flag tells whether
+    this rank has updated its parameters an even or an odd number of times: that reveals a rank that dropped a step
+    which others have taken.
 
     Parameters
     ----------
@@ -111,7 +112,9 @@ class LayerGroup:
         self.exported = False
         _, first, _ = parameters[0]
         self._values = sum(parameter.numel() for _, parameter, _ in parameters)
-        self.flat = torch.zeros(self._values + len(parameters) + 1, dtype=first.dtype, device=first.device)
+        # Each flag is alone in its block, so that it keeps its value at lower precision, whatever the gradients are.
+        flag_values = (len(parameters) + 1) * PLANE_BLOCK_VALUES
+        self.flat = torch.zeros(self._values + flag_values, dtype=first.dtype, device=first.device)
         self.members: list[GroupMember] = []
         self.segments: list[Segment] = []
         start = 0
@@ -120,9 +123,9 @@ class LayerGroup:
             self.members.append(GroupMember(name, parameter, layer, _view(self.flat, start, parameter)))
             self.segments.append(Segment(layer, start, stop))
             start = stop
-        # Few values, so the tagger protects them: which parameters were used is never lost.
-        _, last, layer = parameters[-1]
-        self.segments.append(Segment(layer, self._values, len(self.flat), last.numel()))  # beyond its own values
+        # Few values, so the tagger protects them: which parameters were used is never lost. They belong to no layer.
+        _, _, last = parameters[-1]
+        self.segments.append(Segment(replace(last, shape=(0,)), start, len(self.flat)))
         self._odd = 0.0
         self._averaged_flags: list[float] = []
 
@@ -168,11 +171,14 @@ class LayerGroup:
                     member.take()
         self._odd = float(updates % 2)
         flags = torch.tensor([*(float(member.taken) for member in self.members), self._odd])
-        self.flat[self._values :].copy_(flags, non_blocking=True)
+        self._flags(self.flat).copy_(flags, non_blocking=True)
 
     def read_flags(self, averages: torch.Tensor) -> None:
         """Read all ranks' flags from the averages."""
-        self._averaged_flags = averages[self._values :].tolist()
+        self._averaged_flags = self._flags(averages).tolist()
+
+    def _flags(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self._values + PLANE_BLOCK_VALUES - 1 :: PLANE_BLOCK_VALUES]
 
     @property
     def agreed(self) -> bool:

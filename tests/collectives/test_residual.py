@@ -43,6 +43,17 @@ def test_whole_residuals_of_shards_find_their_place():
     assert values.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_nothing_is_kept_of_what_belongs_to_no_layer():
+    residual = Residual()
+    segments = [Segment(ONE, 0, 2), Segment(Layer("one", 0, (2,)), 2, 5, 2), Segment(Layer("one", 0, (0,)), 5, 6)]
+    residual.add_whole(np.arange(1.0, 7), segments)
+    residual.add_at(np.arange(6), np.arange(1.0, 7), segments)
+    assert residual.of("one").tolist() == [2, 4]
+    values = np.zeros(6)
+    residual.apply(values, segments)
+    assert values.tolist() == [2, 4, 0, 0, 0, 0]
+
+
 def test_a_residual_is_applied_once():
     residual = Residual()
     residual.add(np.array([1.0, 2]), [Segment(ONE, 0, 2)])

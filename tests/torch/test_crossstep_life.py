@@ -305,11 +305,11 @@ def test_misuse_is_named(two_ranks, what, words):
         assert re.search(words, found[what]), found[what]
 
 
-def lossy(worker):
+def lossy(worker, precision):
     torch.manual_seed(3)
     net = layers(3, 64)
     options = {"loss_bound": 0.3, "immediate": True, "tag_policy": ALL_DROPPABLE, "payload_bytes": 64}
-    net, optimizer = make(worker, net, **options)
+    net, optimizer = make(worker, net, **options, precision=precision)
     before = weights(net)
     for step in range(4):
         optimizer.zero_grad()
@@ -351,8 +351,9 @@ def flush_once(optimizer, net, rank):
     return left, late
 
 
-def test_with_loss_replicas_stay_alike_and_what_is_owed_travels_with_a_checkpoint():
-    results = values(launch(3, lossy))
+@pytest.mark.parametrize("precision", ["32", "8"])
+def test_with_loss_replicas_stay_alike_and_what_is_owed_travels_with_a_checkpoint(precision):
+    results = values(launch(3, lossy, precision))
     assert sum(ledger["lost"] for _, ledger, *_ in results) > 0
     assert sum(found[3] for found in results) > 0
     for identical, ledger, moved, _, paid, step, (_, late) in results:
@@ -363,6 +364,30 @@ def test_with_loss_replicas_stay_alike_and_what_is_owed_travels_with_a_checkpoin
         assert "flush() is too late, call it before backward" in late
     left = [sum(each) for each in zip(*(found[-1][0] for found in results), strict=True)]
     assert min(left[0], left[2]) > left[1] == 0
+
+
+def rounded(worker, precision):
+    """Train with gradients as large as after loss scaling; only rank 1 uses the third layer, and none the last."""
+    net, optimizer = make(worker, layers(4, 64), precision=precision, payload_bytes=576)
+    before = weights(net)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * worker.rank + step))
+        (1e6 * net[: 2 + worker.rank](inputs).square().mean()).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    encoded = optimizer.traffic.ledger.summary()["by_bits"]
+    identical = dlcp.torch.replicas_identical(net)
+    optimizer.close()
+    return encoded, identical, [name for name, value in weights(net).items() if not torch.equal(value, before[name])]
+
+
+@pytest.mark.parametrize("precision", ["16", "8", "4"])
+def test_lower_precision_rounds_no_flags(precision):
+    for encoded, identical, changed in values(launch(2, rounded, precision)):
+        assert encoded[precision][0] > 0
+        assert identical
+        assert changed == [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
 
 
 def refusals(worker):

@@ -17,6 +17,7 @@ from dlcp.tags import Layer, layers_in_order
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.layers import LayerGroup, in_groups
 from dlcp.torch.partial_step import Guard, PartialStep
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 
 def described(net):
@@ -55,7 +56,7 @@ def test_groups_hold_one_type_each():
 def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 1)).to(memory_format=torch.channels_last)
     group = LayerGroup(0, described(net))
-    assert [segment.stop - segment.start for segment in group.segments] == [54, 3, 3, 1, 5]
+    assert [segment.stop - segment.start for segment in group.segments] == [54, 3, 3, 1, 5 * PLANE_BLOCK_VALUES]
     weight, bias, unused, late = group.members
     weight.parameter.grad = gradient = torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last)
     bias.parameter.grad = torch.randn(3)
@@ -67,15 +68,16 @@ def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     assert group.members[0].average.stride() == weight.parameter.stride()
     assert torch.equal(weight.average, gradient)
     assert weight.parameter.grad.data_ptr() == weight.average.data_ptr(), "backward's own memory is free again"
-    values = group.flat
+    values, flags = group.flat, group.flat[54 + 3 + 3 + 1 :].view(5, PLANE_BLOCK_VALUES)
     group.read_flags(values)
     assert [member.name for member in group.used()] == ["0.weight", "0.bias", "1.bias"]
-    assert values[-5:].tolist() == [1, 1, 0, 1, 1]
+    assert flags[:, -1].tolist() == [1, 1, 0, 1, 1]
+    assert not flags[:, :-1].any()
     assert group.agreed
     assert late.average.item() == 5
     assert not unused.average.any()
-    values[-1] = 0.5  # another rank has updated an even number of times
-    values[-3] = 0.5  # and has used what this one has not
+    flags[4, -1] = 0.5  # another rank has updated an even number of times
+    flags[2, -1] = 0.5  # and has used what this one has not
     group.read_flags(values)
     assert not group.agreed
     assert unused in group.used()
@@ -111,7 +113,8 @@ def test_what_is_on_its_way_is_not_harmed_by_gradients_of_zeros():
 def test_a_group_has_its_gradients_in_exported_memory_until_it_leaves_that():
     net = nn.Linear(3, 2).half()
     group = LayerGroup(0, described(net))
-    assert group.host_bytes == 22, "6 + 2 values of two bytes, two flags and one more"
+    flags = 3 * PLANE_BLOCK_VALUES
+    assert group.host_bytes == (6 + 2 + flags) * 2, "values of two bytes"
     group.leave_exported()
     memory = np.zeros(group.host_bytes, np.uint8)
     group.move_to(memory)
@@ -329,6 +332,7 @@ def test_layers_carry_the_positions_that_tags_need():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     group = LayerGroup(0, described(net))
     assert [segment.layer for segment in group.segments] == [
-        Layer("0.weight", 0), Layer("0.bias", 0), Layer("1.weight", 255), Layer("1.bias", 255), Layer("1.bias", 255)
+        Layer("0.weight", 0), Layer("0.bias", 0), Layer("1.weight", 255), Layer("1.bias", 255),
+        Layer("1.bias", 255, (0,)),
     ]  # fmt: skip
     assert group.label == "0.weight..1.bias"
