@@ -8,6 +8,7 @@ import struct
 from dlcp.transport import Endpoint
 
 SO_ATTACH_FILTER = 26
+ORDINARY = Endpoint.__init__
 RANDOM_NUMBER = 0xFFFFF000 + 56
 """SKF_AD_RANDOM of linux/filter.h."""
 
@@ -26,11 +27,10 @@ def lose_packets(sock, share):
 
 def lossy_endpoints(share):
     """Return what takes the place of ``Endpoint.__init__``, so that all of its sockets lose packets."""
-    original = Endpoint.__init__
 
     def begin(endpoint, rank, sock, *arguments, **named):
         lose_packets(sock, share)
-        original(endpoint, rank, sock, *arguments, **named)
+        ORDINARY(endpoint, rank, sock, *arguments, **named)
         for further in endpoint._further:
             lose_packets(further, share)
 
