@@ -573,7 +573,11 @@ class TrainingSession:
         if error is None:
             self.table.finish(pending)
         elif self.fallback.watch is not None:
-            self.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
+            # The framework also fails because of a rank that ends after its recovery. This rank's own names the cause.
+            if self._recovery and self._recovery is not threading.current_thread():
+                self._recovery.join(self.options.deadline_s)
+            if not self._error:
+                self.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
         else:
             self._give_up(pending, error)
 

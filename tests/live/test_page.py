@@ -191,7 +191,7 @@ def test_what_ranks_say_is_text_whatever_it_is(watched, browser):
     watched.tell(snapshot(1, steps=4, session=HOSTILE, phase="failed", reason=HOSTILE, host=HOSTILE))
     until(lambda: HOSTILE in text(browser, "note"))
     for place in ("kicker", "ranks", "layers"):
-        assert HOSTILE in text(browser, place)
+        until(lambda place=place: HOSTILE in text(browser, place))
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
 
 
