@@ -8,7 +8,6 @@ import struct
 from dlcp.transport import Endpoint
 
 SO_ATTACH_FILTER = 26
-ORDINARY = Endpoint.__init__
 RANDOM_NUMBER = 0xFFFFF000 + 56
 """SKF_AD_RANDOM of linux/filter.h."""
 
@@ -27,10 +26,11 @@ def lose_packets(sock, share):
 
 def lossy_endpoints(share):
     """Return what takes the place of ``Endpoint.__init__``, so that all of its sockets lose packets."""
+    original = Endpoint.__init__
 
     def begin(endpoint, rank, sock, *arguments, **named):
         lose_packets(sock, share)
-        ORDINARY(endpoint, rank, sock, *arguments, **named)
+        original(endpoint, rank, sock, *arguments, **named)
         for further in endpoint._further:
             lose_packets(further, share)
 

@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.transport import Endpoint
+from tests.faults.lossy_sockets import lossy_endpoints
 from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, assert_same_bits, batch, make, train
 from tests.torch.workers import WAYS, launch, values
 from tests.transport.free_ports import free_port
@@ -101,6 +103,7 @@ def test_frozen_parameters_stay(two_ranks):
 
 def three_ranks(worker):
     whole = train_both(worker, loss_bound=0.0, optimizer="sgd")
+    Endpoint.__init__ = lossy_endpoints(0.05)
     lossy = train_both(worker, loss_bound=0.2, immediate=True, steps=6, tag_policy=ALL_DROPPABLE, payload_bytes=576)
     return whole, lossy
 

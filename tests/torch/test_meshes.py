@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.transport import Endpoint
+from tests.faults.lossy_sockets import lossy_endpoints
 from tests.torch.ddp_models import ALL_DROPPABLE
 from tests.torch.workers import launch, values
 
@@ -96,6 +98,7 @@ def test_a_model_trains_to_the_same_bits_over_dlcp(kind):
 
 
 def lossy(worker, kind):
+    Endpoint.__init__ = lossy_endpoints(0.1)
     found, summary, _ = trained(worker, kind, "enable", LOSSY)
     return found, summary
 

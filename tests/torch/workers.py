@@ -41,13 +41,8 @@ class Worker:
     environment: dict[str, str]
 
     def options(self, **fields):
-        """Return options. In immediate mode, sockets lose packets: else it is a matter of time whether any are lost."""
         from dlcp.torch import Options
-        from dlcp.transport import Endpoint
-        from tests.faults.lossy_sockets import lossy_endpoints
 
-        if fields.get("immediate"):
-            Endpoint.__init__ = lossy_endpoints(0.05)
         shared = os.environ["DLCP_SHARED_MEMORY"] == "1"
         own = {"bind": f"127.0.0.1:{self.port}", "shared_memory": shared, "route": os.environ["DLCP_ROUTE"]}
         return Options(**own | fields)

@@ -95,9 +95,12 @@ def training(worker, folder):
 
     import dlcp.torch
     from dlcp.tags import TagPolicy
+    from dlcp.transport import Endpoint
+    from tests.faults.lossy_sockets import lossy_endpoints
     from tests.torch.test_backend_training import sharded
     from tests.train.scripts import make, train
 
+    Endpoint.__init__ = lossy_endpoints(0.05)
     droppable = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
     lossy = worker.options(loss_bound=0.2, immediate=True, tag_policy=droppable, payload_bytes=64)
     model = DistributedDataParallel(make())
