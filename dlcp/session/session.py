@@ -573,7 +573,7 @@ class TrainingSession:
         if error is None:
             self.table.finish(pending)
         elif self.fallback.watch is not None:
-            # The framework also fails because of a rank that ends after its recovery. This rank's own names the cause.
+            # A rank that has ended after its own recovery makes the framework fail here, too; recovery knows the cause.
             if self._recovery and self._recovery is not threading.current_thread():
                 self._recovery.join(self.options.deadline_s)
             if not self._error:

@@ -66,6 +66,7 @@ from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.partial_step import Guard, PartialStep
 from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, ExportedMemory, TransportError
+from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 GROUP_BYTES = 4 << 20
 """Parameters are exchanged in groups of at least this size, larger ones away from the input: 3 ms on a path of
@@ -437,9 +438,8 @@ def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequenc
     options = traffic.options
     if options.collective != SERVER:  # groups of layers are small, and not averaged in one order on all ranks
         options = options.with_(collective=DIRECT)
-    # The values that say which parameters were used are protected like small layers.
-    flags = max(layers.segments[-1].stop - layers.segments[-1].start for layers in groups)
-    small = max(options.tag_policy.small_layer_values, flags + 1)
+    # The flags that say which parameters were used are protected like small layers.
+    small = max(options.tag_policy.small_layer_values, PLANE_BLOCK_VALUES + 1)
     traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
     traffic.ledger.job = options.job
     traffic.average_in_order(group, len(groups))

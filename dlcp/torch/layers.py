@@ -125,7 +125,8 @@ class LayerGroup:
             start = stop
         # Few values, so the tagger protects them: which parameters were used is never lost. They belong to no layer.
         _, _, last = parameters[-1]
-        self.segments.append(Segment(replace(last, shape=(0,)), start, len(self.flat)))
+        for block in range(start, len(self.flat), PLANE_BLOCK_VALUES):
+            self.segments.append(Segment(replace(last, shape=(0,)), block, block + PLANE_BLOCK_VALUES))
         self._odd = 0.0
         self._averaged_flags: list[float] = []
 

@@ -45,7 +45,7 @@ class Ended:
 
 @contextmanager
 def switch(folder, udp_port, *, hosts=2, rate_bps, depth_packets):
-    """The built-in switch, with narrow ports; gives the environment of each rank behind it."""
+    """The built-in switch, with narrow ports that lose packets; gives the environment of each rank behind it."""
     fabric = Path(folder) / "star.json"
     star = {"hosts": hosts, "udp_ports": [udp_port], "queueing": {"loss": LOSS}}
     fabric.write_text(json.dumps(star))

@@ -56,7 +56,7 @@ def test_groups_hold_one_type_each():
 def test_a_group_says_what_was_used_and_leaves_the_rest_alone():
     net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 1)).to(memory_format=torch.channels_last)
     group = LayerGroup(0, described(net))
-    assert [segment.stop - segment.start for segment in group.segments] == [54, 3, 3, 1, 5 * PLANE_BLOCK_VALUES]
+    assert [segment.stop - segment.start for segment in group.segments] == [54, 3, 3, 1] + 5 * [PLANE_BLOCK_VALUES]
     weight, bias, unused, late = group.members
     weight.parameter.grad = gradient = torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last)
     bias.parameter.grad = torch.randn(3)
@@ -331,8 +331,8 @@ def test_a_guard_comes_off_and_leaves_another_one_on(reader):
 def test_layers_carry_the_positions_that_tags_need():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     group = LayerGroup(0, described(net))
+    flags = 5 * [Layer("1.bias", 255, (0,))]
     assert [segment.layer for segment in group.segments] == [
-        Layer("0.weight", 0), Layer("0.bias", 0), Layer("1.weight", 255), Layer("1.bias", 255),
-        Layer("1.bias", 255, (0,)),
+        Layer("0.weight", 0), Layer("0.bias", 0), Layer("1.weight", 255), Layer("1.bias", 255), *flags
     ]  # fmt: skip
     assert group.label == "0.weight..1.bias"
