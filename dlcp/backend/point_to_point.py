@@ -128,7 +128,7 @@ class PointToPoint:
         self._under_way: set[Operation] = set()
         self._probing = False
         self._failure: TransportError | None = None
-        connection.call(partial(setattr, connection, "on_unexpected", self._on_unexpected))
+        connection.call(partial(connection.listen, self._on_unexpected))
 
     def send(self, data: memoryview, peer: int, tag: int) -> "Future[None]":
         """Send a message; done when the peer has received it. Until then ``data`` must not change."""

@@ -235,7 +235,7 @@ class ParameterServer:
         """What was rounded off the latest average of a bucket of gradients, by its number."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step with known samples, and their number on each worker."""
-        connection.call(partial(setattr, connection, "on_unexpected", self._receive))
+        connection.call(partial(connection.listen, self._receive))
 
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has arrived."""

@@ -176,7 +176,7 @@ def udp_sink(endpoint: Endpoint, count: _Count, channel: Connection) -> None:
         arrival.add_done_callback(lambda done: count(len(done.result().payload)))
         endpoint.connection.begin_step(key.step - _MESSAGES_IN_FLIGHT)
 
-    endpoint.call(lambda: setattr(endpoint, "on_unexpected", on_message))
+    endpoint.listen(on_message)
     send_fact(channel, {"ready": True})
     signal.pause()
 

@@ -240,6 +240,11 @@ message_progress dlcp_receiving(engine *self, int64_t peer, int64_t step, int64_
 }
 
 /* Refuse packets of steps before `step` from now on, and forget their messages. */
+/* Report all messages that have arrived without a posted receive, also those that were reported before. */
+void dlcp_report_unexpected(engine *self, double now_s) {
+    rx_report_unexpected(&self->rx, now_s);
+}
+
 void dlcp_begin_step(engine *self, int64_t step, double now_s) {
     rx_begin_step(&self->rx, step, now_s);
 }

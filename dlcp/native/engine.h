@@ -147,6 +147,7 @@ bool dlcp_detach(engine *self, int64_t peer, int64_t step, int64_t message, cons
 message_progress dlcp_sending(engine *self, int64_t peer, int64_t step, int64_t message);
 int64_t dlcp_receive(engine *self, const receive_request *request, double now_s);
 message_progress dlcp_receiving(engine *self, int64_t peer, int64_t step, int64_t message);
+void dlcp_report_unexpected(engine *self, double now_s);
 void dlcp_begin_step(engine *self, int64_t step, double now_s);
 void dlcp_forget(engine *self, int64_t peer, int64_t step, int64_t message);
 void dlcp_remind(engine *self, double now_s);

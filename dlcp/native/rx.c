@@ -207,6 +207,15 @@ int64_t rx_post(receiver *rx, const receive_request *request, double now_s) {
     return 0;
 }
 
+void rx_report_unexpected(receiver *rx, double now_s) {
+    for (int64_t i = 0; i < rx->messages.chain_count; i++)
+        for (msg_id *one = rx->messages.chains[i]; one; one = one->next) {
+            const rx_message *self = (rx_message *)one;
+            if (self->required < 0)
+                io_message_event(rx->io, EVENT_UNEXPECTED, one, self->packets, now_s);
+        }
+}
+
 /* Refuse packets of steps before `step` from now on, and forget their messages. */
 void rx_begin_step(receiver *rx, int64_t step, double now_s) {
     if (step > rx->oldest_step)

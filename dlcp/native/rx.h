@@ -102,6 +102,7 @@ void reduction_add(reduction *self, int64_t position, int64_t index, const uint8
 /* rx.c */
 rx_message *rx_find(const receiver *rx, const flow *from, int64_t step, int64_t message);
 int64_t rx_post(receiver *rx, const receive_request *request, double now_s);
+void rx_report_unexpected(receiver *rx, double now_s);
 void rx_begin_step(receiver *rx, int64_t step, double now_s);
 void rx_drop_all(receiver *rx);
 void rx_take_data(receiver *rx, flow *from, const uint8_t *header, const uint8_t *payload, int64_t size, int tos,

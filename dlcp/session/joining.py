@@ -12,9 +12,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -23,6 +24,7 @@ from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, me
 from dlcp.session.options import Options
 from dlcp.session.secret import SealedStore, proof, session_token
 from dlcp.transport import Address, Endpoint, TransportError, shared_memory
+from dlcp.transport.connection import OnMessage
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
 
@@ -269,7 +271,14 @@ class Joined:
             self.link.close(reason)
 
 
-def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> Joined:
+def join(
+    options: Options,
+    agreement: Agreement,
+    *,
+    call: str,
+    export_bytes: int = EXPORT_BYTES,
+    on_message: OnMessage | None = None,
+) -> Joined:
     """Agree with all other ranks to use DLCP, and open this rank's endpoint.
 
     A parameter server has the rank after the last worker's.
@@ -282,6 +291,8 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
         The function that users call to join, for messages about ranks that have not called it.
     export_bytes
         How much memory, in bytes, this rank may send from without copies to ranks on its host.
+    on_message
+        See :class:`dlcp.transport.Connection`.
 
     Raises
     ------
@@ -290,6 +301,9 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
     """
     with agreement.guarded(), ExitStack() as undo:
         agreement.meet(call)
+        timeline = _timeline(options.trace, agreement.rank)
+        if timeline is not None:
+            undo.callback(timeline.close)
         # The order of topics is the protocol: here, place, entry, then server or path, local peers, ready. Every rank
         # publishes and collects them in this order; otherwise two ranks could wait for each other until the deadline.
         # Each rank skips the same topics: options and entries, which decide that, agree on all. A rank that fails
@@ -302,7 +316,8 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
             sock = bind(options, addresses)
             undo.callback(sock.close)
             with _memory_rendezvous(options, export_bytes) as memory:
-                joined = _connect(options, agreement, addresses, sock, undo, memory)
+                open_endpoint = partial(Endpoint, agreement.rank, sock, on_message=on_message, timeline=timeline)
+                joined = _connect(options, agreement, addresses, sock, undo, memory, open_endpoint)
             agreement.publish("ready", True)
             _collect_from_all(agreement, "ready", "has no answer from every peer")
             verdict = agreement.decide(USE_DLCP)
@@ -315,16 +330,13 @@ def join(options: Options, agreement: Agreement, *, call: str, export_bytes: int
             with suppress(Exception):
                 agreement.decide(f"rank {agreement.rank} gave up: {problem!r}")
             raise
-        timeline = _timeline(options.trace, agreement.rank)
         if verdict == USE_DLCP:
             undo.pop_all()
             if timeline is not None:
                 timeline.note("joined", 0, 0, label_of(options.job, joined.endpoint.connection.token))
-                joined.endpoint.connection.timeline = timeline
             return joined
         if timeline is not None:
             timeline.note("left", 0, 0, verdict)
-            timeline.close()
     raise NotJoinedError(verdict)
 
 
@@ -349,6 +361,7 @@ def _connect(
     sock: socket.socket,
     undo: ExitStack,
     memory: SharedMemoryRendezvous | None,
+    open_endpoint: Callable[..., Endpoint],
 ) -> Joined:
     rank, size = agreement.rank, agreement.size
     address, toward = advertised(options, addresses, sock.getsockname()[1])
@@ -385,9 +398,8 @@ def _connect(
     names = {peer: entry["memory"] for peer, entry in entries.items() if entry["memory"]}
     if len(names) > 1:  # the same on all ranks, so all or none take part
         shared = _share_memory(agreement, memory, names, options.job, token, undo)
-    endpoint = Endpoint(
-        rank, sock, peers, job=options.job, token=token, options=options.transport(size, topology), shared=shared
-    )
+    transport = options.transport(size, topology)
+    endpoint = open_endpoint(peers, job=options.job, token=token, options=transport, shared=shared)
     undo.pop_all()  # the endpoint and joined own the socket, memory and link now
     joined = Joined(endpoint, options, remark, topology, link)
     undo.callback(joined.close, "the ranks have agreed not to use DLCP")

@@ -359,7 +359,8 @@ class TrainingSession:
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
         try:
-            joined = join(self.options, agreement, call=call, export_bytes=export_bytes)
+            on_message = self.table.meter.on_message if self.table.meter else None
+            joined = join(self.options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
         except NotJoinedError as problem:
             self._train_without(agreement, problem)
             return
@@ -379,8 +380,6 @@ class TrainingSession:
 
     def _begin(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        if self.table.meter is not None:
-            endpoint.connection.on_message = self.table.meter.on_message
         watch = self.fallback.watch
         self._recoverable = watch is not None and self.options.fallback and watch.open()
         self.router = self._make_router(endpoint)

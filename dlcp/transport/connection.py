@@ -84,6 +84,8 @@ Emit = Callable[[int, bytes, int, int], object]
 """Sends a packet without a socket: rank, datagram, IPv4 type of service, path."""
 Call = Callable[[Callable[[], None]], None]
 """Runs a function in a connection's thread, in the order of the calls."""
+OnMessage = Callable[[int, float], None]
+OnUnexpected = Callable[[int, MessageKey], None]
 log = logging.getLogger("dlcp")
 
 
@@ -105,16 +107,10 @@ class Connection:
         Memory for packets that arrive out of order.
     exported
         Memory from which local peers read messages to them.
-    on_unexpected
-        Called with sender and key of a message that arrives before its receive is posted.
-    on_message
-        Called with a peer and the time when a message from it completes, or it acknowledges one.
     first_step
         The step of the last :meth:`begin_step`; packets of earlier steps are refused.
     due_s
         When to call :meth:`on_time` next.
-    timeline
-        Records the outcome of messages; None for no record. Closed with the endpoint.
 
     Parameters
     ----------
@@ -140,6 +136,10 @@ class Connection:
         Source ports of all paths but the first, in order.
     further
         The sockets bound to these ports, if the engine is to use a socket.
+    on_message
+        Called with a peer and the time when a message from it completes, or it acknowledges one.
+    timeline
+        Records the outcome of messages; None for no record. Closed with the endpoint.
     """
 
     def __init__(
@@ -158,15 +158,17 @@ class Connection:
         ports: Sequence[int] = (),
         further: Sequence[socket.socket] = (),
         call: Call = _at_once,
+        on_message: OnMessage | None = None,
+        timeline: "Timeline | None" = None,
     ) -> None:
         self.rank, self.job, self.token, self.options = rank, job, token, options
         self._ports = ports
         self.local_peers = shared.ranks if shared else frozenset[int]()
         self.buffers = BufferPool()
         self.exported = ExportedMemory(shared.exported if shared else EMPTY)
-        self.on_unexpected: Callable[[int, MessageKey], None] | None = None
-        self.on_message: Callable[[int, float], None] | None = None
-        self.timeline: Timeline | None = None
+        self.timeline = timeline
+        self._on_message = on_message
+        self._on_unexpected: OnUnexpected | None = None
         self.first_step = 0
         self.call = call
         self._clock, self._emit = clock, emit
@@ -268,6 +270,16 @@ class Connection:
             self._on_mismatch(Mismatch(peer, request.key, theirs))
         if self._peers[peer].left:
             self.call_later(0.0, partial(self._without, self._peers[peer]))
+
+    def listen(self, handler: OnUnexpected) -> None:
+        """Call ``handler`` with sender and key of each message that arrives before its receive is posted.
+
+        It is called at once for those that have arrived already: peers may send before this rank listens.
+        """
+        self.take_events()  # what these report is reported again below
+        self._on_unexpected = handler
+        self.engine.report_unexpected(self._clock())
+        self.take_events()
 
     def reduction(
         self,
@@ -495,8 +507,8 @@ class Connection:
                     case Reported():
                         self._peers[event.peer].on_report(event)
                     case Unexpected():
-                        if self.on_unexpected:
-                            self.on_unexpected(event.peer, event.key)
+                        if self._on_unexpected:
+                            self._on_unexpected(event.peer, event.key)
                     case ControlPacket():
                         self._on_control(event)
                     case Unanswered():
@@ -510,8 +522,8 @@ class Connection:
     def _on_sent(self, event: Sent) -> None:
         sending = self._peers[event.peer].sending.pop(event.key, None)
         if sending is not None:
-            if self.on_message is not None:
-                self.on_message(event.peer, event.now_s)
+            if self._on_message is not None:
+                self._on_message(event.peer, event.now_s)
             seconds = event.now_s - sending.started_s
             deferred = sending.request.deferred
             delivery = Delivery(event.delivered, event.sent, event.resent, seconds, deferred, event.probes)
@@ -530,8 +542,8 @@ class Connection:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)
         if receiving is None:
             return
-        if self.on_message is not None:
-            self.on_message(event.peer, event.now_s)
+        if self._on_message is not None:
+            self._on_message(event.peer, event.now_s)
         payload, packet_bytes = receiving.payload, self.options.payload_bytes
         if receiving.request.message_bytes is None:
             payload = payload[: (len(event.delivered) - 1) * packet_bytes + event.last_bytes]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from dlcp.transport.connection import Connection
+from dlcp.transport.connection import Connection, OnMessage, OnUnexpected
 from dlcp.transport.messages import (
     Address,
     Arrival,
@@ -26,6 +26,9 @@ from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Fail, Then
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
+
+if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.timeline import Timeline
 
 CLOSE_LINGER_S: Final = 1.0
 """The wait of a closing endpoint for the last acknowledgements: several round trips of a long path."""
@@ -61,6 +64,8 @@ class Endpoint:
     shared
         Shared memory for packets to and from ranks of this host, from
         :meth:`dlcp.transport.shared_memory.SharedMemoryRendezvous.connect`; closed with the endpoint.
+    on_message, timeline
+        See :class:`Connection`; the timeline is closed with the endpoint.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class Endpoint:
         token: int,
         options: TransportOptions | None = None,
         shared: SharedMemory | None = None,
+        on_message: OnMessage | None = None,
+        timeline: "Timeline | None" = None,
     ) -> None:
         options = options or TransportOptions()
         self._socket = sock
@@ -99,6 +106,8 @@ class Endpoint:
             ports=[each.getsockname()[1] for each in self._further],
             further=self._further,
             call=self.call,
+            on_message=on_message,
+            timeline=timeline,
         )
         self._engine = self.connection.engine
         self._thread_id = 0
@@ -112,6 +121,10 @@ class Endpoint:
     def receive(self, request: ReceiveRequest) -> Future[Arrival]:
         """Receive a message; the future resolves when its bound is met."""
         return self._ask(partial(self.connection.receive, request))
+
+    def listen(self, handler: OnUnexpected) -> None:
+        """Call ``handler``, in the endpoint's thread, for each unexpected message; see :meth:`Connection.listen`."""
+        self.call(partial(self.connection.listen, handler))
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the endpoint's thread, in the order of the calls.

@@ -453,6 +453,10 @@ class Engine:
         progress = lib.dlcp_receiving(self._engine, self._numbers[peer], *key)
         return progress.delivered, progress.packets
 
+    def report_unexpected(self, now_s: float) -> None:
+        """Report every message that has arrived without a posted receive, even if it was reported before."""
+        lib.dlcp_report_unexpected(self._engine, now_s)
+
     def begin_step(self, step: int, now_s: float) -> None:
         """Refuse packets of steps before ``step``, and drop receives for them."""
         lib.dlcp_begin_step(self._engine, step, now_s)

@@ -139,7 +139,7 @@ class ReceiveRequest(NamedTuple):
         The sender, and the message's identity among those from it.
     message_bytes
         Its size, including its tail. None for the sender's size; a packet of the message must then have arrived
-        (``Endpoint.on_unexpected``), and its sender must protect the last packet.
+        (``Endpoint.listen``), and its sender must protect the last packet.
     bound, label
         As in :class:`SendRequest`.
     into, tail

@@ -419,7 +419,7 @@ def test_a_parameter_server_learns_the_size_from_the_sender():
         heard.append((peer, key))
         arrivals.append(outcome_of(network.ranks[1].receive, ReceiveRequest(peer, key, None, LossBound(0.3), "bucket")))
 
-    network.ranks[1].on_unexpected = on_unexpected
+    network.ranks[1].listen(on_unexpected)
     payload = payload_of(100_001)
     tags = plain_tags(packets_of(len(payload)))
     tags.protected[-1] = True
@@ -427,6 +427,18 @@ def test_a_parameter_server_learns_the_size_from_the_sender():
     network.run(all_done(delivery))
     assert heard == [(0, KEY)]
     check(payload, tags, LossBound(0.3), delivery.result(), arrivals[0].result(), 1440)
+
+
+def test_a_message_that_arrives_before_anyone_listens_is_reported_once_somebody_does():
+    network, heard = Network(2), []
+    deliveries = [send(network, payload_of(size), key=MessageKey(KEY.step, n)) for n, size in enumerate((10, 5_000))]
+    network.run(lambda: network.now > 0.01)
+    network.ranks[1].listen(lambda *message: heard.append(message))
+    assert sorted(heard) == [(0, MessageKey(KEY.step, 0)), (0, MessageKey(KEY.step, 1))]
+    deliveries.append(send(network, payload_of(10), key=MessageKey(KEY.step, 2)))
+    network.run(lambda: len(heard) == 3)
+    assert heard[-1] == (0, MessageKey(KEY.step, 2))
+    assert not any(delivery.done() for delivery in deliveries)
 
 
 def test_waiting_for_a_message_of_unknown_size_that_nobody_sends_is_an_error():
