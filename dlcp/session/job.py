@@ -5,7 +5,6 @@ The rank, the number of ranks and the address of rank 0's store come from the en
 """
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.session.group import Group
+from dlcp.session.joining import next_number
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret
 from dlcp.session.store import Store, ended_key, serve
-from dlcp.transport import Address
 
 DEFAULT_MASTER_PORT: Final = 29500
 """The default of PyTorch's launcher."""
 _joined: list[Group] = []
 """The group that :func:`init` has joined, if any."""
-_counts: Counter[tuple[Address, int]] = Counter()
-"""How many groups this process has joined, by store and rank. It numbers groups, which all ranks join in one order."""
 
 
 def join(
@@ -38,7 +35,7 @@ def join(
     Parameters
     ----------
     options
-        By default :meth:`Options.from_environment`.
+        By default ``Options()``.
     rank, size
         This rank, and the number of ranks; by default ``RANK`` and ``WORLD_SIZE``. If neither is set, the group has one
         rank.
@@ -68,10 +65,9 @@ def join(
     secret = job_secret(options)
     if rank == 0:
         serve(address, secret, options.tls)
-    number = _counts[address, rank]
-    _counts[address, rank] += 1
-    store = Store(address, options.meet_s, secret, options.tls).under(f"dlcp/{number}")
+    store = Store(address, options.meet_s, secret, options.tls)
     try:
+        store = store.under(f"dlcp/{next_number(store.under('dlcp'), rank)}")
         store.leave(ended_key(rank), "its process ended, or its connection broke")
         group = Group(options, rank, size, store)
         group.join(host)

@@ -237,6 +237,17 @@ class Agreement:
         return self.published(topic, range(self.size))
 
 
+def next_number(store: KeyValueStore, rank: int) -> int:
+    """Return the number of a rank's next agreement in a store; all ranks must open them in the same order.
+
+    The store counts, not the process: one that has survived its peers' former processes meets the new ones.
+    """
+    key = f"opened/{rank}"
+    number = int(store.get(key)) + 1 if store.check([key]) else 0
+    store.set(key, str(number))
+    return number
+
+
 # Joining --------------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +322,7 @@ def join(
         try:
             missing = f"has not called {call}; call it on every rank, with the same options"
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
-            places = _collect_from_all(agreement, "place", missing)
+            places = _collect_from_all(agreement, "place", missing, partial(_why_silent, agreement, call))
             addresses = own_addresses(agreement.rank, {rank: RankPlace(*place) for rank, place in places.items()})
             sock = bind(options, addresses)
             undo.callback(sock.close)
@@ -461,13 +472,28 @@ def _share_memory(
     return shared
 
 
-def _collect_from_all(agreement: Agreement, topic: str, missing: str) -> dict[int, Any]:
+def _why_silent(agreement: Agreement, call: str, rank: int) -> str | None:
+    """Say why a rank that has called ``call`` does not go on; return None if it has not called it."""
+    if not agreement.published("here", [rank]):
+        return None
+    try:
+        json.loads(agreement.store.get(f"here/{rank}"))
+    except ValueError:  # it is sealed
+        return f"rank {rank} has a secret, and rank {agreement.rank} has none; give all ranks the same DLCP_SECRET_FILE"
+    return f"rank {rank} has called {call} and then stopped answering; is its process alive?"
+
+
+def _collect_from_all(
+    agreement: Agreement, topic: str, missing: str, explain: Callable[[int], str | None] = lambda _: None
+) -> dict[int, Any]:
     """Return the values that all ranks published on a topic.
 
     Parameters
     ----------
     missing
         The end of the message about a rank without a value: "has not ...".
+    explain
+        Returns a better message about a rank, if there is one.
 
     Raises
     ------
@@ -479,6 +505,9 @@ def _collect_from_all(agreement: Agreement, topic: str, missing: str) -> dict[in
     if verdict not in (None, USE_DLCP):
         raise NotJoinedError(verdict)
     absent = [rank for rank in range(agreement.size) if rank not in found]
+    known = next(filter(None, map(explain, absent)), None)
+    if known:
+        raise NotJoinedError(f"{known} (waited {agreement.deadline_s:.0f} s)")
     if absent:
         who = ", ".join(f"rank {rank}" for rank in absent)
         raise NotJoinedError(f"{who} {missing} (waited {agreement.deadline_s:.0f} s){agreement.disturbance}")

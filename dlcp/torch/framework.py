@@ -21,7 +21,7 @@ from torch.autograd import profiler
 
 from dlcp.configuration import Trait
 from dlcp.session.addresses import OwnAddresses, bind
-from dlcp.session.joining import Agreement, join
+from dlcp.session.joining import Agreement, join, next_number
 from dlcp.session.options import Options
 from dlcp.session.route import FrameworkRoute, MaxExchange
 from dlcp.session.secret import configured_secret
@@ -32,7 +32,6 @@ log = logging.getLogger("dlcp")
 
 _sessions: "weakref.WeakKeyDictionary[LeavesAtExit, dist.ProcessGroup | None]" = weakref.WeakKeyDictionary()
 """This process's sessions and watches, and the process groups of their ranks."""
-_calls: dict[str, int] = {}
 
 # Agreeing and joining -------------------------------------------------------------------------------------------------
 
@@ -45,8 +44,9 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's own store outlives its ranks and their entries.
         name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    number = _calls[name] = _calls.get(name, -1) + 1
-    return _agreement(PrefixStore(f"{name}/{number}", store), dist.get_rank(group), len(ranks), options)
+    store, rank = PrefixStore(name, store), dist.get_rank(group)
+    number = next_number(store, rank)
+    return _agreement(PrefixStore(str(number), store), rank, len(ranks), options)
 
 
 class LeavesAtExit(Protocol):

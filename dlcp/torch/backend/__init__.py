@@ -8,7 +8,6 @@ mentioned once.
 """
 
 import logging
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ from dlcp.backend.channel import AllowedLoss
 from dlcp.backend.process_group import Collectives
 from dlcp.configuration import Trait
 from dlcp.ledger import Ledger
+from dlcp.session.joining import next_number
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
 from dlcp.tags import Tagger
 from dlcp.torch.backend.process_group import ProcessGroup
@@ -27,8 +27,6 @@ from dlcp.transport.options import SECONDS
 
 log = logging.getLogger("dlcp")
 
-_made: Counter[str] = Counter()
-"""How often this process has made a group of each name."""
 _said: set[str] = set()
 """Messages that this process has already logged."""
 
@@ -79,8 +77,7 @@ def create(given: Any, options: Options | None) -> ProcessGroup:
     limit_s = min(timeout.total_seconds(), SECONDS.most)
     options = options.with_(collective="direct", deadline_s=limit_s, silence_s=min(options.silence_s, limit_s))
     # A group may be made again over the same store, which keeps the last one's entries.
-    _made[given.group_id] += 1
-    store = PrefixStore(f"{_made[given.group_id]}", given.store)
+    store = PrefixStore(str(next_number(given.store, given.group_rank)), given.store)
     endpoint = endpoint_of_new_group(options, store, given.group_rank, given.group_size, timeout)
     return ProcessGroup(Collectives(endpoint, given.group_size, given.group_id))
 
