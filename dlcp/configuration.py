@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read options from the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
+"""Options from arguments, the environment (``DLCP_*``), a file, and the defaults, in this order of precedence.
 
 The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if it exists. It is TOML,
 with one line for each option: ``loss_bound = 0.05``.
@@ -18,7 +18,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -174,6 +174,8 @@ class Trait(Enum):
     OWN = "each rank's own"
     """A parameter server does not get it."""
     SECRET = "never shown"
+    PROTECTS = "an empty value hides none that is set elsewhere"
+    """Otherwise ranks could meet without the secret that their user has set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,10 @@ class Option:
         if self.type is float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
             raise ValueError(f"{where} must be a number, got {short(value)}")
         self.allowed.check(where, value)
+
+    def is_hidden(self, value: object) -> bool:
+        """Return whether a value leaves the choice to the environment, the file or the default."""
+        return Trait.PROTECTS in self.traits and not value
 
     def parse(self, where: str, text: str) -> object:
         """Parse a variable's text; raise ValueError with ``where`` if it does not hold an allowed value."""
@@ -294,7 +300,7 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
     for name, option in declared.items():
         variable = PREFIX + name.upper()
         value, origin = option.default, DEFAULT_ORIGIN
-        if variable in environment:
+        if variable in environment and not option.is_hidden(environment[variable]):
             value, origin = option.parse(variable, environment[variable]), variable
         elif name in from_file:
             value, origin = from_file[name], str(path)
@@ -303,17 +309,45 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
     return found
 
 
-def build(cls: type[_Options], environment: Mapping[str, str] | None = None) -> _Options:
-    """Return an instance of a dataclass of options, with the values of the environment and the file.
+@contextlib.contextmanager
+def layered(options: object, arguments: Iterable[str]) -> Iterator[None]:
+    """Fill in all fields that are not ``arguments`` from the environment and the file; for use in ``__post_init__``.
+
+    The code within the context validates the result. To its errors, this adds where the options that they name were
+    set.
+
+    Raises
+    ------
+    ValueError
+        See :func:`settings`.
+    """
+    declared, given = options_of(type(options)), set(arguments)
+    hidden = {name for name, each in declared.items() if name in given and each.is_hidden(getattr(options, name))}
+    chosen = [each for each in settings(type(options)) if not each.is_default and each.name not in given - hidden]
+    for setting in chosen:
+        object.__setattr__(options, setting.name, setting.value)
+    with _naming_origins(chosen):
+        yield
+
+
+def build(cls: type[_Options], environment: Mapping[str, str]) -> _Options:
+    """Return an instance of a dataclass of options as another ``environment`` than this process's sets it.
 
     Raises
     ------
     ValueError
         See :func:`settings`; or the options contradict each other.
     """
-    chosen = [setting for setting in settings(cls, environment) if not setting.is_default]
+    found = settings(cls, environment)
+    with _naming_origins([setting for setting in found if not setting.is_default]):
+        return cls(**{setting.name: setting.value for setting in found})
+
+
+@contextlib.contextmanager
+def _naming_origins(chosen: Sequence[Setting]) -> Iterator[None]:
+    """Add to a ValueError where the options that it names were set."""
     try:
-        return cls(**{setting.name: setting.value for setting in chosen})
+        yield
     except ValueError as error:
         named = set(re.findall(r"\w+", str(error)))
         origins = dict.fromkeys(setting.origin for setting in chosen if setting.name in named)

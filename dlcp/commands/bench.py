@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         check_torch()
         set_options(arguments.option)
-        options = Options.from_environment()
+        options = Options()
         sizes = _sizes(arguments)
         target = arguments.json or ("" if sys.stdout.isatty() else "-")
         is_first = os.environ.get("RANK", "0") == "0"

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("bind", "advertise", "secret_file", "tls")}
     try:
         check_writable("--report", arguments.report)
-        options = Options.from_environment().with_(**{name: text for name, text in given.items() if text is not None})
+        options = Options(**{name: text for name, text in given.items() if text is not None})
         if not options.bind:
             raise ValueError("no address: give --bind HOST:PORT, and the same as DLCP_SERVER to the workers")
         server = SessionServer(options, lambda line: print(line, flush=True))

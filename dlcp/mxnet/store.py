@@ -43,7 +43,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
     Parameters
     ----------
     options
-        By default :meth:`dlcp.session.Options.from_environment`.
+        By default ``Options()``.
     group
         An existing group.
 

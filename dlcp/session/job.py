@@ -56,7 +56,7 @@ def join(
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off.
     """
-    options = options or Options.from_environment()
+    options = options or Options()
     rank, size = _who(rank, size)
     if size == 1:
         return Group(options, 0, 1, None)

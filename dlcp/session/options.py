@@ -32,6 +32,9 @@ ROUTES = AUTO_ROUTE, DLCP_ROUTE, FRAMEWORK_ROUTE = "auto", "dlcp", "framework"
 class Options:
     """How DLCP exchanges gradients. Each field of a simple type can also be set as ``DLCP_<NAME>``.
 
+    Fields that are not given as arguments come from the environment, a file, or their defaults, each on its own. In
+    another process, pickled options keep their arguments, and take all else from the environment there.
+
     Parameters
     ----------
     loss_bound
@@ -139,6 +142,19 @@ class Options:
     live
         Folder in which each rank writes a snapshot once a second (:mod:`dlcp.session.snapshots`), for ``dlcp live``;
         none by default.
+
+    Attributes
+    ----------
+    arguments
+        Names of the fields that were given as arguments.
+
+    Raises
+    ------
+    ValueError
+        An argument, a variable or a line of the file has an invalid value, or they contradict each other; the message
+        names them.
+    TypeError
+        There is no such option.
     """
 
     loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
@@ -154,8 +170,8 @@ class Options:
     server: Annotated[str, HostPort(least_port=1), AGREED] = ""
     job: Annotated[JobNumber, AGREED] = 0
     token: Annotated[Token, Trait.SECRET] = 0
-    secret_file: Annotated[str, OWN] = ""
-    tls: Annotated[str, Trait.WITHOUT_TORCH, OWN] = ""
+    secret_file: Annotated[str, OWN, Trait.PROTECTS] = ""
+    tls: Annotated[str, Trait.WITHOUT_TORCH, OWN, Trait.PROTECTS] = ""
     congestion: Congestion = "dctcp"
     flow_weight: Annotated[FlowWeight, Unit("flows")] = 0.0
     switch_hops: SwitchHops = 1
@@ -178,16 +194,23 @@ class Options:
     combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
     trace: Annotated[str, OWN] = ""
     live: Annotated[str, OWN] = ""
+    arguments: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *values: object, **named: object) -> "Options":
-        """Refuse an unknown option by name; the fields are set as in any dataclass."""
-        known = cls.__dataclass_fields__
+        """Note which fields are given, and refuse an unknown one by name; they are set as in any dataclass."""
+        known = [each.name for each in fields(cls) if each.init]
         for name in named:
             if name not in known:
                 raise TypeError(f"there is no option {name!r}{closest(name, known)}")
-        return object.__new__(cls)
+        self = object.__new__(cls)
+        object.__setattr__(self, "arguments", frozenset(known[: len(values)]).union(named))
+        return self
 
     def __post_init__(self) -> None:
+        with configuration.layered(self, self.arguments):
+            self._check()
+
+    def _check(self) -> None:
         object.__setattr__(self, "precision", str(self.precision))  # 8 is as clear as "8"
         configuration.check(self)
         if self.collective == SERVER and not self.server:
@@ -224,16 +247,13 @@ class Options:
             raise ValueError(f"layer_bounds: {error}") from None
         self.reduction()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_arguments, ({name: getattr(self, name) for name in self.arguments},)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":
-        """Return the defaults, overridden by a file and by ``DLCP_*`` variables; see :mod:`dlcp.configuration`.
-
-        Raises
-        ------
-        ValueError
-            A variable, or a line of the file, has an invalid value; the message names it.
-        """
-        return configuration.build(cls, environment)
+        """Return options without arguments: as ``environment`` and the file set them, by default this process's."""
+        return cls() if environment is None else configuration.build(cls, environment)
 
     def bound(self) -> LossBound:
         """Return the loss and deferral bounds."""
@@ -295,5 +315,11 @@ class Options:
         return TransportOptions(**shared)
 
     def with_(self, **changes: Any) -> "Options":
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
+        """Return a copy with other arguments for some fields."""
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "arguments", self.arguments.union(changes))
+        return changed
+
+
+def _with_arguments(given: dict[str, Any]) -> Options:
+    return Options(**given)

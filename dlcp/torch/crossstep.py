@@ -397,7 +397,7 @@ def cross_step(
         One that treats parameters separately: any of ``torch.optim`` except L-BFGS and SparseAdam. Parameters of the
         model that it does not have are not exchanged.
     options
-        By default :meth:`Options.from_environment`.
+        By default ``Options()``.
     group
         The ranks that train together, by default all. Its backend is used to connect them.
     group_bytes
@@ -419,7 +419,7 @@ def cross_step(
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise ValueError("cross_step averages gradients itself: give it the module inside DistributedDataParallel")
     if state is None:
-        state = State(options or Options.from_environment())
+        state = State(options or Options())
     elif options is not None:
         state.options = options
     refuse_whole_steps(state.options)

@@ -45,7 +45,7 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
         A DistributedDataParallel model on the CPU or on one CUDA device, or one sharded by ``fully_shard``: then DLCP
         reduces and scatters gradients, and parameters are gathered as before.
     options
-        By default :meth:`Options.from_environment`.
+        By default ``Options()``.
     state
         A state from a checkpoint, to continue from; ``options`` replace its own if given.
 
@@ -71,7 +71,7 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     refuse_sparse(plain)
     refuse_types(plain)
     if state is None:
-        state = State(options or Options.from_environment())
+        state = State(options or Options())
     elif options is not None:
         state.options = options
         state.tagger.policy = options.classes()

@@ -17,7 +17,7 @@ class DlcpStrategy(DDPStrategy):
     Parameters
     ----------
     options
-        By default :meth:`Options.from_environment`.
+        By default ``Options()``.
     state
         A state from a checkpoint, to continue from; ``options`` replace its own if given.
     ddp

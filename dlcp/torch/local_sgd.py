@@ -57,7 +57,7 @@ class LocalSGD(Closing):
     period
         Number of steps from one average to the next, at least 1, the same on all ranks.
     options
-        By default :meth:`Options.from_environment`.
+        By default ``Options()``.
     warmup_steps
         Number of first steps that are each followed by an average.
     outer
@@ -104,7 +104,7 @@ class LocalSGD(Closing):
             raise ValueError(f"period must be at least 1, and warmup_steps 0, got {period} and {warmup_steps}")
         refuse_types(model)
         if state is None:
-            state = State(options or Options.from_environment())
+            state = State(options or Options())
         elif options is not None:
             state.options = options
         for name in state.options.given(Trait.WHOLE_STEP):

@@ -26,7 +26,6 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dlcp import configuration
 from dlcp.closing import ExitCallback
 from dlcp.session.options import Options
 from dlcp.session.slowness import ACTIVITIES, LEAST_BYTES, SPAN, Activity, RankComparison, RankReport, Verdict
@@ -341,7 +340,7 @@ class StepWatch:
         self._token = secrets.token_hex(4)
         self._closing = threading.Event()
         self._gave_up = False
-        live = configuration.build(Options).live
+        live = Options().live
         self._snapshots = WatchedRankWriter.open(self, live) if live and self._session is None else None
         if self._session:
             self._session.compared = self.compared

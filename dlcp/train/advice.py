@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from dlcp import configuration
 from dlcp.train import headroom
 from dlcp.train.launcher import Report
 from dlcp.tuning.rules import Advice, Figures, Settings, decide
@@ -57,7 +56,7 @@ def from_file(file: Path) -> dict[str, Any]:
         figures = Figures.of_json(document.get("figures", document) if isinstance(document, dict) else document)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
-    return judge(decide(figures, Settings.of(configuration.build(Options))))
+    return judge(decide(figures, Settings.of(Options())))
 
 
 def judge(advice: Advice, default_s: Sequence[float] = (), advised_s: Sequence[float] = ()) -> dict[str, Any]:

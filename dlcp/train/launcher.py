@@ -276,7 +276,7 @@ def _by_route(torchrun: Sequence[str]) -> list[str]:
     # PyTorch's static rendezvous has separate options for its host.
     host = given.rdzv_endpoint.rpartition(":")[0] or given.rdzv_endpoint or given.master_addr
     try:
-        place = own_place(Options(), host)
+        place = own_place(Options(bind=""), host)
     except OSError:  # torchrun reports this error
         return []
     named = listening_host(host) != host
@@ -305,7 +305,7 @@ def set_options(words: Sequence[str]) -> None:
             raise UsageError(str(error)) from None
         os.environ[configuration.PREFIX + name.upper()] = value
     try:
-        configuration.build(Options)
+        Options()
     except ValueError as error:
         text = str(error)
         for name in {word.partition("=")[0] for word in words}:

@@ -9,7 +9,7 @@ steps with them too: rules say what to try, the trial decides.
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp import configuration
 from dlcp.session.options import DLCP_ROUTE
 from dlcp.train.headroom import ADVISED, DLCP, NONE, UNCHANGED, WARM_UP_ROUNDS
 from dlcp.tuning.rules import Advice, Settings, Survey, decide, figures_of_surveys
@@ -47,7 +46,7 @@ class Measurement:
         self.seconds: dict[str, list[float]] = {}
         self.why_not: str | None = None
         self._states: dict[str, dlcp.torch.State] = {}
-        self.join(DLCP, configuration.build(dlcp.torch.Options))
+        self.join(DLCP, dlcp.torch.Options())
         self._ways = self.order(steps)
         self._way: str | None = None
         self._counts = False
@@ -187,4 +186,4 @@ class AdvisedMeasurement(Measurement):
 def with_settings(options: dlcp.torch.Options, settings: Settings) -> dlcp.torch.Options:
     """Return options with the chosen settings, and with a free port, because the first State still holds its own."""
     host = options.bind.rpartition(":")[0]
-    return replace(options, **asdict(settings), bind=f"{host}:0" if host else "")
+    return options.with_(**asdict(settings), bind=f"{host}:0" if host else "")

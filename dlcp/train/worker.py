@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp import configuration
 from dlcp.torch.hook import refuse_sparse
 from dlcp.torch.watching import StepWatch, note_collectives
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
@@ -226,7 +225,7 @@ class ScriptSession:
     def _switch_on(self, model: torch.nn.Module) -> Model:
         if isinstance(model, DistributedDataParallel) and model._join_config.enable:
             return self._enter(Model(model, None, "the script uses join(), which no communication hook follows"))
-        options = configuration.build(dlcp.torch.Options)
+        options = dlcp.torch.Options()
         try:
             with self._own_hook():
                 state = dlcp.torch.enable(model, options)

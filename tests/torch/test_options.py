@@ -99,6 +99,41 @@ def test_the_environment_is_read_when_none_is_given(monkeypatch):
     assert Options.from_environment().loss_bound == 0.01
 
 
+def test_each_option_comes_from_the_first_layer_that_sets_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dlcp.toml").write_text("loss_bound = 0.01\njob = 1\nsilence_s = 3\n")
+    monkeypatch.setenv("DLCP_LOSS_BOUND", "0.02")
+    monkeypatch.setenv("DLCP_JOB", "2")
+    for options in (Options(0.03), Options(loss_bound=0.03), Options(loss_bound=0.03).with_(congestion="cubic")):
+        assert (options.loss_bound, options.job, options.silence_s, options.meet_s) == (0.03, 2, 3.0, 30.0)
+    assert Options(job=0).job == 0, "an argument counts even if it is the default"
+    assert Options.from_environment({"DLCP_JOB": "7"}).loss_bound == 0.01
+    monkeypatch.setenv("DLCP_PRECISION", "8")
+    with pytest.raises(ValueError, match=r"no precision: omit one of the two \(set by DLCP_PRECISION\)"):
+        Options(route="framework")
+
+
+def test_pickled_options_keep_their_arguments_and_take_all_else_from_where_they_are(monkeypatch):
+    monkeypatch.setenv("DLCP_TRACE", "here")
+    kept = pickle.dumps(Options(job=3).with_(loss_bound=0.2))
+    monkeypatch.setenv("DLCP_TRACE", "there")
+    monkeypatch.setenv("DLCP_JOB", "4")
+    found = pickle.loads(kept)
+    assert (found.job, found.loss_bound, found.trace) == (3, 0.2, "there")
+    assert found.arguments == {"job", "loss_bound"}
+
+
+def test_no_empty_value_hides_a_secret(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dlcp.toml").write_text("secret_file = 'of the file'\n")
+    assert Options(secret_file="").secret_file == "of the file"
+    monkeypatch.setenv("DLCP_SECRET_FILE", "")
+    assert Options(secret_file="", tls="").with_(secret_file="").secret_file == "of the file"
+    monkeypatch.setenv("DLCP_SECRET_FILE", "of the environment")
+    assert Options(secret_file="").secret_file == "of the environment"
+    assert Options(secret_file="given").secret_file == "given"
+
+
 def test_transport_options_follow():
     transport = Options(payload_bytes=8960, tagged=False, congestion="cubic", silence_s=1.0, deadline_s=2.0).transport(
         4

@@ -47,7 +47,7 @@ def allow_loss(group: dist.ProcessGroup | None = None, options: Options | None =
         The group; by default the world.
     options
         ``loss_bound``, ``immediate`` and ``tag_policy`` are used; a bound of 0 makes the group reliable again. By
-        default :meth:`Options.from_environment`.
+        default ``Options()``.
 
     Returns
     -------
@@ -83,18 +83,18 @@ def create(given: Any, options: Options | None) -> ProcessGroup:
 
 
 def _heeded(options: Options | None, *, says: bool = False) -> Options:
-    """Return a group's options; unsupported ones are an error if given to it, or otherwise mentioned, once.
+    """Return a group's options; unsupported ones are an error if given as arguments, or otherwise logged, once.
 
     Raises
     ------
     ValueError
-        ``options`` set some of these.
+        ``options`` have some of these as arguments.
     """
-    found = options or Options.from_environment()
+    found = options or Options()
     names = found.given(Trait.WHOLE_STEP) + ["route"] * (found.route == FRAMEWORK_ROUTE)
     if names:
         problem = f"a group of backend dlcp does not support {', '.join(names)}: only dlcp.torch.enable does"
-        if options is not None:
+        if found.arguments.intersection(names):
             raise ValueError(f"{problem}; leave that out")
         if says and problem not in _said:
             _said.add(problem)
