@@ -97,9 +97,8 @@ class Bucket:
         return first if first == last else f"{first}..{last}"
 
 
-_TAIL: Final = Struct(">IBBB")
-TAIL_BYTES: Final = _TAIL.size
-"""Size of a :class:`ContributionTail`."""
+_TAIL: Final = Struct(">IBBBH")
+_REVOKED: Final = np.dtype(">u4")
 
 
 class ContributionTail(NamedTuple):
@@ -117,6 +116,10 @@ class ContributionTail(NamedTuple):
         Whether they are gradients, to which the server may add what it rounded off earlier averages.
     congested
         Whether packets of the sender were lost or marked in this step or the last.
+    revocable
+        Whether a later contribution may name ranges of these values as revoked.
+    revoked
+        Ranges of values, as pairs of start and end, whose last average no worker used (:meth:`Residual.revoke`).
     """
 
     value_type: ValueType
@@ -124,12 +127,19 @@ class ContributionTail(NamedTuple):
     values: int
     gradients: bool
     congested: bool
+    revocable: bool = False
+    revoked: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return 2 * len(self.revoked) * _REVOKED.itemsize + _TAIL.size
 
     def encode(self) -> NDArray[np.uint8]:
         """Return the bytes."""
-        flags = int(self.gradients) | int(self.congested) << 1
-        data = _TAIL.pack(self.values, FORMATS.index(self.value_type), self.bits, flags)
-        return np.frombuffer(data, np.uint8)
+        flags = int(self.gradients) | int(self.congested) << 1 | int(self.revocable) << 2
+        data = _TAIL.pack(self.values, FORMATS.index(self.value_type), self.bits, flags, len(self.revoked))
+        return np.frombuffer(np.array(self.revoked, _REVOKED).tobytes() + data, np.uint8)
 
     @classmethod
     def decode(cls, contribution: NDArray[np.uint8]) -> "ContributionTail":
@@ -138,14 +148,21 @@ class ContributionTail(NamedTuple):
         Raises
         ------
         ValueError
-            It is too short, or has an unknown number format.
+            It is too short, has an unknown number format, or names ranges beyond its values.
         """
-        if len(contribution) < TAIL_BYTES:
+        if len(contribution) < _TAIL.size:
             raise ValueError(f"a contribution of {len(contribution)} bytes has no tail")
-        values, number, bits, flags = _TAIL.unpack(contribution[-TAIL_BYTES:].tobytes())
+        values, number, bits, flags, count = _TAIL.unpack(contribution[-_TAIL.size :].tobytes())
         if number >= len(FORMATS):
             raise ValueError(f"a contribution has the unknown number format {number}")
-        return cls(FORMATS[number], bits, values, bool(flags & 1), bool(flags & 2))
+        size = 2 * count * _REVOKED.itemsize + _TAIL.size
+        if len(contribution) < size:
+            raise ValueError(f"a contribution of {len(contribution)} bytes has no room for {count} ranges")
+        ends = np.frombuffer(contribution[-size : -_TAIL.size].tobytes(), _REVOKED).tolist()
+        revoked = tuple(zip(ends[::2], ends[1::2], strict=True))
+        if any(not start < stop <= values for start, stop in revoked):
+            raise ValueError(f"a contribution of {values} values names the ranges {revoked}")
+        return cls(FORMATS[number], bits, values, bool(flags & 1), bool(flags & 2), bool(flags & 4), revoked)
 
 
 @dataclass(frozen=True, slots=True)

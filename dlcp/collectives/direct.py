@@ -566,9 +566,10 @@ class DirectRun(BucketRun):
             if bound.ratio < known:
                 protect_all_but(tags, np.arange(len(tags.queue)), bound.ratio, self.step)
             bound = replace(bound, ratio=min(bound.ratio, known))
-            # It carries size and format. These tags may be views of shared ones; but then nothing may be lost, and
-            # every packet is protected already.
-            tags.protected[-1] = True
+            # All packets with a part of the tail must arrive. These tags may be views of shared ones; but then nothing
+            # may be lost, and every packet is protected already.
+            content = len(self._bytes(owner) if layout is None else self.codes[owner])
+            tags.protected[content // context.connection.options.payload_bytes :] = True
         deferred = None
         if self.deferral:
             tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()), layout)
@@ -580,9 +581,20 @@ class DirectRun(BucketRun):
         context.connection.send(request, partial(self._on_contributed, owner, tags), self.fail)
 
     def _tail_for_server(self) -> ContributionTail:
-        bucket, connection = self.bucket, self.context.connection
+        bucket, residual = self.bucket, self.context.residual
+        ranges: list[tuple[int, int]] = []
+        for each in bucket.segments:
+            if each.layer.name in residual.revoked and not each.is_beyond:
+                start = ranges.pop()[0] if ranges and ranges[-1][1] == each.start else each.start
+                ranges.append((start, each.stop))
         return ContributionTail(
-            bucket.value_type, self.plan.bits, len(bucket.values), not bucket.exact, connection.met_congestion
+            bucket.value_type,
+            self.plan.bits,
+            len(bucket.values),
+            not bucket.exact,
+            self.context.connection.met_congestion,
+            residual.revocable,
+            tuple(ranges),
         )
 
     def _on_contributed(self, owner: int, tags: PacketTags, delivery: Delivery) -> None:

@@ -5,7 +5,7 @@ This is the rule of error-compensated SGD (Seide et al., Interspeech 2014; Karim
 network in place of the compressor: the receiver's bitmap identifies the lost packets exactly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +46,20 @@ class Residual:
 
     For losses in the network, only the lost values are kept, which are few. A compressor leaves out most values, which
     are kept without positions. Of values beyond a layer's end, nothing is kept.
+
+    Attributes
+    ----------
+    revocable
+        Whether :meth:`revoke` may follow; what :meth:`apply` forgets is then kept until the next call.
+    revoked
+        The parameters of the last :meth:`revoke`.
     """
 
     def __init__(self) -> None:
         self._layers: dict[str, _LayerResidual] = {}
+        self._applied: dict[str, _LayerResidual] = {}
+        self.revocable = False
+        self.revoked: frozenset[str] = frozenset()
 
     def apply(
         self, values: NDArray[np.generic], segments: Sequence[Segment], value_type: ValueType | None = None
@@ -71,6 +81,8 @@ class Residual:
             layer = self._layers.pop(name, None)
             if layer is None:
                 continue
+            if self.revocable:
+                self._applied[name] = layer
             part = values[own[0].start : own[0].stop]
             if len(own) > 1:
                 part, layer = values, layer.moved_to(own)
@@ -107,6 +119,19 @@ class Residual:
             if first < last and not segment.is_beyond:
                 within = positions[first:last] - segment.start + segment.offset
                 self._layer(segment).parts.append((within, values[first:last].copy()))
+
+    def revoke(self, names: Iterable[str]) -> None:
+        """End a step of which nobody used the averages of some parameters: keep for them what the step began with.
+
+        All ranks must revoke the same ones, after the step's last :meth:`add` and before the next one's first
+        :meth:`apply`.
+        """
+        self.revoked = frozenset(names)
+        for name in self.revoked:
+            self._layers.pop(name, None)
+            if name in self._applied:
+                self._layers[name] = self._applied[name]
+        self._applied.clear()
 
     def of(self, name: str) -> NDArray[np.floating] | None:
         """Return the residual of a parameter, flat and with zeros in the gaps, or None."""

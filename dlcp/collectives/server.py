@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE, TAIL_BYTES, Bucket, ContributionTail, RankContext, ReduceOptions
+from dlcp.collectives.bucket import RATE, Bucket, ContributionTail, RankContext, ReduceOptions
 from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
@@ -233,6 +233,8 @@ class ParameterServer:
         """Contributions by the key of their messages and by worker."""
         self._rounded: dict[int, NDArray[np.float32]] = {}
         """What was rounded off the latest average of a bucket of gradients, by its number."""
+        self._applied: dict[int, NDArray[np.float32]] = {}
+        """What was rounded off the one before, which the latest average includes, if workers may revoke that."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step with known samples, and their number on each worker."""
         connection.call(partial(connection.listen, self._receive))
@@ -254,13 +256,13 @@ class ParameterServer:
     def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
         sequence, payload_bytes = self._sequence(key), self.connection.options.payload_bytes
         tails = {worker: ContributionTail.decode(arrival.payload) for worker, arrival in bucket.items()}
-        shape = {worker: tail[:4] for worker, tail in tails.items()}
+        shape = {worker: (*tail[:4], tail.revoked) for worker, tail in tails.items()}
         if len(set(shape.values())) > 1 or key.message % self._ranks != self.connection.rank:
             sent = {w: f"{t.values} values of {t.value_type.value} in {t.bits} bits" for w, t in tails.items()}
             raise ValueError(f"step {key.step}, {self._label(key)}: workers sent {sent}; do all run the same model?")
         tail = next(iter(tails.values()))
         layout = PlaneLayout.of(tail.values, tail.value_type.storage.itemsize, tail.bits, payload_bytes)
-        expected = TAIL_BYTES + (layout.bytes if layout else tail.values * tail.value_type.storage.itemsize)
+        expected = tail.bytes + (layout.bytes if layout else tail.values * tail.value_type.storage.itemsize)
         for worker, arrival in bucket.items():
             if len(arrival.payload) != expected:
                 size = f"{len(arrival.payload)} bytes instead of {expected}"
@@ -295,7 +297,7 @@ class ParameterServer:
         self, key: MessageKey, bucket: dict[int, Arrival], tail: ContributionTail, layout: PlaneLayout | None
     ) -> NDArray[np.floating]:
         """Return the average of contributions, and of what was rounded off the last average of the same gradients."""
-        contributions = {worker: arrival.payload[:-TAIL_BYTES] for worker, arrival in bucket.items()}
+        contributions = {worker: arrival.payload[: -tail.bytes] for worker, arrival in bucket.items()}
         mean: NDArray[np.floating]
         if layout is None:
             mean = average(
@@ -312,10 +314,26 @@ class ParameterServer:
                 layout.add(contributions[worker], total, bucket[worker].delivered)
             total /= np.float32(len(self.workers))
             mean = total
-        rounded = self._rounded.pop(self._sequence(key), None) if tail.gradients else None
-        if rounded is not None and len(rounded) == len(mean):
-            mean += rounded
+        if tail.gradients:
+            self._add_rounded(self._sequence(key), mean, tail)
         return mean
+
+    def _add_rounded(self, sequence: int, mean: NDArray[np.floating], tail: ContributionTail) -> None:
+        """Add what was rounded off the bucket's last average; where no worker used that, what was rounded off before.
+
+        See :meth:`dlcp.collectives.residual.Residual.revoke`.
+        """
+        held = [kept.pop(sequence, None) for kept in (self._rounded, self._applied)]
+        rounded, before = (each if each is not None and len(each) == len(mean) else None for each in held)
+        if rounded is None and (before is None or not tail.revoked):
+            return
+        if rounded is None:
+            rounded = np.zeros(len(mean), np.float32)
+        for start, stop in tail.revoked:
+            rounded[start:stop] = 0 if before is None else before[start:stop]
+        mean += rounded
+        if tail.revocable:
+            self._applied[sequence] = rounded
 
     def _choose_deferred(
         self,

@@ -113,8 +113,9 @@ class CrossStep(Optimizer):
         self._places = {id(m.parameter): (layers, m) for layers in self._groups for m in layers.members}
         self._pending = PendingUpdates(self._partial)
         self._exchanging = True
-        self._begun = self._averaged = self._dirty = self._closed = False
+        self._begun = self._averaged = self._dirty = self._closed = self._dropped = False
         self._updates = 0
+        traffic.may_discard(self._discarded)
         join_layers(traffic, group, self._groups)
         copy_from_first_rank(model, group)
         self._guard = Guard(model, self._wait_for)
@@ -240,6 +241,9 @@ class CrossStep(Optimizer):
             if self._begun:
                 self._send_rest(check=False)
                 self._end_step(None)
+                self._dropped = True
+            elif self._averaged:
+                self._averaged, self._dropped = False, True
             self._dirty = False
             if not set_to_none:
                 for layers in self._groups:
@@ -292,10 +296,12 @@ class CrossStep(Optimizer):
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
+            layers, member = self._places[id(parameter)]
+            # Without zero_grad, the gradient has been added to the average, which is then part of the next one.
+            self._dropped |= self._averaged and not member.in_buffer
             self._dirty, self._averaged = True, False
             if not self._exchanging:
                 return
-            layers, member = self._places[id(parameter)]
             if member.taken:
                 raise RuntimeError(
                     f"{self._where} has a second gradient of {member.name}, but the first was already sent: run all "
@@ -315,6 +321,7 @@ class CrossStep(Optimizer):
         # All averages of the last step have arrived, so ranks divide alike (adaptive shards) and may refuse its
         # packets.
         self._finish()
+        self.traffic.settle()
         self._averaged, self._begun = False, True
         for layers in self._groups:
             layers.due_s = math.inf
@@ -350,8 +357,8 @@ class CrossStep(Optimizer):
         self._pending.begin(self._groups, settings, self._where)
         for layers in self._groups:
             layers.forget()
-        self._begun = False
-        self.traffic.step += 1
+        self._begun = self._dropped = False
+        self.traffic.end_step()
 
     # Incoming averages ------------------------------------------------------------------------------------------------
 
@@ -367,6 +374,14 @@ class CrossStep(Optimizer):
     def _complete(self, wanted: Sequence[LayerGroup]) -> None:
         with self._lock:
             self._pending.complete(wanted)
+
+    def _discarded(self) -> Iterable[str] | None:
+        """Return the parameters whose averages of the last step are not used; None while that is unknown."""
+        if self._pending.groups or self._averaged:
+            return None
+        members = [member for layers in self._groups for member in layers.members]
+        used = [] if self._dropped else [member for layers in self._groups for member in layers.used()]
+        return {member.name for member in members} - {member.name for member in used}
 
     def _before_state(self, *_: Any) -> None:
         self._finish()

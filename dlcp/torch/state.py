@@ -8,9 +8,9 @@ does.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from dlcp.torch.framework import GlooWatch, agreement_of, framework_route, leave
 from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
 from dlcp.transport.shared_memory import EXPORT_BYTES
+
+if TYPE_CHECKING:
+    from dlcp.torch.unused import UnusedParameters
 
 STEPS_KEPT = 10_000
 """Number of steps whose times are kept: some minutes of training."""
@@ -76,7 +79,10 @@ class State:
         self.options = options
         self.ledger = Ledger(options.job)
         self.step = 0
-        self.feedback = Residual()
+        self._discarded: Callable[[], Iterable[str] | None] | None = None
+        self._residual = Residual()
+        self._unused: UnusedParameters | None = None
+        self._unsettled = False
         self.tagger = Tagger(options.classes())
         self.session: TrainingSession | None = None
         self.group_ranks: tuple[int, ...] = ()
@@ -95,7 +101,8 @@ class State:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__init__(kept["options"])  # type: ignore[misc]  # creates new sockets and threads
-        self.step, self.feedback, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
+        self.step, self._residual, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
+        self._residual.revocable = False  # until the state is attached to a model again
 
     @classmethod
     def redistributed(cls, states: "Sequence[State]", rank: int, ranks: int) -> "State":
@@ -140,6 +147,11 @@ class State:
         NotJoinedError
             Not all ranks can use DLCP, and ``options.fallback`` is off.
         """
+        if model.find_unused_parameters and not model.static_graph:
+            from dlcp.torch.unused import UnusedParameters  # most models use all of theirs
+
+            self._unused = UnusedParameters(model)
+            self.may_discard(self._unused.names)
         self.attach_tensors(dict(model.module.named_parameters()), model.process_group)
 
     def attach_tensors(
@@ -318,6 +330,36 @@ class State:
         self._stagers.clear()
         self.attached, self._sequence = False, 0
 
+    def end_step(self) -> None:
+        """End a step: all of its buckets are being averaged."""
+        self.step += 1
+        self._sequence = 0
+        self._unsettled = self._discarded is not None
+
+    def may_discard(self, discarded: Callable[[], Iterable[str] | None]) -> None:
+        """Allow averages that nobody uses, such as those of parameters that no rank used in a step.
+
+        Parameters
+        ----------
+        discarded
+            Returns the names of these parameters after a step, the same on all ranks; None while they are unknown.
+        """
+        self._discarded, self._residual.revocable = discarded, True
+
+    def settle(self) -> None:
+        """Take back what the last step added to averages that nobody used; nothing more happens until the next one."""
+        if self._unsettled and self._discarded is not None:
+            names = self._discarded()
+            if names is not None:
+                self._unsettled = False
+                self._residual.revoke(names)
+
+    @property
+    def feedback(self) -> Residual:
+        """The values that this rank still has to send."""
+        self.settle()
+        return self._residual
+
     # Averaging --------------------------------------------------------------------------------------------------------
 
     def average_bucket(self, bucket: GradBucket) -> TensorFuture:
@@ -326,6 +368,7 @@ class State:
             raise RuntimeError("the state is closed, or loaded and not attached: call state.attach(model)")
         tensor, session = bucket.buffer(), self.session
         if self._sequence == 0:
+            self.settle()
             self._step_began_s = time.monotonic()
         weight = 1.0 if session is None else session.weight(self.step)
         if weight == 0:  # the gradient of no samples is always 0, even if it holds NaN
@@ -336,10 +379,11 @@ class State:
         averaged = self.average(self._sequence, segments, tensor, partial(self._note_time, segments))
         self._sequence += 1
         if bucket.is_last():
+            if self._unused is not None:
+                self._unused.end_step()
             if session is not None and session.averager.autotuner:
                 session.averager.autotuner.on_gradients_ready()
-            self.step += 1
-            self._sequence = 0
+            self.end_step()
         return averaged
 
     def average(

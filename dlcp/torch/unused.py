@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters no rank has used in a step: DistributedDataParallel leaves their gradients alone.
+
+With ``find_unused_parameters``, DDP itself counts the ranks that use each parameter. It throws averages of parameters
+with a count of 0 away, and with them the residual that the ranks have added.
+"""
+
+from typing import Any
+
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+
+class UnusedParameters:
+    """The parameters that no rank used in a model's last step.
+
+    Parameters
+    ----------
+    model
+        With ``find_unused_parameters``.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        parameters, _ = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._names = [names[id(parameter)] for parameter in parameters]
+        self._counts: list[int] | None = None
+        self._accompanies = False
+
+    def end_step(self) -> None:
+        """Note the counts when DDP has finished the step whose last bucket is being averaged.
+
+        Until then its reducer is locked, and would wait for this thread.
+        """
+        self._counts, self._accompanies = None, False
+        engine: Any = Variable._execution_engine
+        try:
+            # DDP queues the step's end after this bucket, so the second callback comes after it.
+            engine.queue_callback(lambda: engine.queue_callback(self._note))
+        except RuntimeError:  # join(): this rank has no more data, and accompanies the others' steps without a backward
+            self._accompanies = True
+            self._before_forward = self._model.register_forward_pre_hook(self._before_next)
+
+    def names(self) -> list[str] | None:
+        """Return their names; None before the step has ended. All ranks get the same ones."""
+        if self._counts is None and self._accompanies:
+            self._note()
+        if self._counts is None:
+            return None
+        return [name for name, count in zip(self._names, self._counts, strict=True) if not count]
+
+    def _before_next(self, *_: Any) -> None:
+        """Note the counts before the next backward, in which the reducer is locked again."""
+        self._before_forward.remove()
+        self.names()
+
+    def _note(self) -> None:
+        self._counts = self._model.reducer._get_local_used_map().tolist()
