@@ -252,8 +252,24 @@ def own_gloo_group(group: dist.ProcessGroup | None, deadline_s: float) -> dist.P
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     some = len(ranks) < dist.get_world_size()
     wait = timedelta(seconds=deadline_s)
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=some)
+    with _connecting_at_once():
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=some)
     return made
+
+
+@contextlib.contextmanager
+def _connecting_at_once() -> Iterator[None]:
+    """Let Gloo connect all ranks of a new group now, whatever the user has set.
+
+    A group that connects when it is needed would wait a minute for a rank that has died by then, instead of noticing
+    that its connection broke.
+    """
+    lazy = os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    try:
+        yield
+    finally:
+        if lazy is not None:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

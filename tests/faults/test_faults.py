@@ -31,6 +31,8 @@ STEPS = 3
 WEATHER_STEPS = 2
 LAST = 2
 """In the forward pass of step 1 DDP talks to all ranks itself, to agree on its buckets; from step 2 on it does not."""
+LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
+"""Groups connect when they are used: too late if a rank has died."""
 
 
 def options_of(worker, **changes):
@@ -334,11 +336,11 @@ def lost_for_good(worker, how):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_lost_for_good_is_an_error_that_names_it(how, way):
+@pytest.mark.parametrize(("how", "gloo"), [("killed", {}), ("killed", LAZY), ("stopped", {})])
+def test_a_rank_lost_for_good_is_an_error_that_names_it(how, gloo, way):
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports) as network:
-        environment = network.environment() | WAYS[way]
+        environment = network.environment() | WAYS[way] | gloo
         outcomes = launch(RANKS, lost_for_good, how, ports=ports, environment=environment, limit_s=30, lost={2})
     for outcome in outcomes[:2]:
         message, seconds = outcome.value
