@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dlcp import __version__
 from dlcp.error_text import closest
@@ -39,6 +39,13 @@ class _Help(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = super()._fill_text
         return "\n".join(line if line.startswith(" ") else filled(line, width, indent) for line in text.split("\n"))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser without abbreviations, which would capture options meant for torchrun; nor have its subparsers any."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
 
 COMMANDS: Final = {
@@ -180,7 +187,7 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line, with the options of the ``wanted`` commands only."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dlcp",
         description="Train over congested networks: losses are bounded, and hit the gradients that matter least.",
         epilog=_FIRST_STEPS,
@@ -190,10 +197,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", required=True)
     for name, command in COMMANDS.items():
         purpose = f"{command.purpose[0].upper()}{command.purpose[1:]}."
-        # Abbreviations would capture options meant for torchrun.
-        subparser = commands.add_parser(
-            name, help=command.purpose, description=purpose, allow_abbrev=False, formatter_class=_Help
-        )
+        subparser = commands.add_parser(name, help=command.purpose, description=purpose, formatter_class=_Help)
         if name in wanted:
             module = importlib.import_module(f"dlcp.commands.{name}")
             module.add_arguments(subparser)

@@ -62,6 +62,14 @@ def test_a_script_begins_where_the_options_end(words, torchrun, script):
     assert arguments.script == script.split()
 
 
+@pytest.mark.parametrize("words", ["--vers", "sim list --js", "fabric plan star.yaml --js", "bench allreduce --ite 3"])
+def test_options_have_no_abbreviations(capsys, words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(words.split())
+    assert stopped.value.code == 2
+    assert "argument" in capsys.readouterr().err
+
+
 def test_a_mistyped_command_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.parse(["trian"])

@@ -4,6 +4,7 @@
 The launcher passes its plan to the ranks in an environment variable; they write their reports to files.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from dlcp import configuration
 from dlcp.error_text import closest
@@ -118,10 +119,9 @@ _FRESH_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Makes rank 0 serve a new store at every start. By default torchrun keeps one store over restarts, and Gloo's ranks
 then try to connect to killed ranks whose entries they find there."""
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
-_MODULE: Final = ("-m", "--module")
 _REFUSED: Final = {
-    "--no-python": "DLCP is switched on from within Python",
-    "--run-path": "dlcp train runs the script that way already",
+    "no_python": "DLCP is switched on from within Python",
+    "run_path": "dlcp train runs the script that way already",
 }
 
 
@@ -154,22 +154,20 @@ def launch(
     UsageError
         The arguments are invalid, or PyTorch is missing.
     """
-    target = target_of(torchrun, script)
     check_torch()
+    settings = torchrun_settings(torchrun, script)
     set_options(options)
-    passed = [word for word in torchrun if word not in _MODULE]
-    passed = [*(_by_route(passed) if has_rendezvous(passed) else _ONE_MACHINE), *passed]
     for name, value in _FRESH_STORE.items():
         os.environ.setdefault(name, value)
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.run import run
 
     status, failed = 0, None
     with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
-            main([*passed, *_worker(), *target])
+            record(run)(settings)
         except ChildFailedError as error:
             failed = error
         except SignalException as caught:  # Ctrl-C, or a scheduler's signal
@@ -222,33 +220,74 @@ def check_torch() -> None:
         raise UsageError("PyTorch is not installed: pip install 'dlcp[torch]'")
 
 
+def torchrun_settings(torchrun: Sequence[str], script: Sequence[str]) -> argparse.Namespace:
+    """Return torchrun's settings for running a script in workers.
+
+    The script's own arguments do not pass through torchrun's parser: it would refuse those that begin like several of
+    its options.
+
+    Raises
+    ------
+    UsageError
+        There is no script, or an option of torchrun is invalid or cannot be combined with DLCP.
+    """
+    from torch.distributed.run import config_from_args
+
+    if has_rendezvous(torchrun):
+        _use_route(settings := _parsed(torchrun))
+    else:
+        settings = _parsed([*_ONE_MACHINE, *torchrun])
+    for name, why in _REFUSED.items():
+        if getattr(settings, name):
+            raise UsageError(f"--{name.replace('_', '-')} cannot be used here: {why}")
+    target = target_of(script, is_module=settings.module)
+    settings.module, settings.no_python = False, True
+    settings.training_script, *settings.training_script_args = [*_worker(), *target]
+    try:
+        config_from_args(settings)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"torchrun: {error}") from None
+    return settings
+
+
+def _parsed(torchrun: Sequence[str]) -> argparse.Namespace:
+    """Parse torchrun's options; raise UsageError, without torchrun's usage, which has no script of DLCP's."""
+    from torch.distributed.run import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(f"torchrun: {message}; `torchrun --help` lists its options")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args([*torchrun, "--", "script"])
+
+
 def _worker() -> list[str]:
-    """Return the part of torchrun's command line before the script, which starts the worker."""
-    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
-        return ["-m", "dlcp.train.worker"]  # the user chose another Python, which has its own sys.path
+    """Return the command line of a worker, to which the script and its arguments are added."""
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if python != sys.executable:  # the user chose another Python, which has its own sys.path
+        return [python, "-u", "-m", "dlcp.train.worker"]
     # torchrun's own `-m` would search the working directory first.
-    return ["--no-python", *python_command("dlcp.train.worker")]
+    return python_command("dlcp.train.worker")
 
 
-def target_of(torchrun: Sequence[str], script: Sequence[str]) -> list[str]:
+def target_of(script: Sequence[str], *, is_module: bool = False) -> list[str]:
     """Return the ranks' script and its arguments: ``script.py arguments`` or ``-m module arguments``.
 
     Raises
     ------
     UsageError
-        There is no script, or an option of torchrun cannot be combined with DLCP.
+        There is no script or no module.
     """
+    if script[:1] == ["-m"]:
+        is_module, script = True, script[2 if script[1:2] == ["--"] else 1 :]
+        if not script or script[0].startswith("-"):
+            raise UsageError("-m without a module's name: dlcp train [options] -m module [arguments]")
     if not script:
         raise UsageError("no script: dlcp train [options] script.py [the script's arguments]")
-    for word, why in _REFUSED.items():
-        if word in torchrun or word.replace("-", "_").replace("__", "--", 1) in torchrun:
-            raise UsageError(f"{word} cannot be used here: {why}")
-    if any(word in torchrun for word in _MODULE):
+    if is_module:
         return ["-m", *script]
-    if script[0] == "-m":
-        if len(script) == 1:
-            raise UsageError("-m without a module's name: dlcp train [options] -m module [arguments]")
-    elif not Path(script[0]).is_file():
+    if not Path(script[0]).is_file():
         raise UsageError(f"there is no script {script[0]}; give a file, or -m and a module, after torchrun's options")
     return list(script)
 
@@ -260,32 +299,29 @@ def has_rendezvous(torchrun: Sequence[str]) -> bool:
     return any(word.startswith(_RENDEZVOUS) for word in words)
 
 
-def _by_route(torchrun: Sequence[str]) -> list[str]:
+def _use_route(settings: argparse.Namespace) -> None:
     """Make torchrun and Gloo use the address that routes to the rendezvous, instead of the one of this host's name.
 
-    Returns options for torchrun, and sets Gloo's environment variable. Does not override the user's choice. On the
-    machine of the rendezvous its name may resolve to loopback; the address is then that of the only interface with a
-    route out, if there is exactly one.
+    Sets torchrun's ``local_addr`` and Gloo's environment variable. Does not override the user's choice. On the machine
+    of the rendezvous its name may resolve to loopback; the address is then that of the only interface with a route out,
+    if there is exactly one.
     """
-    from torch.distributed.run import get_args_parser
-
     from dlcp.session.addresses import listening_host, own_place  # loads the transport, which --help does without
     from dlcp.session.options import Options
 
-    given, _ = get_args_parser().parse_known_args([*torchrun, "script"])
     # PyTorch's static rendezvous has separate options for its host.
-    host = given.rdzv_endpoint.rpartition(":")[0] or given.rdzv_endpoint or given.master_addr
+    host = settings.rdzv_endpoint.rpartition(":")[0] or settings.rdzv_endpoint or settings.master_addr
     try:
         place = own_place(Options(bind=""), host)
     except OSError:  # torchrun reports this error
-        return []
+        return
     named = listening_host(host) != host
     interface = only_way_out() if named else interface_of(place.address)
     if interface is None:
-        return []
+        return
     if not interface.loopback:
         os.environ.setdefault(_GLOO_INTERFACE, interface.name)
-    return [] if given.local_addr else ["--local-addr", interface.address]
+    settings.local_addr = settings.local_addr or interface.address
 
 
 def set_options(words: Sequence[str]) -> None:

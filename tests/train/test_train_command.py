@@ -40,6 +40,9 @@ if __name__ == "__main__":
         sys.exit(3)
 """
 
+LIKE_TORCHRUNS = ["--mo", "0.9", "--log", "--m", "--n=1", "--lo", "--max", "--r", "--local", "--", "--no-python", "-m"]
+"""Arguments of a script that are, or begin like, options of torchrun's."""
+
 FAILING = """
 import atexit, os, time
 import torch
@@ -80,9 +83,11 @@ def dlcp(*words, **variables):
 def test_a_script_runs_with_its_arguments_and_a_summary_and_a_trace_follow(script, tmp_path):
     file, trace = tmp_path / "summary.json", tmp_path / "trace.json"
     option = ["--option", "loss_bound=0.02", "--summary", file, "--trace", trace]
-    done = dlcp("train", *option, "--nproc-per-node", "2", "--", script, "5", "--backend", DLCP_LOSS_BOUND="0.5")
+    done = dlcp(
+        "train", *option, "--nproc-per-node", "2", "--", script, "5", "--backend", "--mo", DLCP_LOSS_BOUND="0.5"
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "arguments ['5', '--backend'] backend gloo\n", "what stands after -- is the script's"
+    assert done.stdout == "arguments ['5', '--backend', '--mo'] backend gloo\n", "what stands after -- is the script's"
     assert "dlcp: averages the gradients of Linear (50,010 parameters) over 2 ranks: loss bound 2%" in done.stderr
     told = done.stderr[done.stderr.index("DLCP  Linear") :]
     assert told.startswith("DLCP  Linear, 5 steps, 2 ranks\n")
@@ -151,6 +156,11 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
         (["--"], "no script"),
         (["--", "nowhere.py"], "there is no script nowhere.py"),
         (["--", "-m"], "-m without a module's name"),
+        (["-m", "--nproc-per-node", "2", "json.tool"], "-m without a module's name"),
+        (["--bogus", "--", __file__], "torchrun: unrecognized arguments: --bogus; `torchrun --help` lists its options"),
+        (["--max-restarts", "--", __file__], "expected one argument"),
+        (["--nproc-per-node", "many", "--", __file__], "torchrun: Unsupported nproc_per_node value: many"),
+        (["--nnodes", "1:2:3", "--", __file__], "torchrun: nnodes=1:2:3 is not"),
         (["--no-python", "--", __file__], "--no-python cannot be used here"),
         (["--no_python", "--", __file__], "--no-python cannot be used here"),
         (["--option", "loss_bound", "--", __file__], "--option takes NAME=VALUE"),
@@ -186,31 +196,36 @@ def test_torchrun_finds_a_free_port_unless_told_how_to_meet(monkeypatch):
 def test_torchrun_and_gloo_are_told_the_address_that_leads_to_the_rendezvous(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    def address(*words):
+        return launcher.torchrun_settings(words, [__file__]).local_addr
+
     meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    assert launcher._by_route([*meet, "127.0.0.1:29500"]) == ["--local-addr", "127.0.0.1"]
-    assert launcher._by_route([*meet, "nowhere.invalid:29500"]) == []
-    assert launcher._by_route([*meet, "127.0.0.1", "--local-addr", "10.0.0.1"]) == [], "the user has chosen"
+    assert address(*meet, "127.0.0.1:29500") == "127.0.0.1"
+    assert address(*meet, "nowhere.invalid:29500") is None
+    assert address(*meet, "127.0.0.1", "--local-addr", "10.0.0.1") == "10.0.0.1", "the user has chosen"
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "not loopback"
     outward = only_way_out()
     if outward:
-        assert launcher._by_route(["--nnodes=2", f"--master-addr={outward.address}"]) == [
-            "--local-addr",
-            outward.address,
-        ]
+        assert address("--nnodes=2", f"--master-addr={outward.address}") == outward.address
         assert os.environ["GLOO_SOCKET_IFNAME"] == outward.name
 
 
 @pytest.mark.parametrize(
     ("torchrun", "script", "target"),
     [
-        (["-m"], ["json.tool", "x"], ["-m", "json.tool", "x"]),
-        (["--module"], ["json.tool"], ["-m", "json.tool"]),
+        (["--modul"], ["json.tool", "x"], ["-m", "json.tool", "x"]),
         ([], ["-m", "json.tool", "x"], ["-m", "json.tool", "x"]),
+        ([], ["-m", "--", "json.tool", "--", "-m"], ["-m", "json.tool", "--", "-m"]),
         (["--nproc-per-node", "2"], [__file__, "-m"], [__file__, "-m"]),
+        ([], [__file__, *LIKE_TORCHRUNS], [__file__, *LIKE_TORCHRUNS]),
+        ([], ["-m", "json.tool", *LIKE_TORCHRUNS], ["-m", "json.tool", *LIKE_TORCHRUNS]),
     ],
 )
-def test_modules_and_scripts_are_told_apart(torchrun, script, target):
-    assert launcher.target_of(torchrun, script) == target
+def test_modules_scripts_and_their_arguments_reach_the_worker_as_they_are(torchrun, script, target):
+    settings = launcher.torchrun_settings(torchrun, script)
+    assert [settings.training_script, *settings.training_script_args][-len(target) :] == target
+    assert (settings.no_python, settings.module) == (True, False)
 
 
 SLOW = """
