@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # loaded when options ask for it
 
 USE_DLCP: Final = "use DLCP"
 """The verdict for DLCP; every other verdict is the reason against it."""
+CHECK: Final = "check that it runs, and calls {}"
+"""Advice about a rank that is missing. It may have called that function and failed there, or have ended since."""
 JOIN_TURN_S: Final = 0.01
 REACH_SHARE: Final = 0.3
 """Share of the deadline within which a reachable peer must answer; the rest remains for agreeing. Not tuned."""
@@ -135,7 +137,7 @@ class Agreement:
         """
         self.publish("here", secrets.token_hex(16))
         if self._sealed and self._secret is not None:
-            drawn = _collect_from_all(self, "here", f"has not called {call} with the job's secret")
+            drawn = _collect_from_all(self, "here", f"has not joined with the job's secret: {CHECK.format(call)}")
             key = proof(self._secret, b"session", *(drawn[rank].encode() for rank in range(self.size)))
             self._sealed.begin_session(key)
             self.token = session_token(key)
@@ -320,8 +322,8 @@ def join(
         # Each rank skips the same topics: options and entries, which decide that, agree on all. A rank that fails
         # publishes the verdict instead. With a secret, "through" comes last.
         try:
-            missing = f"has not called {call}; call it on every rank, with the same options"
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
+            missing = f"has not joined: {CHECK.format(call)}"
             places = _collect_from_all(agreement, "place", missing, partial(_why_silent, agreement, call))
             addresses = own_addresses(agreement.rank, {rank: RankPlace(*place) for rank, place in places.items()})
             sock = bind(options, addresses)
@@ -330,7 +332,7 @@ def join(
                 open_endpoint = partial(Endpoint, agreement.rank, sock, on_message=on_message, timeline=timeline)
                 joined = _connect(options, agreement, addresses, sock, undo, memory, open_endpoint)
             agreement.publish("ready", True)
-            _collect_from_all(agreement, "ready", "has no answer from every peer")
+            _collect_from_all(agreement, "ready", "has not confirmed that all peers answer it")
             verdict = agreement.decide(USE_DLCP)
         except (OSError, TransportError, ModuleNotFoundError) as problem:
             verdict = agreement.decide(f"rank {agreement.rank}: {problem}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, Final
 
-from dlcp.train.launcher import Report
+from dlcp.train.launcher import Report, failures
 
 NONE: Final = "none"
 UNCHANGED: Final = "framework"
@@ -97,7 +97,12 @@ def as_lines(found: dict[str, Any]) -> list[str]:
 def nothing_measured(reports: Sequence[Report]) -> str:
     """Return why there is no result."""
     if not reports:
-        return "no rank finished: nothing was measured"
+        return "no rank has left a report: nothing was measured"
+    if failed := failures(reports):
+        return f"rank {failed[0]['rank']} ended with {failed[0]['error']}: too little was measured"
+    left_alone = [model["note"] for report in reports for model in report["models"] if not model["on"]]
+    if left_alone:
+        return f"{left_alone[0]}: nothing was measured"
     if not any(report["measured"] for report in reports):
         return "the script trained no DistributedDataParallel model: nothing was measured"
     return "the script ended before enough steps were measured: train longer, or pass fewer --steps"

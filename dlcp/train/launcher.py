@@ -24,13 +24,15 @@ from dlcp.interfaces import interface_of, only_way_out
 from dlcp.processes import python_command
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 Report = dict[str, Any]
-"""``rank``, ``local_rank``, ``ranks``, ``restarts`` (number of times torchrun has restarted this machine's ranks),
-``error`` (text, or None), ``failed_at_s`` (by ``time.time``; None if it did not fail, or its process was killed),
-``traceback`` (of its exception, or ""), ``log`` (torchrun's file of its standard error, or ""), ``backend`` (None
-without ``--backend``), ``models`` (a list), and ``measured`` (None without ``--measure``)."""
+"""``rank``, ``local_rank``, ``ranks``, ``local_ranks`` (number of ranks of this machine), ``restarts`` (number of times
+torchrun has restarted them), ``final`` (False for a note taken while the script ran), ``error`` (text, or None),
+``failed_at_s`` (by ``time.time``; None if it did not fail, or the time is unknown), ``stopped_by`` (added by the
+launcher: the signal that ended ``dlcp train`` and its ranks, or None), ``traceback`` (of its exception, or ""), ``log``
+(torchrun's file of its standard error, or ""), ``backend`` (None without ``--backend``), ``models`` (a list), and
+``measured`` (None without ``--measure``)."""
 _VARIABLE: Final = "DLCP_TRAIN_PLAN"
 
 
@@ -163,7 +165,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
-    status, failed = 0, None
+    status, failed, stopped_by = 0, None, None
     with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(plan, reports=folder).as_environment())
         try:
@@ -171,11 +173,11 @@ def launch(
         except ChildFailedError as error:
             failed = error
         except SignalException as caught:  # Ctrl-C, or a scheduler's signal
-            status = 128 + caught.sigval
+            status, stopped_by = 128 + caught.sigval, caught.sigval.name
         reports = read_reports(Path(folder))
+    _note_ends(reports, failed.failures if failed else {}, stopped_by)
     if failed is None:
         return status, reports
-    _note_signals(failed, reports)
     order = [report["rank"] for report in failures(reports)]
     if not order:
         print(failed, file=sys.stderr)  # the ranks ended before DLCP was imported
@@ -201,17 +203,30 @@ def failures(reports: Sequence[Report]) -> list[Report]:
     return sorted((report for report in reports if report["error"]), key=order)
 
 
-def _note_signals(error: "ChildFailedError", reports: Sequence[Report]) -> None:
-    """Name the signal in the report of each rank that one has ended: these ranks could not report themselves.
+def _note_ends(reports: Sequence[Report], failed: Mapping[int, "ProcessFailure"], stopped_by: str | None) -> None:
+    """Add to the reports how processes ended that could not report it themselves, as far as torchrun knows.
 
-    SIGTERM is how torchrun stops the others when a rank has failed. Any other signal comes before that, and before the
-    errors of ranks whose connection to that one broke.
+    Parameters
+    ----------
+    failed
+        Failed processes, by rank. The first one failed first: torchrun stops the others then, with SIGTERM.
+    stopped_by
+        The signal that ended the launcher; None if none did.
     """
+    first = next(iter(failed), None)
     for report in reports:
-        failure = error.failures.get(report["rank"])
-        if failure is not None and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            hint = ", as when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-            report.update(error=f"{failure.signal_name()}{hint}", failed_at_s=0.0)
+        report["stopped_by"] = stopped_by
+        rank, code = report["rank"], failed[report["rank"]].exitcode if report["rank"] in failed else 0
+        if code < 0 and code != -signal.SIGTERM:  # before the errors of ranks whose connection to this one broke
+            hint = ", as when memory runs out" if code == -signal.SIGKILL else ""
+            report.update(error=f"{failed[rank].signal_name()}{hint}", failed_at_s=0.0)
+        elif report["final"]:
+            continue
+        elif code:
+            error = f"exit status {code}" if code > 0 else "SIGTERM" if rank == first else "torchrun's SIGTERM"
+            report.update(error=error, failed_at_s=0.0 if rank == first else None)
+        elif stopped_by or failed:  # otherwise it ended with status 0, by os._exit
+            report.update(error=f"the {stopped_by} of dlcp train" if stopped_by else "torchrun's SIGTERM")
 
 
 def check_torch() -> None:

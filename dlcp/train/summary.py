@@ -20,6 +20,7 @@ SHOWN_S: Final = 5e-5
 """Shortest activity per step that has a column."""
 ERROR_CHARACTERS: Final = 160
 """Most of an error of a rank that was not the first to fail."""
+NOTE: Final = "the figures are up to a second older"
 TO_FLUSH: Final = "a script that calls flush() before its last step leaves nothing"
 
 
@@ -31,6 +32,7 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     """
     ranks = reports[0]["ranks"] if reports else 0
     failed = failures(reports)
+    has_first = failed and not failed[0]["stopped_by"]  # a signal to the launcher ends all ranks at once
     # A script may train one model on some ranks and another one on the others, such as the stages of a pipeline.
     groups: dict[tuple[int, tuple[int, ...]], list[dict[str, Any]]] = {}
     for report in reports:
@@ -40,9 +42,12 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
     return {
         "ranks": ranks,
         "ranks_here": [report["rank"] for report in reports],
+        "local_ranks": reports[0]["local_ranks"] if reports else None,
+        "ranks_without_report": [report["rank"] for report in reports if not report["final"]],
+        "stopped_by": reports[0]["stopped_by"] if reports else None,
         "restarts": max((report["restarts"] for report in reports), default=0),
         "errors": {str(report["rank"]): report["error"] for report in failed},
-        "first_failure": {name: failed[0][name] for name in ("rank", "error", "log")} if failed else None,
+        "first_failure": {name: failed[0][name] for name in ("rank", "error", "log")} if has_first else None,
         "backend": reports[0]["backend"] if reports else None,
         "models": models,
         "bound_exceeded": sum(model["bound_exceeded"] for model in models),
@@ -50,18 +55,25 @@ def summarize(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def as_lines(found: dict[str, Any]) -> list[str]:
-    """Return the summary as lines of text; none if no rank has reported."""
-    if not found["ranks_here"]:
-        return []
+    """Return the summary as lines of text."""
+    here, missing = found["ranks_here"], found["ranks_without_report"]
+    if not here:
+        return ["", "DLCP  knows nothing about the training: no rank of this machine has left a report"]
     lines = [""]
     for model in found["models"]:
         lines += _about(model, found)
     if not found["models"]:
         about = f"all collectives went over the backend {found['backend']}" if found["backend"] else "had nothing to do"
-        lines.append(f"DLCP  {about}; the script trained no DistributedDataParallel model")
+        until = " before it ended" if missing or found["errors"] else ""
+        lines.append(f"DLCP  {about}; the script trained no DistributedDataParallel model{until}")
     if found["restarts"]:
         times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
         lines.append(f"  restarted          {times}; this summary covers the last start")
+    if missing:
+        lines.append(f"  without a report   {_ranks(missing)}: ended before writing one, so {NOTE}")
+    if len(here) < found["local_ranks"]:
+        absent = f"{found['local_ranks'] - len(here)} of this machine's {found['local_ranks']} ranks"
+        lines.append(f"  missing            the reports of {absent}")
     return lines + _failed(found)
 
 
@@ -69,13 +81,21 @@ def _failed(found: dict[str, Any]) -> list[str]:
     """Return which rank failed first and where its log is, then the other ranks that failed."""
     first = found["first_failure"]
     if first is None:
-        return []
+        by_error: dict[str, list[int]] = {}
+        for rank, error in found["errors"].items():
+            by_error.setdefault(shorten(error, ERROR_CHARACTERS), []).append(int(rank))
+        stopped = [f"  dlcp train got {found['stopped_by']}, and so did its ranks"] if found["stopped_by"] else []
+        return stopped + [f"  {_ranks(sorted(ranks))} ended with {error}" for error, ranks in by_error.items()]
     log = f"; its whole log: {first['log']}" if first["log"] else ""
     others = {rank: error for rank, error in found["errors"].items() if rank != str(first["rank"])}
     return [
         f"  rank {first['rank']} failed first, with {first['error']}{log}",
         *(f"  rank {rank} then ended, with {shorten(error, ERROR_CHARACTERS)}" for rank, error in others.items()),
     ]
+
+
+def _ranks(ranks: Sequence[object]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -89,7 +109,8 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     here = len(set(members) & set(found["ranks_here"]))
     who = f"{ranks} ranks" if ranks == found["ranks"] else f"ranks {', '.join(map(str, members))}"
     if here < ranks:
-        who = f"{here} of {who}, those of this machine"
+        complete = len(found["ranks_here"]) >= found["local_ranks"]
+        who = f"{here} of {who}, those {'of this machine' if complete else 'with a report'}"
     head = f"DLCP  {model['model']}, {model['steps']:,} steps, {who if ranks > 1 else '1 rank: nothing to exchange'}"
     if ranks == 1:
         return [f"{head} (torchrun's --nproc-per-node says how many)"]

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ from dlcp.torch.watching import StepWatch, note_collectives
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
 
-KILLED: Final = "no report of its own: its process was killed"
+NOTE_EVERY_S: Final = 1.0
+"""Interval between notes, which tell the launcher about a rank whose process is killed. As often as snapshots."""
 
 
 class Model:
@@ -66,8 +68,8 @@ class Model:
         if self.state:
             self.state.close(reason)
 
-    def report(self) -> dict[str, Any]:
-        """Return its report for the launcher."""
+    def report(self, *, final: bool = True) -> dict[str, Any]:
+        """Return its report for the launcher; ``final`` is False while it still trains."""
         state = self.state
         return {
             "model": self.name,
@@ -84,7 +86,7 @@ class Model:
             "group_ranks": list(state.group_ranks) if state else None,
             "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,
-            "last_step": _last_step(state) if state else None,
+            "last_step": _last_step(state) if state and final else None,
             "watched": self.watch.overall() if self.watch else None,
         }
 
@@ -118,6 +120,8 @@ class ScriptSession:
         self._restarts = 0
         self._local_rank = int(os.environ.get("LOCAL_RANK", _rank()))
         """Names the report. The script may change the variable, for example to make each rank use its only GPU."""
+        self._noting: threading.Thread | None = None
+        self._over = threading.Event()
         self._failed_at_s: float | None = None
         self._traceback = ""
         self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
@@ -140,6 +144,9 @@ class ScriptSession:
         failure = _failure(error)
         # Before models are closed, which may take longer than the other ranks need to notice that this one has left.
         self._failed_at_s = time.time() if failure else None
+        self._over.set()
+        if self._noting:
+            self._noting.join()
         if failure and not isinstance(error, SystemExit):
             self._traceback = "".join(traceback.format_exception(error))
         if self._measurement:
@@ -148,23 +155,31 @@ class ScriptSession:
             model.close(failure)
         self._write_report(failure)
 
-    def _write_report(self, failure: str | None) -> None:
+    def _write_report(self, failure: str | None, *, final: bool = True) -> None:
         """Write the report. A full disk must not fail the training, so errors are only warnings."""
         if not self.plan.reports:
             return
         folder = Path(self.plan.reports)
         try:
-            write_report(folder, self._report(failure))
+            write_report(folder, self._report(failure, final))
         except OSError as error:
             print(f"dlcp: warning: rank {_rank()} cannot write its report: {error}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 report_path(folder, self._local_rank).unlink()  # an earlier one is out of date
 
     def _begin_report(self, folder: Path) -> None:
-        """Write the report that stays if this process is killed before it can write its own."""
+        """Write the first note: a report that stays if this process is killed before it can write another one."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no earlier report, or a damaged one
             self._restarts = json.loads(report_path(folder, self._local_rank).read_text())["restarts"] + 1
-        self._write_report(KILLED)
+        self._write_report(None, final=False)
+
+    def _note(self) -> None:
+        """Write notes while models train. A failed one leaves the last; the final report's failure is a warning."""
+        while True:
+            with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the training thread changes what is read
+                write_report(Path(self.plan.reports), self._report(None, final=False))
+            if self._over.wait(NOTE_EVERY_S):
+                return
 
     def ready(self, model: torch.nn.Module) -> None:
         """Switch DLCP on, or measure a step; called on all ranks, see :func:`watch`."""
@@ -244,6 +259,9 @@ class ScriptSession:
 
     def _enter(self, entry: Model) -> Model:
         self.models.append(entry)
+        if self._noting is None and self.plan.reports:
+            self._noting = threading.Thread(target=self._note, name="dlcp-notes", daemon=True)
+            self._noting.start()
         what = f"{entry.name} ({entry.parameters:,} parameters)"
         if self.plan.watch_only and isinstance(entry.wrapped, DistributedDataParallel):
             _say(f"watches {what}, {entry.note}")
@@ -251,18 +269,20 @@ class ScriptSession:
             _say(f"leaves {what} alone: {entry.note}")
         return entry
 
-    def _report(self, failure: str | None) -> Report:
+    def _report(self, failure: str | None, final: bool) -> Report:
         return {
             "rank": _rank(),
             "local_rank": self._local_rank,
             "ranks": int(os.environ.get("WORLD_SIZE", "1")),
             "restarts": self._restarts,
+            "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            "final": final,
             "error": failure,
             "failed_at_s": self._failed_at_s,
             "traceback": self._traceback,
             "log": _log(),
             "backend": dlcp.torch.BACKEND if self.plan.backend else None,
-            "models": [model.report() for model in self.models],
+            "models": [model.report(final=final) for model in self.models],
             "measured": self._measurement.report() if self._measurement else None,
         }
 

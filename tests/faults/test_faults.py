@@ -267,7 +267,7 @@ def test_a_rank_without_dlcp_is_named_and_the_framework_averages(unfit):
         assert result.error_max < EXACT
         assert result.same_on_all
         assert result.active == [False] * STEPS
-        assert sum("rank 1 has not called dlcp.torch.enable" in message for message in result.said) == (rank == 0)
+        assert sum("rank 1 has not joined" in message for message in result.said) == (rank == 0)
 
 
 def others_need_no_more(worker, step):

@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_come_is_named():
     found = on_ranks(3, lambda rank: dlcp.session.join(options, rank=rank, size=3, master=master), only=[0, 2])
     for error in found.values():
         assert isinstance(error, NotJoinedError)
-        assert "rank 1 has not called dlcp.session.join" in str(error)
+        assert "rank 1 has not joined: check that it runs, and calls dlcp.session.join" in str(error)
 
 
 def test_without_rank_0_there_is_no_store():

@@ -142,7 +142,9 @@ def test_a_rank_with_another_secret_or_none_is_named_and_nobody_uses_dlcp():
     for other in (b"known to somebody else entirely", None):
         found = joined(OpenStore(), (SECRET, other, SECRET), deadline_s=0.6)
         for rank in (0, 2):
-            assert found[rank].startswith("rank 1 has not called enable with the job's secret (waited 1 s)")
+            assert found[rank].startswith(
+                "rank 1 has not joined with the job's secret: check that it runs, and calls enable (waited 1 s)"
+            )
             assert re.search(r"have no valid proof of its secret \(.*here/1.*\): give all ranks the same", found[rank])
         assert isinstance(found[1], str)
 

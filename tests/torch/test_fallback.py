@@ -111,12 +111,12 @@ def test_a_rank_that_does_not_come_is_named_by_the_deadline(store):
     began_s = time.monotonic()
     results = together(store, [LOCAL, None, LOCAL], deadline_s=0.6)
     assert time.monotonic() - began_s > 0.5
-    assert "rank 1 has not called dlcp.torch.enable" in reasons(results)
+    assert "rank 1 has not joined: check that it runs, and calls dlcp.torch.enable" in reasons(results)
 
 
 def test_the_lowest_of_those_who_came_speaks(store):
     results = together(store, [None, LOCAL, LOCAL], deadline_s=0.6)
-    assert "rank 0 has not called" in reasons(results)
+    assert "rank 0 has not joined" in reasons(results)
 
 
 def test_a_late_rank_hears_what_was_decided_at_once(store):

@@ -363,7 +363,7 @@ def test_ranks_that_cannot_join_train_on_as_without():
     total = sum(gradients_of(rank)[0] for rank in range(2))
     found = values(launch(2, with_secret, refused_at_the_start, ("s" * 32, "other " * 6)))
     for theirs, ours, reason, steps, first in found:
-        assert "has not called dlcp.torch.enable with the job's secret" in reason
+        assert "has not joined with the job's secret" in reason
         assert steps == STEPS
         for name in theirs:
             assert torch.equal(theirs[name], ours[name]), name

@@ -143,7 +143,7 @@ def test_ranks_with_a_secret_train_on_whatever_a_stranger_has_written_or_a_rank_
     found = values(launch(2, with_secret, beside_a_stranger, secrets))
     for rank, (active, reason, gradients) in enumerate(found):
         assert active == right, reason
-        assert right or f"rank {1 - rank} has not called dlcp.torch.enable with the job's secret" in reason
+        assert right or f"rank {1 - rank} has not joined with the job's secret" in reason
         for given, summed in zip(gradients, total, strict=True):
             torch.testing.assert_close(2 * given, summed, rtol=0, atol=2e-5)
 

@@ -4,7 +4,9 @@
 import pytest
 
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import TrainPlan, read_reports, write_report
+from dlcp.train.launcher import TrainPlan, _note_ends, read_reports, write_report
+
+ProcessFailure = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors").ProcessFailure
 
 
 def ledger(sent=1000, lost=0, violations=0, worst=0.0, by_bits=None):
@@ -25,7 +27,20 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0, by_bits=None):
     }
 
 
-def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, backend=None, left_over=0, **counts):
+def report(
+    rank,
+    *,
+    ranks=2,
+    restart=0,
+    error=None,
+    final=True,
+    local_ranks=1,
+    models=None,
+    measured=None,
+    backend=None,
+    left_over=0,
+    **counts,
+):
     model = {
         "model": "Net",
         "parameters": 100,
@@ -48,7 +63,10 @@ def report(rank, *, ranks=2, restart=0, error=None, models=None, measured=None, 
         "rank": rank,
         "ranks": ranks,
         "local_rank": rank % 2,
+        "local_ranks": local_ranks,
         "restarts": restart,
+        "final": final,
+        "stopped_by": None,
         "error": error,
         "failed_at_s": 1.0 - rank / 8 if error else None,
         "traceback": "",
@@ -175,7 +193,7 @@ def test_nothing_to_do_and_errors_are_said():
     text = "\n".join(summary.as_lines(summary.summarize([report(0, models=[], error="KeyError: 'x'")])))
     assert "trained no DistributedDataParallel model" in text
     assert "rank 0 failed first, with KeyError: 'x'" in text
-    assert summary.as_lines(summary.summarize([])) == []
+    assert "no rank of this machine has left a report" in summary.as_lines(summary.summarize([]))[-1]
     text = "\n".join(summary.as_lines(summary.summarize([report(0, models=[], backend="dlcp")])))
     assert "all collectives went over the backend dlcp; the script trained no Distributed" in text
 
@@ -192,6 +210,86 @@ def test_the_rank_that_failed_first_comes_first_then_those_that_fail_because_of_
     assert first == "  rank 2 failed first, with ValueError: a label that is none; its whole log: /logs/2.log"
     assert [line.split()[:4] for line in others] == [["rank", rank, "then", "ended,"] for rank in "103"]
     assert all(len(line) < 200 for line in others)
+
+
+def noted_ends(reports, codes, stopped_by=None):
+    """Return the summary's lines about ranks that ended with these exit codes, by rank."""
+    failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()}
+    _note_ends(reports, failures, stopped_by)
+    text = "\n".join(summary.as_lines(summary.summarize(reports)))
+    return text[text.index("bound exceeded") :].splitlines()[2:]
+
+
+NOTES = "  without a report   {}: ended before writing one, so the figures are up to a second older"
+
+
+@pytest.mark.parametrize(
+    ("final", "errors", "codes", "stopped_by", "said"),
+    [
+        (
+            "",
+            {},
+            {},
+            "SIGTERM",
+            [
+                NOTES.format("ranks 0, 1"),
+                "  dlcp train got SIGTERM, and so did its ranks",
+                "  ranks 0, 1 ended with the SIGTERM of dlcp train",
+            ],
+        ),
+        (
+            "01",
+            {0: "KeyboardInterrupt", 1: "KeyboardInterrupt"},
+            {},
+            "SIGINT",
+            ["  dlcp train got SIGINT, and so did its ranks", "  ranks 0, 1 ended with KeyboardInterrupt"],
+        ),
+        (
+            "0",
+            {0: "RuntimeError: Connection closed by peer"},
+            {1: -9, 0: 1},
+            None,
+            [
+                NOTES.format("rank 1"),
+                "  rank 1 failed first, with SIGKILL, as when memory runs out",
+                "  rank 0 then ended, with RuntimeError: Connection closed by peer",
+            ],
+        ),
+        (
+            "",
+            {},
+            {1: -15, 0: -15},
+            None,
+            [
+                NOTES.format("ranks 0, 1"),
+                "  rank 1 failed first, with SIGTERM",
+                "  rank 0 then ended, with torchrun's SIGTERM",
+            ],
+        ),
+        ("0", {}, {1: 7}, None, [NOTES.format("rank 1"), "  rank 1 failed first, with exit status 7"]),
+        ("01", {}, {1: -11}, None, ["  rank 1 failed first, with SIGSEGV"]),
+        ("", {}, {}, None, [NOTES.format("ranks 0, 1")]),
+    ],
+)
+def test_what_is_said_of_a_rank_without_a_report_is_what_torchrun_knows(final, errors, codes, stopped_by, said):
+    reports = [report(rank, final=str(rank) in final, error=errors.get(rank)) for rank in range(2)]
+    assert noted_ends(reports, codes, stopped_by) == said
+
+
+def test_missing_reports_and_untrained_models_are_said_as_such():
+    text = "\n".join(summary.as_lines(summary.summarize([report(0, ranks=4, local_ranks=4)])))
+    assert "1 of 4 ranks, those with a report" in text
+    assert "missing            the reports of 3 of this machine's 4 ranks" in text
+    text = "\n".join(summary.as_lines(summary.summarize([report(0, final=False, models=[])])))
+    assert "the script trained no DistributedDataParallel model before it ended" in text
+
+
+def test_a_measurement_that_failed_says_why():
+    failed = report(1, models=[], error="SIGKILL")
+    assert headroom.nothing_measured([report(0), failed]) == "rank 1 ended with SIGKILL: too little was measured"
+    sharded = report(0)
+    sharded["models"][0] |= {"on": False, "note": "FSDP2 models cannot be measured"}
+    assert headroom.nothing_measured([sharded]) == "FSDP2 models cannot be measured: nothing was measured"
 
 
 def test_reports_of_the_last_start_count(tmp_path):
@@ -261,7 +359,7 @@ def test_without_enough_steps_nothing_is_claimed():
     assert "ended before enough steps" in headroom.nothing_measured([short])
     assert headroom.evaluate([report(0)]) is None
     assert "no DistributedDataParallel model" in headroom.nothing_measured([report(0)])
-    assert "no rank finished" in headroom.nothing_measured([])
+    assert "no rank has left a report" in headroom.nothing_measured([])
 
 
 def watched_report(rank, ranks=10, **verdict):

@@ -128,6 +128,32 @@ def test_a_rank_that_a_signal_ends_is_the_first(tmp_path):
     done = dlcp("train", "--nproc-per-node", "2", "--", script)
     assert done.returncode == 128 + 9
     assert "\n  rank 1 failed first, with SIGKILL, as when memory runs out\n" in done.stderr
+    assert "the script trained no DistributedDataParallel model before it ended" in done.stderr
+
+
+ENDLESS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 8))
+for step in range(1000):
+    model(torch.ones(4, 64)).sum().backward()
+    time.sleep(0.1)
+    if step == 25 and dist.get_rank() == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+"""
+
+
+def test_a_signal_to_the_launcher_is_said_and_the_figures_until_then(tmp_path):
+    (script := tmp_path / "script.py").write_text(ENDLESS)
+    done = dlcp("train", "--nproc-per-node", "2", "--summary", tmp_path / "summary.json", "--", script)
+    assert done.returncode == 128 + 15
+    assert "  dlcp train got SIGTERM, and so did its ranks\n" in done.stderr
+    assert "  ranks 0, 1 ended with the SIGTERM of dlcp train\n" in done.stderr
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["stopped_by"], found["ranks_without_report"], found["first_failure"]) == ("SIGTERM", [0, 1], None)
+    assert 10 <= found["models"][0]["steps"] <= 26
 
 
 def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, capsys):
