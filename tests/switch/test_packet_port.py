@@ -69,6 +69,25 @@ def test_tagged_and_oversize_frames_are_counted_and_kept_out(network, ports):
     assert (ports[0].counters[1].oversize, ports[0].counters[1].sent) == (1, 1)
 
 
+def test_bursts_that_a_host_leaves_to_the_interface_are_dropped_with_one_warning(namespaces, caplog):
+    with namespaces.StarNetwork(1) as network:
+        (host,) = network.hosts
+        network.switch.link(host.switch_interface + "b", host.namespace, "eth1", offloads=True)
+        port = network.switch.call(lambda: PacketPort(1, host.switch_interface + "b"))
+        host.namespace.run(["ip", "address", "add", "10.9.0.1/24", "dev", "eth1"])
+        host.namespace.run(["ip", "link", "set", "eth1", "up"])
+        host.namespace.run(["ip", "neigh", "add", "10.9.0.2", "lladdr", "02:00:00:00:00:02", "dev", "eth1"])
+        with host.namespace.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:
+            sock.setsockopt(17, 103, 1000)  # UDP_SEGMENT
+            for _ in range(2):
+                sock.sendto(bytes(40_000), ("10.9.0.2", 5000))
+                fetch(port, 1)
+        assert port.counters[1].oversize == 2
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert f"ethtool --offload {port.interface} tx off tx-udp-segmentation off gso off gro off" in warning
+        port.close()
+
+
 def test_segmented_sends_of_a_host_come_as_single_frames_with_checksums(network, ports):
     """A host's kernel must not leave segmentation or checksums to a link that has no hardware."""
     with network.hosts[0].namespace.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as sock:

@@ -10,6 +10,7 @@ one.
 
 import errno
 import fcntl
+import logging
 import mmap
 import socket
 import struct
@@ -24,6 +25,7 @@ from dlcp.switch.ports import ETHERNET_BYTES, SOCKET_BUFFER_BYTES, PortCounters,
 Rows = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
+log = logging.getLogger("dlcp")
 _SOL_PACKET: Final = 263
 _PACKET_RX_RING: Final = 5
 _PACKET_VERSION: Final = 10
@@ -35,6 +37,12 @@ _ALIGNMENT: Final = 16
 _NUMBERS: Final = ffi.typeof("int64_t[]")
 
 
+OFFLOADS: Final = (
+    "the switch drops frames longer than the MTU of interface %s: a sender leaves segmentation to the interface. Turn "
+    "offloads off here and at the other end: ethtool --offload %s tx off tx-udp-segmentation off gso off gro off"
+)
+
+
 class PacketRing:
     """The receive ring of a packet socket; also sends rows through the socket.
 
@@ -42,6 +50,8 @@ class PacketRing:
     ----------
     sock
         Packet socket, not bound yet, so that no frame bypasses the ring.
+    interface
+        Its interface, for a warning about offloads.
     frame_max_bytes
         Longest frame that is accepted.
     tagged_bytes
@@ -53,8 +63,11 @@ class PacketRing:
         The kernel refused.
     """
 
-    def __init__(self, sock: socket.socket, frame_max_bytes: int, tagged_bytes: int, counters: PortCounters) -> None:
+    def __init__(
+        self, sock: socket.socket, interface: str, frame_max_bytes: int, tagged_bytes: int, counters: PortCounters
+    ) -> None:
         self._fileno = sock.fileno()
+        self._interface, self._has_warned = interface, False
         self._counters = counters
         frame = -(-(frame_max_bytes + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
         block = max(_BLOCK_BYTES, -(-frame // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -110,6 +123,9 @@ class PacketRing:
             counters.malformed += malformed
             counters.oversize += oversize
             self._others[:] = 0
+            if oversize and not self._has_warned:
+                self._has_warned = True
+                log.warning(OFFLOADS, self._interface, self._interface)
         return taken
 
     def send(self, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
@@ -270,7 +286,7 @@ class PacketPort:
         sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
         self._attach_filter()
         self.frame_max_bytes = self._mtu_bytes() + ETHERNET_BYTES
-        self._ring = PacketRing(sock, self.frame_max_bytes, _TAGGED_BYTES, self.counters[self.port])
+        self._ring = PacketRing(sock, self.interface, self.frame_max_bytes, _TAGGED_BYTES, self.counters[self.port])
         self._rows: Rows = np.empty((_BURST_MAX, self.frame_max_bytes), np.uint8)
         self._all_rows: Numbers = np.arange(_BURST_MAX)
         self._lengths: Numbers = np.empty(_BURST_MAX, np.int64)
