@@ -6,6 +6,7 @@ command-line tool can, over Thrift.
 """
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
@@ -73,6 +74,7 @@ _DEADLINE_S: Final = 10.0
 """Deadline for one answer of a switch. BMv2's slowest, to a new pipeline, takes 0.1 s."""
 ELECTION_ID: Final = 10
 """Default election id, which leaves room for controllers of lower and of higher precedence."""
+LOGGER: Final = logging.getLogger("dlcp.fabric")
 ENDING_S: Final = 2.0
 """How long a switch may take to notice that a previous controller with the same election id has left. BMv2 takes
 milliseconds, more on a busy host."""
@@ -176,6 +178,7 @@ class Session:
                     f"another controller is primary, with election id {primary}; ours is {self._election_id}; "
                     f"stop it, or give a higher --election-id"
                 )
+            LOGGER.info("%s", self._error(f"stands by, for the controller with election id {primary} is primary"))
             primary = await self._translated(self._next_decision(), "waiting for the primary controller to leave")
         self._listener = asyncio.create_task(self._listen(), name=f"dlcp-control-{self.switch.name}")
 
@@ -319,8 +322,9 @@ class Session:
     def _refused(self, error: P4ClientError, what: str) -> ControlError:
         if error.is_election_id_used:
             return self._error(
-                f"another controller already uses election id {self._election_id}; "
-                f"stop it, or give another --election-id"
+                f"another connection has election id {self._election_id}: another controller's, or an earlier one of "
+                "this controller that the switch takes for open. Stop the other controller or give another "
+                "--election-id; an earlier connection ends by itself once the switch notices"
             )
         if error.code == GRPCStatusCode.UNAVAILABLE:
             return self._error(f"no connection: {error.message}", error.code)

@@ -6,7 +6,6 @@ drop classes, nine events. An event that has not happened yet has no sample.
 """
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from dlcp.controller.fabric import Fabric, FabricSwitch
 from dlcp.controller.pipeline import KINDS, CompiledProgram
 from dlcp.controller.session import (
     ELECTION_ID,
+    LOGGER,
     ControlError,
     Outcome,
     QueueDepthError,
@@ -184,7 +184,6 @@ _EVERY_S: Final = 5.0
 RETRY_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
 """First and longest wait before the next attempt to reach a switch that does not answer. Not tuned."""
-LOGGER: Final = logging.getLogger("dlcp.fabric")
 
 
 class Watcher:
@@ -235,10 +234,10 @@ class Watcher:
             try:
                 async with Session(switch, self._pipeline, election_id=self._election_id) as session:
                     await session.become_primary(stand_by=True)
-                    await self._hold(session, state)
+                    await self._hold(session, state, was_lost=bool(said))
             except (ControlError, QueueDepthError) as error:
                 state.failures += 1
-                if str(error) != said:  # do not repeat the same warning
+                if state.reconciles > before or str(error) != said:  # do not repeat the same warning
                     LOGGER.warning("%s", error)
                 said = str(error)
             finally:
@@ -246,7 +245,7 @@ class Watcher:
             retry_s = RETRY_S if state.reconciles > before else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s)
 
-    async def _hold(self, session: Session, state: SwitchStatus) -> None:
+    async def _hold(self, session: Session, state: SwitchStatus, *, was_lost: bool) -> None:
         """Compare, repair and read counters for as long as the connection lasts."""
         first = True
         while True:
@@ -254,6 +253,10 @@ class Watcher:
             self._note(outcome, state)
             if first or outcome.plan.install:
                 await self._set_depths(session.switch)
+            if first and was_lost:
+                LOGGER.info(
+                    "switch %s at %s: answers again and holds the wanted state", session.switch.name, session.switch.grpc
+                )
             first = False
             state.connected = True
             state.readings = await read_counters(session, state.ports)

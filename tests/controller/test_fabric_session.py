@@ -231,7 +231,9 @@ def test_who_bids_the_same_waits_a_moment_for_the_one_before_to_be_gone(switch, 
                 await asyncio.wait_for(waiting, 10)
                 await reconcile(second, should(fabric(), pipeline))
                 async with Session(described(switch), pipeline) as third:
-                    with pytest.raises(ControlError, match="another controller already uses election id 10"):
+                    with pytest.raises(
+                        ControlError, match="another connection has election id 10: another controller's, or an earlier"
+                    ):
                         await third.become_primary()
 
     run(work())

@@ -59,6 +59,27 @@ async def held(fabric, pipeline):
         return difference(wanted(fabric, fabric.switches[0], pipeline), await session.entities())
 
 
+def test_each_loss_of_a_switch_and_its_return_is_logged(switch, pipeline, caplog):
+    caplog.set_level("INFO", "dlcp.fabric")
+
+    def said(text):
+        return sum(text in record.getMessage() for record in caplog.records)
+
+    async def work():
+        watcher = Watcher(fabric_of(switch), pipeline, every_s=0.1)
+        async with watching(watcher) as state:
+            await soon(lambda: state.connected)
+            assert said("answers again") == 0
+            for times in (1, 2):
+                await asyncio.to_thread(switch.restart)
+                await soon(lambda times=times: said("switch switch at") and said("answers again") == times)
+                await soon(lambda: state.connected)
+        warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) >= 2, "the second loss, too"
+
+    run(work())
+
+
 def test_a_restarted_switch_is_restored_and_one_that_is_right_is_left_alone(switch, pipeline):
     fabric = fabric_of(switch)
 

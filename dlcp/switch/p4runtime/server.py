@@ -135,7 +135,7 @@ class Arbiter:
         election_id = _number(request.election_id) if request.HasField("election_id") else None
         for other, known in self._election_ids.items():
             if other is not stream and election_id is not None and known == election_id:
-                raise Refused(f"election id {election_id} is already used by another controller")
+                raise Refused(f"election id {election_id} is already used by another connection")
         if stream not in self._election_ids and len(self._election_ids) >= CONNECTIONS_MAX:
             raise Refused(f"{CONNECTIONS_MAX} controllers are already connected", rpc_code.RESOURCE_EXHAUSTED)
         self._election_ids[stream] = election_id
