@@ -86,7 +86,33 @@ local other_version = ProtoExpert.new(
     "dlcp.other_version", "Not a DLCP version that this dissector knows", expert.group.PROTOCOL, expert.severity.WARN)
 local unknown_type = ProtoExpert.new(
     "dlcp.unknown_type", "Unknown DLCP packet type", expert.group.PROTOCOL, expert.severity.WARN)
-dlcp.experts = { too_short, other_version, unknown_type }
+local truncated = ProtoExpert.new(
+    "dlcp.truncated", "[truncated] The capture has only the first bytes of this packet",
+    expert.group.UNDECODED, expert.severity.NOTE)
+dlcp.experts = { too_short, other_version, unknown_type, truncated }
+
+-- Each header field's first byte and number of bytes.
+local PLACES = {
+    { f.version, 0, 1 },
+    { f.type, 0, 1 },
+    { f.protected, 1, 1 },
+    { f.retransmission, 1, 1 },
+    { f.trimmed, 1, 1 },
+    { f.congestion, 1, 1 },
+    { f.flags_spare, 1, 1 },
+    { f.queue, 2, 1 },
+    { f.drop_class, 2, 1 },
+    { f.spare, 2, 1 },
+    { f.layer, 3, 1 },
+    { f.job, 4, 2 },
+    { f.budget, 6, 2 },
+    { f.step, 8, 4 },
+    { f.message, 12, 2 },
+    { f.sender, 14, 2 },
+    { f.index, 16, 4 },
+    { f.count, 20, 4 },
+    { f.token, 24, 8 },
+}
 
 local ACK, PROBE, STOP, HELLO, HELLO_ACK = 2, 3, 5, 7, 8
 local ENTRY_BYTES, ACK_PATH = 18, 2147483647
@@ -119,17 +145,18 @@ end
 
 local function describe_question(buffer, left)
     local text = describe_any(buffer)
-    if left > 0 and buffer(HEADER_BYTES, 1):uint() == 1 then
+    local captured = buffer:len() - HEADER_BYTES
+    if captured > 0 and buffer(HEADER_BYTES, 1):uint() == 1 then
         text = text .. ", more to come"
     end
-    if left == 5 then
+    if left == 5 and captured == left then
         text = text .. ", " .. buffer(HEADER_BYTES + 1, 4):uint() .. " deferred"
     end
     return text
 end
 
 local function describe(buffer)
-    local kind, left = buffer(0, 1):bitfield(4, 4), buffer:len() - HEADER_BYTES
+    local kind, left = buffer(0, 1):bitfield(4, 4), buffer:reported_len() - HEADER_BYTES
     if kind == ACK then
         return describe_ack(buffer)
     elseif kind == PROBE then
@@ -159,58 +186,60 @@ end
 
 local function add_greeting(buffer, tree)
     local greeting = tree:add(dlcp, buffer(HEADER_BYTES), "Greeting")
-    greeting:add(f.packet_bytes, buffer(HEADER_BYTES, 4))
-    greeting:add(f.room, buffer(HEADER_BYTES + 4, 4))
+    local function add(field, at, bytes)
+        if at + bytes <= buffer:len() then
+            greeting:add(field, buffer(at, bytes))
+        end
+    end
+    add(f.packet_bytes, HEADER_BYTES, 4)
+    add(f.room, HEADER_BYTES + 4, 4)
     for at = HEADER_BYTES + GREETING_BYTES, buffer:len() - PORT_BYTES, PORT_BYTES do
-        greeting:add(f.path_port, buffer(at, PORT_BYTES))
+        add(f.path_port, at, PORT_BYTES)
     end
 end
 
+-- A capture may hold fewer bytes than arrived (snaplen): what a packet is depends on its length on the wire,
+-- reported_len(), and what can be read on the captured one, len().
 function dlcp.dissector(buffer, packet, tree)
     packet.cols.protocol = "DLCP"
-    if buffer:len() < HEADER_BYTES then
-        tree:add(dlcp, buffer()):add_proto_expert_info(too_short)
-        return buffer:len()
+    local captured, is_cut = buffer:len(), buffer:len() < buffer:reported_len()
+    local branch = captured > 0 and tree:add(dlcp, buffer(0, math.min(captured, HEADER_BYTES))) or tree:add(dlcp)
+    if is_cut then
+        branch:add_proto_expert_info(truncated)
     end
-    if buffer(0, 1):bitfield(0, 4) ~= VERSION then
-        local branch = tree:add(dlcp, buffer())
+    if buffer:reported_len() < HEADER_BYTES then
+        branch:add_proto_expert_info(too_short)
+        return captured
+    end
+    if captured > 0 and buffer(0, 1):bitfield(0, 4) ~= VERSION then
         branch:add(f.version, buffer(0, 1))
         branch:add_proto_expert_info(other_version)
-        return buffer:len()
+        return captured
     end
-    local branch = tree:add(dlcp, buffer(0, HEADER_BYTES))
-    branch:add(f.version, buffer(0, 1))
-    branch:add(f.type, buffer(0, 1))
-    branch:add(f.protected, buffer(1, 1))
-    branch:add(f.retransmission, buffer(1, 1))
-    branch:add(f.trimmed, buffer(1, 1))
-    branch:add(f.congestion, buffer(1, 1))
-    branch:add(f.flags_spare, buffer(1, 1))
-    branch:add(f.queue, buffer(2, 1))
-    branch:add(f.drop_class, buffer(2, 1))
-    branch:add(f.spare, buffer(2, 1))
-    branch:add(f.layer, buffer(3, 1))
-    branch:add(f.job, buffer(4, 2))
-    branch:add(f.budget, buffer(6, 2))
-    branch:add(f.step, buffer(8, 4))
-    branch:add(f.message, buffer(12, 2))
-    branch:add(f.sender, buffer(14, 2))
-    branch:add(f.index, buffer(16, 4))
-    branch:add(f.count, buffer(20, 4))
-    branch:add(f.token, buffer(24, 8))
+    for _, place in ipairs(PLACES) do
+        if place[2] + place[3] <= captured then
+            branch:add(place[1], buffer(place[2], place[3]))
+        end
+    end
+    if captured < HEADER_BYTES then
+        packet.cols.info = "[truncated]"
+        return captured
+    end
     if not TYPES[buffer(0, 1):bitfield(4, 4)] then
         branch:add_proto_expert_info(unknown_type)
     end
-    packet.cols.info = describe(buffer)
-    local left = buffer:len() - HEADER_BYTES
-    if buffer(0, 1):bitfield(4, 4) == ACK and left % ENTRY_BYTES == 0 then
+    packet.cols.info = describe(buffer) .. (is_cut and " [truncated]" or "")
+    local left = buffer:reported_len() - HEADER_BYTES
+    if captured == HEADER_BYTES then
+        return captured
+    elseif buffer(0, 1):bitfield(4, 4) == ACK and left % ENTRY_BYTES == 0 then
         add_entries(buffer, tree)
     elseif (buffer(0, 1):bitfield(4, 4) == HELLO or buffer(0, 1):bitfield(4, 4) == HELLO_ACK) and buffer(16, 4):uint() == 0 and left >= GREETING_BYTES then
         add_greeting(buffer, tree)
-    elseif left > 0 then
+    else
         Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     end
-    return buffer:len()
+    return captured
 end
 
 local ports = DissectorTable.get("udp.port")

@@ -147,7 +147,9 @@ def generate() -> str:
         "GREETING_BYTES": str(GREETING.size),
         "PORT_BYTES": str(GREETING_PORT.size),
         "ENTRY_ADDS": "\n".join(_entry_adds()),
-        "ADDS": "\n".join(f"    branch:add(f.{name}, {_byte_range(name, first)})" for name, first in offsets.items()),
+        "PLACES": "\n".join(
+            f"    {{ f.{name}, {first // 8}, {max(1, FIELD_BITS[name] // 8)} }}," for name, first in offsets.items()
+        ),
     }
     parts |= {f"{name}_range": _byte_range(name, first) for name, first in offsets.items()}
     parts |= {f"{name}_value": _value(name, first) for name, first in offsets.items()}

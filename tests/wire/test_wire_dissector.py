@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+import struct
 import subprocess
 
 import pytest
@@ -183,3 +184,50 @@ def test_tshark_says_what_a_question_and_a_stop_mean(tmp_path):
     }
     rows = shown([packet(*each) for each in told], tmp_path, "_ws.col.Info")
     assert [row[0].partition("class 0")[2] for row in rows] == list(told.values())
+
+
+BEFORE_DLCP = 14 + 20 + 8
+"""Bytes of Ethernet, IPv4 and UDP."""
+
+
+def cut(file, most):
+    """A capture as tcpdump would have taken it with ``--snapshot-length=most``."""
+    kept, at = [file[:24]], 24
+    while at < len(file):
+        *stamp, captured, length = struct.unpack_from("<IIII", file, at)
+        kept += [
+            struct.pack("<IIII", *stamp, min(captured, most), length),
+            file[at + 16 : at + 16 + min(captured, most)],
+        ]
+        at += 16 + captured
+    return b"".join(kept)
+
+
+@needs_tshark
+@pytest.mark.parametrize("most", [1, 2, 5, 17, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, HEADER_BYTES + 6])
+def test_a_capture_that_was_cut_is_marked_and_what_is_there_is_shown(tmp_path, most):
+    greeting = Header(PacketType.HELLO, 0, 7, 0, 0, 3, 0, 0, 0, 5, 0, 0, 9).encode() + GREETING.pack(1400, 512)
+    acks = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode() + ACK_ENTRY.pack(7, 2, 0, 1) * 2
+    stop = Header(PacketType.STOP, 0, 7, 0, 0, 1, 0, 2, 3, 4, 5, 6, 9).encode() + b"\1" * 9
+    probe = Header(PacketType.PROBE, 0, 7, 0, 0, 1, 0, 2, 3, 4, 5, 6, 9).encode() + QUESTION.pack(1, 70)
+    made = [*packets(), *(Golden(UDP_PORT_BASE, datagram, True) for datagram in (greeting, acks, stop, probe))]
+    path = tmp_path / "cut.pcap"
+    path.write_bytes(cut(capture(made), BEFORE_DLCP + most))
+    columns = ["_ws.expert.message", "_ws.col.Info", *(f"dlcp.{name}" for name in FIELD_BITS)]
+    command = [TSHARK, "-r", str(path), "-X", f"lua_script:{DISSECTOR_PATH}", "-T", "fields", "-E", "separator=;"]
+    command += [f"-e{column}" for column in columns]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "Lua" not in done.stdout + done.stderr
+    for row, packet in zip(done.stdout.splitlines(), made, strict=True):
+        expert, info, *fields = row.split(";")
+        if not UDP_PORT_BASE <= packet.port < UDP_PORT_BASE + UDP_PORT_COUNT:
+            continue
+        assert ("[truncated]" in expert) == (len(packet.datagram) > most), row
+        if not packet.valid:
+            continue
+        assert info.endswith("[truncated]") == (len(packet.datagram) > most)
+        assert "all arrived" not in info or len(packet.datagram) == HEADER_BYTES
+        first_bit, right = 0, split(packet.datagram)
+        for (name, bits), text in zip(FIELD_BITS.items(), fields, strict=True):
+            first_bit += bits
+            assert (number(text) if text else None) == (right[name] if first_bit <= 8 * most else None), name
