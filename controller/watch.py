@@ -255,7 +255,9 @@ class Watcher:
                 await self._set_depths(session.switch)
             if first and was_lost:
                 LOGGER.info(
-                    "switch %s at %s: answers again and holds the wanted state", session.switch.name, session.switch.grpc
+                    "switch %s at %s: answers again and holds the wanted state",
+                    session.switch.name,
+                    session.switch.grpc,
                 )
             first = False
             state.connected = True

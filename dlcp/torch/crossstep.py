@@ -61,7 +61,7 @@ from dlcp.error_text import describe
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback
 from dlcp.torch.framework import copy_from_first_rank, framework_route, profiled
-from dlcp.torch.hook import refuse_sparse
+from dlcp.torch.hook import sparse_parameter
 from dlcp.torch.layers import LayerGroup, layer_groups
 from dlcp.torch.partial_step import Guard, PartialStep
 from dlcp.torch.state import FRAMEWORK, State
@@ -438,7 +438,8 @@ def cross_step(
     elif options is not None:
         state.options = options
     refuse_whole_steps(state.options)
-    refuse_sparse(model)
+    if why := sparse_parameter(model):
+        raise ValueError(why)
     return CrossStep(model, optimizer, state, group, group_bytes)
 
 

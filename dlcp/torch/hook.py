@@ -14,17 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlcp.session.options import Options
 from dlcp.torch.framework import profiled
-from dlcp.torch.state import VALUE_TYPES, State, TensorFuture
+from dlcp.torch.state import VALUE_TYPES, State, TensorFuture, joining_unsupported
 
 log = logging.getLogger("dlcp")
 
 
-def hook(state: State, bucket: GradBucket) -> TensorFuture:
+def hook(state: State, bucket: GradBucket, *more: object) -> TensorFuture:
     """Average a bucket with DLCP; registered by :func:`enable`.
 
-    If that fails, ``backward`` raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP cannot
-    handle an error set on a future, only one raised by a callback.
+    Anything but a bucket, as other wrappers pass to their hooks, raises TypeError. If averaging fails, ``backward``
+    raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP cannot handle an error set on a
+    future, only one raised by a callback.
     """
+    if more or not isinstance(bucket, GradBucket):
+        raise TypeError(
+            f"DLCP's hook averages buckets of DistributedDataParallel, and was called with {type(bucket).__name__}: "
+            "call dlcp.torch.enable(model), which says what it supports, instead of registering the hook"
+        )
     with profiled("hand over a bucket") if profiler._is_profiler_enabled else nullcontext():
         return state.average_bucket(bucket).then(lambda averaged: averaged.value())
 
@@ -60,15 +66,18 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
     RuntimeError
         DLCP or another communication hook already averages the model's gradients.
     ValueError
-        A parameter's type or device is not supported, or it has sparse gradients, or FSDP2 does not support an option;
-        the message names it.
+        A parameter's type or device is not supported, or it has sparse gradients, or an option of
+        DistributedDataParallel or FSDP2 is not supported; the message names it.
     NotJoinedError
         Not all ranks can use DLCP, and ``options.fallback`` is off. With it all of them train as without DLCP.
     """
     if isinstance(model, DistributedDataParallel):
+        if why := unsupported(model):
+            raise ValueError(why)
         refuse_second_hook(model)
     plain = model.module if isinstance(model, DistributedDataParallel) else model
-    refuse_sparse(plain)
+    if why := sparse_parameter(plain):
+        raise ValueError(why)
     refuse_types(plain)
     if state is None:
         state = State(options or Options())
@@ -113,6 +122,39 @@ def _announce(model: torch.nn.Module, state: State) -> None:
         print(f"dlcp: {text}", file=sys.stderr, flush=True)
 
 
+def unsupported(model: DistributedDataParallel) -> str:
+    """Return why DDP averages a model's gradients without a communication hook or with one of its own; else ``""``.
+
+    The reason names the option, and what to do.
+    """
+    if model._use_python_reducer:
+        return (
+            'torch._dynamo.config.optimize_ddp="python_reducer" gives hooks single gradients and ignores their '
+            'averages: set it to "ddp_optimizer", the default, before DistributedDataParallel wraps the model'
+        )
+    if model.mixed_precision is not None:
+        return (
+            "DistributedDataParallel(mixed_precision=...) averages with a communication hook of its own, and DDP takes "
+            "only one: use torch.autocast instead"
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model._module_parameters):
+        return (
+            "_apply_optimizer_in_backward makes DDP average with a communication hook of its own, and DDP takes only "
+            "one: step the optimizer after backward"
+        )
+    if model._delay_all_reduce_all_params:
+        return (
+            "DistributedDataParallel(delay_all_reduce_named_params=...) with all parameters has no buckets to average: "
+            "leave out some parameters, or the option"
+        )
+    if getattr(model, "skip_all_reduce_unused_params", False):  # since PyTorch 2.8
+        return (
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) leaves buckets out of steps, and DLCP needs "
+            "all of them: omit the option"
+        )
+    return joining_unsupported(model)
+
+
 def refuse_second_hook(model: DistributedDataParallel) -> None:
     """Raise RuntimeError if a model has a communication hook: DDP takes one, and says so after ranks have met."""
     for _, state in model._comm_hooks:
@@ -139,16 +181,20 @@ def refuse_types(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_sparse(model: torch.nn.Module) -> None:
-    """Raise ValueError if a model has sparse gradients, which DDP's buckets cannot hold; detected as DDP does."""
+def sparse_parameter(model: torch.nn.Module) -> str:
+    """Return what is wrong with a model that has sparse gradients, which DDP's buckets cannot hold; else ``""``.
+
+    It is detected as DDP does.
+    """
     for name, module in model.named_modules():
         kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
         if isinstance(module, kinds) and module.sparse and module.weight.requires_grad:
             weight = f"{name}.weight".removeprefix(".")
-            raise ValueError(
+            return (
                 f"parameter {weight} has sparse gradients (sparse=True), and DLCP only exchanges dense ones: set "
                 "sparse=False, or leave the gradients of this model to the framework"
             )
+    return ""
 
 
 def parameter_digest(model: torch.nn.Module) -> str:

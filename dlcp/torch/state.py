@@ -6,7 +6,9 @@ bucket, and gives the average back in the tensor's own memory. Where DLCP does n
 does.
 """
 
+import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
 
 STEPS_KEPT = 10_000
 """Number of steps whose times are kept: some minutes of training."""
+CHECKED_STEPS = 100
+"""The first steps are all checked for parameters in no bucket, then every hundredth: 500 modules take 1 ms."""
+NAMED = 8
+"""Most names of parameters in one warning."""
+log = logging.getLogger("dlcp")
 FRAMEWORK = "the framework's own all-reduce"
 """The fallback, for messages."""
 VALUE_TYPES = {
@@ -87,6 +94,7 @@ class State:
         self.session: TrainingSession | None = None
         self.group_ranks: tuple[int, ...] = ()
         self.attached = False
+        self._buckets: Buckets | None = None
         self._by_framework: FrameworkAverager | None = None
         self._stagers: dict[torch.device, Stager | None] = {}
         self._sequence = 0
@@ -147,12 +155,17 @@ class State:
         NotJoinedError
             Not all ranks can use DLCP, and ``options.fallback`` is off.
         """
+        named = dict(model.module.named_parameters())
+        known = {id(parameter) for parameter in named.values()}
+        replaced = [parameter for parameter in model._module_parameters if id(parameter) not in known]
+        named |= {f"(no longer in the model) {number}": parameter for number, parameter in enumerate(replaced)}
+        self._buckets = Buckets(model)
         if model.find_unused_parameters and not model.static_graph:
             from dlcp.torch.unused import UnusedParameters  # most models use all of theirs
 
-            self._unused = UnusedParameters(model)
+            self._unused = UnusedParameters(model, named)
             self.may_discard(self._unused.names)
-        self.attach_tensors(dict(model.module.named_parameters()), model.process_group)
+        self.attach_tensors(named, model.process_group)
 
     def attach_tensors(
         self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, *, call: str = "dlcp.torch.enable"
@@ -367,6 +380,8 @@ class State:
         if not self.attached:
             raise RuntimeError("the state is closed, or loaded and not attached: call state.attach(model)")
         tensor, session = bucket.buffer(), self.session
+        if self._buckets:
+            self._buckets.note(bucket, self.step)
         if self._sequence == 0:
             self.settle()
             self._step_began_s = time.monotonic()
@@ -381,6 +396,8 @@ class State:
         if bucket.is_last():
             if self._unused is not None:
                 self._unused.end_step()
+            if self._buckets and self.group_ranks[0] == dist.get_rank():
+                self._buckets.warn_of_others(self.step)
             if session is not None and session.averager.autotuner:
                 session.averager.autotuner.on_gradients_ready()
             self.end_step()
@@ -474,6 +491,69 @@ class State:
         seconds = time.monotonic() - self._step_began_s
         for position in {segment.layer.position for segment in segments}:
             self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
+
+
+def joining_unsupported(model: DistributedDataParallel) -> str:
+    """Return why DLCP cannot average as DDP does in the ``join()`` that the model is in; ``""`` if it can."""
+    config = model._join_config
+    if not config.enable or config.throw_on_early_termination or model._divide_by_initial_world_size:
+        return ""
+    return (
+        "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, and DLCP by the "
+        "number of all ranks: omit the option"
+    )
+
+
+class Buckets:
+    """Which of a model's parameters are in buckets of DDP: those that required gradients when DDP wrapped the model.
+
+    Parameters
+    ----------
+    model
+        The wrapped model; kept as a weak reference, because it refers to the state.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        self._parameters: set[int] = set()
+        self._first_step: int | None = None
+        self._warned = False
+
+    def note(self, bucket: GradBucket, step: int) -> None:
+        """Note a bucket's parameters in the first step; raise ValueError if DDP would divide by another number."""
+        if self._first_step is None:
+            self._first_step = step
+        if step == self._first_step:  # later ones hold the same, in another order
+            self._parameters.update(map(id, bucket.parameters()))
+        if (model := self._model()) is not None and (why := joining_unsupported(model)):
+            raise ValueError(why)
+
+    def warn_of_others(self, step: int) -> None:
+        """Log, once, the names of parameters that require gradients and are in no bucket, so that nobody averages them.
+
+        Walking a large model takes a millisecond, so not every step is checked once training is under way.
+        """
+        model = self._model()
+        if self._warned or model is None or (step > CHECKED_STEPS and step % CHECKED_STEPS):
+            return
+        delayed = {id(parameter) for parameter in model._delay_all_reduce_params}
+        names = [
+            name
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad
+            and id(parameter) not in self._parameters
+            and id(parameter) not in delayed
+            and name not in model.parameters_to_ignore
+        ]
+        if names:
+            self._warned = True
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            log.warning(
+                "%s%s: these parameters require gradients but are in no bucket of DistributedDataParallel, so ranks do "
+                "not average them and will differ; wrap the model after you add or unfreeze parameters",
+                ", ".join(names[:NAMED]),
+                more,
+            )
 
 
 class FrameworkAverager:

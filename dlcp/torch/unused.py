@@ -5,8 +5,10 @@ With ``find_unused_parameters``, DDP itself counts the ranks that use each param
 with a count of 0 away, and with them the residual that the ranks have added.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,11 +20,13 @@ class UnusedParameters:
     ----------
     model
         With ``find_unused_parameters``.
+    named
+        Its parameters by name.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, named: Mapping[str, torch.Tensor]) -> None:
         self._model = model
-        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named.items()}
         parameters, _ = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._names = [names[id(parameter)] for parameter in parameters]
         self._counts: list[int] | None = None

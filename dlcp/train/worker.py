@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.torch.hook import refuse_sparse
+from dlcp.torch.hook import sparse_parameter, unsupported
 from dlcp.torch.watching import StepWatch, note_collectives
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
 from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
@@ -192,13 +192,12 @@ class ScriptSession:
             if known and known.note in self._not_measured:
                 return
             if known:
-                raise SystemExit("dlcp: cannot measure: the script registers its own communication hook; remove it")
+                raise SystemExit(f"dlcp: cannot measure: {known.note}")
             if self._measurement is None:
-                try:
-                    refuse_sparse(model.module)  # the measuring hook does not support sparse gradients either
-                except ValueError as error:
-                    self._not_measured.add(str(error))
-                    self._enter(Model(model, None, str(error)))
+                # The measuring hook does not support sparse gradients either.
+                if why := unsupported(model) or sparse_parameter(model.module):
+                    self._not_measured.add(why)
+                    self._enter(Model(model, None, why))
                     return
                 with self._own_hook():
                     kind = AdvisedMeasurement if self.plan.advise else Measurement
@@ -218,7 +217,9 @@ class ScriptSession:
         if isinstance(state, dlcp.torch.State):
             self._enter(Model(model, state, "switched on by the script"))
         else:
-            self._enter(Model(model, None, "the script registers a communication hook of its own"))
+            why = isinstance(model, DistributedDataParallel) and unsupported(model)  # DDP may have registered it
+            if all(entry.wrapped is not model for entry in self.models):
+                self._enter(Model(model, None, why or "the script registers a communication hook of its own"))
 
     def _watch_only(self, model: torch.nn.Module) -> Model:
         if isinstance(model, DistributedDataParallel):
@@ -238,8 +239,6 @@ class ScriptSession:
             self._unwatched.append(entry)
 
     def _switch_on(self, model: torch.nn.Module) -> Model:
-        if isinstance(model, DistributedDataParallel) and model._join_config.enable:
-            return self._enter(Model(model, None, "the script uses join(), which no communication hook follows"))
         options = dlcp.torch.Options()
         try:
             with self._own_hook():

@@ -97,12 +97,30 @@ def sparse_measured(worker):
     return in_session(worker, sparse, TrainPlan(measure_steps=6))
 
 
-def joining(worker):
+def joining(worker, **how):
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(make())
-    with model.join():
+    with model.join(**how):
         train(model, 3 + worker.rank)
+
+
+def joining_unevenly(worker):
+    joining(worker, divide_by_initial_world_size=False)
+
+
+def with_the_python_reducer(worker):
+    import torch
+
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    train(plain_model(), 2)
+    torch._dynamo.config.optimize_ddp = "ddp_optimizer"
+
+
+def plain_model():
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(make())
 
 
 def two_models(worker):
@@ -137,6 +155,8 @@ SCRIPTS = {
     "sharding": sharding,
     "with a hook": with_a_hook,
     "joining": joining,
+    "joining unevenly": joining_unevenly,
+    "python reducer": with_the_python_reducer,
     "sparse": sparse,
     "two models": two_models,
     "subclassed": subclassed,
@@ -181,7 +201,14 @@ def test_a_script_that_enables_dlcp_itself_keeps_its_choice(ranks, script):
         assert model["ledger"]["sent"] > 0
 
 
-@pytest.mark.parametrize(("script", "why"), [("with a hook", "a communication hook of its own"), ("joining", "join()")])
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("with a hook", "a communication hook of its own"),
+        ("joining unevenly", "join(divide_by_initial_world_size=False)"),
+        ("python reducer", 'optimize_ddp="python_reducer"'),
+    ],
+)
 def test_what_cannot_be_taken_over_is_left_alone_and_said(ranks, script, why):
     for found in ranks:
         error, report, _ = found[script]
@@ -190,6 +217,13 @@ def test_what_cannot_be_taken_over_is_left_alone_and_said(ranks, script, why):
         assert not model["on"]
         assert why in model["note"]
     assert "leaves Sequential (2,762 parameters) alone" in ranks[0][script][2]
+
+
+def test_ranks_that_join_with_different_numbers_of_steps_train_over_dlcp(ranks):
+    for found in ranks:
+        error, report, _ = found["joining"]
+        assert error is None, error
+        assert (only_model(report)["on"], only_model(report)["steps"]) == (True, 4)
 
 
 def test_a_model_with_sparse_gradients_is_left_alone_and_the_rest_trains(ranks):
