@@ -127,27 +127,31 @@ def unsupported(model: DistributedDataParallel) -> str:
 
     The reason names the option, and what to do.
     """
-    if model._use_python_reducer:
+
+    def given(name: str) -> bool:
+        return bool(getattr(model, name, None))  # no version of PyTorch has all of them
+
+    if given("_use_python_reducer"):
         return (
             'torch._dynamo.config.optimize_ddp="python_reducer" gives hooks single gradients and ignores their '
             'averages: set it to "ddp_optimizer", the default, before DistributedDataParallel wraps the model'
         )
-    if model.mixed_precision is not None:
+    if given("mixed_precision"):
         return (
             "DistributedDataParallel(mixed_precision=...) averages with a communication hook of its own, and DDP takes "
             "only one: use torch.autocast instead"
         )
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model._module_parameters):
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.module.parameters()):
         return (
             "_apply_optimizer_in_backward makes DDP average with a communication hook of its own, and DDP takes only "
             "one: step the optimizer after backward"
         )
-    if model._delay_all_reduce_all_params:
+    if given("_delay_all_reduce_all_params"):
         return (
             "DistributedDataParallel(delay_all_reduce_named_params=...) with all parameters has no buckets to average: "
             "leave out some parameters, or the option"
         )
-    if getattr(model, "skip_all_reduce_unused_params", False):  # since PyTorch 2.8
+    if given("skip_all_reduce_unused_params"):
         return (
             "DistributedDataParallel(skip_all_reduce_unused_params=True) leaves buckets out of steps, and DLCP needs "
             "all of them: omit the option"

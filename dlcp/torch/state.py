@@ -157,7 +157,8 @@ class State:
         """
         named = dict(model.module.named_parameters())
         known = {id(parameter) for parameter in named.values()}
-        replaced = [parameter for parameter in model._module_parameters if id(parameter) not in known]
+        wrapped = getattr(model, "_module_parameters", ())  # private to PyTorch
+        replaced = [parameter for parameter in wrapped if id(parameter) not in known]
         named |= {f"(no longer in the model) {number}": parameter for number, parameter in enumerate(replaced)}
         self._buckets = Buckets(model)
         if model.find_unused_parameters and not model.static_graph:
@@ -495,8 +496,8 @@ class State:
 
 def joining_unsupported(model: DistributedDataParallel) -> str:
     """Return why DLCP cannot average as DDP does in the ``join()`` that the model is in; ``""`` if it can."""
-    config = model._join_config
-    if not config.enable or config.throw_on_early_termination or model._divide_by_initial_world_size:
+    config = getattr(model, "_join_config", None)  # private to PyTorch
+    if config is None or not config.enable or config.throw_on_early_termination or model._divide_by_initial_world_size:
         return ""
     return (
         "join(divide_by_initial_world_size=False) divides by the number of ranks that still have data, and DLCP by the "
