@@ -4,6 +4,7 @@
 import atexit
 import multiprocessing
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
@@ -54,6 +55,32 @@ class ExitCallback:
         atexit.unregister(self._run)
 
     def _run(self) -> None:
+        global _exiting
         if self._is_due and not self.is_fork:
-            self._is_due = False
+            self._is_due, _exiting = False, True
             self._function()
+
+
+_exiting = False
+
+
+def exiting() -> bool:
+    """Return whether this process ends, so that functions at exit run."""
+    return _exiting
+
+
+def ending_error() -> BaseException | None:
+    """Return the error that ends the script, for messages to other ranks; None if none is known.
+
+    It is the one being handled by the caller's thread, such as in a ``finally`` clause, or at exit one that nothing
+    caught. If a SystemExit hides an error, as in a process of multiprocessing, that error is returned.
+    """
+    # Before the exit, last_value may be of an earlier cell of a notebook.
+    error = sys.exc_info()[1] or (getattr(sys, "last_value", None) if _exiting else None)
+    while isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return None
+        if error.__context__ is None:
+            break
+        error = error.__context__
+    return error

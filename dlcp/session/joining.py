@@ -193,9 +193,13 @@ class Agreement:
         """Return whether all these ranks have published a value on a topic."""
         return bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
 
-    def anyone_published(self, topic: str) -> bool:
-        """Return whether any rank has published a value on a topic."""
-        return bool(self.store.check([topic]))
+    def latest(self, topic: str) -> tuple[int, Any] | None:
+        """Return the rank that published on a topic last, and its value; None if no rank has."""
+        if not self.store.check([topic]):
+            return None
+        rank = int(self.store.get(topic))
+        key = f"{topic}/{rank}"
+        return rank, json.loads(self.store.get(key)) if self.store.check([key]) else ""
 
     def collect(self, topic: str) -> dict[int, Any]:
         """Wait until all ranks have published a value, a verdict is in force, or time is up.

@@ -11,7 +11,6 @@ their gradients into buckets.
 """
 
 import logging
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.closing import ExitCallback
+from dlcp.closing import ExitCallback, ending_error, exiting
 from dlcp.collectives import Bucket, Reducer
 from dlcp.collectives.partial_result import RecoveryChannel
 from dlcp.error_text import describe
@@ -273,7 +272,7 @@ class Fallback:
 
 def reason_of_exit(rank: int) -> str | None:
     """Return why this process ends, for the other ranks, if an exception ended it that nothing caught."""
-    return reason_of(rank, getattr(sys, "last_value", None))
+    return reason_of(rank, ending_error()) if exiting() else None
 
 
 def reason_of(rank: int, error: BaseException | None) -> str | None:
@@ -712,7 +711,10 @@ class TrainingSession:
             waiting = bool(self.table.pending) and self.phase is SessionPhase.READY
         reason = reason_of_exit(self.rank)
         if reason is None and waiting:
-            reason = f"rank {self.rank}: its process ends in the middle of step {self.table.step}"
+            reason = (
+                reason_of(self.rank, ending_error())
+                or f"rank {self.rank}: its process ends in the middle of step {self.table.step}"
+            )
         self.close(reason)
 
     def close(self, reason: str | None = None) -> None:

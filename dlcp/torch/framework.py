@@ -171,8 +171,8 @@ class GlooWatch(PeerWatch):
 
     def check_peers(self, where: str) -> BaseException | None:
         """Check PyTorch's store for another rank that has left DLCP."""
-        left = self._agreement.anyone_published(LEFT)
-        return PeerAbortedError("another rank has left DLCP") if left else None
+        left = self._agreement.latest(LEFT)
+        return PeerAbortedError(f"rank {left[0]} has left DLCP: {left[1]}") if left else None
 
     def publish_left(self, reason: str) -> None:
         """Announce in PyTorch's store that this rank has left DLCP."""

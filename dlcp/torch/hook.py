@@ -26,7 +26,7 @@ def hook(state: State, bucket: GradBucket, *more: object) -> TensorFuture:
     raises a RuntimeError that quotes the :class:`dlcp.transport.TransportError`: DDP cannot handle an error set on a
     future, only one raised by a callback.
     """
-    if more or not isinstance(bucket, GradBucket):
+    if more or not hasattr(bucket, "is_last"):
         raise TypeError(
             f"DLCP's hook averages buckets of DistributedDataParallel, and was called with {type(bucket).__name__}: "
             "call dlcp.torch.enable(model), which says what it supports, instead of registering the hook"

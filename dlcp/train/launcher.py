@@ -127,7 +127,7 @@ _REFUSED: Final = {
 }
 
 
-_BROKEN_CONNECTION: Final = re.compile(r"closed by peer|reset by peer|remote worker|rank \d+ gave up")
+_BROKEN_CONNECTION: Final = re.compile(r"closed by peer|reset by peer|remote worker|rank \d+ (gave up|has left)")
 """In the errors of Gloo and DLCP when another rank has left; NCCL waits for its timeout."""
 
 

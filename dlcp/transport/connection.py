@@ -74,8 +74,8 @@ QUEUED_MEMORY_S: Final = 10.0
 """The time for which a path counts as congested after packets have queued on it: as long as its idle round trip is
 remembered."""
 ABORT_BYTES_MAX: Final = 1000
-FAREWELL: Final = b"\0its script has ended or has closed its session"
-"""The reason when a rank leaves normally. Its first byte tells peers not to give up."""
+FAREWELL: Final = "\0"
+"""The first character of the reason when a rank leaves without giving up: its peers need not give up either."""
 LAST_PACKETS_S: Final = 0.25
 """The time after a farewell in which earlier packets may still arrive: the delay of many queues."""
 
@@ -342,15 +342,10 @@ class Connection:
         heapq.heappush(self._later, (due_s, self._later_serial, function))
 
     def abort(self, reason: str) -> None:
-        """Tell all peers that this rank gives up."""
+        """Tell all peers that this rank gives up, or leaves normally if the reason begins with :data:`FAREWELL`."""
         payload = reason.encode()[: min(ABORT_BYTES_MAX, self.options.payload_bytes)]
         for peer in self._peers:
             self.engine.send_control(peer, PacketType.ABORT, payload)
-
-    def bid_farewell(self) -> None:
-        """Tell all peers that this rank leaves normally."""
-        for peer in self._peers:
-            self.engine.send_control(peer, PacketType.ABORT, FAREWELL)
 
     def _without(self, peer: Peer) -> None:
         """Continue without a peer that has left; fail if a message from it is missing.
@@ -572,7 +567,7 @@ class Connection:
         if header.type is PacketType.ABORT:
             peer = self._peers[event.peer]
             reason = payload[:ABORT_BYTES_MAX].decode(errors="replace")
-            if payload.startswith(FAREWELL[:1]):
+            if reason.startswith(FAREWELL):
                 if not peer.left:
                     peer.left = reason[1:]
                     # Its last packets may still be in flight: on another path, or in another queue.

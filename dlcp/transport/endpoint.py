@@ -10,9 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
+from textwrap import shorten
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dlcp.transport.connection import Connection, OnMessage, OnUnexpected
+from dlcp.closing import ending_error
+from dlcp.transport.connection import FAREWELL, Connection, OnMessage, OnUnexpected
 from dlcp.transport.messages import (
     Address,
     Arrival,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:  # loaded when options ask for it
 
 CLOSE_LINGER_S: Final = 1.0
 """The wait of a closing endpoint for the last acknowledgements: several round trips of a long path."""
+RAISED_CHARACTERS: Final = 200
+"""Most characters of an error that a rank leaves with: one or two lines of its peers' messages."""
 FAREWELLS: Final = 3
 """The number of farewells or aborts, which nobody acknowledges. At 10 % packet loss, one rank in a thousand misses all,
 and waits ``silence_s`` if it still expects a message."""
@@ -190,11 +194,15 @@ class Endpoint:
         Several threads may call it at once. A call with a reason ends the wait of the others. The endpoint's own thread
         releases its resources, so none is in use.
         """
-        reason = reason or self.connection.failure
+        reason, error = reason or self.connection.failure, ending_error()
         with contextlib.suppress(TransportError):  # it ended before
             if reason is None:
                 self._linger()
-            last = self.connection.bid_farewell if reason is None else partial(self.connection.abort, reason)
+                raised = error and shorten(f"{type(error).__name__}: {error}", RAISED_CHARACTERS)
+                reason = (
+                    f"{FAREWELL}its script {f'raised {raised}' if raised else 'has ended or has closed its session'}"
+                )
+            last = partial(self.connection.abort, reason)
             for _ in range(FAREWELLS):
                 self.call(last)
                 time.sleep(_POLL_S)

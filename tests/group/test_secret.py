@@ -132,10 +132,10 @@ def test_a_failure_of_ranks_that_never_met_counts_for_nothing_in_another_session
         agreement.publish("weighted", True)  # as sessions do before ranks meet
     assert on_ranks(2, lambda rank: agreements[rank].meet("enable")) == {0: None, 1: None}
     store.values |= earlier.values
-    assert not agreements[0].anyone_published(LEFT)
+    assert agreements[0].latest(LEFT) is None
     assert agreements[0].all_publish("weighted")
     agreements[1].publish(LEFT, "step 5: fc is not averaged")
-    assert agreements[0].anyone_published(LEFT)
+    assert agreements[0].latest(LEFT)
 
 
 def test_a_rank_with_another_secret_or_none_is_named_and_nobody_uses_dlcp():

@@ -72,7 +72,14 @@ else:
     else:
         for _ in range(steps):
             dist.all_reduce(torch.full((30_000,), 1.0))
+    if ending == "raised in finally" and rank == 2:
+        try:
+            raise ValueError("label 11 is not a class")
+        finally:
+            dist.destroy_process_group()
     if ending == "destroyed":
         dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(0)
+if ending == "raised" and rank == 2:
+    raise ValueError("label 11 is not a class")

@@ -40,18 +40,10 @@ def replaced(inner, step):
         inner[2] = nn.Linear(8, 4)
 
 
-def delayed(inner):
-    return {
-        "delay_all_reduce_named_params": [("2.weight", inner[2].weight), ("2.bias", inner[2].bias)],
-        "param_to_hook_all_reduce": inner[0].weight,
-    }
-
-
 CASES = {
     "plain": {},
     "static_graph": {"wrapping": lambda _: {"static_graph": True}},
     "bucket view": {"wrapping": lambda _: {"gradient_as_bucket_view": True}},
-    "delayed": {"wrapping": delayed},
     "ignored": {"ignored": ["0.weight"]},
     "frozen": {"change": frozen},
     "added": {"change": added},

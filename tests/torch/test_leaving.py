@@ -73,3 +73,15 @@ def test_ranks_hear_at_once_that_another_has_left(run, way):
     assert 0 not in statuses[:2], "\n".join(printed)
     for text in printed[:2]:
         assert "rank 2 has left" in text or "rank 2 has ended" in text or "has left DLCP" in text, text
+
+
+@pytest.mark.parametrize("ending", ["raised", "raised in finally"])
+@pytest.mark.parametrize("way", ["ddp", "backend", "group"])
+def test_ranks_hear_which_error_another_left_with(run, way, ending):
+    if way == "group" and ending == "raised in finally":
+        pytest.skip("a group of its own has no process group")
+    statuses, printed = run(way, ending, [STEPS, STEPS, STEPS - 2])
+    assert 0 not in statuses, "\n".join(printed)
+    for text in printed[:2]:
+        assert "ValueError" in text, text
+        assert "label 11 is not a class" in text, text

@@ -152,7 +152,8 @@ def _run_module(module, arguments, environment, output):
     status, kept = 0, None
     try:
         kept = runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as an interpreter does, too
         sys.excepthook(*sys.exc_info())
         status = 1
     # End as an interpreter does, with atexit's functions and after all threads, which multiprocessing would skip.

@@ -15,6 +15,7 @@ from dlcp.backend.channel import AllowedLoss
 from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
 from dlcp.backend.process_group import Collectives
 from dlcp.closing import ExitCallback
+from dlcp.session.session import reason_of_exit
 from dlcp.torch import BACKEND
 from dlcp.torch.backend.memory import HostMemory, HostTensor
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
@@ -377,7 +378,7 @@ def _watch_exit() -> None:
 def _leave_groups() -> None:
     """Leave the groups that a script has not destroyed: peers may still wait to learn what is over."""
     for collectives in list(_OPEN):
-        reason = f"rank {collectives.rank} has ended in the middle of a collective"
+        reason = reason_of_exit(collectives.rank) or f"rank {collectives.rank} has ended in the middle of a collective"
         collectives.close(reason if collectives.busy else None)
 
 
