@@ -139,7 +139,7 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
     add(parser, "--deferral-bound", "SHARE", option("deferral_bound"), deferred, default=0.0)
     bits = "bits of a value: 32, 16, 8, 4, or auto, which is 32, and 8 under congestion"
     add(parser, "--precision", "BITS", option("precision"), bits, default="auto")
-    only = "only these runs: gloo plain dlcp dlcp_priority; the page is written once the folder holds all of them"
+    only = "only these runs: gloo plain dlcp dlcp_priority; the page needs all of them but gloo, the figures do not"
     add(parser, "--only", "RUN", str, only, nargs="+")
     add_out(parser, out)
 

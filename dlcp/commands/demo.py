@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         possible = [variant for variant in variants(setup) if namespaces or variant.mode != "gloo"]
         chosen = select(possible, arguments.only, arguments.out)
         run_series(console, arguments.out, chosen, setup.steps, partial(execute, network, setup))
-        report(console, arguments.out, complete=not arguments.only)
+        report(console, arguments.out, arguments.only)
     except (DemoError, SwitchProcessError, ValueError) as error:
         return refuse("demo", error, 1)
     return 0

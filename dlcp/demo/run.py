@@ -27,7 +27,7 @@ from dlcp.demo.network import DemoNetwork, Shares
 from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
 from dlcp.ledger import add_up
 from dlcp.processes import Fact, ReportingFork, send_fact
-from dlcp.report.runs import RUN_NAMES, Run, RunFileError, load_runs, summarize, write_summary
+from dlcp.report.runs import RUN_NAMES, Run, RunFileError, check_complete, load_runs, summarize, write_summary
 from dlcp.wire import DROP_CLASSES
 
 JOB: Final = 1
@@ -390,33 +390,40 @@ def select(variants: Sequence[Variant], only: Sequence[str] | None, folder: Path
     return list(variants)
 
 
-def report(console: Console, folder: Path, *, complete: bool) -> dict[str, Run]:
-    """Write summary and report page of the runs in a folder, print a short result, and return the runs.
+def report(console: Console, folder: Path, only: Sequence[str] | None) -> dict[str, Run]:
+    """Print what the runs in a folder showed, write the summary and, if all are there, the page; return the runs.
 
     Parameters
     ----------
-    complete
-        Whether all runs must be there. Otherwise a missing run means no page yet.
+    only
+        The runs just made, if these were not all: older ones in the folder are left out if they cannot be compared
+        with them.
 
     Raises
     ------
     RunFileError
-        A run is missing, or the runs cannot be compared.
+        A run is missing although all were made, or the runs cannot be compared.
     """
     from dlcp.report.page import write_report  # Matplotlib takes a second to load
 
     try:
         runs = load_runs(folder)
     except RunFileError as error:
-        if complete:
+        if not only:
             raise
-        console.print(f"no page yet: {error}")
-        return {}
+        runs = load_runs(folder, only)
+        console.print(f"older runs in {folder} are left out: {error}")
     summary = summarize(runs)
     write_summary(summary, folder)
-    page = write_report(runs, summary, folder)
     _print_summary(console, summary)
-    console.print(f"  report: {page}")
+    try:
+        check_complete(runs)
+    except RunFileError as error:
+        if not only:
+            raise
+        console.print(f"  no page yet: {error}")
+    else:
+        console.print(f"  report: {write_report(runs, summary, folder)}")
     return runs
 
 
@@ -424,21 +431,31 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     accuracy = summary["target_accuracy"]
     if accuracy is None:
         console.print("  The runs have no accuracy in common that each one held: train longer (--steps).")
-        return
     for name in RUN_NAMES:
         if result := summary.get(name):
+            to_target = "" if accuracy is None else f"{result['seconds_to_target']:6.1f} s to {accuracy:.1%}, "
             console.print(
-                f"  {name:<14} {result['seconds_to_target']:6.1f} s to {accuracy:.1%}, "
-                f"{result['step_seconds']['mean']:.2f} s per step, final accuracy {result['final_accuracy']:.1%}"
+                f"  {name:<14} {to_target}{result['step_seconds']['mean']:.2f} s per step, "
+                f"final accuracy {result['final_accuracy']:.1%}"
             )
     console.print()
     peers = [(peer, summary[f"speedup_over_{peer}"]) for peer in ("gloo", "plain")]
-    ratios = [f"{ratio:.2f} times as fast as {peer}" for peer, ratio in peers if ratio is not None]
-    loss = summary["dlcp"]["loss"]
+    if ratios := [f"{ratio:.2f} times as fast as {peer}" for peer, ratio in peers if ratio is not None]:
+        console.print(f"  dlcp was {', '.join(ratios)}, to {accuracy:.1%}")
+    for name in ("dlcp", "dlcp_priority"):
+        if result := summary.get(name):
+            _print_losses(console, name, result)
+            break
+    console.print(f"  replicas are {'bit-identical' if summary['replicas_identical'] else 'NOT identical'}")
+
+
+def _print_losses(console: Console, name: str, result: dict[str, Any]) -> None:
+    """Print what the messages of one run with a loss bound lost, deferred and encoded."""
+    loss, precision, deferral = result["loss"], result["precision"], result["deferral"]
     kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
-    console.print(f"  dlcp was {', '.join(ratios) or 'the only run'}, to {accuracy:.1%}")
-    console.print(f"  a message lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}")
-    precision, deferral = summary["dlcp"]["precision"], summary["dlcp"]["deferral"]
+    console.print(
+        f"  a message of {name} lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}"
+    )
     for bits, share in precision["encoded"].items():
         console.print(f"  {share:.1%} of the packets had {bits} bits of each value")
     if precision["lower_digits"]:
@@ -448,4 +465,3 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
             f"  {deferral['share']:.1%} of the packets were deferred to a later step, at most "
             f"{deferral['max_message_ratio']:.1%} of a message; the bound is {deferral['bound']:.0%}"
         )
-    console.print(f"  replicas are {'bit-identical' if summary['replicas_identical'] else 'NOT identical'}")

@@ -12,7 +12,16 @@ from typing import Any
 
 from dlcp.report.drawing import Plot
 from dlcp.report.plots import HUES, draw_all
-from dlcp.report.runs import RUN_NAMES, Run, RunFileError, fair_share_ratio, load_runs, summarize, write_summary
+from dlcp.report.runs import (
+    RUN_NAMES,
+    Run,
+    RunFileError,
+    check_complete,
+    fair_share_ratio,
+    load_runs,
+    summarize,
+    write_summary,
+)
 from dlcp.report.style import FILTERS, SHORT_NAMES, TEMPLATES, render, sentence
 
 
@@ -22,7 +31,7 @@ def write_report(runs: Mapping[str, Run], summary: Mapping[str, Any], folder: Pa
     Parameters
     ----------
     runs, summary
-        Runs by name, and their summary by :func:`dlcp.report.runs.summarize`.
+        Runs by name, all but perhaps Gloo's, and their summary by :func:`dlcp.report.runs.summarize`.
     folder
         Folder of the page; created if missing.
 
@@ -70,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the demo's folder, such as out/demo")
     folder = parser.parse_args(arguments).folder
     try:
-        runs = load_runs(folder)
+        check_complete(runs := load_runs(folder))
     except RunFileError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
+import io
 import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from dlcp.demo.run import report
 from dlcp.report.runs import (
     HOLD_TOLERANCE,
     RunFileError,
+    check_complete,
     held_from,
     load_runs,
     progress_to,
@@ -168,12 +172,42 @@ def test_background_seed_and_program(timed):
     assert summary["program_digest"] == timed["dlcp"]["program_digest"]
 
 
-def test_runs_that_are_missing_or_unknown_are_refused(timed):
+@pytest.mark.parametrize("names", [["gloo", "dlcp"], ["gloo"], ["dlcp_priority"], ["plain", "dlcp_priority"]])
+def test_any_runs_show_their_figures(timed, tmp_path, names):
+    (tmp_path / "runs").mkdir()
+    for name in names:
+        (tmp_path / "runs" / f"{name}.json").write_text(json.dumps(timed[name]))
+    stale = timed["plain" if "plain" not in names else "dlcp"] | {"seed": 7}
+    (tmp_path / "runs" / f"{stale['name']}.json").write_text(json.dumps(stale))
+    console = Console(file=(said := io.StringIO()), width=200)
+    assert list(report(console, tmp_path, names)) == names
+    text = said.getvalue()
+    assert "older runs in" in text
+    assert all(f"  {name:<14} " in text for name in names)
+    assert "s per step" in text
+    assert "no page yet: run " in text
+    assert ("times as fast as gloo" in text) == (names == ["gloo", "dlcp"])
+    assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 1
+
+
+def test_runs_without_a_common_accuracy_show_their_figures_too(timed, tmp_path):
+    (tmp_path / "runs").mkdir()
+    run = timed["dlcp"] | {"curve": curve([0.1, 0.1])}
+    (tmp_path / "runs" / "dlcp.json").write_text(json.dumps(run))
+    console = Console(file=(said := io.StringIO()), width=200)
+    report(console, tmp_path, ["dlcp"])
+    assert "no accuracy in common" in said.getvalue()
+    assert "s per step, final accuracy" in said.getvalue()
+    with pytest.raises(RunFileError, match="dlcp demo --only plain dlcp_priority"):
+        report(console, tmp_path, None)
+
+
+def test_unknown_runs_are_refused_and_no_page_is_made_of_some(timed):
     with pytest.raises(RunFileError, match="unknown run 'mlt'"):
         summarize(timed | {"mlt": timed["dlcp"]})
     del timed["plain"]
     with pytest.raises(RunFileError, match="run 'plain' is missing"):
-        summarize(timed)
+        check_complete(timed)
 
 
 @pytest.mark.parametrize(

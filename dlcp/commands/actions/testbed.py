@@ -100,7 +100,7 @@ def _train(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -
         run_series(console, arguments.out, chosen, setup.steps, train_variant)
     except DemoError as error:
         return refuse("testbed", error, 1)
-    wrong = disagreements(report(console, arguments.out, complete=not arguments.only))
+    wrong = disagreements(report(console, arguments.out, arguments.only))
     for line in wrong:
         console.print(f"[bold]hosts and switches disagree[/] {line}")
     return 1 if wrong else 0
