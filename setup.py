@@ -7,7 +7,14 @@ headers the installation fails and says what to do; a wheel needs neither.
 
 import hashlib
 import sys
+import sysconfig
 from pathlib import Path
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit(
+        "DLCP does not support free-threaded builds of Python, such as 3.13t, which lack the stable ABI that its "
+        "compiled library uses: install it with an ordinary build of Python"
+    )
 
 from cffi import FFI
 from setuptools import Extension, find_packages, setup
@@ -51,6 +58,8 @@ REMEDY = (
     "(Debian and Ubuntu: apt-get install build-essential python3-dev) and run pip again, or install a wheel that `make "
     "dist` has built"
 )
+if "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""):
+    REMEDY += ". DLCP is not tested with musl (Alpine): a system with glibc, such as Debian, is known to work"
 
 
 class ExplainedBuild(build_ext):

@@ -146,6 +146,11 @@ def host_and_port(text: str, default_port: int | None, least_port: int = 0) -> t
     ValueError
         The text is not such an address.
     """
+    if text.count(":") > 1:
+        from dlcp.error_text import ipv4_only, is_ipv6  # rarely needed
+
+        if is_ipv6(text):
+            raise ValueError(ipv4_only(text))
     host, _, port = text.partition(":")
     if not _HOST.fullmatch(host) or (port and not (port.isascii() and port.isdecimal())):
         raise ValueError(f"expected host:port, got {short(text)}")

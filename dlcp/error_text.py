@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of error messages: the text of another error, and suggestions for a mistyped name."""
+"""Parts of error messages: the text of another error, suggestions for a mistyped name, and addresses of IPv6."""
 
 import difflib
+import ipaddress
+import socket
 import traceback
 from collections.abc import Iterable
 
@@ -34,3 +36,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if found:
         return f"; did you mean {' or '.join(found)}?"
     return f"; it has {', '.join(names)}" if names else "; it has none"
+
+
+def is_ipv6(text: str) -> bool:
+    """Return whether a text is an IPv6 address, as in ``::1``, ``[::1]`` or ``[::1]:29500``."""
+    try:
+        ipaddress.IPv6Address(text[1:].partition("]")[0] if text.startswith("[") else text)
+    except ValueError:
+        return False
+    return True
+
+
+def ipv4_only(host: str) -> str:
+    """Return that DLCP supports only IPv4, if a host has no other address than of IPv6; else ``""``."""
+    advice = "use an IPv4 address, or a name that has one"
+    if is_ipv6(host):
+        return f"DLCP supports only IPv4, not {host}: {advice}"
+    try:
+        families = {found[0] for found in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return ""
+    if socket.AF_INET in families or socket.AF_INET6 not in families:
+        return ""
+    return f"DLCP supports only IPv4, and {host} has only IPv6 addresses: {advice}"

@@ -7,6 +7,7 @@ import shutil
 
 from dlcp.commands.common import add, refuse, whole
 from dlcp.configuration import short
+from dlcp.error_text import ipv4_only, is_ipv6
 from dlcp.processes import JobLayout, Processes
 
 
@@ -42,6 +43,8 @@ def _layout(arguments: argparse.Namespace) -> JobLayout:
         if arguments.nodes > 1:
             raise ValueError("several machines need --master HOST:PORT, an address of machine 0 and a free port there")
         return JobLayout.local(arguments.processes)
+    if is_ipv6(arguments.master):
+        raise ValueError(f"--master: {ipv4_only(arguments.master)}")
     host, _, port = arguments.master.rpartition(":")
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--master takes HOST:PORT, got {short(arguments.master)}")

@@ -11,6 +11,7 @@ from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
+from dlcp.error_text import ipv4_only
 from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
 from dlcp.session.addresses import own_place, source_toward
 from dlcp.session.options import Options
@@ -64,7 +65,10 @@ def examine_path(text: str, packets: int, settings: Sequence[Setting]) -> Sectio
     except PeerError as error:
         return Section(f"Path to {text}", [missing("answer", str(error), error.fix)])
     except (OSError, ValueError) as error:
-        return Section(f"Path to {text}", [missing("answer", f"cannot be reached: {reason_of(error)}")])
+        return Section(
+            f"Path to {text}",
+            [missing("answer", f"cannot be reached: {ipv4_only(text.partition(':')[0]) or reason_of(error)}")],
+        )
     section = describe(report)
     section.findings.insert(0, examine_route(peer[0]))
     section.findings.extend(examine_payload(settings, report.mtu_bytes, "this path"))
@@ -122,7 +126,7 @@ def examine_own_address(options: Options, environment: Mapping[str, str]) -> Dia
         place = own_place(options, master or "127.0.0.1")
     except OSError as error:
         text = f"there is no route to MASTER_ADDR={master}: {reason_of(error)}"
-        return missing(subject, text, "set MASTER_ADDR to an address of rank 0's machine")
+        return missing(subject, text, "set MASTER_ADDR to an IPv4 address of rank 0's machine")
     if place.settled:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:

@@ -7,6 +7,7 @@ The caller must keep an array that it passes to C (``ffi.from_buffer``) for as l
 """
 
 import hashlib
+import sysconfig
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,9 +31,22 @@ def _refusal(words: str) -> ImportError:
     return ImportError(words, name=f"{__name__}._native", path=str(LIBRARY))
 
 
+def _unsupported() -> str:
+    """Return why DLCP supports no Python of this kind, as a sentence; ``""`` if it does."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "DLCP does not support free-threaded builds of Python, such as 3.13t: use an ordinary build"
+    if "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""):
+        return (
+            "DLCP is not tested with musl (Alpine), and its wheels need glibc: use a system with glibc, such as Debian"
+        )
+    return ""
+
+
 try:
     import dlcp.native._native as _native
 except ImportError as error:
+    if why := _unsupported():
+        raise _refusal(f"DLCP's compiled library does not load, {error}. {why}") from None
     if not LIBRARY.exists():
         raise _refusal(f"DLCP was not compiled, {LIBRARY} is missing: {_REMEDY}") from None
     raise _refusal(f"DLCP's compiled library does not load, {error}: {_REMEDY}") from error

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from dlcp.collectives.choice import SERVER
+from dlcp.error_text import ipv4_only
 from dlcp.session.options import Options
 from dlcp.transport import Address, bind_socket, parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
@@ -145,7 +146,10 @@ def advertised(options: Options, addresses: OwnAddresses, port: int) -> tuple[Ad
 def _route(host: str) -> tuple[str, str]:
     """Return the address from which the kernel sends to a host, and the host's address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, _DISCARD_PORT))  # sends nothing; only looks up the route
+        try:
+            probe.connect((host, _DISCARD_PORT))  # sends nothing; only looks up the route
+        except OSError as error:
+            raise OSError(error.errno, ipv4_only(host) or error.strerror) from None
         return str(probe.getsockname()[0]), str(probe.getpeername()[0])
 
 

@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from dlcp.closing import ExitCallback
+from dlcp.error_text import ipv4_only
 from dlcp.session.addresses import listening_host
 from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
 from dlcp.transport import Address, DeadlineError, RankEndedError, TransportError
@@ -358,6 +359,8 @@ def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
     """
     with _serving:
         if address not in _servers:
+            if why := ipv4_only(address[0]):
+                raise OSError(errno.EAFNOSUPPORT, why)
             try:
                 _servers[address] = StoreServer(address, secret, tls)
             except OSError as error:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from dlcp.configuration import host_and_port
+from dlcp.error_text import ipv4_only
 from dlcp.transport.messages import Address
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 
@@ -42,9 +43,8 @@ def bind_socket(host: str, ports: Iterable[int]) -> socket.socket:
             tried.append(f"{port} ({error.strerror})")
     else:
         sock.close()
-        raise OSError(
-            f"cannot bind UDP at {host}, port {', '.join(tried)}; end the job that holds it, or choose another address"
-        )
+        ports_tried = f"cannot bind UDP at {host}, port {', '.join(tried)}"
+        raise OSError(ipv4_only(host) or f"{ports_tried}; end the job that holds it, or choose another address")
     sock.setsockopt(socket.IPPROTO_IP, IP_RECVTOS, 1)
     sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
     try:
