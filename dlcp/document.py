@@ -356,7 +356,46 @@ def _converted(value: Any, kind: Any, steps: Steps) -> Any:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         inner = error.__cause__.steps if isinstance(error.__cause__, PlaceError) else ()
-        raise PlaceError(str(error).partition(" - at `")[0], *steps, *inner) from None
+        raise PlaceError(refusal(error, value), *steps, *inner) from None
+
+
+_NAMES: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "fields with values",
+    "null": "nothing",
+}
+"""Names of types for users, by msgspec's."""
+_COMPARED: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+
+
+def refusal(error: msgspec.ValidationError, value: Any) -> str:
+    """Return msgspec's reason for refusing a value in words for users; a record's own reason stays as it is."""
+    reason = str(error).partition(" - at `")[0]
+    got = "" if isinstance(value, dict | list) else f", got {_shown(value)}"
+    if found := re.fullmatch(r"Expected `([a-z |]+)`(?:, got `(\w+)`)?", reason):
+        names = [_NAMES.get(name, name) for name in found[1].split(" | ") if name != "null"]
+        return f"expected {' or '.join(names)}{got or f', got {_NAMES.get(found[2], found[2])}'}"
+    if found := re.fullmatch(r"Expected `\w+` (<=?|>=?) (\S+)", reason):
+        limit = float(found[2])
+        return f"must be {_COMPARED[found[1]]} {f'{limit:,.0f}' if limit.is_integer() else f'{limit:g}'}{got}"
+    if found := re.fullmatch(r"Expected `\w+` of length (<=|>=|) ?(\d+)(?:, got \d+)?", reason):
+        length = f", got {len(value)}" if isinstance(value, list | str | dict) else ""
+        return f"needs {_COMPARED.get(found[1], 'exactly')} {int(found[2]):,} entries{length}"
+    if found := re.fullmatch(r"Expected `str` matching regex '(.*)'", reason):
+        return f"does not match {found[1]}{got}"
+    if found := re.fullmatch(r"Object missing required field `(\w+)`", reason):
+        return f"{found[1]} is missing"
+    return reason
+
+
+def _shown(value: Any) -> str:
+    """Return a value as in YAML, shortened."""
+    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _alternative(value: Any, kind: Any, steps: Steps) -> Any:

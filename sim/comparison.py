@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dlcp.document import refusal
 from dlcp.report.style import FILTERS, render
 from dlcp.sim.experiment import Figure
 from dlcp.sim.results import ReportError, Spread
@@ -85,7 +86,8 @@ def read_result(path: Path) -> ComparedRun:
     try:
         return msgspec.json.decode(path.read_bytes(), type=ComparedRun)
     except (OSError, msgspec.DecodeError) as error:
-        raise ReportError(f"{path} is not a result file: {error}") from None
+        reason = refusal(error, {}) if isinstance(error, msgspec.ValidationError) else error
+        raise ReportError(f"{path} is not a result file: {reason}") from None
 
 
 def common_results(old: Path, new: Path) -> list[tuple[str, Path, Path]]:

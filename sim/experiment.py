@@ -19,8 +19,10 @@ from msgspec import Meta
 from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
+from dlcp.sim.limits import SECONDS_MAX, Seed, check_within
 from dlcp.sim.pipeline_training import pipeline_of
 from dlcp.sim.scenario import Fidelity, NetworkSetting, TraceJob
+from dlcp.sim.step_graph import check_messages
 from dlcp.sim.topology import build_topology
 from dlcp.sim.traces import place_traces
 from dlcp.sim.training import TrainingJob, place_jobs, profile_of
@@ -58,6 +60,17 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
                     raise PlaceError(message, "training", number, name)
         if self.traces:
             raise PlaceError("skip_steady is for training, not for traces: leave out one of the two", "traces")
+
+    def check_content(self) -> None:
+        """Reject a setting without anything to simulate.
+
+        Raises
+        ------
+        dlcp.document.PlaceError
+            It has neither jobs nor traffic.
+        """
+        if not (self.training or self.traces or self.traffic or self.patterns):
+            raise PlaceError("there is nothing to simulate: add training, traces, traffic or patterns")
 
     def check_learning(self) -> None:
         """Reject jobs that learn with the engine ``flows``, which does not know which packets are missing.
@@ -216,7 +229,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     title: str
     question: str
     setting: dict[str, Any]
-    seeds: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    seeds: tuple[Seed, ...] = ()
     axes: tuple[Axis, ...] = ()
     quick: Quick = Quick()
     figures: tuple[Figure, ...] = ()
@@ -369,6 +382,9 @@ class _ChangedSetting:
     def convert(self) -> RunSetting:
         """Return the setting, checked."""
         setting = self.document.convert(RunSetting, content=self.content, origin_of=self.origin_of)
+        with self._blamed():
+            setting.check_content()
+            setting.check_senders("training", "traces", "traffic", "patterns")
         with self._blamed("topology"):
             topology = build_topology(setting.topology)
         with self._blamed("training"):
@@ -382,18 +398,26 @@ class _ChangedSetting:
         for number, pattern in enumerate(setting.patterns):
             with self._blamed("patterns", number, "hosts"):
                 pattern.check_hosts(topology.hosts)
+        for number, traffic in enumerate(setting.traffic):
+            with self._blamed("traffic", number, "load"):
+                traffic.check_load(topology)
         for number, job in enumerate(setting.training):
             with self._blamed("training", number, "model"):
                 profile = profile_of(job)
+            with self._blamed("training", number, "stragglers" if job.stragglers else "model"):
+                step_s = job.slowest_step_s(profile)
+                check_within("the computing time of a step in seconds", step_s, SECONDS_MAX, "make it shorter")
+            own = next(each for each in placed if each.spec is job)
             if job.pipeline:
                 with self._blamed("training", number, "pipeline"):
-                    pipeline_of(next(each for each in placed if each.spec is job), profile, topology)
+                    pipeline_of(own, profile, topology)
+            with self._blamed("training", number):
+                check_messages(own, profile, setting.transports[job.transport])
             with self._blamed("training", number, "deferral"):
                 job.deferral_curve()
         with self._blamed("engine"):
             setting.check_engine(setting.engine)
         with self._blamed():
-            setting.check_senders("training", "traces", "traffic", "patterns")
             setting.check_precision()
             setting.check_learning()
             setting.check_skipping()

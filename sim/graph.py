@@ -6,12 +6,14 @@ predecessors are done and its delay is over. It is done when its target has what
 bulk: a ring of 1,024 ranks has two million of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from dlcp.sim.limits import BYTES_MAX, TIME_MAX_PS, check_within
 
 Nodes = NDArray[np.int64]
 OWN_LANE = -1
@@ -35,11 +37,21 @@ NODE_ROW = row_type(
 """A node's description; see `GraphBuilder.messages`."""
 
 NODE_RECORD = row_type(
-    (np.int64, "begin_ps end_ps"), (np.int32, "packets missing_packets sent_packets"), (np.bool_, "congested")
+    (np.int64, "begin_ps end_ps"),
+    (np.int32, "packets missing_packets"),
+    (np.int64, "sent_packets"),
+    (np.bool_, "congested"),
 )
 """A node's outcome: when it began (packets could be sent) and ended, the number of the message's packets, how many of
 them never reached its target, how many were sent, including retransmissions, and whether the sender knows of any that
 was lost or marked. The times are -1 before."""
+
+
+_MOST: Final[Mapping[str, tuple[str, int, str]]] = {
+    "size_bytes": ("the size of a message in bytes", BYTES_MAX, "send less"),
+    "delay_ps": ("a duration in picoseconds", TIME_MAX_PS, "compute less"),
+}
+"""Of a column, what it holds, its largest value, and what to change."""
 
 
 class GraphBuilder:
@@ -88,13 +100,18 @@ class GraphBuilder:
         Returns
         -------
         Node numbers, int64 (n,).
+
+        Raises
+        ------
+        dlcp.sim.limits.LimitError
+            A size or a delay is negative or too large.
         """
         defaults = {"queue": -1, "class_shares": -1, "sender": source}
         own = {"source": source, "target": target, "size_bytes": size_bytes, "transport": transport}
         given = {**defaults, **columns, **own}
         nodes = np.zeros(max(np.size(values) for values in given.values()), NODE_ROW)
         for name, values in given.items():
-            nodes[name] = values
+            nodes[name] = _checked(name, values)
         return self._add(nodes)
 
     def delays(
@@ -109,7 +126,7 @@ class GraphBuilder:
         """
         nodes = np.zeros(max(np.size(delay_ps), np.size(watched)), NODE_ROW)
         nodes["source"] = nodes["target"] = host
-        nodes["delay_ps"], nodes["step"], nodes["watched"] = delay_ps, step, watched
+        nodes["delay_ps"], nodes["step"], nodes["watched"] = _checked("delay_ps", delay_ps), step, watched
         return self._add(nodes)
 
     def barrier(self, before: ArrayLike, *, watched: bool = False) -> int:
@@ -173,6 +190,15 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+
+def _checked(name: str, values: ArrayLike) -> ArrayLike:
+    """Return a column's values, or raise `LimitError`: NumPy would cut off their upper bits."""
+    if name in _MOST and np.size(values):
+        least, most = int(np.min(values)), int(np.max(values))
+        what, limit, advice = _MOST[name]
+        check_within(what, most if least >= 0 else least, limit, advice)
+    return values
 
 
 def _joined(parts: Sequence[Nodes]) -> Nodes:

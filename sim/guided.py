@@ -21,8 +21,9 @@ from dlcp.error_text import nearest
 from dlcp.sim.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.experiment import Experiment, RunSetting, changed_fields
 from dlcp.sim.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork, suited_discipline
+from dlcp.sim.limits import HOSTS_MAX
 from dlcp.sim.models import MODELS, THROUGHPUTS
-from dlcp.sim.topology import HOSTS_MAX, LinkSpec
+from dlcp.sim.topology import LinkSpec
 from dlcp.sim.training import TrainingJob
 
 Answers = Mapping[str, Any]

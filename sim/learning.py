@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from dlcp.error_text import nearest
 from dlcp.planes import PlaneLayout
 from dlcp.sim.collectives import RESULT_MESSAGE
+from dlcp.sim.limits import VALUES_MAX, Count, Gain, Moment
 from dlcp.sim.models import TASK_LAYERS
 from dlcp.slow_ports import REFRESH_STEPS
 from dlcp.tags import TagPolicy
@@ -92,12 +93,12 @@ class LearningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     task: str
     target: Annotated[float, Meta(gt=0, lt=1)]
-    batch: Annotated[int, Meta(ge=1)] = 8
-    rate: Annotated[float, Meta(gt=0)] | None = None
-    warm_up: Annotated[int, Meta(ge=1)] = 10
-    scale: Annotated[int, Meta(ge=1)] = 1
-    compute_s: Annotated[float, Meta(gt=0)] = 0.01
-    test_every: Annotated[int, Meta(ge=1)] = 1
+    batch: Count = 8
+    rate: Gain | None = None
+    warm_up: Count = 10
+    scale: Annotated[int, Meta(ge=1, le=VALUES_MAX)] = 1
+    compute_s: Moment = 0.01
+    test_every: Count = 1
 
     def __post_init__(self) -> None:
         """Reject unknown tasks."""

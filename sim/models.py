@@ -16,13 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import yaml
+from msgspec import Meta
 
 from dlcp.document import Document
 from dlcp.error_text import describe, nearest
+from dlcp.sim.limits import VALUES_MAX, BytesOrNone, Seconds
 
 log = logging.getLogger("dlcp")
 
@@ -152,10 +154,10 @@ class TimedLayer:
     """
 
     name: str
-    parameters: int
-    forward_s: float
-    backward_s: float
-    output_bytes: int = 0
+    parameters: Annotated[int, Meta(ge=0, le=VALUES_MAX)]
+    forward_s: Seconds
+    backward_s: Seconds
+    output_bytes: BytesOrNone = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +173,8 @@ class StepProfile:
     """
 
     name: str
-    layers: tuple[TimedLayer, ...]
-    batch: int
+    layers: Annotated[tuple[TimedLayer, ...], Meta(min_length=1)]
+    batch: Annotated[int, Meta(ge=1, le=VALUES_MAX)]
     source: str
 
     @property

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.arithmetic import path_hashes, slot_owners
 from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, row_type
+from dlcp.sim.limits import check_packets
 from dlcp.sim.plan import EnginePlan, TransportKind, as_rows
 from dlcp.sim.routing import Routes
 from dlcp.wire import UDP_PORT_BASE, Queue
 
-FOREVER_PS: Final = 1 << 62
 ORDINARY_PORT: Final = 5001
 """UDP destination port of all traffic but DLCP's: any port that is not DLCP's would do."""
 PacketEngineName = Literal["auto", "kernel", "reference"]
@@ -216,6 +216,8 @@ class Submitter:
         ------
         ValueError
             A message is from a host to itself, or names a host or a transport that does not exist.
+        dlcp.sim.limits.LimitError
+            It has more packets than engines can count.
         """
         nodes, rules = graph.nodes, self._transports
         sends = nodes["size_bytes"] > 0
@@ -267,6 +269,8 @@ class Submitter:
                     sizes["profile"][own] = self.plan.lower_profile
                     loss_bound[own] = np.minimum(loss_bound[own], layout.loss_bound_max)
         packets = -(-size_bytes // payload)
+        largest = int(packets.argmax())
+        check_packets(int(size_bytes[largest]), int(payload[largest]))
         sizes["packets"] = packets
         sizes["last_bytes"] = np.where(packets > 0, size_bytes - (packets - 1) * payload, 0)
         sizes["allowed"] = np.floor(loss_bound * packets + 1e-9)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.collectives import all_reduce
 from dlcp.sim.graph import OWN_LANE, GraphBuilder, Nodes
+from dlcp.sim.limits import picoseconds
 from dlcp.sim.models import StepProfile
 from dlcp.sim.pipeline import NetworkLevel, PipelinePlan, PipelineStage, parse_replicas, plan_pipeline
 from dlcp.sim.simulation import Process, Simulation
@@ -129,8 +130,7 @@ def _stage_passes(
     layers = plan.profile.layers[stage.begin : stage.end]
     forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
     forward, backward = (
-        builder.delays(np.rint(seconds * speed * PS_PER_S).astype(np.int64), host=hosts, step=steps)
-        for seconds in (forward_s, backward_s)
+        builder.delays(picoseconds(seconds * speed), host=hosts, step=steps) for seconds in (forward_s, backward_s)
     )
     for replica in range(stage.replicas):
         ahead, back = forward[replica :: stage.replicas], backward[replica :: stage.replicas]

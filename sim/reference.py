@@ -22,9 +22,9 @@ from dlcp.sim import rules
 from dlcp.sim.arithmetic import DRAW_LIMIT, HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
 from dlcp.sim.disciplines import Admission
 from dlcp.sim.graph import NODE_RECORD
+from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.packet_engine import (
     COUNTER_CELLS,
-    FOREVER_PS,
     ORDINARY_PORT,
     PACKET_OUTCOME,
     PORT_BYTES,

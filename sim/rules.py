@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dlcp.sim.jit import shared
-from dlcp.sim.packet_engine import FOREVER_PS
+from dlcp.sim.limits import FOREVER_PS, TIMER_MAX_PS
 from dlcp.sim.plan import (
     CUBIC_KEEP,
     CUBIC_SCALE,
@@ -128,6 +128,8 @@ def timeout_ps(s: Row, t: Row) -> Number:
     wait = s.rtt + 4 * s.rtt_var
     if wait < t.timeout_ps:
         wait = t.timeout_ps
+    if wait > TIMER_MAX_PS:
+        wait = TIMER_MAX_PS
     return wait << s.backoff
 
 

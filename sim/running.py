@@ -94,7 +94,8 @@ class TimeDistribution:
         self.least_ps = least if not self.count else min(self.least_ps, least)
         self.most_ps = max(self.most_ps, most)
         self.count += len(times_ps)
-        self.total_ps += int(times_ps.sum())
+        # In two halves: the sum of times as long as the longest would not fit in 64 bits.
+        self.total_ps += (int((times_ps >> 32).sum()) << 32) + int((times_ps & 0xFFFFFFFF).sum())
         numbers = np.floor(np.log(np.maximum(times_ps, 1)) / _BASE).astype(np.int64)
         for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
             self._buckets[int(number)] = self._buckets.get(int(number), 0) + int(count)

@@ -7,6 +7,7 @@ to a `dlcp.sim.simulation.Simulation`.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -16,13 +17,29 @@ from numpy.typing import NDArray
 
 from dlcp.document import PlaceError
 from dlcp.error_text import nearest
+from dlcp.sim.limits import (
+    BYTES_MAX,
+    FACTOR_MAX,
+    FLOPS_MAX,
+    HOSTS_MAX,
+    MAGNITUDE_MAX,
+    PACKET_BYTES_MAX,
+    Bytes,
+    BytesOrNone,
+    Count,
+    Host,
+    Hosts,
+    Moment,
+    Packets,
+    Queue,
+    Ratio,
+    Seconds,
+    Seed,
+    check_within,
+)
 from dlcp.sim.plugins import OWN_DISCIPLINES, AnyTransport, setting_values
-from dlcp.sim.topology import Star, TopologySpec
+from dlcp.sim.topology import NetworkTopology, Star, TopologySpec
 from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, NsccTransport
-
-_Count = Annotated[int, Meta(ge=1)]
-_Seconds = Annotated[float, Meta(ge=0)]
-_Ratio = Annotated[float, Meta(ge=0, le=1)]
 
 
 class EcnSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,9 +50,9 @@ class EcnSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ``drop_incapable``, packets that do not support ECN are dropped instead, as in RED.
     """
 
-    min_packets: _Count = 65
-    max_packets: _Count = 65
-    max_probability: _Ratio = 1.0
+    min_packets: Packets = 65
+    max_packets: Packets = 65
+    max_probability: Ratio = 1.0
     drop_incapable: bool = False
 
 
@@ -79,22 +96,22 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     discipline: str = "fifo"
-    settings: dict[str, float] = {}
-    buffer_packets: _Count = 240
-    packet_bytes: Annotated[int, Meta(ge=64)] = 1500
+    settings: dict[str, Annotated[float, Meta(ge=-MAGNITUDE_MAX, le=MAGNITUDE_MAX)]] = {}
+    buffer_packets: Packets = 240
+    packet_bytes: Annotated[int, Meta(ge=64, le=PACKET_BYTES_MAX)] = 1500
     buffer: Literal["queue", "port", "switch"] = "port"
-    alpha: Annotated[float, Meta(gt=0)] = 1.0
+    alpha: Annotated[float, Meta(ge=1 / 1024, le=1024)] = 1.0
     ecn: EcnSpec | None = msgspec.field(default_factory=EcnSpec)
-    drop_at: tuple[float, ...] = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-    mark_at: _Ratio = 0.27
-    trim_packets: _Count = 8
+    drop_at: tuple[Ratio, ...] = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+    mark_at: Ratio = 0.27
+    trim_packets: Packets = 8
     trim_choice: Literal["arriving", "random"] = "arriving"
     spraying: Literal["hash", "random", "round_robin", "least_queue"] = "hash"
 
     def __post_init__(self) -> None:
         """Reject an unknown discipline, and thresholds that would drop valuable packets first."""
         setting_values(self.discipline, self.settings)
-        if len(self.drop_at) != 7 or not all(0 <= share <= 1 for share in self.drop_at):
+        if len(self.drop_at) != 7:
             raise ValueError(f"drop_at takes 7 shares between 0 and 1, for drop classes 1 to 7, got {self.drop_at}")
         if list(self.drop_at) != sorted(self.drop_at, reverse=True):
             raise ValueError(f"drop_at has to fall from class 1 to class 7, got {self.drop_at}")
@@ -108,6 +125,11 @@ Placement = Literal["packed", "spread", "random"]
 FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
 """A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
 Values in between are interpolated."""
+_Entry = Annotated[float, Meta(ge=0, le=BYTES_MAX)]
+_ROUNDING: Final = 1e-6
+"""How far the last share of a table may be from 1: tables have up to six digits."""
+_REPEATS_MAX: Final = 1_000_000
+"""Most times that a pattern's flows begin: each is a graph of its own."""
 
 _PACKET_BYTES: Final = 1460
 _WEB_SEARCH: Final = (
@@ -126,6 +148,33 @@ WORKLOADS: Final = {
 of 1,460 bytes as PIAS' public simulations tabulate them (PIAS-NS2, ``scripts/CDF_dctcp.tcl`` and ``CDF_vl2.tcl``)."""
 
 
+def _distribution(table: FlowSizes) -> FlowSizes:
+    """Return a table of flow sizes with shares as fractions; per cent, which end with 100, are converted.
+
+    Raises
+    ------
+    PlaceError
+        It is no distribution; ``steps`` lead to the row.
+    """
+    if not table:
+        raise PlaceError("the table of sizes is empty; give rows [size, share of flows no larger]", "sizes")
+    size, share = table[-1]
+    if abs(share - 1) > _ROUNDING and share != 100:
+        swapped = " (are the columns swapped?)" if size in (1, 100) else ""
+        raise PlaceError(
+            f"the last share is {share:g}{swapped}; rows are [size, share of flows no larger], and the last share is "
+            "1, or 100 if shares are in per cent",
+            *("sizes", len(table) - 1),
+        )
+    for number, (before, after) in enumerate(pairwise(table), 1):
+        if after[0] < before[0] or after[1] < before[1]:
+            raise PlaceError(f"{list(after)} follows {list(before)}; sizes and shares must ascend", "sizes", number)
+    if size < 1:
+        raise PlaceError("the largest size is below 1 byte; give sizes in bytes", "sizes", len(table) - 1)
+    whole = 100 if share == 100 else 1
+    return (*((each, min(1.0, below / whole)) for each, below in table[:-1]), (size, 1.0))
+
+
 class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Flows of other applications between random hosts, arriving as a Poisson process.
 
@@ -134,7 +183,11 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     load
         Offered load of the flows, as a share of the sum of the hosts' link rates.
     sizes
-        A workload in `WORKLOADS`, or a distribution of flow sizes.
+        A workload in `WORKLOADS`, or the rows of a table: a size, and the share of flows that are no larger. Both
+        ascend, and the last share is 1, or 100 if shares are in per cent.
+    size_unit
+        The unit of the table's sizes: ``bytes``, or ``packets`` of 1,460 bytes. Without it, sizes are bytes; a table
+        whose mean is below a packet is refused as unclear.
     most_bytes
         Larger flows are cut to this size; 0 means no limit. More flows make up for it, so the load stays the same. Use
         it to exclude flows that would take longer than the run.
@@ -142,17 +195,58 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     name: str = "background"
     load: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    sizes: Literal["web_search", "data_mining"] | FlowSizes = "web_search"
-    most_bytes: Annotated[int, Meta(ge=0)] = 0
+    sizes: Literal["web_search", "data_mining"] | tuple[tuple[_Entry, _Entry], ...] = "web_search"
+    size_unit: Literal["bytes", "packets"] | None = None
+    most_bytes: BytesOrNone = 0
     transport: str = "dctcp"
-    start_s: _Seconds = 0.0
-    stop_s: Annotated[float, Meta(gt=0)] = 0.01
+    start_s: Seconds = 0.0
+    stop_s: Moment = 0.01
+
+    def __post_init__(self) -> None:
+        """Reject a table that is no distribution, and traffic that ends before it begins."""
+        _check_order(self.start_s, self.stop_s)
+        if isinstance(self.sizes, str):
+            return
+        table = _distribution(self.sizes)
+        if len(table) > 2 and self.size_unit is None and mean_size(table) < _PACKET_BYTES:
+            raise PlaceError(
+                f"the mean size is {mean_size(table):,.0f}, and it is unclear of what: add size_unit, bytes or packets "
+                f"of {_PACKET_BYTES:,} bytes",
+                "sizes",
+            )
+        if self.size_unit == "packets" and table[-1][0] * _PACKET_BYTES > BYTES_MAX:
+            raise PlaceError(f"the largest size is {table[-1][0]:g} packets; at most {BYTES_MAX:,} bytes", "sizes")
 
     @property
     def flow_sizes(self) -> FlowSizes:
-        """Return the distribution of flow sizes."""
-        table = WORKLOADS[self.sizes] if isinstance(self.sizes, str) else self.sizes
+        """Return the distribution of flow sizes in bytes."""
+        if isinstance(self.sizes, str):
+            table = WORKLOADS[self.sizes]
+        else:
+            unit = _PACKET_BYTES if self.size_unit == "packets" else 1
+            table = tuple((size * unit, share) for size, share in _distribution(self.sizes))
         return tuple((min(size, float(self.most_bytes)), share) for size, share in table) if self.most_bytes else table
+
+    def flows_per_s(self, topology: NetworkTopology) -> float:
+        """Return the mean number of flows that begin in a second."""
+        # A host's first link leads to the network; any other leads only to GPUs in the same server.
+        first = {link.source: link.spec.rate_gbps for link in reversed(topology.links)}
+        rate_bps = sum(first[host] for host in range(topology.hosts)) * 1e9
+        return self.load * rate_bps / 8 / mean_size(self.flow_sizes)
+
+    def check_load(self, topology: NetworkTopology) -> None:
+        """Reject a load of less than one flow.
+
+        Raises
+        ------
+        ValueError
+            On average, fewer begin.
+        """
+        flows = self.flows_per_s(topology) * (self.stop_s - self.start_s)
+        if flows < 1:
+            raise ValueError(
+                f"{flows:.3g} flows of {self.name} begin on average between start_s and stop_s; raise load or stop_s"
+            )
 
 
 class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -171,12 +265,19 @@ class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     name: str = "flows"
     pattern: Literal["permutation", "incast", "all_to_all"] = "permutation"
-    size_bytes: _Count = 1_000_000
-    hosts: Annotated[int, Meta(ge=0)] = 0
+    size_bytes: Bytes = 1_000_000
+    hosts: Annotated[int, Meta(ge=0, le=HOSTS_MAX)] = 0
     transport: str = "dctcp"
-    start_s: _Seconds = 0.0
-    every_s: _Seconds = 0.0
-    stop_s: Annotated[float, Meta(gt=0)] = 0.01
+    start_s: Seconds = 0.0
+    every_s: Seconds = 0.0
+    stop_s: Moment = 0.01
+
+    def __post_init__(self) -> None:
+        """Reject repetitions that end before they begin, and too many of them."""
+        if self.every_s:
+            _check_order(self.start_s, self.stop_s)
+            times = (self.stop_s - self.start_s) / self.every_s
+            check_within("the number of times that the flows begin", times, _REPEATS_MAX, "raise every_s")
 
     def check_hosts(self, hosts: int) -> None:
         """Reject a number of hosts that cannot take part in a network with ``hosts``.
@@ -188,6 +289,11 @@ class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """
         if self.hosts == 1 or self.hosts > hosts:
             raise ValueError(f"{self.hosts} hosts cannot take part in {self.name}; choose 2 to {hosts}, or 0 for all")
+
+
+def _check_order(start_s: float, stop_s: float) -> None:
+    if stop_s <= start_s:
+        raise PlaceError(f"stop_s is {stop_s:g}, which is not after start_s, {start_s:g}", "stop_s")
 
 
 def draw_sizes(sizes: FlowSizes, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -226,16 +332,16 @@ class CollectiveJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     name: str
-    hosts: tuple[int, ...]
-    size_bytes: _Count
+    hosts: tuple[Host, ...]
+    size_bytes: Bytes
     collective: Literal["ring", "direct", "parameter_server"] = "ring"
     transport: str = "dctcp"
-    servers: _Count = 1
-    steps: _Count = 1
-    compute_s: _Seconds = 0.0
-    start_s: _Seconds = 0.0
+    servers: Hosts = 1
+    steps: Count = 1
+    compute_s: Seconds = 0.0
+    start_s: Seconds = 0.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    queue: Annotated[int, Meta(ge=0, le=7)] = 4
+    queue: Queue = 4
 
 
 class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -272,19 +378,19 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str
     file: str
-    hosts: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    hosts: tuple[Host, ...] = ()
     placement: Placement = "packed"
-    ranks: _Count | None = None
-    repeat: _Count = 1
+    ranks: Hosts | None = None
+    repeat: Count = 1
     transport: str = "dctcp"
     collective: Literal["ring", "direct", "tree"] | None = None
-    eager_bytes: Annotated[int, Meta(ge=0)] | None = None
-    compute_factor: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    flops: Annotated[float, Meta(gt=0)] | None = None
-    groups: dict[str, tuple[Annotated[int, Meta(ge=0)], ...]] = {}
+    eager_bytes: BytesOrNone | None = None
+    compute_factor: Annotated[float, Meta(ge=0, le=FACTOR_MAX)] = 1.0
+    flops: Annotated[float, Meta(ge=1, le=FLOPS_MAX)] | None = None
+    groups: dict[str, tuple[Host, ...]] = {}
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     queue: Annotated[int, Meta(ge=-1, le=7)] = -1
-    start_s: _Seconds = 0.0
+    start_s: Seconds = 0.0
 
 
 def choose_hosts(free: Sequence[int], size: int, placement: Placement, random: np.random.Generator) -> list[int]:
@@ -308,10 +414,14 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     nodes: tuple[str, str]
-    loss_ratio: _Ratio = 1.0
-    start_s: _Seconds = 0.0
-    stop_s: Annotated[float, Meta(gt=0)] = float("inf")
-    reroute_s: _Seconds = 0.0
+    loss_ratio: Ratio = 1.0
+    start_s: Seconds = 0.0
+    stop_s: Moment = float("inf")
+    reroute_s: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Reject a failure that ends before it begins."""
+        _check_order(self.start_s, self.stop_s)
 
 
 class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -338,8 +448,8 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     traffic: tuple[TrafficSpec, ...] = ()
     patterns: tuple[FlowPattern, ...] = ()
     failures: tuple[FailureSpec, ...] = ()
-    seed: Annotated[int, Meta(ge=0)] = 1
-    stop_s: Annotated[float, Meta(gt=0)] = 3600.0
+    seed: Seed = 1
+    stop_s: Moment = 3600.0
     engine: Fidelity = "packets"
     any_discipline: bool = False
 

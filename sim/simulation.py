@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
 from dlcp.sim.collectives import AllReduceSpec, all_reduce
 from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes, row_type
+from dlcp.sim.limits import FOREVER_PS, PACKETS_WAITING_MAX, LimitError, check_within
 from dlcp.sim.packet_engine import (
-    FOREVER_PS,
     Completion,
     CompletionKind,
     EngineName,
@@ -47,7 +47,6 @@ from dlcp.sim.scenario import (
     TraceJob,
     TrafficSpec,
     draw_sizes,
-    mean_size,
 )
 from dlcp.sim.topology import build_topology
 from dlcp.sim.traces import TraceProgress, trace_progress
@@ -157,8 +156,21 @@ class Simulation:
         return random_of(self.scenario.seed, *concern)
 
     def submit(self, graph: Graph, label: Any = None, *, keeps_outcomes: bool = False) -> SubmittedGraph:
-        """Start a graph now; with ``keeps_outcomes``, `outcomes` answers even when it is closed."""
-        submission = self._submitter.prepare(graph, int(self.env.now))
+        """Start a graph now; with ``keeps_outcomes``, `outcomes` answers even when it is closed.
+
+        Raises
+        ------
+        LimitError
+            A message has more packets than engines can count, or all of them have more than the packet engines can
+            hold.
+        """
+        try:
+            submission = self._submitter.prepare(graph, int(self.env.now))
+            if self.fidelity == "packets":
+                packets = submission.sizes["packets"].sum(dtype=np.int64)
+                check_within("the number of packets", packets, PACKETS_WAITING_MAX, "send less, or use engine flows")
+        except LimitError as error:
+            raise LimitError(f"{label[0]}: {error}" if label else str(error)) from None
         submitted = SubmittedGraph(self.env, submission, label, keeps_outcomes=keeps_outcomes)
         self._open[submission.number] = submitted
         self.engine.submit(submission)
@@ -354,15 +366,12 @@ def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Proces
     """Submit batches of flows that arrive as a Poisson process."""
     env = simulation.env
     random = simulation.random(1, number)
-    hosts = simulation.topology.hosts
-    # A host's first link leads to the network; any other leads only to GPUs in the same server.
-    first = {link.source: link.spec.rate_gbps for link in reversed(simulation.topology.links)}
-    rate_bps = sum(first[host] for host in range(hosts)) * 1e9
-    flows_per_s = spec.load * rate_bps / 8 / mean_size(spec.flow_sizes)
+    interval_ps = PS_PER_S / spec.flows_per_s(simulation.topology)
     yield from simulation.until(spec.start_s)
     stop_ps = seconds_to_ps(spec.stop_s)
     while simulation.now_ps < stop_ps:
-        times = np.cumsum(random.exponential(PS_PER_S / flows_per_s, _BATCH)).astype(np.int64)
+        moments = np.cumsum(random.exponential(interval_ps, _BATCH))
+        times: NDArray[np.int64] = np.minimum(moments, FOREVER_PS).astype(np.int64)
         span = int(times[-1])
         times = times[times + simulation.now_ps < stop_ps]
         if len(times):
@@ -446,7 +455,8 @@ def failure(simulation: Simulation, spec: FailureSpec) -> Process:
 MESSAGE_RECORD = row_type(
     (np.int32, "label step source target"),
     (np.int64, "size_bytes begin_ps end_ps"),
-    (np.int32, "packets missing_packets sent_packets"),
+    (np.int32, "packets missing_packets"),
+    (np.int64, "sent_packets"),
     (np.bool_, "congested"),
 )
 """A message's outcome: it began when it could be sent, and ended when its target had what it needed."""

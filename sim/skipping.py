@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
-from dlcp.sim.packet_engine import FOREVER_PS
+from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.training_run import STEPS_PER_GRAPH, Progress

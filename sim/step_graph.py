@@ -32,12 +32,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, all_gather, all_reduce, reduce_scatter
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
+from dlcp.sim.limits import MESSAGE_PACKETS_MAX, PIECES_MAX, check_packets, check_within, picoseconds
 from dlcp.sim.models import StepProfile, TimedLayer
 from dlcp.sim.topology import NetworkTopology
 from dlcp.sim.training import PlacedJob, SchedulerName, TrainingJob, computing_factors, profile_of
+from dlcp.sim.transports import TransportSpec
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 from dlcp.wire import Queue
 
@@ -116,8 +117,19 @@ def pieces(
         Largest piece in bytes.
     layer_queues, magnitude_classes
         See `dlcp.sim.training.TrainingJob`.
+
+    Raises
+    ------
+    dlcp.sim.limits.LimitError
+        There are too many of them.
     """
-    sizes = [round(layer.parameters * bytes_per_value) for layer in layers]
+    sizes = [max(1, round(layer.parameters * bytes_per_value)) if layer.parameters else 0 for layer in layers]
+    check_within(
+        "the number of pieces of the gradients",
+        sum(-(-size // most) for size in sizes) if scheduler != "fifo" else len(sizes),
+        PIECES_MAX,
+        "set a larger piece_bytes",
+    )
     if scheduler == "fifo":
         return _buckets(sizes, most)
     found: list[GradientPiece] = []
@@ -141,6 +153,24 @@ def pieces_of(job: TrainingJob, layers: Sequence[TimedLayer], workers: int | Non
         layer_queues=job.layer_queues,
         magnitude_classes=job.magnitude_classes,
     )
+
+
+def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpec) -> None:
+    """Reject a job whose messages have more packets than engines can count.
+
+    Raises
+    ------
+    dlcp.sim.limits.LimitError
+        It has such a message, or too many pieces.
+    """
+    payload = transport.packet_bytes - transport.header_bytes
+    parts = pieces_of(job.spec, profile.layers)
+    largest = max((piece.size_bytes for piece in parts), default=0)
+    if largest > MESSAGE_PACKETS_MAX * payload and not job.spec.pipeline:
+        # Most collectives cut a piece into shards; the graph knows. Few jobs are so large that it has to be asked.
+        factors = np.ones((1, len(job.workers)))
+        largest = int(step_graph(job, profile, parts, factors, 0, 0).graph.nodes["size_bytes"].max())
+    check_packets(largest, payload)
 
 
 def class_shares() -> tuple[tuple[float, ...], ...]:
@@ -361,7 +391,7 @@ class _StepBuilder:
         self, step: int, seconds: NDArray[np.float64], speed: NDArray[np.float64], before: Nodes | None
     ) -> NDArray[np.int64]:
         """Add the layers of a pass in sequence for every worker; return their nodes, int64 (layers, workers)."""
-        times = np.rint(np.outer(seconds, speed) * PS_PER_S).astype(np.int64)
+        times = picoseconds(np.outer(seconds, speed))
         hosts = np.broadcast_to(self.job.workers, times.shape)
         nodes = self.builder.delays(times.ravel(), host=hosts.ravel(), step=step).reshape(times.shape)
         if before is not None:

@@ -31,7 +31,8 @@ _COUNTED: Final = [cell for cell in EngineCounter if EngineCounter.EVENTS < cell
 _EVENT: Final = row_type(
     (np.int32, "label step source target"),
     (np.int64, "size_bytes begin_ps end_ps ideal_ps"),
-    (np.int32, "packets missing_packets sent_packets"),
+    (np.int32, "packets missing_packets"),
+    (np.int64, "sent_packets"),
     (np.bool_, "result congested"),
 )
 """A message, or a computation if it has no bytes."""

@@ -12,11 +12,10 @@ from msgspec import Meta
 from dlcp.document import Document, PlaceError
 from dlcp.error_text import closest, nearest
 from dlcp.sim.infragraph import is_infrastructure, network_of
+from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, RATE_MAX_GBPS, RATE_MIN_GBPS, Hosts
 from dlcp.sim.routing import Routes
 
-HOSTS_MAX = 1 << 16
 _Name = Annotated[str, Meta(pattern=r"^\S+$")]
-_Count = Annotated[int, Meta(ge=1)]
 
 
 class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +29,7 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Propagation delay, and any other delay of a hop except serialization and queueing.
     """
 
-    rate_gbps: Annotated[float, Meta(gt=0, le=10_000)] = 100.0
+    rate_gbps: Annotated[float, Meta(ge=RATE_MIN_GBPS, le=RATE_MAX_GBPS)] = 100.0
     delay_us: Annotated[float, Meta(ge=0, le=1_000_000)] = 1.0
     loss_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
@@ -71,17 +70,23 @@ class NetworkTopology:
 
     def __post_init__(self) -> None:
         """Name the hosts."""
+        if not 2 <= self.hosts <= HOSTS_MAX:
+            raise TopologyError(f"the topology has {self.hosts} hosts; it needs 2 to {HOSTS_MAX}")
         self.names = [f"host{i}" for i in range(self.hosts)]
         self.divisors = [1] * self.hosts
 
     def add_switch(self, name: str, divisor: int = 1) -> int:
         """Add a switch and return its number; see ``divisors``."""
+        if len(self.names) == NODES_MAX:
+            raise TopologyError(f"the topology has more than {NODES_MAX:,} hosts and switches; use fewer")
         self.names.append(name)
         self.divisors.append(divisor)
         return len(self.names) - 1
 
     def connect(self, one: int, other: int, spec: LinkSpec) -> None:
         """Link two nodes, in both directions."""
+        if len(self.links) == 2 * LINKS_MAX:
+            raise TopologyError(f"the topology has more than {LINKS_MAX:,} links; use fewer hosts or switches")
         self.links.append(TopologyLink(one, other, spec))
         self.links.append(TopologyLink(other, one, spec))
 
@@ -118,7 +123,7 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Star(_Spec, frozen=True, tag="star"):
     """Hosts around one switch."""
 
-    hosts: Annotated[int, Meta(ge=2)] = 16
+    hosts: Annotated[int, Meta(ge=2, le=HOSTS_MAX)] = 16
 
     def build(self) -> NetworkTopology:
         """Return the nodes and links."""
@@ -135,9 +140,9 @@ class LeafSpine(_Spec, frozen=True, tag="leaf_spine"):
     With equal link rates, the oversubscription is ``hosts_per_leaf / spines``.
     """
 
-    leaves: _Count = 9
-    spines: _Count = 4
-    hosts_per_leaf: _Count = 16
+    leaves: Hosts = 9
+    spines: Hosts = 4
+    hosts_per_leaf: Hosts = 16
     fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
 
     def build(self) -> NetworkTopology:
@@ -160,7 +165,7 @@ class FatTree(_Spec, frozen=True, tag="fat_tree"):
     """
 
     ports: Annotated[int, Meta(ge=2, le=64)] = 4
-    oversubscription: _Count = 1
+    oversubscription: Hosts = 1
     fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
 
     def __post_init__(self) -> None:
@@ -194,9 +199,9 @@ class FatTree(_Spec, frozen=True, tag="fat_tree"):
 class Dragonfly(_Spec, frozen=True, tag="dragonfly"):
     """Groups of fully meshed routers, and one link between every two groups (Kim, ISCA 2008); minimal routing."""
 
-    groups: Annotated[int, Meta(ge=2)] = 9
-    routers_per_group: _Count = 4
-    hosts_per_router: _Count = 2
+    groups: Annotated[int, Meta(ge=2, le=HOSTS_MAX)] = 9
+    routers_per_group: Hosts = 4
+    hosts_per_router: Hosts = 2
     local_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
     global_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
 
@@ -229,10 +234,10 @@ class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
     Hosts are GPUs, numbered server by server. The GPUs of a server reach each other over ``server_link``.
     """
 
-    servers: _Count = 8
-    gpus_per_server: _Count = 8
-    servers_per_pod: _Count = 8
-    spines: _Count = 4
+    servers: Hosts = 8
+    gpus_per_server: Hosts = 8
+    servers_per_pod: Hosts = 8
+    spines: Hosts = 4
     server_link: LinkSpec = msgspec.field(default_factory=lambda: LinkSpec(rate_gbps=3600.0, delay_us=0.5))
     fabric_link: LinkSpec = msgspec.field(default_factory=LinkSpec)
 
@@ -285,8 +290,8 @@ class NetworkFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     hosts: Annotated[tuple[_Name, ...], Meta(min_length=2, max_length=HOSTS_MAX)]
-    switches: Annotated[tuple[_Name, ...], Meta(min_length=1)]
-    links: Annotated[tuple[NetworkLink, ...], Meta(min_length=1)]
+    switches: Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=NODES_MAX - HOSTS_MAX)]
+    links: Annotated[tuple[NetworkLink, ...], Meta(min_length=1, max_length=LINKS_MAX)]
 
     def __post_init__(self) -> None:
         """Reject names that are repeated or unknown, links without a switch, and hosts that others cannot reach."""
@@ -410,13 +415,11 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     Raises
     ------
     TopologyError
-        The number of hosts is out of range, or ``host_links`` names an unknown host.
+        There are too few hosts, or too many hosts, switches or links, or ``host_links`` names an unknown host.
     dlcp.document.DocumentError
         The file of a `FileTopology` is wrong.
     """
     topology = spec.build()
-    if not 2 <= topology.hosts <= HOSTS_MAX:
-        raise TopologyError(f"the topology has {topology.hosts} hosts; it needs 2 to {HOSTS_MAX}")
     host_links = {} if isinstance(spec, FileTopology) else spec.host_links
     for name in sorted(host_links.keys() - topology.names[: topology.hosts]):
         raise TopologyError(f"host_links: there is no host {name!r}; there are host0 to host{topology.hosts - 1}")

@@ -18,6 +18,7 @@ from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.deferral import DeferralSpec
 from dlcp.sim.learning import TRAINED_MODEL, LearningSpec
+from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, Host, Hosts, Seconds
 from dlcp.sim.models import (
     StepProfile,
     bare_profile,
@@ -34,8 +35,6 @@ from dlcp.sim.simulation import random_of
 from dlcp.sim.topology import NetworkTopology
 from dlcp.slow_ports import weights_for_rates
 
-_Count = Annotated[int, Meta(ge=1)]
-_Seconds = Annotated[float, Meta(ge=0)]
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
 LEARNED_LOSS: Final = ("direct", "parameter_server", "byteps")
 """The collectives with which a job may learn and lose packets. In others, a packet holds sums of several ranks."""
@@ -56,8 +55,8 @@ class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Its computing time relative to the other workers'.
     """
 
-    worker: Annotated[int, Meta(ge=0)]
-    factor: Annotated[float, Meta(ge=1)] = 2.0
+    worker: Host
+    factor: Annotated[float, Meta(ge=1, le=FACTOR_MAX)] = 2.0
 
 
 class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -141,25 +140,25 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: str = "resnet50"
     gpu: str = "v100"
     gpu_precision: Literal["single", "mixed"] = "mixed"
-    batch: _Count | None = None
-    workers: Annotated[int, Meta(ge=2)] = 8
-    servers: Annotated[int, Meta(ge=0)] = 0
+    batch: Annotated[int, Meta(ge=1, le=VALUES_MAX)] | None = None
+    workers: Annotated[int, Meta(ge=2, le=HOSTS_MAX)] = 8
+    servers: Annotated[int, Meta(ge=0, le=HOSTS_MAX)] = 0
     placement: Placement = "packed"
-    copies: _Count = 1
+    copies: Hosts = 1
     collective: CollectiveName = "ring"
-    group: _Count = 8
+    group: Hosts = 8
     sharding: Literal["none", "fsdp"] = "none"
     reshard_after_forward: bool = True
-    unit_bytes: Annotated[int, Meta(ge=0)] = 0
+    unit_bytes: BytesOrNone = 0
     scheduler: SchedulerName = "fifo"
-    piece_bytes: _Count | None = None
-    sharded_bytes: _Count = SHARDED_PIECE_BYTES
+    piece_bytes: Bytes | None = None
+    sharded_bytes: Bytes = SHARDED_PIECE_BYTES
     layer_queues: bool = True
     magnitude_classes: bool = True
     transport: str = "dctcp"
     flows: Literal["shared", "own"] = "shared"
     bytes_per_value: Literal[1, 2, 4] = 4
-    compression: Annotated[float, Meta(ge=1)] = 1.0
+    compression: Annotated[float, Meta(ge=1, le=FACTOR_MAX)] = 1.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     adaptive_shards: bool = False
     deferral: DeferralSpec | None = None
@@ -168,11 +167,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     phases: bool = False
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learn: LearningSpec | None = None
-    steps: Annotated[int, Meta(ge=1, le=100_000)] = 3
+    steps: Annotated[int, Meta(ge=1, le=STEPS_MAX)] = 3
     jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stragglers: tuple[StragglerSpec, ...] = ()
-    start_s: _Seconds = 0.0
-    stagger_s: _Seconds = 0.0
+    start_s: Seconds = 0.0
+    stagger_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         """Reject contradictory settings."""
@@ -265,6 +264,10 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"learn with a loss bound is for {', '.join(LEARNED_LOSS)}, where each contribution goes to its owner; "
                 f"got collective {self.collective!r} with loss_bound {self.loss_bound:g}: set one of these, or 0"
             )
+
+    def slowest_step_s(self, profile: StepProfile) -> float:
+        """Return the computing time of the slowest worker's step, without jitter."""
+        return profile.compute_s * max((each.factor for each in self.stragglers), default=1.0)
 
     def deferral_curve(self) -> ConvergenceCurve | None:
         """Return the curve of additional steps that the job's deferral costs; None without deferral.

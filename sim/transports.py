@@ -16,11 +16,20 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from dlcp.sim.limits import (
+    PACKET_BYTES_MAX,
+    PACKETS_MAX,
+    Bytes,
+    Gain,
+    Microseconds,
+    MicrosecondsOrNone,
+    Packets,
+    Queue,
+    Ratio,
+    Window,
+)
 from dlcp.tags import FRONT_SHARES
 
-_Packets = Annotated[int, Meta(ge=1)]
-_Window = Annotated[float, Meta(ge=1)]
-_Microseconds = Annotated[float, Meta(gt=0)]
 _Balancing = Literal["flow", "packet"]
 
 
@@ -29,15 +38,15 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Those of the switches that it was made for."""
     ecn: ClassVar[bool] = False
     """Whether switches mark its packets instead of dropping them."""
-    packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 1500
+    packet_bytes: Annotated[int, Meta(ge=128, le=PACKET_BYTES_MAX)] = 1500
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 60
-    ack_bytes: Annotated[int, Meta(ge=40)] = 64
-    initial_window_packets: _Window = 10.0  # RFC 6928; Linux uses it for any packet size
-    max_window_packets: _Window = 4096.0
-    min_timeout_us: _Microseconds = 2000.0  # min_rto of PIAS-NS2, from the laboratory of DLCP's authors
-    reorder_packets: _Packets = 3  # DupThresh of RFC 5681 and RFC 6675
+    ack_bytes: Annotated[int, Meta(ge=40, le=PACKET_BYTES_MAX)] = 64
+    initial_window_packets: Window = 10.0  # RFC 6928; Linux uses it for any packet size
+    max_window_packets: Window = 4096.0
+    min_timeout_us: Microseconds = 2000.0  # min_rto of PIAS-NS2, from the laboratory of DLCP's authors
+    reorder_packets: Packets = 3  # DupThresh of RFC 5681 and RFC 6675
     balancing: _Balancing = "flow"
-    queue: Annotated[int, Meta(ge=0, le=7)] = 1
+    queue: Queue = 1
 
 
 class TailProbeTransport(_Transport, frozen=True):
@@ -71,9 +80,9 @@ class InterleavingTransport(TailProbeTransport, frozen=True):
         The published ones; with them, the growth is from 0.25 to 2 packets per round trip.
     """
 
-    step_gap_us: Annotated[float, Meta(ge=0)] = 0.0
-    slope: Annotated[float, Meta(ge=0)] = 1.75
-    intercept: Annotated[float, Meta(gt=0)] = 0.25
+    step_gap_us: MicrosecondsOrNone = 0.0
+    slope: Annotated[float, Meta(ge=0, le=1000)] = 1.75
+    intercept: Gain = 0.25
 
 
 class NewRenoTransport(InterleavingTransport, frozen=True, tag="new_reno"):
@@ -98,8 +107,8 @@ class SwiftTransport(_Transport, frozen=True, tag="swift"):
     ``target_us`` is the target round-trip time; 0 means twice the minimum measured so far.
     """
 
-    target_us: Annotated[float, Meta(ge=0)] = 0.0
-    additive_packets: Annotated[float, Meta(gt=0)] = 1.0
+    target_us: MicrosecondsOrNone = 0.0
+    additive_packets: Gain = 1.0
     beta: Annotated[float, Meta(gt=0, le=1)] = 0.8
     max_decrease: Annotated[float, Meta(gt=0, lt=1)] = 0.5
 
@@ -115,7 +124,7 @@ class PiasTransport(TailProbeTransport, frozen=True, tag="pias"):
     ecn: ClassVar[bool] = True
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 16
-    demotion_bytes: tuple[int, ...] = tuple(1460 * packets for packets in (909, 1329, 1648, 1960, 2143, 2337, 2484))
+    demotion_bytes: tuple[Bytes, ...] = tuple(1460 * packets for packets in (909, 1329, 1648, 1960, 2143, 2337, 2484))
 
     def __post_init__(self) -> None:
         """Reject thresholds that do not ascend."""
@@ -139,11 +148,11 @@ class PFabricTransport(_Transport, frozen=True, tag="pfabric"):
 
     disciplines: ClassVar[tuple[str, ...]] = ("pfabric",)
 
-    initial_window_packets: _Window = 18.0
-    max_window_packets: _Window = 35.0
-    min_timeout_us: _Microseconds = 45.0
+    initial_window_packets: Window = 18.0
+    max_window_packets: Window = 35.0
+    min_timeout_us: Microseconds = 45.0
     balancing: _Balancing = "packet"
-    probe_after_timeouts: _Packets = 5
+    probe_after_timeouts: Packets = 5
 
 
 class NdpTransport(_Transport, frozen=True, tag="ndp"):
@@ -155,9 +164,9 @@ class NdpTransport(_Transport, frozen=True, tag="ndp"):
 
     disciplines: ClassVar[tuple[str, ...]] = ("trim",)
 
-    initial_window_packets: _Window = 23.0
+    initial_window_packets: Window = 23.0
     balancing: _Balancing = "packet"
-    min_timeout_us: _Microseconds = 20_000.0
+    min_timeout_us: Microseconds = 20_000.0
 
 
 class UltraEthernetTransport(_Transport, frozen=True):
@@ -176,13 +185,13 @@ class UltraEthernetTransport(_Transport, frozen=True):
         Packets take this many entropy values in turn, in another order each time (oblivious spraying); a power of two.
     """
 
-    packet_bytes: Annotated[int, Meta(ge=128, le=9216)] = 4160
+    packet_bytes: Annotated[int, Meta(ge=128, le=PACKET_BYTES_MAX)] = 4160
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 64
-    initial_window_packets: Annotated[float, Meta(ge=0)] = 0.0
-    max_window_packets: Annotated[float, Meta(ge=0)] = 0.0
-    min_timeout_us: _Microseconds = 100.0
+    initial_window_packets: Annotated[float, Meta(ge=0, le=PACKETS_MAX)] = 0.0
+    max_window_packets: Annotated[float, Meta(ge=0, le=PACKETS_MAX)] = 0.0
+    min_timeout_us: Microseconds = 100.0
     balancing: _Balancing = "packet"
-    base_rtt_us: Annotated[float, Meta(ge=0)] = 0.0
+    base_rtt_us: MicrosecondsOrNone = 0.0
     entropies: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
 
     def __post_init__(self) -> None:
@@ -213,8 +222,8 @@ class NsccTransport(UltraEthernetTransport, frozen=True, tag="nscc"):
     disciplines: ClassVar[tuple[str, ...]] = ("trim", "priority")  # acknowledgements overtake data
     ecn: ClassVar[bool] = True
 
-    reorder_packets: _Packets = 64
-    target_us: Annotated[float, Meta(ge=0)] = 0.0
+    reorder_packets: Packets = 64
+    target_us: MicrosecondsOrNone = 0.0
     gain: Annotated[float, Meta(gt=0, le=1)] = 0.0125
     beta: Annotated[float, Meta(gt=0, le=1)] = 0.8
     max_decrease: Annotated[float, Meta(gt=0, lt=1)] = 0.5
@@ -237,8 +246,8 @@ class RcccTransport(UltraEthernetTransport, frozen=True, tag="rccc"):
 
     disciplines: ClassVar[tuple[str, ...]] = ("trim",)
 
-    credit_packets: _Packets = 4
-    credit_timeout_us: _Microseconds = 20_000.0
+    credit_packets: Packets = 4
+    credit_timeout_us: Microseconds = 20_000.0
 
 
 class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
@@ -261,20 +270,20 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     ecn: ClassVar[bool] = True
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 8
-    reorder_packets: _Packets = 64
+    reorder_packets: Packets = 64
     balancing: _Balancing = "packet"
-    queue: Annotated[int, Meta(ge=0, le=7)] = 4
+    queue: Queue = 4
     immediate: bool = False
-    class_shares: tuple[float, ...] = FRONT_SHARES
-    switch_hops: _Packets = 1
-    min_timeout_us: _Microseconds = 500.0
+    class_shares: tuple[Ratio, ...] = FRONT_SHARES
+    switch_hops: Packets = 1
+    min_timeout_us: Microseconds = 500.0
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
         """Reject anything but eight shares."""
         shares = self.class_shares
-        if len(shares) != 8 or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-            raise ValueError(f"class_shares needs 8 numbers >= 0 that add up to 1, got {shares}")
+        if len(shares) != 8 or abs(sum(shares) - 1) > 1e-6:
+            raise ValueError(f"class_shares needs 8 shares that add up to 1, got {shares}")
 
 
 class OwnTransport(TailProbeTransport, frozen=True):

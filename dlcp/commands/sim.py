@@ -108,16 +108,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
     from dlcp.document import DocumentError, PlaceError
     from dlcp.sim.learning import LearningError
+    from dlcp.sim.limits import LimitError
     from dlcp.sim.models import ProfileError
     from dlcp.sim.operations import TraceFormatError
     from dlcp.sim.results import ReportError
     from dlcp.sim.sweep import SweepError
+    from dlcp.sim.topology import TopologyError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:
         return action(arguments)
     except (
-        *(SimUsageError, DocumentError, PlaceError, SweepError),
+        *(SimUsageError, DocumentError, PlaceError, SweepError, LimitError, TopologyError),
         *(ReportError, ProfileError, LearningError, TraceFormatError),
     ) as error:
         return refuse("sim", error)

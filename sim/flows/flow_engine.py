@@ -12,9 +12,9 @@ from dlcp.sim.flows import rates as r
 from dlcp.sim.flows.loop import begin_nodes, relist, run, update_rates
 from dlcp.sim.flows.paths import PortMap, measure_paths, network_of, new_entries, trace
 from dlcp.sim.growing import Room, enlarged
+from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.packet_engine import (
     COUNTER_CELLS,
-    FOREVER_PS,
     PORT_BYTES,
     Completion,
     CompletionKind,

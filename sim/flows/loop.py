@@ -21,7 +21,8 @@ from dlcp.sim.flows.rates import (
 )
 from dlcp.sim.jit import call, entry
 from dlcp.sim.kernel.state import mix
-from dlcp.sim.packet_engine import FOREVER_PS, CompletionKind, EngineCounter
+from dlcp.sim.limits import FOREVER_PS
+from dlcp.sim.packet_engine import CompletionKind, EngineCounter
 from dlcp.sim.plan import Number
 
 RATES_EVERY_PS: Final = 20_000

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.graph import row_type
 from dlcp.sim.jit import call
-from dlcp.sim.packet_engine import FOREVER_PS
+from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.plan import PORT_QUEUES, Number
 
 i1, i4, i8, f8 = np.int8, np.int32, np.int64, np.float64
@@ -31,8 +31,8 @@ the mean step time with 1e-4 differs by 0.4 %, and takes four times as many upda
 
 FLUID_MESSAGE_ROW: Final = row_type(
     (i4, "flow packets last_bytes next waits graph follower_count allowed droppable"),
-    (i8, "followers begin end delay order"),
-    (i4, "missing dropped sent"),
+    (i8, "followers begin end delay order sent"),
+    (i4, "missing dropped"),
     (i1, "queue watched congested"),
 )
 """A node of a graph. ``flow`` is its stream's row, -1 for a node that sends nothing. ``next`` waits after it in its
@@ -365,7 +365,7 @@ def set_finish(w: FlowState, flow: int) -> None:
     f = w.flows[flow]
     f.finish = FOREVER_PS
     if f.rate > 0:
-        f.finish = f.since + max(0, int(f.left / f.rate + 0.5))
+        f.finish = f.since + max(0, int(min(f.left / f.rate, float(FOREVER_PS - f.since)) + 0.5))
     reorder(w, flow)
 
 

@@ -60,7 +60,7 @@ def test_what_comes_with_dlcp_can_be_read(path) -> None:
         ("x: rate, series: scheduler}", "x: rat, series: scheduler}", 25, "there is no axis 'rat'; did you mean rate"),
         ("rate: [slow]", "rate: [slw]", 23, "axis rate has no point 'slw'; did you mean slow"),
         ("topology.host_link", "topology.2.x", 22, "the setting has no place"),
-        ("load: 0.2", "load: 2", 12, "Expected `float` < 1.0"),
+        ("load: 0.2", "load: 2", 12, "must be less than 1, got 2"),
     ],
 )
 def test_mistakes_are_reported_with_their_line(tmp_path, old, new, line, message) -> None:
