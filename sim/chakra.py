@@ -16,7 +16,6 @@ fields that are read or written here are declared.
 - A node for a collective on the CPU (``is_cpu_op``) only starts the one on the GPU, and is a computation.
 """
 
-import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -39,6 +38,7 @@ from dlcp.sim.operations import (
     TracedCollective,
     TraceFormatError,
     Workload,
+    trace_content,
 )
 
 SUFFIX_PATTERN: Final = re.compile(r"^(?P<prefix>.*)\.(?P<rank>\d+)\.et$")
@@ -218,7 +218,7 @@ class _Reader:
             listed = json.loads(node.inputs.values.strip()[2:-2])
             everyone = range(self.count)
             return {str(each["pg_name"]): tuple(map(int, each["ranks"] or everyone)) for each in listed}
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
             raise self._error(path, node, "it does not list process groups as PyTorch does") from None
 
     def _operation(self, rank: int, path: Path, node: Any, groups: Mapping[str, tuple[int, ...]]) -> RankOperation:
@@ -233,7 +233,7 @@ class _Reader:
         elif kind in ("COMM_SEND_NODE", "COMM_RECV_NODE"):
             sends = kind == "COMM_SEND_NODE"
             peer = self._number(path, node, attributes, "comm_dst" if sends else "comm_src")
-            size = self._number(path, node, attributes, "comm_size")
+            size = self._size(path, node, attributes)
             columns = {each: attributes[_OWN + each] for each in COLUMNS if _OWN + each in attributes}
             operation = RankOperation(
                 OperationKind.SEND if sends else OperationKind.RECEIVE,
@@ -245,16 +245,15 @@ class _Reader:
             )
         else:
             duration_ps = 0 if kind == "METADATA_NODE" else self._duration_ps(path, node, attributes, kind)
-            processor = attributes.get(_OWN + "processor", _CPU if on_cpu else _GPU)
-            operation = RankOperation(
-                OperationKind.COMPUTE, name, place, duration_ps=duration_ps, processor=int(processor)
-            )
+            default = _CPU if on_cpu else _GPU
+            processor = self._number(path, node, attributes, _OWN + "processor", default=default)
+            operation = RankOperation(OperationKind.COMPUTE, name, place, duration_ps=duration_ps, processor=processor)
         operation.order = node.id
         return operation
 
     def _duration_ps(self, path: Path, node: Any, attributes: Mapping[str, Any], kind: str) -> int:
         if _OWN + "delay_ps" in attributes:
-            return int(attributes[_OWN + "delay_ps"])
+            return self._number(path, node, attributes, _OWN + "delay_ps")
         work = self._number(path, node, attributes, "num_ops", default=0)
         if kind != "COMP_NODE" or node.duration_micros or not work:
             return int(node.duration_micros) * PS_PER_US
@@ -281,9 +280,10 @@ class _Reader:
             raise self._error(
                 path, node, f"the trace does not say which ranks are in its process group {group_name!r}{known}"
             )
+        if not group:
+            raise self._error(path, node, f"its process group {group_name!r} has no ranks")
         root = self._number(path, node, attributes, "comm_root", default=group[0]) if collective in _ROOTED else 0
-        default = 0 if collective == "barrier" else None
-        size = self._number(path, node, attributes, "comm_size", default=default)
+        size = 0 if collective == "barrier" else self._size(path, node, attributes)
         if root not in group and collective in _ROOTED:
             raise self._error(path, node, f"its root, rank {root}, is not in its group")
         return RankOperation(
@@ -295,6 +295,13 @@ class _Reader:
             peer=root,
         )
 
+    def _size(self, path: Path, node: Any, attributes: Mapping[str, Any]) -> int:
+        """Return the bytes that are sent."""
+        size = self._number(path, node, attributes, "comm_size")
+        if not size:
+            raise self._error(path, node, "comm_size is 0, so the trace does not say how much is sent")
+        return size
+
     def _number(
         self, path: Path, node: Any, attributes: Mapping[str, Any], name: str, *, default: int | None = None
     ) -> int:
@@ -302,13 +309,11 @@ class _Reader:
         value = attributes.get(name, default)
         if value is None:
             raise self._error(path, node, f"the attribute {name} is missing")
-        try:
-            number = int(value)
-        except ValueError:
-            number = -1
-        if number < 0:
-            raise self._error(path, node, f"{name} is {str(value)[:20]!r}; it must be a number of at least 0")
-        return number
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,19}", value):
+            return int(value)
+        if isinstance(value, int | float) and 0 <= value < 1 << 64 and value == int(value):
+            return int(value)
+        raise self._error(path, node, f"{name} is {str(value)[:20]!r}; it must be a number of at least 0")
 
 
 def _value(attribute: Any) -> Any:
@@ -318,12 +323,7 @@ def _value(attribute: Any) -> Any:
 
 def _nodes(path: Path) -> Iterator[Any]:
     """Yield the nodes of a file."""
-    try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-    except (OSError, EOFError) as error:
-        raise TraceFormatError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    content = trace_content(path)
     offset, number = 0, 0
     while offset < len(content):
         size, begin = _length(path, content, offset, number)

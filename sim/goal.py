@@ -14,13 +14,15 @@ The text has a block per rank; calculations last nanoseconds, and ``requires`` w
       l1: recv 4096b from 0 tag 7
     }
 
-The grammar is that of LogGOPSim's ``txt2bin.re``, the binary form that of its ``Parser.hpp``. Operations that have a
-``nic`` use the rank's only one here. Receives from any rank or with any tag (-1) are not supported: which message they
-take depends on the network.
+The grammar is that of LogGOPSim's ``txt2bin.re``, the binary form that of its ``Parser.hpp``, or of LogGOPSim2's, which
+has more fields. A rank has one network interface here: operations with different ``nic`` share it, and the job's note
+says so. A message without bytes is one of a byte. Receives from any rank or with any tag (-1) are not supported: which
+message they take depends on the network.
 """
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,22 +38,22 @@ PS_PER_NS: Final = 1000
 MAGIC: Final = 4223
 """First eight bytes of a binary schedule."""
 _ANY: Final = (-1, 0xFFFFFFFF)
-_LONGEST: Final = 1 << 62
-"""Longest computation in picoseconds: 53 days."""
+_DIGITS_MAX: Final = 18
+"""Most digits of a number: they fit in 64 bits."""
 _LABEL: Final = r"[A-Za-z]\w*"
 _PATTERNS: Final = {
     "calc": (re.compile(r"calc\s+(?P<size>\d+)(\s+cpu\s+(?P<cpu>\d+))?$"), "calc NANOSECONDS [cpu N]"),
     "send": (
         re.compile(
             r"send\s+(?P<size>\d+)\s*b\s+to\s+(?P<peer>\d+)(\s+tag\s+(?P<tag>-1|\d+))?"
-            r"(\s+cpu\s+(?P<cpu>\d+))?(\s+nic\s+\d+)?$"
+            r"(\s+cpu\s+(?P<cpu>\d+))?(\s+nic\s+(?P<nic>\d+))?$"
         ),
         "send BYTESb to RANK [tag N] [cpu N] [nic N]",
     ),
     "recv": (
         re.compile(
             r"recv\s+(?P<size>\d+)\s*b\s+from\s+(?P<peer>-1|\d+)(\s+tag\s+(?P<tag>-1|\d+))?"
-            r"(\s+cpu\s+(?P<cpu>\d+))?(\s+nic\s+\d+)?$"
+            r"(\s+cpu\s+(?P<cpu>\d+))?(\s+nic\s+(?P<nic>\d+))?$"
         ),
         "recv BYTESb from RANK [tag N] [cpu N] [nic N]",
     ),
@@ -79,6 +81,8 @@ _NODE: Final = np.dtype(
     ]
 )
 """An operation in a binary schedule, without padding; the followers are in a table behind all operations."""
+_LONG_NODE: Final = np.dtype([*_NODE.descr, ("portals", "V65")])
+"""The same in LogGOPSim2, where a counter, handlers and their arguments follow."""
 _BINARY_KINDS: Final = {1: OperationKind.SEND, 2: OperationKind.RECEIVE, 3: OperationKind.COMPUTE}
 
 
@@ -106,10 +110,6 @@ def is_binary_goal(content: bytes) -> bool:
 
 def _operation(kind: OperationKind, name: str, place: str, size: int, cpu: int, peer: int, tag: int) -> RankOperation:
     if kind is OperationKind.COMPUTE:
-        if size * PS_PER_NS > _LONGEST:
-            raise TraceFormatError(
-                f"{place}: calc {name} takes {size} ns; at most {_LONGEST // PS_PER_NS} are possible"
-            )
         return RankOperation(kind, name, place, duration_ps=size * PS_PER_NS, processor=cpu)
     if peer in _ANY or tag in _ANY:
         what = "rank" if peer in _ANY else "tag"
@@ -130,6 +130,7 @@ class _Text:
         self._labels: dict[str, int] = {}
         self._requirements: list[tuple[int, str, str, str]] = []
         """Line, the label that waits, the word, the label that it waits for."""
+        self._interfaces: dict[int, set[int]] = defaultdict(set)
 
     def error(self, reason: str, line: int = 0) -> TraceFormatError:
         return TraceFormatError(f"{self._path}:{line or self._line}: {reason}")
@@ -140,13 +141,13 @@ class _Text:
             if found := _NUM_RANKS.match(statement):
                 if count:
                     raise self.error("num_ranks is given twice")
-                count = int(found[1])
+                count = self._number("num_ranks", found[1])
                 if not 0 < count <= _RANKS_MAX:
                     raise self.error(f"num_ranks is {count}; it must be from 1 to {_RANKS_MAX}")
             elif found := _RANK.match(statement):
                 if not count:
                     raise self.error("num_ranks has to come before the first rank")
-                self._begin(int(found[1]), count)
+                self._begin(self._number("the rank", found[1]), count)
             elif statement == "}":
                 self._end()
             else:
@@ -157,7 +158,14 @@ class _Text:
         if missing or not count:
             known = f"rank {missing[0]} of {count} has no block" if count else "there is no num_ranks"
             raise self.error(f"{known}; the file is incomplete or not GOAL")
-        return Workload(str(self._path), [self._ranks[rank] for rank in range(count)])
+        ranks = [self._ranks[rank] for rank in range(count)]
+        return Workload(str(self._path), ranks, note=_interfaces_note(self._interfaces))
+
+    def _number(self, name: str, text: str) -> int:
+        """Return a whole number; raise TraceFormatError if it has too many digits."""
+        if len(text) > _DIGITS_MAX:
+            raise self.error(f"{name} has {len(text)} digits; at most {_DIGITS_MAX} are possible")
+        return int(text)
 
     def _statements(self, text: str) -> Iterator[str]:
         """Yield the lines without comments and empty lines."""
@@ -230,7 +238,9 @@ class _Text:
                 first = operations[self._labels[label]].place.rpartition(":")[2]
                 raise self.error(f"rank {self._rank}: the label {label!r} is given twice, here and on line {first}")
             self._labels[label] = len(operations)
-        numbers = {name: int(parts.get(name) or 0) for name in ("size", "cpu", "peer", "tag")}
+        numbers = {name: self._number(name, parts.get(name) or "0") for name in ("size", "cpu", "peer", "tag")}
+        if kind != "calc":
+            self._interfaces[self._rank].add(self._number("nic", parts.get("nic") or "0"))
         place = f"{self._path}:{self._line}"
         operations.append(_operation(_KINDS[kind], label or "without a label", place, **numbers))
 
@@ -247,7 +257,9 @@ class _Binary:
             raise TraceFormatError(f"{self._path}: it has {count} ranks; 1 to {_RANKS_MAX} are possible")
         # Behind the number of ranks are the numbers of processors and of network interfaces, a byte each.
         table = self._array("<u8", 6, 2 * int(count), "the table of ranks").reshape(-1, 2)
-        return Workload(str(self._path), [self._rank(rank, int(first)) for rank, (first, _) in enumerate(table)])
+        interfaces: dict[int, set[int]] = defaultdict(set)
+        ranks = [self._rank(rank, first, end, interfaces) for rank, (first, end) in enumerate(table.tolist())]
+        return Workload(str(self._path), ranks, note=_interfaces_note(interfaces))
 
     def _array(self, kind: Any, offset: int, count: int, what: str) -> NDArray[Any]:
         size = np.dtype(kind).itemsize * count
@@ -257,23 +269,36 @@ class _Binary:
             )
         return np.frombuffer(self._content, kind, count, offset)
 
-    def _rank(self, rank: int, offset: int) -> list[RankOperation]:
+    def _rank(self, rank: int, first: int, end: int, interfaces: dict[int, set[int]]) -> list[RankOperation]:
+        """Return the operations between two bytes, ``first`` and ``end``."""
         what = f"rank {rank}"
-        count, roots = map(int, self._array("<u4", offset, 2, what))
-        offset += 8 + 4 * roots
-        nodes = self._array(_NODE, offset, count, what)
-        offset += nodes.nbytes
-        followers = int(nodes["followers"].sum(dtype=np.int64) + nodes["begun_followers"].sum(dtype=np.int64))
-        table = self._array("<u4", offset, followers, f"the dependencies of {what}")
+        count, roots = map(int, self._array("<u4", first, 2, what))
+        offset = first + 8 + 4 * roots
+        for form in (_NODE, _LONG_NODE):
+            nodes = self._array(form, offset, count, what)
+            followers = int(nodes["followers"].sum(dtype=np.int64) + nodes["begun_followers"].sum(dtype=np.int64))
+            if offset + nodes.nbytes + 4 * followers == end:
+                break
+        else:
+            raise TraceFormatError(
+                f"{self._path}: {what} ends at byte {end + 8}, but its operations do not end there; the file is damaged"
+            )
+        table = self._array("<u4", offset + nodes.nbytes, followers, f"the dependencies of {what}")
         operations = []
         for position, node in enumerate(nodes.tolist()):
-            _, kind, peer, size, tag, cpu, *_ = node
+            _, kind, peer, size, tag, cpu, nic, *_ = node
+            if kind in (1, 2):
+                interfaces[rank].add(nic)
             place = f"{self._path}: rank {rank}"
             if kind not in _BINARY_KINDS:
                 raise TraceFormatError(f"{place}: operation {position} has the kind {kind}; 1, 2 and 3 are possible")
             operations.append(_operation(_BINARY_KINDS[kind], str(position), place, size, cpu, peer, tag))
         for position, node in enumerate(nodes.tolist()):
-            *_, ends, first_end, begins, first_begin = node
+            ends, first_end, begins, first_begin = node[7:11]
+            if max(first_end + ends if ends else 0, first_begin + begins if begins else 0) > followers:
+                raise TraceFormatError(
+                    f"{self._path}: {what}: operation {position} has dependencies beyond the {followers} in the file"
+                )
             for follower in table[first_end : first_end + ends].tolist():
                 self._follower(operations, rank, position, follower).after.append(position)
             for follower in table[first_begin : first_begin + begins].tolist():
@@ -287,6 +312,18 @@ class _Binary:
                 f"{len(operations)}"
             )
         return operations[follower]
+
+
+def _interfaces_note(interfaces: Mapping[int, Collection[int]]) -> str:
+    """Return a note on the ranks with several network interfaces."""
+    several = [rank for rank, used in interfaces.items() if len(used) > 1]
+    if not several:
+        return ""
+    most = max(len(interfaces[rank]) for rank in several)
+    return (
+        f"{len(several)} ranks use up to {most} network interfaces (nic), which are simulated as one: give hosts links "
+        "with the rate of all together"
+    )
 
 
 def write_goal(graph: Graph, path: Path) -> None:

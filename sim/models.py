@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from dlcp.document import Document
 from dlcp.error_text import describe, nearest
-from dlcp.sim.limits import VALUES_MAX, BytesOrNone, Seconds
+from dlcp.sim.limits import BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds
 
 log = logging.getLogger("dlcp")
 
@@ -257,13 +257,25 @@ def joined_layers(profile: StepProfile, parameters: int) -> StepProfile:
     return dataclasses.replace(profile, layers=joined)
 
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?)B")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B")
 
 
 def parse_size(text: str) -> int:
-    """Return a size such as ``350MB`` in bytes, with decimal units; 0 if the text is none."""
+    """Return a size such as ``350MB`` or ``1MiB`` in bytes; 0 if the text is none.
+
+    Raises
+    ------
+    dlcp.sim.limits.LimitError
+        It is below a byte, or too large.
+    """
     found = _SIZE.fullmatch(text)
-    return round(float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]]) if found else 0
+    if not found:
+        return 0
+    exponent = "kMGT".index(found[2].replace("K", "k")) + 1 if found[2] else 0
+    size: float = float(found[1]) * (1024 if found[3] else 1000) ** exponent
+    if not 1 <= size <= BYTES_MAX:
+        raise LimitError(f"{text[:40]} is not between 1 byte and {BYTES_MAX:,} bytes; choose another size")
+    return round(size)
 
 
 def bare_profile(size_bytes: int, bytes_per_value: int) -> StepProfile:
@@ -282,8 +294,8 @@ def read_profile(path: Path) -> StepProfile:
     """
     document = Document(path)
     profile = document.convert(StepProfile)
-    if not profile.layers:
-        raise document.error("a profile needs at least one layer", ("layers",))
+    if not profile.parameters:
+        raise document.error("no layer has parameters, so there are no gradients to send", ("layers",))
     return profile
 
 

@@ -13,11 +13,14 @@ a collective with one another, checks that the job can end, and returns a `dlcp.
   they would be ready if messages took no time.
 """
 
+import gzip
 import heapq
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -25,11 +28,21 @@ import numpy as np
 from dlcp.sim import collectives
 from dlcp.sim.collectives import AllReduceSpec
 from dlcp.sim.graph import Graph, GraphBuilder, Nodes
+from dlcp.sim.limits import BYTES_MAX, SECONDS_MAX, TIME_MAX_PS
 
 GOAL_EAGER_BYTES: Final = 65_535
 """Default of LogGOPSim's parameter S, the largest message that is sent eagerly."""
 ALWAYS_EAGER: Final = 1 << 62
 NO_PROCESSOR: Final = -1
+_COLUMN_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "queue": (-1, 7),
+    "lane": (-1, 511),
+    "class_shares": (-1, 256),
+    "loss_bound": (0, 1),
+    "order": (0, 1 << 62),
+    **dict.fromkeys(("job", "step", "message", "sender"), (0, (1 << 31) - 1)),
+}
+"""The least and the largest value of each column that a trace may give a message, as in `GraphBuilder.messages`."""
 _SHOWN: Final = 4
 """Operations that an error lists."""
 
@@ -42,6 +55,21 @@ TraceAlgorithm = Literal["ring", "direct", "tree"]
 
 class TraceFormatError(ValueError):
     """A trace cannot be used; the message names the file, the rank, the operation and the reason."""
+
+
+def trace_content(file: Path) -> bytes:
+    """Return the content of a trace's file, which may be compressed with gzip.
+
+    Raises
+    ------
+    TraceFormatError
+        It cannot be read.
+    """
+    try:
+        content = file.read_bytes()
+        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceFormatError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 class OperationKind(Enum):
@@ -116,6 +144,8 @@ class Workload:
         Duration of each step when it was traced, if the trace has it.
     eager_bytes, algorithm
         Defaults for `TraceTraffic`, by the format.
+    note
+        What of the trace is simplified, in a sentence; empty if nothing is.
     """
 
     name: str
@@ -124,6 +154,7 @@ class Workload:
     measured_s: list[float] = field(default_factory=list)
     eager_bytes: int = GOAL_EAGER_BYTES
     algorithm: TraceAlgorithm = "ring"
+    note: str = ""
 
     def operations(self) -> Iterator[RankOperation]:
         """Yield the operations of all ranks."""
@@ -203,8 +234,8 @@ def workload_graph(workload: Workload, traffic: TraceTraffic) -> TraceGraph:
     Raises
     ------
     TraceFormatError
-        A message or a collective lacks a part, operations wait for each other in a circle, or one names a rank that
-        does not exist.
+        A message or a collective lacks a part, operations wait for each other in a circle, one names a rank that does
+        not exist or names it twice, or a number is too large to simulate.
     """
     return _Assembly(workload, traffic).graph()
 
@@ -236,7 +267,7 @@ class _Assembly:
             raise TraceFormatError(f"{workload.name}: no rank has an operation")
         self._firsts = np.cumsum([0, *map(len, workload.ranks)]).tolist()
         self._ranks = np.repeat(np.arange(len(workload.ranks)), list(map(len, workload.ranks))).tolist()
-        self._check_peers()
+        self._check_operations()
         self._receive_of = self._matched_messages()
         self._send_of = {receive: send for send, receive in self._receive_of.items()}
         self._collectives = self._matched_collectives()
@@ -265,9 +296,10 @@ class _Assembly:
     def _number(self, rank: int, position: int) -> int:
         return int(self._firsts[rank]) + position
 
-    def _check_peers(self) -> None:
+    def _check_operations(self) -> None:
         count = len(self._workload.ranks)
         for number, operation in enumerate(self._operations):
+            self._check_numbers(number, operation)
             if operation.kind in (OperationKind.SEND, OperationKind.RECEIVE):
                 if not 0 <= operation.peer < count:
                     raise self.error(number, f"there is no rank {operation.peer}; the ranks are 0 to {count - 1}")
@@ -279,6 +311,23 @@ class _Assembly:
                     raise self.error(number, f"its group has rank {beyond[0]}; the ranks are 0 to {count - 1}")
                 if self._ranks[number] not in operation.group:
                     raise self.error(number, f"its group {_list(operation.group)} lacks the rank itself")
+                if len(set(operation.group)) < len(operation.group):
+                    twice = next(rank for rank in operation.group if operation.group.count(rank) > 1)
+                    raise self.error(number, f"its group has rank {twice} twice; a group has each rank once")
+
+    def _check_numbers(self, number: int, operation: RankOperation) -> None:
+        """Reject numbers that no engine can hold, in any format's trace."""
+        if not 0 <= operation.duration_ps * self._traffic.compute_factor <= TIME_MAX_PS:
+            seconds = operation.duration_ps * self._traffic.compute_factor / 1e12
+            raise self.error(number, f"it takes {seconds:.6g} s; 0 to {SECONDS_MAX:,} s can be simulated")
+        parts = len(operation.group) if operation.collective == "all_gather" else 1
+        if not 0 <= operation.size_bytes * parts <= BYTES_MAX:
+            size = operation.size_bytes * parts
+            raise self.error(number, f"it has {size:,} bytes; at most {BYTES_MAX:,} can be simulated")
+        for name, value in (operation.columns or {}).items():
+            least, most = _COLUMN_RANGES[name]
+            if not isinstance(value, int | float) or not least <= value <= most:
+                raise self.error(number, f"its {name} is {value!r}; {least} to {most} are possible")
 
     def _matched_messages(self) -> dict[int, int]:
         """Return the receive of each send."""

@@ -21,10 +21,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeVar
 
+import msgspec
+from msgspec import Meta
+
+from dlcp.document import refusal
 from dlcp.planes import FULL_BITS
 from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.limits import BYTES_MAX, SECONDS_MAX, Host, Hosts
 from dlcp.sim.operations import (
     ALWAYS_EAGER,
     NO_PROCESSOR,
@@ -58,10 +63,84 @@ _BYTES: Final = {
 }
 """Bytes of a value by the profiler's names for its type, in small letters."""
 _KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_READ: Final = (*_KERNELS, "user_annotation", "cpu_op")
+"""Categories of the profiler's events that are read."""
 _MAIN_THREAD: Final = 0
-_EMPTY: Final[Event] = {"dur": 0.0, "args": {}}
-"""A phase that a bucket did not have."""
-_BUCKET: Final = re.compile(r"bucket (\d+)$")
+_BUCKET: Final = re.compile(r"bucket (\d{1,9})$")
+_T = TypeVar("_T")
+
+
+# ------------------------------------------------------------------------------------------ the fields that are read
+
+_Moment = Annotated[float, Meta(ge=-(2.0**53), le=2.0**53)]
+"""Microseconds since any moment; up to here, a float has all of them."""
+_Duration = Annotated[float, Meta(ge=0, le=SECONDS_MAX * 1e6)]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Dimension = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
+
+
+class _BucketArguments(msgspec.Struct, frozen=True):
+    step: _Number
+    bytes: Any = None
+    bits: Annotated[int, Meta(ge=1, le=FULL_BITS)] = FULL_BITS
+    unfinished: bool = False
+
+
+class _BucketEvent(msgspec.Struct, frozen=True):
+    """A bucket of ``dlcp train --trace``, or a phase of it."""
+
+    pid: Hosts
+    tid: _Number
+    name: str
+    ts: _Moment
+    dur: _Duration
+    args: _BucketArguments
+
+
+class _WaitId(msgspec.Struct, frozen=True):
+    local: str | int
+
+
+class _WaitEvent(msgspec.Struct, frozen=True):
+    """The beginning or the end of a wait of ``dlcp train --trace``."""
+
+    pid: Hosts
+    ph: Literal["b", "e"]
+    ts: _Moment
+    id2: _WaitId
+
+
+class _ProfileEvent(msgspec.Struct, frozen=True):
+    """A slice of PyTorch's profiler."""
+
+    name: str
+    ts: _Moment
+    dur: _Duration
+    tid: int | str | None = None
+    args: dict[str, Any] | None = None
+
+
+class _ProfileGroup(msgspec.Struct, frozen=True):
+    pg_name: str | int
+    ranks: Any = None
+
+
+class _ProfileAbout(msgspec.Struct, frozen=True):
+    rank: Host
+    world_size: Hosts = 1
+    pg_config: tuple[_ProfileGroup, ...] | None = None
+
+
+def _as(where: str, value: Any, kind: type[_T] | Any) -> Any:
+    """Return a value as a type, or raise TraceFormatError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        place = str(error).partition(" - at `$.")[2].rstrip("`")
+        reason = f": {f'{place}: ' if place else ''}{refusal(error, {})}"
+        if missing := re.match(r"Object missing required field `(\w+)`", str(error)):
+            reason = f" lacks {missing[1]!r}"
+        raise TraceFormatError(f"{where}{reason}: {str(value)[:80]}") from None
 
 
 @dataclass(slots=True)
@@ -106,7 +185,19 @@ class _RankTrace:
 
 
 def _workload(path: Path, ranks: Sequence[_RankTrace], algorithm: TraceAlgorithm) -> Workload:
-    """Return the job of some ranks."""
+    """Return the job of some ranks.
+
+    Raises
+    ------
+    TraceFormatError
+        A step does not begin after the one before, or ranks have different numbers of steps.
+    """
+    for rank in ranks:
+        for number, (begin, end) in enumerate(pairwise(rank.steps)):
+            if end <= begin:
+                raise TraceFormatError(
+                    f"{rank.place}: step {number} ends at {end} us, but begins at {begin} us; the trace is damaged"
+                )
     counts = {len(rank.steps) for rank in ranks}
     if len(counts) > 1:
         few = min(range(len(ranks)), key=lambda rank: len(ranks[rank].steps))
@@ -245,31 +336,36 @@ def read_dlcp_trace(path: Path, events: Sequence[Any]) -> Workload:
 class _DlcpTrace:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._buckets: dict[int, dict[tuple[int, int], Event]] = defaultdict(dict)
+        self._buckets: dict[int, dict[tuple[int, int], _BucketEvent]] = defaultdict(dict)
         """Of each rank, its buckets by step and number."""
-        self._phases: dict[int, list[Event]] = defaultdict(list)
-        self._open: dict[tuple[int, Any], Event] = {}
+        self._phases: dict[int, list[_BucketEvent]] = defaultdict(list)
+        self._open: dict[tuple[int, Any], float] = {}
         self._waits: dict[int, list[tuple[float, float]]] = defaultdict(list)
 
-    def take(self, event: Event) -> None:
-        try:
-            rank = int(event["pid"]) - 1
-            if event.get("cat") == "bucket":
-                found = _BUCKET.match(event["name"])
-                if found:
-                    self._buckets[rank][int(event["args"]["step"]), int(found[1])] = event
-                else:
-                    self._phases[rank].append(event)
-            elif event.get("cat") == "step" and event["name"] == "wait":
-                key = rank, event["id2"]["local"]
-                if event["ph"] == "b":
-                    self._open[key] = event
-                else:
-                    self._waits[rank].append((self._open.pop(key)["ts"], event["ts"]))
-        except (LookupError, TypeError, ValueError) as error:
-            raise TraceFormatError(f"{self._path}: an event of DLCP lacks {error}: {str(event)[:80]}") from None
+    def take(self, event: Any) -> None:
+        where = f"{self._path}: an event of DLCP"
+        if not isinstance(event, dict):
+            raise TraceFormatError(f"{where} has no fields: {str(event)[:80]}")
+        if event.get("cat") == "bucket":
+            bucket: _BucketEvent = _as(where, event, _BucketEvent)
+            if found := _BUCKET.match(bucket.name):
+                self._buckets[bucket.pid - 1][bucket.args.step, int(found[1])] = bucket
+            else:
+                self._phases[bucket.pid - 1].append(bucket)
+        elif event.get("cat") == "step" and event.get("name") == "wait":
+            wait: _WaitEvent = _as(where, event, _WaitEvent)
+            key = wait.pid, wait.id2.local
+            if wait.ph == "b":
+                self._open[key] = wait.ts
+                return
+            begin = self._open.pop(key, math.inf)
+            if begin > wait.ts:
+                raise TraceFormatError(f"{where}: a wait ends that has not begun: {str(event)[:80]}")
+            self._waits[wait.pid - 1].append((begin, wait.ts))
 
     def ranks(self) -> list[_RankTrace]:
+        if not self._buckets:
+            raise TraceFormatError(f"{self._path}: no rank has buckets; the trace is incomplete")
         count = max(self._buckets) + 1
         missing = [rank for rank in range(count) if rank not in self._buckets]
         if missing:
@@ -284,37 +380,39 @@ class _DlcpTrace:
         return [self._rank(rank, steps, tuple(range(count))) for rank in range(count)]
 
     def _rank(self, rank: int, steps: list[int], group: tuple[int, ...]) -> _RankTrace:
-        trace = _RankTrace(f"{self._path}: rank {rank}", waits=sorted(self._waits[rank]))
-        phases: dict[tuple[int, int], dict[str, Event]] = defaultdict(dict)
+        trace = _RankTrace(f"{self._path}: rank {rank}", waits=_joined(self._waits[rank]))
+        phases: dict[tuple[int, int], dict[str, _BucketEvent]] = defaultdict(dict)
         for event in self._phases[rank]:
-            phases[int(event["args"]["step"]), int(event["tid"])][event["name"]] = event
+            phases[event.args.step, event.tid][event.name] = event
         first_ready: dict[int, float] = {}
         for (step, number), event in sorted(self._buckets[rank].items()):
-            first_ready[step] = min(first_ready.get(step, math.inf), event["ts"])
+            first_ready[step] = min(first_ready.get(step, math.inf), event.ts)
             if step not in steps[:-1]:
                 continue
-            size = event["args"].get("bytes")
-            if not isinstance(size, int) or size < 1:
+            size = event.args.bytes
+            if not isinstance(size, int) or not 1 <= size <= BYTES_MAX:
                 raise TraceFormatError(
                     f"{trace.place}: bucket {number} of step {step} has no size; record the trace again with this "
                     "version of DLCP"
                 )
-            if event["args"].get("unfinished"):
+            if event.args.unfinished:
                 raise TraceFormatError(f"{trace.place}: bucket {number} of step {step} never ended")
-            own = phases[step, int(event["tid"])]
+            own = phases[step, event.tid]
+            took_us = {name: phase.dur for name, phase in own.items()}
+            bits = own["tag"].args.bits if "tag" in own else FULL_BITS
             # FSDP2's buckets are only scattered, and have no phase to gather them.
             whole = "all-gather" in own or "reduce-scatter" not in own
             trace.exchanges.append(
                 _Exchange(
                     f"bucket {number} of step {step}",
-                    event["ts"],
-                    event["ts"] + event["dur"],
+                    event.ts,
+                    event.ts + event.dur,
                     "all_reduce" if whole else "reduce_scatter",
-                    size * own.get("tag", _EMPTY)["args"].get("bits", FULL_BITS) // FULL_BITS,
+                    max(1, size * bits // FULL_BITS),
                     group,
-                    tag=step << 20 | number,
-                    before_us=own.get("tag", _EMPTY)["dur"],
-                    after_us=own.get("sum", _EMPTY)["dur"] + own.get("apply", _EMPTY)["dur"],
+                    tag=step << 30 | number,
+                    before_us=took_us.get("tag", 0.0),
+                    after_us=took_us.get("sum", 0.0) + took_us.get("apply", 0.0),
                 )
             )
         trace.exchanges.sort(key=lambda each: each.begin_us)
@@ -355,6 +453,9 @@ def read_pytorch_profiles(files: Sequence[tuple[Path, Any]], ranks: int | None =
                 f"{first.path.parent}: rank {missing[0]} of {count} has no profile; give all ranks', or a single one "
                 "for all ranks alike"
             )
+        beyond = [profile for rank, profile in by_rank.items() if rank >= count]
+        if beyond:
+            raise TraceFormatError(f"{beyond[0].path}: it is of rank {beyond[0].rank}, but there are {count} ranks")
         return _workload(first.path, [by_rank[rank].trace(count, rank) for rank in range(count)], "ring")
     return _workload(first.path, [first.trace(count, rank) for rank in range(count)], "ring")
 
@@ -369,16 +470,20 @@ class _Profile:
             raise TraceFormatError(
                 f"{path}: it has no distributedInfo: profile a process that has called init_process_group"
             )
-        self.rank: int = about["rank"]
-        self.world = int(about.get("world_size", 1))
+        known: _ProfileAbout = _as(f"{path}: distributedInfo", about, _ProfileAbout)
+        self.rank, self.world = known.rank, known.world_size
         self._groups = {
-            str(each["pg_name"]): tuple(each["ranks"]) for each in about.get("pg_config") or () if each.get("ranks")
+            str(each.pg_name): _as(f"{path}: process group {each.pg_name}", each.ranks, tuple[Host, ...])
+            for each in known.pg_config or ()
+            if isinstance(each.ranks, list) and each.ranks
         }
-        self._events = [
+        self._events: list[Event] = [
             each
             for each in content["traceEvents"]
-            if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each
+            if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each and each.get("cat") in _READ
         ]
+        for each in self._events:
+            _as(f"{path}: an event", each, _ProfileEvent)
 
     def trace(self, count: int, rank: int) -> _RankTrace:
         """Return it as the trace of a rank, which may be another one that does the same."""
@@ -387,15 +492,18 @@ class _Profile:
             raise TraceFormatError(f"{self.path}: it has no collectives of NCCL or Gloo")
         on_gpu = communication[0]["cat"] in _KERNELS
         steps = sorted(
-            (each["ts"], each["ts"] + each["dur"], each["tid"])
-            for each in self._events
-            if str(each["name"]).startswith("ProfilerStep#") and each.get("cat") == "user_annotation"
+            (
+                (each["ts"], each["ts"] + each["dur"], each.get("tid"))
+                for each in self._events
+                if each["name"].startswith("ProfilerStep#") and each.get("cat") == "user_annotation"
+            ),
+            key=lambda step: step[:2],
         )
         if on_gpu:
             busy = [each for each in self._events if each.get("cat") in _KERNELS and not self._is_exchange(each)]
         else:
             main = steps[0][2] if steps else self._busiest_thread()
-            busy = [each for each in self._events if each.get("cat") == "cpu_op" and each["tid"] == main]
+            busy = [each for each in self._events if each.get("cat") == "cpu_op" and each.get("tid") == main]
         if not busy:
             raise TraceFormatError(f"{self.path}: it has no computation: profile the CPU, or the GPU with its kernels")
         trace = _RankTrace(str(self.path))
@@ -413,11 +521,11 @@ class _Profile:
         times: dict[Any, float] = defaultdict(float)
         for each in self._events:
             if each.get("cat") == "cpu_op":
-                times[each["tid"]] += each["dur"]
+                times[each.get("tid")] += each["dur"]
         return max(times, key=lambda thread: times[thread], default=None)
 
     def _is_exchange(self, event: Event) -> bool:
-        name, category = str(event["name"]), event.get("cat")
+        name, category = event["name"], event.get("cat")
         return (category in _KERNELS and name.startswith("nccl")) or (
             category == "user_annotation" and name.startswith("gloo:")
         )
@@ -430,7 +538,7 @@ class _Profile:
         ordered = sorted(communication, key=lambda each: each["ts"])
         if ordered[0].get("cat") in _KERNELS:
             return ordered
-        calls = sorted(each["ts"] for each in self._events if str(each["name"]).startswith("c10d::"))
+        calls = sorted(each["ts"] for each in self._events if each["name"].startswith("c10d::"))
         if len(calls) != len(ordered):
             return ordered
         return [
@@ -439,7 +547,7 @@ class _Profile:
         ]
 
     def _exchange(self, event: Event, count: int) -> _Exchange:
-        name, arguments = str(event["name"]), event.get("args") or {}
+        name, arguments = event["name"], event.get("args") or {}
         described = str(arguments.get("Collective name") or name)
         plain = described.lower().replace("_", "").replace("gloo:", "")
         known = next((each for word, each in _COLLECTIVES.items() if word in plain), None)
@@ -451,14 +559,14 @@ class _Profile:
         return _Exchange(name, event["ts"], event["ts"] + event["dur"], known, size, group)
 
     def _group(self, where: str, arguments: Event, count: int) -> tuple[int, ...]:
-        size = int(arguments.get("Group size", count))
+        size = _as(f"{where}: Group size", arguments.get("Group size", count), Hosts)
         everyone = tuple(range(count))
         if size in (count, self.world):
             return everyone
         try:
             return tuple(map(int, ast.literal_eval(arguments["Process Group Ranks"])))
-        except (LookupError, ValueError, SyntaxError, TypeError):
-            pass
+        except (LookupError, ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError):
+            pass  # PyTorch shortens long lists
         group = self._groups.get(str(arguments.get("Process Group Name")))
         if group is None:
             raise TraceFormatError(f"{where}: the profile does not say which {size} ranks take part")
@@ -467,22 +575,32 @@ class _Profile:
     def _size(self, where: str, arguments: Event) -> int:
         """Return the bytes that the rank puts in."""
         if "In msg nelems" in arguments:
-            values, kind = int(arguments["In msg nelems"]), str(arguments.get("dtype", ""))
+            values = _as(f"{where}: In msg nelems", arguments["In msg nelems"], _Dimension)
+            kind = str(arguments.get("dtype", ""))
         elif arguments.get("Input Dims"):
-            first = arguments["Input Dims"][0]
-            values, kind = math.prod(first), str(arguments.get("Input type", [""])[0])
+            dims = _as(f"{where}: Input Dims", arguments["Input Dims"], list[Any])
+            kinds = _as(f"{where}: Input type", arguments.get("Input type") or [""], list[Any])
+            values = math.prod(_as(f"{where}: Input Dims", dims[0], list[_Dimension]))
+            kind = str(kinds[0])
         else:
             raise TraceFormatError(f"{where}: it has no size: profile with record_shapes=True")
         width = _BYTES.get(kind.lower())
         if width is None:
             raise TraceFormatError(f"{where}: the size of a value of type {kind!r} is unknown")
+        if not values:
+            raise TraceFormatError(f"{where}: it has 0 values, so the profile does not say how much is sent")
         return int(values) * width
 
 
 def _union(events: Iterable[Event]) -> list[tuple[float, float]]:
     """Return when at least one of some events lasted."""
+    return _joined((each["ts"], each["ts"] + each["dur"]) for each in events)
+
+
+def _joined(lasted: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans in order, where overlapping ones are one."""
     spans: list[tuple[float, float]] = []
-    for begin, end in sorted((each["ts"], each["ts"] + each["dur"]) for each in events):
+    for begin, end in sorted(lasted):
         if spans and begin <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(spans[-1][1], end)
         else:

@@ -4,9 +4,7 @@
 `dlcp.sim.simulation.traced_job` runs them.
 """
 
-import gzip
 import hashlib
-import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +18,15 @@ import numpy as np
 from dlcp.document import PlaceError
 from dlcp.sim.chakra import SUFFIX_PATTERN, rank_files, read_chakra
 from dlcp.sim.goal import is_binary_goal, read_goal
-from dlcp.sim.operations import TraceFormatError, TraceGraph, TraceTraffic, Workload, check_workload, workload_graph
+from dlcp.sim.operations import (
+    TraceFormatError,
+    TraceGraph,
+    TraceTraffic,
+    Workload,
+    check_workload,
+    trace_content,
+    workload_graph,
+)
 from dlcp.sim.profiler_trace import is_dlcp_trace, read_dlcp_trace, read_pytorch_profiles
 from dlcp.sim.scenario import TraceJob, choose_hosts
 
@@ -101,7 +107,7 @@ def _workload(
     if SUFFIX_PATTERN.match(files[0].name):
         alike = len(files) == 1
         return read_chakra([*files] * (ranks or 1) if alike else [*files], groups=dict(groups), flops=flops), alike
-    contents = [_content(file) for file in files]
+    contents = [trace_content(file) for file in files]
     if contents[0].lstrip()[:1] not in (b"{", b"["):
         if not is_binary_goal(contents[0]) and b"num_ranks" not in contents[0]:
             raise TraceFormatError(
@@ -114,14 +120,6 @@ def _workload(
             raise TraceFormatError(f"{files[0].parent}: a trace of DLCP is one file with all ranks; name the file")
         return read_dlcp_trace(files[0], documents[0][1]["traceEvents"]), False
     return read_pytorch_profiles(documents, ranks), len(files) == 1
-
-
-def _content(file: Path) -> bytes:
-    try:
-        content = file.read_bytes()
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceFormatError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _chrome(file: Path, content: bytes) -> dict[str, Any]:

@@ -93,7 +93,10 @@ def test_whole_number_with_an_exponent_is_an_integer(tmp_path):
         ("leaves:\n- name: a\n- size: 4\n", r":3: leaves\[1\]: name is missing"),
         ("leaves:\n- name: a\n  kind: bmv3\n", r":3: leaves\[0\]\.kind: .*did you mean bmv2\?"),
         ("leaves:\n- name: a\n  size: -2\n", r":2: leaves\[0\]: size is negative"),
-        ("by_number:\n  3: {name: a}\n  4: {name: b,\n    size: x}\n", r":4: by_number\.4\.size: expected a whole number, got 'x'"),
+        (
+            "by_number:\n  3: {name: a}\n  4: {name: b,\n    size: x}\n",
+            r":4: by_number\.4\.size: expected a whole number, got 'x'",
+        ),
         ("by_number:\n  3: {name: a}\n  four: {name: b}\n", r":3: by_number\.four: expected a whole number"),
         ("leaves:\n- name: a\nroot:\n  size: 2\n  name: b\n", r":5: root\.name: no leaf is named 'b'"),
         ("rate: 1\nleaves: []\nrate: 2\n", r":1: rate: 'rate' is given twice, here and on line 3"),
