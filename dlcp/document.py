@@ -122,10 +122,9 @@ class Document:
             A field is unknown or missing, a value has the wrong type, or the record refuses it.
         """
         try:
-            converted: _T = _convert(self.content if content is None else content, kind, ())
+            return converted(self.content if content is None else content, kind)
         except PlaceError as error:
             raise self.error(str(error), origin_of(error.steps)) from None
-        return converted
 
     def error(self, message: str, steps: Sequence[Step]) -> DocumentError:
         """Return an error about the value that ``steps`` (names and indices) lead to."""
@@ -322,6 +321,18 @@ def _real(text: str) -> int | float:
 
 
 # Records --------------------------------------------------------------------------------------------------------------
+
+
+def converted(value: Any, kind: type[_T]) -> _T:
+    """Return plain values as a dataclass or a `msgspec.Struct`.
+
+    Raises
+    ------
+    PlaceError
+        A field is unknown or missing, a value has the wrong type, or the record refuses it; ``steps`` lead to it.
+    """
+    found: _T = _convert(value, kind, ())
+    return found
 
 
 def _convert(value: Any, kind: Any, steps: Steps) -> Any:

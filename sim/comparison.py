@@ -35,9 +35,10 @@ class ComparedTimes(msgspec.Struct, frozen=True):
 
 
 class ComparedRun(msgspec.Struct, frozen=True):
-    """The part of a result file that is compared."""
+    """The part of a result file that is compared; ``unfinished`` says what did not end in an incomplete run."""
 
     metrics: dict[str, float]
+    unfinished: str = ""
     jobs: list[ComparedJob] = []
     times: dict[str, ComparedTimes] = {}
 
@@ -143,6 +144,7 @@ def comparison_page(names: tuple[str, str], one: ComparedRun, other: ComparedRun
         names=names,
         above=above,
         differences=differences(one, other, above),
+        unfinished={name: run.unfinished for name, run in (("A", one), ("B", other)) if run.unfinished},
         plots=[*_plots({"A": one, "B": other})],
     )
 

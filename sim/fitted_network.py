@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
+from dlcp.sim.limits import RATE_MAX_GBPS
 from dlcp.sim.plan import LongestPath
 from dlcp.sim.plugins import AnyTransport
 from dlcp.sim.routing import Routes
@@ -137,4 +138,9 @@ class FittedNetwork:
                 return FileTopology(file=self.fabric)
 
     def _faster(self, factor: float) -> LinkSpec:
+        if self.rate_gbps * factor > RATE_MAX_GBPS:
+            raise TopologyError(
+                f"the fabric's links need {self.rate_gbps * factor:,.0f} Gbit/s, {factor:g} times the hosts'; at most "
+                f"{RATE_MAX_GBPS:,.0f} can be simulated: lower the hosts' rate"
+            )
         return LinkSpec(rate_gbps=self.rate_gbps * factor, delay_us=self.delay_us)

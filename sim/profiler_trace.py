@@ -472,7 +472,7 @@ class _Profile:
             )
         known: _ProfileAbout = _as(f"{path}: distributedInfo", about, _ProfileAbout)
         self.rank, self.world = known.rank, known.world_size
-        self._groups = {
+        self._groups: dict[str, tuple[int, ...]] = {
             str(each.pg_name): _as(f"{path}: process group {each.pg_name}", each.ranks, tuple[Host, ...])
             for each in known.pg_config or ()
             if isinstance(each.ranks, list) and each.ranks

@@ -54,12 +54,12 @@ class ExperimentSection:
     findings: tuple[ClaimFinding, ...]
 
 
-def write_report(described: Sequence[PlannedExperiment], out: Path) -> Path:
+def write_report(described: Sequence[PlannedExperiment], out: Path) -> tuple[Path, dict[str, str]]:
     """Write ``report.html``, ``summary.json``, and ``figures/*.csv`` and ``*.svg``.
 
     Returns
     -------
-    The page's path.
+    The page's path, and what did not end, by experiment and run: it is left out of all numbers.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def write_report(described: Sequence[PlannedExperiment], out: Path) -> Path:
             sections.append(ExperimentSection(results, tuple(_plots(results, out / "figures")), own))
     page = out / "report.html"
     page.write_text(page_of(sections, [item for item in every if not item.documents]), encoding="utf-8")
-    return page
+    return page, {f"{each.experiment.name} {run}": why for each in every for run, why in each.unfinished.items()}
 
 
 def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()) -> str:

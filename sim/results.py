@@ -5,14 +5,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlcp import __version__
 from dlcp.sim.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
 from dlcp.sim.running import sources_digest
-from dlcp.sim.sweep import existing
+from dlcp.sim.sweep import saved
 
 Combination: TypeAlias = tuple[tuple[str, str], ...]
 """Points by axis."""
@@ -47,11 +47,14 @@ class Results:
         Runs and the contents of their result files.
     missing
         Runs without complete results of this version and setting.
+    unfinished
+        What did not end, by the name of the run, in those whose results are incomplete.
     """
 
     experiment: Experiment
     documents: tuple[tuple[ExperimentRun, Mapping[str, Any]], ...]
     missing: tuple[ExperimentRun, ...]
+    unfinished: Mapping[str, str] = field(default_factory=dict)
 
     def points(self, axis: str) -> list[str]:
         """Return the points of an axis that have results, in the order of the experiment's file."""
@@ -86,14 +89,16 @@ class Results:
 def load(described: PlannedExperiment, out: Path) -> Results:
     """Load an experiment's results."""
     folder = out / described.experiment.name
-    documents, missing = [], []
+    documents, missing, unfinished = [], [], {}
     for item in described.runs:
-        document = existing(folder, item)
-        if document is None:
-            missing.append(item)
-        else:
+        document = saved(folder, item)
+        if document is not None and document["complete"]:
             documents.append((item, document))
-    return Results(described.experiment, tuple(documents), tuple(missing))
+            continue
+        missing.append(item)
+        if document is not None:
+            unfinished[item.name] = str(document["unfinished"])
+    return Results(described.experiment, tuple(documents), tuple(missing), unfinished)
 
 
 def series_of(results: Results, figure: Figure) -> dict[str, dict[str, Spread]]:
@@ -256,7 +261,11 @@ def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
     ReportError
         No experiment has any results.
     """
+    unfinished = {results.experiment.name: results.unfinished for results in every if results.unfinished}
     if not any(results.documents for results in every):
+        if unfinished:
+            name, (sentence, *_) = next((name, list(runs.values())) for name, runs in unfinished.items())
+            raise ReportError(f"{name}: no run is complete: {sentence}")
         raise ReportError("there are no results of this version with these settings; run `dlcp sim sweep` first")
     found = [finding for results in every for finding in findings(results)]
     document = {
@@ -265,6 +274,7 @@ def write_summary(every: Sequence[Results], path: Path) -> list[ClaimFinding]:
         "seeds": sorted({int(item["seed"]) for results in every for _, item in results.documents}),
         "figures": [finding.as_json() for finding in found],
         "missing_runs": {results.experiment.name: len(results.missing) for results in every if results.missing},
+        **({"unfinished_runs": unfinished} if unfinished else {}),
     }
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return found

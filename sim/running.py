@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,7 +42,7 @@ from dlcp.sim.training_run import Progress, training
 from dlcp.switch import PROGRAM_PATH
 
 Number = TypeVar("Number", int, float)
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Format of result files. If it changes, a sweep runs everything again."""
 
 _SIMULATOR: Final = Path(__file__).resolve().parent
@@ -74,6 +74,8 @@ SLOWDOWN_SIZES: Final = {"all": 1 << 62, "10kb": 10_000, "100kb": 100_000, "1mb"
 }
 """Largest size of a message in each class of slowdowns; a class begins where the one before ends."""
 _BASE: Final = math.log1p(PRECISION)
+RunEnd = Literal["complete", "stop_s", "stalled", "interrupted"]
+"""Why a run ended: everything has finished, time was over, nothing more can happen, or a user stopped it."""
 
 
 @dataclass(slots=True)
@@ -238,8 +240,9 @@ def run(
 
     Returns
     -------
-    The contents of the result file: plain values, the same in every process and on every machine for the same seed. An
-    interrupted run returns the results so far, with ``complete`` false.
+    The contents of the result file: plain values, the same in every process and on every machine for the same seed. If
+    ``complete`` is false, a job or a message did not end: ``ended`` says why, ``unfinished`` how far it came, and
+    there are no metrics of jobs and messages.
     """
     setting = item.setting
     messages = MessageMeasures(
@@ -281,16 +284,17 @@ def run(
     if recorder is not None:
         recorder.begin(simulation, every_job)
         simulation.process(_record(simulation, recorder))
-    complete = True
+    ended: RunEnd = "complete"
     try:
         simulation.run(report if on_progress is not None else None)
-        complete = _finished(every_job)
+        ended = "stalled" if simulation.is_over else "stop_s"
     except RunOver:
         pass
     except KeyboardInterrupt:
-        complete = False
+        ended = "interrupted"
+    unfinished = "" if ended == "complete" else _unfinished(simulation, every_job, ended)
     simulation.flush_records()
-    return _document(item, simulation, jobs, traced, messages, complete)
+    return _document(item, simulation, jobs, traced, messages, ended if unfinished else "complete", unfinished)
 
 
 def digest(item: ExperimentRun) -> str:
@@ -316,9 +320,24 @@ def _end(simulation: Simulation, started: list[Any]) -> Process:
     raise RunOver
 
 
-def _finished(jobs: Sequence[AnyProgress]) -> bool:
-    """Return whether all jobs have finished all their steps."""
-    return all(len(job.step_s) == job.steps for job in jobs)
+def _unfinished(simulation: Simulation, jobs: Sequence[AnyProgress], ended: RunEnd) -> str:
+    """Return which jobs, or without jobs how many messages, did not end, and why; empty if all did."""
+    parts = [
+        f"job {job.name!r} finished {len(job.step_s):,} of {job.steps:,} steps"
+        for job in jobs
+        if len(job.step_s) < job.steps
+    ]
+    if not jobs and (count := simulation.unfinished_messages):
+        parts = [f"{count:,} messages had not arrived"]
+    if not parts:
+        return ""
+    stop_s = simulation.scenario.stop_s
+    why = {
+        "stop_s": f"the run ended at stop_s, {stop_s:g} s; raise it, or make the job shorter",
+        "stalled": "nothing more can happen in the network; check failures and routes",
+        "interrupted": "the run was interrupted; run it again",
+    }
+    return f"{'; '.join(parts)}: {why[ended]}"
 
 
 def _record(simulation: Simulation, recorder: Recorder) -> Process:
@@ -335,12 +354,15 @@ def _document(
     jobs: list[Progress],
     traced: list[TraceProgress],
     messages: MessageMeasures,
-    complete: bool,
+    ended: RunEnd,
+    unfinished: str,
 ) -> dict[str, Any]:
     counts = simulation.engine.counts
-    metrics = _metrics(simulation, jobs, traced, messages)
-    metrics |= _convergence(item, jobs, messages, metrics)
-    metrics |= _learning([job for job in jobs if job.curve])
+    metrics = _counted(simulation)
+    if not unfinished:
+        metrics |= _metrics(jobs, traced, messages)
+        metrics |= _convergence(item, jobs, messages, metrics)
+        metrics |= _learning([job for job in jobs if job.curve])
     return {
         "experiment": item.experiment,
         "point": dict(item.point),
@@ -349,7 +371,8 @@ def _document(
         "version": dlcp.__version__,
         "digest": digest(item),
         "sources": sources_digest(),
-        "complete": complete,
+        "complete": not unfinished,
+        **({"ended": ended, "unfinished": unfinished} if unfinished else {}),
         "metrics": {name: significant(value) for name, value in metrics.items()},
         "times": {name: times.as_json() for name, times in messages.times.items() if times.count},
         "jobs": [
@@ -373,6 +396,7 @@ def _document(
                 "step_s": [significant(seconds) for seconds in progress.step_s],
                 "measured_s": [significant(seconds) for seconds in progress.workload.measured_s],
                 "trace": progress.job.file,
+                **({"note": progress.workload.note} if progress.workload.note else {}),
             }
             for progress in traced
         ],
@@ -388,12 +412,16 @@ def steady(steps: list[Number]) -> list[Number]:
     return steps[1:] or steps
 
 
-def _metrics(
-    simulation: Simulation, jobs: list[Progress], traced: list[TraceProgress], messages: MessageMeasures
-) -> dict[str, float]:
-    """Return the metrics for figures and claims; see `sim/experiments/README.md`."""
-    counts = simulation.engine.counts
-    found: dict[str, float] = {"simulated_s": int(simulation.engine.now_ps + simulation.skipped_ps) / 1e12}
+def _counted(simulation: Simulation) -> dict[str, float]:
+    """Return the metrics of a run that hold even if it is incomplete."""
+    dropped = [count for name, count in counts_by_name(simulation.engine.counts).items() if name.startswith("drops_")]
+    simulated_s = int(simulation.engine.now_ps + simulation.skipped_ps) / 1e12
+    return {"simulated_s": simulated_s, "dropped_packets": float(sum(dropped))}
+
+
+def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: MessageMeasures) -> dict[str, float]:
+    """Return the metrics for figures and claims of a complete run; see `sim/experiments/README.md`."""
+    found: dict[str, float] = {}
     for prefix in _TIMES:
         times = messages.times[prefix]
         if times.count:
@@ -407,12 +435,12 @@ def _metrics(
             prefix = "slowdown" if name == "all" else f"slowdown_{name}"
             found[f"{prefix}_mean"] = slowdowns.mean_s
             found[f"{prefix}_p99"] = slowdowns.quantile_s(0.99)
-    found["loss_ratio"], found["result_loss_ratio"] = messages.loss_ratios
-    found["contribution_sent_ratio"], found["result_sent_ratio"] = messages.sent_ratios
+    names = (("loss_ratio", "contribution_sent_ratio"), ("result_loss_ratio", "result_sent_ratio"))
+    for half, (lost, sent) in enumerate(names):
+        if messages.packets[half]:
+            found[lost], found[sent] = messages.loss_ratios[half], messages.sent_ratios[half]
     if any(job.job.spec.deferral for job in jobs):
         found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios
-    dropped = [count for name, count in counts_by_name(counts).items() if name.startswith("drops_")]
-    found["dropped_packets"] = float(sum(dropped))
     if bits := [each for job in jobs for each in steady(job.bits)]:
         found["bits_per_value"] = fmean(bits)
     if bounds := [each for job in jobs for each in job.bounds]:

@@ -19,7 +19,6 @@ from dlcp.document import PlaceError
 from dlcp.error_text import nearest
 from dlcp.sim.limits import (
     BYTES_MAX,
-    FACTOR_MAX,
     FLOPS_MAX,
     HOSTS_MAX,
     MAGNITUDE_MAX,
@@ -385,7 +384,7 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transport: str = "dctcp"
     collective: Literal["ring", "direct", "tree"] | None = None
     eager_bytes: BytesOrNone | None = None
-    compute_factor: Annotated[float, Meta(ge=0, le=FACTOR_MAX)] = 1.0
+    compute_factor: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     flops: Annotated[float, Meta(ge=1, le=FLOPS_MAX)] | None = None
     groups: dict[str, tuple[Host, ...]] = {}
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0

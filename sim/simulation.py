@@ -265,6 +265,19 @@ class Simulation:
             # All packets of this instant have been handled; now handle the processes, event by event.
             env.step()
 
+    @property
+    def unfinished_messages(self) -> int:
+        """Return the number of submitted messages that have not arrived."""
+        return sum(
+            int(((submitted.packets > 0) & (self.engine.records(number)["end_ps"] < 0)).sum())
+            for number, submitted in self._open.items()
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing more will happen."""
+        return not self.engine.has_events() and self.env.peek() == float("inf")
+
     def flush_records(self) -> None:
         """Pass on the current records of all open graphs, for a run that ends early."""
         if self._on_records is not None:

@@ -39,13 +39,19 @@ def result_file(folder: Path, item: ExperimentRun) -> Path:
 
 def existing(folder: Path, item: ExperimentRun) -> dict[str, Any] | None:
     """Return a run's results if they exist, are complete, and have the same setting and sources; otherwise None."""
+    document = saved(folder, item)
+    return document if document is not None and document.get("complete") else None
+
+
+def saved(folder: Path, item: ExperimentRun) -> dict[str, Any] | None:
+    """Return a run's results, complete or not, if they have the same setting and sources; otherwise None."""
     try:
         document = read_json(result_file(folder, item))
     except DocumentError:
         return None
     if not isinstance(document, dict):
         return None
-    return document if document.get("complete") and document.get("digest") == digest(item) else None
+    return document if document.get("digest") == digest(item) else None
 
 
 def sweep(
@@ -102,7 +108,7 @@ def _results(
         for item in missing:
             document = run(item, engine)
             yield item, document
-            if not document["complete"] and _was_interrupted(document, item):
+            if document.get("ended") == "interrupted":
                 raise KeyboardInterrupt
         return
     pool, stop = _dask_pool(dask) if dask else _process_pool(min(processes, len(missing)))
@@ -156,11 +162,6 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _was_interrupted(document: dict[str, Any], item: ExperimentRun) -> bool:
-    simulated_s: float = document["metrics"].get("simulated_s", 0.0)
-    return simulated_s < item.setting.stop_s
-
-
 def _summary(document: dict[str, Any]) -> str:
     metrics = document["metrics"]
     words = []
@@ -171,7 +172,7 @@ def _summary(document: dict[str, Any]) -> str:
     if metrics.get("loss_ratio"):
         words.append(f"loss {metrics['loss_ratio']:.2%}")
     if not document["complete"]:
-        words.append("INCOMPLETE")
+        words.append(f"INCOMPLETE: {document['unfinished']}")
     return ": " + "; ".join(words) if words else ""
 
 

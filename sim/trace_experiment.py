@@ -4,10 +4,9 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
-from dlcp.document import PlaceError
+from dlcp.document import PlaceError, converted
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
 from dlcp.sim.chakra import SUFFIX_PATTERN, write_chakra
@@ -48,7 +47,7 @@ def trace_run(job: TraceJob, network: FittedNetwork, seed: int) -> ExperimentRun
         The trace cannot be used, or does not fit the network.
     """
     described = trace_experiment(job, network, seed)
-    setting = msgspec.convert(described["setting"], RunSetting)
+    setting = converted(described["setting"], RunSetting)
     setting.check_senders("traces")
     return ExperimentRun(experiment=described["name"], point={}, setting=setting, convergence="published")
 

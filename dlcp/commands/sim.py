@@ -268,6 +268,8 @@ def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
         print("  approximate: simulated as flows, not packets")
     if skipped := sum(job.get("skipped_steps", 0) for job in document["jobs"]):
         print(f"  approximate: {skipped:,} of {sum(len(job['step_s']) for job in document['jobs']):,} steps skipped")
+    for note in filter(None, (job.get("note") for job in document["jobs"])):
+        print(f"  simplified: {note}")
     for name, value in document["metrics"].items():
         print(f"  {name:20} {value:.6g}")
     if output is not None:
@@ -276,7 +278,10 @@ def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
         tables = recorder.tables()
         for kind, folder in folders.items():
             print("\n".join(map(str, write_tables(tables, folder, kind))))
-    return 0 if document["complete"] else 130
+    if document["complete"]:
+        return 0
+    status = 130 if document["ended"] == "interrupted" else 1
+    return refuse("sim", f"the run is incomplete: {document['unfinished']}", status)
 
 
 def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
@@ -290,11 +295,10 @@ def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
 
 def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Return the traced job and the network that a command line describes."""
-    import msgspec
-
-    from dlcp.document import read_json
+    from dlcp.document import PlaceError, converted, read_json
     from dlcp.sim.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
     from dlcp.sim.scenario import TraceJob
+    from dlcp.sim.topology import LinkSpec
 
     fabric = arguments.topology
     from_file = fabric not in FABRICS and Path(fabric).is_file()
@@ -310,18 +314,14 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
         given = " and ".join(f"--{name.replace('_', '-')}" for name in links)
         raise SimUsageError(f"--topology: the links of {fabric} have their own rates and delays; leave {given} out")
     groups = read_json(arguments.groups) if arguments.groups else {}
+    options = {name: getattr(arguments, name) for name in _TRACE_FIELDS}
     try:
-        job = msgspec.convert(
-            {
-                "name": "trace",
-                "file": arguments.trace,
-                "groups": groups,
-                **{name: getattr(arguments, name) for name in _TRACE_FIELDS},
-            },
-            TraceJob,
-        )
-    except msgspec.ValidationError as error:
-        raise SimUsageError(f"{arguments.groups or arguments.trace}: {error}") from None
+        job = converted({"name": "trace", "file": arguments.trace, "groups": groups, **options}, TraceJob)
+        converted(links, LinkSpec)
+    except PlaceError as error:
+        name, *place = map(str, error.steps)
+        where = ".".join((str(arguments.groups), *place)) if name == "groups" else f"--{name.replace('_', '-')}"
+        raise SimUsageError(f"{where}: {error}") from None
     network = FittedNetwork(fabric, transport=arguments.transport, **links)
     return job, network
 
@@ -331,7 +331,10 @@ def _import(arguments: argparse.Namespace) -> int:
     from dlcp.sim.traces import read_trace
 
     job, network = _traced(arguments)
-    print(f"{arguments.trace}: {summary(read_trace(job))}")
+    workload = read_trace(job)
+    print(f"{arguments.trace}: {summary(workload)}")
+    if workload.note:
+        print(f"  simplified: {workload.note}")
     if arguments.output is None:
         return 0
     try:
@@ -405,17 +408,19 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.sweep import default_processes, sweep
+    from dlcp.sim.sweep import default_processes, existing, sweep
 
     # Read all before the first run, so that errors in the last file do not appear after hours.
     described = _read_all(arguments)
+    incomplete = 0
     for item in described:
         if arguments.quick and item.experiment.quick.skip:
             continue
         print(item.experiment.title, file=sys.stderr)
         folder = arguments.out / item.experiment.name
         sweep(item.runs, folder, processes=arguments.processes or default_processes(), dask=arguments.dask)
-    return 0
+        incomplete += sum(existing(folder, each) is None for each in item.runs)
+    return refuse("sim", f"{incomplete} runs are incomplete, as said above", 1) if incomplete else 0
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -423,12 +428,16 @@ def _report(arguments: argparse.Namespace) -> int:
 
     described = _read_all(arguments)
     kept = [item for item in described if not (arguments.quick and item.experiment.quick.skip)]
-    print(write_report(kept, arguments.out))
-    return 0
+    page, unfinished = write_report(kept, arguments.out)
+    print(page)
+    for name, sentence in unfinished.items():
+        refuse("sim", f"{name} is incomplete, and left out: {sentence}")
+    return 1 if unfinished else 0
 
 
 def _all(arguments: argparse.Namespace) -> int:
-    return _run_all(arguments) or _report(arguments)
+    status = _run_all(arguments)
+    return _report(arguments) or status
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -447,8 +456,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     else:
         runs = [_compared_run(str(side)) for side in (arguments.old, arguments.new)]
         pairs = [(f"A: {arguments.old}\nB: {arguments.new}", runs[0], runs[1])]
-    count = 0
+    count = incomplete = 0
     for name, old, new in pairs:
+        for side, shown in (("A", old), ("B", new)):
+            if shown.unfinished:
+                where = f"{name}: {side}" if are_folders else side
+                incomplete = refuse("sim", f"{where} is incomplete: {shown.unfinished}", 1)
         found = differences(old, new, above)
         count += len(found)
         if found:
@@ -459,7 +472,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         page = comparison_page((arguments.old, arguments.new), *pairs[0][1:], above)
         arguments.page.write_text(page, encoding="utf-8")
         print(arguments.page)
-    return 1 if count and (are_folders or all(map(_is_saved, sides))) else 0
+    return 1 if incomplete or (count and (are_folders or all(map(_is_saved, sides)))) else 0
 
 
 def _is_saved(side: Path) -> bool:
