@@ -23,6 +23,7 @@ import msgspec
 import yaml
 
 from dlcp.error_text import nearest
+from dlcp.foreign_formats import foreign_format
 
 _T = TypeVar("_T")
 Step = str | int
@@ -100,11 +101,20 @@ class Document:
         self._text = _read_text(path)
         self._lines: dict[Steps, int] = {}
         self.content: Any = None
-        repeated = True
-        if path.suffix == ".json":
-            self.content, repeated = _parse_json(path, self._text)
-        if repeated:
-            self.content = self._yaml()  # of a JSON file with a repeated key: the error names both lines
+        try:
+            repeated = True
+            if path.suffix == ".json":
+                self.content, repeated = _parse_json(path, self._text)
+            if repeated:
+                self.content = self._yaml()  # of a JSON file with a repeated key: the error names both lines
+        except DocumentError:
+            self._refuse_foreign()
+            raise
+
+    def _refuse_foreign(self) -> None:
+        """Raise DocumentError if the file is another tool's."""
+        if sentence := foreign_format(self._text.encode(errors="replace"), self.content):
+            raise DocumentError(f"{self.path}: {sentence}")
 
     def convert(self, kind: type[_T], *, content: Any = None, origin_of: Callable[[Steps], Steps] = tuple) -> _T:
         """Return the content as a dataclass or a `msgspec.Struct`.
@@ -124,6 +134,7 @@ class Document:
         try:
             return converted(self.content if content is None else content, kind)
         except PlaceError as error:
+            self._refuse_foreign()
             raise self.error(str(error), origin_of(error.steps)) from None
 
     def error(self, message: str, steps: Sequence[Step]) -> DocumentError:
@@ -255,10 +266,12 @@ class _YamlBuilder:
 
 def _read_text(path: Path) -> str:
     """Return the text of a file, or raise DocumentError."""
+    raw = b""
     try:
-        return path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
+        return raw.decode()
     except UnicodeDecodeError:
-        raise DocumentError(f"{path}: this is not UTF-8 text") from None
+        raise DocumentError(f"{path}: {foreign_format(raw) or 'this is not UTF-8 text'}") from None
     except OSError as error:
         raise DocumentError(f"{path}: {error.strerror}") from None
     except ValueError as error:  # the path contains a NUL

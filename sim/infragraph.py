@@ -10,6 +10,8 @@ have one, each GPU is a host, and the server's switches, and its network cards, 
 
 import json
 from collections import Counter
+from collections.abc import Mapping
+from importlib import metadata
 from itertools import takewhile
 from typing import Any, Final
 
@@ -20,21 +22,30 @@ _GBPS: Final = {"Gbps": 1.0, "GBps": 8.0}
 _MICROSECONDS: Final = {"ms": 1e3, "us": 1.0, "ns": 1e-3}
 
 
-def is_infrastructure(content: object) -> bool:
-    """Return whether a file's content looks like an InfraGraph infrastructure."""
-    return isinstance(content, dict) and "instances" in content
+_COMPONENTS_MAX: Final = 1 << 20
+"""Most components that are expanded: 16 for each of the most hosts. InfraGraph takes a minute for them."""
 
 
-def network_of(document: Document) -> dict[str, Any]:
-    """Return the network of an infrastructure, as the content of a network's file (`dlcp.sim.topology.NetworkFile`).
+def infrastructure_of(content: Any) -> dict[str, Any] | None:
+    """Return the InfraGraph infrastructure in a file's content, at its root or below ``infrastructure``; else None."""
+    if not isinstance(content, dict):
+        return None
+    for key in ("infragraph", "infrastructure"):
+        if isinstance(content.get(key), dict):
+            return infrastructure_of({**content[key], "instances": content[key].get("instances", [])})
+    return content if "instances" in content else None
+
+
+def network_of(document: Document, infrastructure: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the network of a document's infrastructure, as the content of a `dlcp.sim.topology.NetworkFile`.
 
     Raises
     ------
     DocumentError
-        The package infragraph is missing or refuses the file, no component is a GPU or a network card, or a link states
-        its bandwidth in transfers.
+        The package infragraph is missing or refuses the file, it has too many components, none of them is a GPU or a
+        network card, or a link has a bandwidth or latency in other units.
     """
-    graph = _expanded(document)
+    graph = _expanded(document, infrastructure)
     kinds = {kind for _, kind in graph.nodes(data="type")}
     ends = next((kind for kind in ("xpu", "nic") if kind in kinds), None)
     if ends is None:
@@ -56,20 +67,49 @@ def network_of(document: Document) -> dict[str, Any]:
     }
 
 
-def _expanded(document: Document) -> Any:
+def _expanded(document: Document, content: Mapping[str, Any]) -> Any:
     """Return the networkx graph of all components of all instances."""
+    if "connections" in content:
+        raise DocumentError(
+            f"{document.path}: this is an InfraGraph infrastructure before version 1.0, with connections: describe it "
+            "with instances and edges, as from 1.0 on"
+        )
+    if (count := _components(content)) > _COMPONENTS_MAX:
+        raise DocumentError(
+            f"{document.path}: instances: their components are {count:,}; at most {_COMPONENTS_MAX:,} can be simulated"
+        )
     try:
         from infragraph import Infrastructure
         from infragraph.infragraph_service import InfraGraphService
     except ImportError:
         raise DocumentError(f"{document.path} is an InfraGraph infrastructure, which requires: {_INSTALL}") from None
     infrastructure, service = Infrastructure(), InfraGraphService()
+    version = content.get("version")
     try:
-        infrastructure.deserialize(json.dumps(document.content))
+        infrastructure.deserialize(json.dumps({key: each for key, each in content.items() if key != "version"}))
         service.set_graph(infrastructure)
     except Exception as problem:  # of any kind: a key that is missing, an instance that is unknown, an index
-        raise DocumentError(f"{document.path}: not a valid InfraGraph infrastructure: {problem}") from None
+        reason = " ".join(str(problem).split())[:200] or repr(problem)
+        own = f" (the file has version {version}, the package {metadata.version('infragraph')})" if version else ""
+        raise DocumentError(f"{document.path}: not a valid InfraGraph infrastructure: {reason}{own}") from None
     return service.get_networkx_graph()
+
+
+def _components(content: Mapping[str, Any]) -> int:
+    """Return the number of components of all instances, as far as their counts can be read."""
+    devices: Counter[Any] = Counter()
+    for device in _records(content.get("devices")):
+        devices[str(device.get("name"))] = sum(_count(each) for each in _records(device.get("components")))
+    return sum(_count(each) * max(1, devices[str(each.get("device"))]) for each in _records(content.get("instances")))
+
+
+def _records(listed: Any) -> list[dict[str, Any]]:
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+
+
+def _count(record: Mapping[str, Any]) -> int:
+    count = record.get("count", 1)
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _parts(graph: Any) -> list[list[str]]:
@@ -115,12 +155,14 @@ def _link(document: Document, edge: dict[str, str]) -> dict[str, float]:
     """Return the rate and the delay of an edge, {"bandwidth": "100 Gbps", "latency": "5 ns"}, as far as it has them."""
     link = {}
     if "bandwidth" in edge:
-        rate, unit = edge["bandwidth"].split()
+        rate, _, unit = edge["bandwidth"].partition(" ")
         if unit not in _GBPS:
             problem = f"link {edge['link']!r} has a bandwidth in {unit}: give it in gigabits_per_second, after encoding"
             raise DocumentError(f"{document.path}: {problem}")
         link["rate_gbps"] = float(rate) * _GBPS[unit]
     if "latency" in edge:
-        delay, unit = edge["latency"].split()
+        delay, _, unit = edge["latency"].partition(" ")
+        if unit not in _MICROSECONDS:
+            raise DocumentError(f"{document.path}: link {edge['link']!r} has a latency in {unit}: give ms, us or ns")
         link["delay_us"] = float(delay) * _MICROSECONDS[unit]
     return link

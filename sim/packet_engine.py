@@ -269,8 +269,9 @@ class Submitter:
                     sizes["profile"][own] = self.plan.lower_profile
                     loss_bound[own] = np.minimum(loss_bound[own], layout.loss_bound_max)
         packets = -(-size_bytes // payload)
-        largest = int(packets.argmax())
-        check_packets(int(size_bytes[largest]), int(payload[largest]))
+        if len(packets):
+            largest = int(packets.argmax())
+            check_packets(int(size_bytes[largest]), int(payload[largest]))
         sizes["packets"] = packets
         sizes["last_bytes"] = np.where(packets > 0, size_bytes - (packets - 1) * payload, 0)
         sizes["allowed"] = np.floor(loss_bound * packets + 1e-9)

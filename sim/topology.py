@@ -9,9 +9,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from dlcp.document import Document, PlaceError
+from dlcp.document import Document, PlaceError, converted
 from dlcp.error_text import closest, nearest
-from dlcp.sim.infragraph import is_infrastructure, network_of
+from dlcp.sim.infragraph import infrastructure_of, network_of
 from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, RATE_MAX_GBPS, RATE_MIN_GBPS, Hosts
 from dlcp.sim.routing import Routes
 
@@ -401,9 +401,14 @@ class FileTopology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             The file is missing or wrong; the message names the line.
         """
         document = Document(Path(self.file))
-        if not is_infrastructure(document.content):
+        infrastructure = infrastructure_of(document.content)
+        if infrastructure is None:
             return document.convert(NetworkFile).build()
-        return document.convert(NetworkFile, content=network_of(document), origin_of=lambda _: ()).build()
+        try:
+            return converted(network_of(document, infrastructure), NetworkFile).build()
+        except PlaceError as error:
+            place = ".".join(map(str, error.steps))
+            raise document.error(f"its network has a wrong value, {place}: {error}", ()) from None
 
 
 TopologySpec = Star | LeafSpine | FatTree | Dragonfly | RailOptimised | FileTopology

@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from dlcp.document import PlaceError
+from dlcp.document import Document, DocumentError, PlaceError
+from dlcp.foreign_formats import foreign_format
 from dlcp.sim.chakra import SUFFIX_PATTERN, rank_files, read_chakra
 from dlcp.sim.goal import is_binary_goal, read_goal
 from dlcp.sim.operations import (
@@ -58,9 +59,16 @@ def trace_files(path: Path) -> list[Path]:
     """
     if path.is_dir():
         found = sorted(file for pattern in _PROFILES for file in path.glob(pattern))
-        if not found:
-            raise TraceFormatError(f"{path}: the folder has no profiles (*.json, *.json.gz)")
-        return found
+        if found:
+            return found
+        jobs = {match["prefix"]: file for file in path.iterdir() if (match := SUFFIX_PATTERN.match(file.name))}
+        if len(jobs) > 1:
+            raise TraceFormatError(
+                f"{path}: the folder has {len(jobs)} Chakra traces; name {min(jobs)}.0.et or another"
+            )
+        if not jobs:
+            raise TraceFormatError(f"{path}: the folder has no profiles (*.json, *.json.gz) and no NAME.RANK.et")
+        return rank_files(*jobs.values())
     if path.is_file() and not SUFFIX_PATTERN.match(path.name):
         return [path]
     return rank_files(path)
@@ -104,12 +112,14 @@ def _workload(
     files: Sequence[Path], ranks: int | None, groups: Sequence[tuple[str, tuple[int, ...]]], flops: float | None
 ) -> tuple[Workload, bool]:
     """Return the job in some files, and whether a single file may stand for several ranks."""
-    if SUFFIX_PATTERN.match(files[0].name):
+    if files[0].suffix == ".et":
         alike = len(files) == 1
         return read_chakra([*files] * (ranks or 1) if alike else [*files], groups=dict(groups), flops=flops), alike
     contents = [trace_content(file) for file in files]
     if contents[0].lstrip()[:1] not in (b"{", b"["):
         if not is_binary_goal(contents[0]) and b"num_ranks" not in contents[0]:
+            if sentence := foreign_format(contents[0], _plain(files[0])):
+                raise TraceFormatError(f"{files[0]}: {sentence}")
             raise TraceFormatError(
                 f"{files[0]}: not a trace: expected GOAL (num_ranks ...), Chakra (NAME.RANK.et) or Chrome events (JSON)"
             )
@@ -122,11 +132,22 @@ def _workload(
     return read_pytorch_profiles(documents, ranks), len(files) == 1
 
 
+def _plain(file: Path) -> Any:
+    """Return the content of a file that may be YAML; None if it is not."""
+    try:
+        return Document(file).content
+    except DocumentError:
+        return None
+
+
 def _chrome(file: Path, content: bytes) -> dict[str, Any]:
     try:
         document = msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise TraceFormatError(f"{file}: not complete JSON: {error}") from None
+        reason = foreign_format(content) or f"not complete JSON: {error}"
+        raise TraceFormatError(f"{file}: {reason}") from None
+    if sentence := foreign_format(content, document):
+        raise TraceFormatError(f"{file}: {sentence}")
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise TraceFormatError(f"{file}: JSON without traceEvents; this is neither DLCP's trace nor PyTorch's")
     return document
