@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dlcp.sim.limits import BYTES_MAX, TIME_MAX_PS, check_within
+from dlcp.sim.limits import BYTES_MAX, GRAPH_NODES_MAX, TIME_MAX_PS, check_within
 
 Nodes = NDArray[np.int64]
 OWN_LANE = -1
@@ -143,6 +143,9 @@ class GraphBuilder:
 
     def _add(self, nodes: NDArray[Any]) -> Nodes:
         first = self._count
+        check_within(
+            "the number of messages and computations at once", first + len(nodes), GRAPH_NODES_MAX, "use fewer ranks"
+        )
         self._nodes.append(nodes)
         self._count += len(nodes)
         return np.arange(first, self._count)

@@ -52,8 +52,10 @@ FLOPS_MAX: Final = 1e30
 """Most operations per second; no machine reaches 1e20."""
 STEPS_MAX: Final = 100_000
 """Most steps or repetitions of a job: the durations of all are kept."""
-PIECES_MAX: Final = 1_000_000
-"""Most pieces of a model's gradients: each is an all-reduce of its own in the graph of a step."""
+PIECES_MAX: Final = 100_000
+"""Most pieces of a model's gradients: each is an all-reduce of its own in the graph of a step, with many messages."""
+GRAPH_NODES_MAX: Final = 1 << 27
+"""Most messages and computations of a graph: 13 GB of memory. A ring of 4,096 ranks has 2^25 of them."""
 SEED_MAX: Final = (1 << 46) - 1
 """Largest seed: engines multiply it by 65,537 in 63 bits."""
 MAGNITUDE_MAX: Final = 1e12
