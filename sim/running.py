@@ -331,9 +331,9 @@ def _unfinished(simulation: Simulation, jobs: Sequence[AnyProgress], ended: RunE
         parts = [f"{count:,} messages had not arrived"]
     if not parts:
         return ""
-    stop_s = simulation.scenario.stop_s
+    stop_s, failing = simulation.scenario.stop_s, ", or check the failures" if simulation.scenario.failures else ""
     why = {
-        "stop_s": f"the run ended at stop_s, {stop_s:g} s; raise it, or make the job shorter",
+        "stop_s": f"the run ended at stop_s, {stop_s:g} s; raise it, or make the job shorter{failing}",
         "stalled": "nothing more can happen in the network; check failures and routes",
         "interrupted": "the run was interrupted; run it again",
     }

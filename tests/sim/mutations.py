@@ -8,6 +8,7 @@ traceback, a warning, status 0 and an impossible result, or after more than `LIM
 import argparse
 import contextlib
 import copy
+import importlib
 import io
 import json
 import math
@@ -485,7 +486,9 @@ def faults(name: str, count: int, seed: int) -> Iterator[tuple[int, list[str], s
 
 
 def warm_up() -> None:
-    """Compile and load the engines, so that forks have them."""
+    """Compile and load the engines, and load what else takes long, so that forks have it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("infragraph.infragraph_service")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         for engine in ("packets", "flows"):
             path = _write(Path(folder), "a.yaml", SCENARIO)
