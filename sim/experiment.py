@@ -7,6 +7,7 @@ name.
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -400,7 +401,7 @@ class _ChangedSetting:
                 pattern.check_hosts(topology.hosts)
         for number, traffic in enumerate(setting.traffic):
             with self._blamed("traffic", number, "load"):
-                traffic.check_load(topology)
+                traffic.check_load(topology, setting.transports[traffic.transport])
         for number, job in enumerate(setting.training):
             with self._blamed("training", number, "model"):
                 profile = profile_of(job)
@@ -465,13 +466,16 @@ def _runs(
 
 
 def _change(key: str, value: Any, origin: Steps) -> _Change:
-    target = tuple(int(word) if word.isdigit() else word for word in key.split("."))
+    target = tuple(int(word) if re.fullmatch("[0-9]{1,9}", word) else word for word in key.split("."))
     return _Change(target, value, (*origin, key))
 
 
 def _check_names(document: Document, experiment: Experiment) -> None:
     """Reject unknown axes and points in figures, claims and the quick selection."""
     axes = {axis.name: axis for axis in experiment.axes}
+    for number, axis in enumerate(experiment.axes):
+        if axes[axis.name] is not axis:
+            raise document.error(f"two axes are called {axis.name!r}; rename one of them", ("axes", number, "name"))
 
     def point(axis: str, name: str | None, steps: Steps) -> None:
         if axis not in axes:

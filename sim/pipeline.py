@@ -8,6 +8,7 @@ stashing), so that no pass has to wait for another minibatch's update.
 """
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -106,7 +107,7 @@ def parse_replicas(text: str) -> tuple[int, ...]:
         It is not a list of positive numbers.
     """
     words = text.split("-")
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    if not all(re.fullmatch("0*[1-9][0-9]{0,5}", word) for word in words):
         raise StagesError(f"{text!r} does not name the replicas of each stage; write them as 7-1")
     return tuple(map(int, words))
 

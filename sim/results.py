@@ -92,12 +92,12 @@ def load(described: PlannedExperiment, out: Path) -> Results:
     documents, missing, unfinished = [], [], {}
     for item in described.runs:
         document = saved(folder, item)
-        if document is not None and document["complete"]:
+        if document is not None and document.get("complete"):
             documents.append((item, document))
             continue
         missing.append(item)
         if document is not None:
-            unfinished[item.name] = str(document["unfinished"])
+            unfinished[item.name] = str(document.get("unfinished"))
     return Results(described.experiment, tuple(documents), tuple(missing), unfinished)
 
 

@@ -127,6 +127,8 @@ Values in between are interpolated."""
 _Entry = Annotated[float, Meta(ge=0, le=BYTES_MAX)]
 _ROUNDING: Final = 1e-6
 """How far the last share of a table may be from 1: tables have up to six digits."""
+_WIRE_LOAD_MAX: Final = 2.0
+"""Largest load with headers: more is no traffic that anybody wants, a little above 1 may be."""
 _REPEATS_MAX: Final = 1_000_000
 """Most times that a pattern's flows begin: each is a graph of its own."""
 
@@ -233,14 +235,21 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         rate_bps = sum(first[host] for host in range(topology.hosts)) * 1e9
         return self.load * rate_bps / 8 / mean_size(self.flow_sizes)
 
-    def check_load(self, topology: NetworkTopology) -> None:
-        """Reject a load of less than one flow.
+    def check_load(self, topology: NetworkTopology, transport: AnyTransport) -> None:
+        """Reject a load of less than one flow, and flows so small that their headers alone overload the network.
 
         Raises
         ------
         ValueError
-            On average, fewer begin.
+            On average, fewer begin, or with headers they are more than `_WIRE_LOAD_MAX` times the links' rates.
         """
+        mean, payload = mean_size(self.flow_sizes), transport.packet_bytes - transport.header_bytes
+        wire_load = self.load * (1 + transport.header_bytes * max(1.0, mean / payload) / mean)
+        if wire_load > _WIRE_LOAD_MAX:
+            raise ValueError(
+                f"flows of {self.name} have {mean:,.0f} bytes on average, and with a header of {transport.header_bytes} "
+                f"in each packet they are {wire_load:.1f} times what the links carry; lower load or raise most_bytes"
+            )
         flows = self.flows_per_s(topology) * (self.stop_s - self.start_s)
         if flows < 1:
             raise ValueError(

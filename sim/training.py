@@ -216,6 +216,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         self._check_learning()
         if any(straggler.worker >= self.workers for straggler in self.stragglers):
             raise ValueError(f"a straggler's rank is beyond the workers; choose from 0 to {self.workers - 1}")
+        if len({straggler.worker for straggler in self.stragglers}) < len(self.stragglers):
+            raise ValueError("stragglers names a worker twice; give each worker one factor")
 
     def shard_weights(self, hosts: Sequence[int], topology: NetworkTopology) -> tuple[float, ...]:
         """Return each worker's share of a buffer as an owner; empty if shares are equal."""
