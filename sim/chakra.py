@@ -309,7 +309,7 @@ class _Reader:
         value = attributes.get(name, default)
         if value is None:
             raise self._error(path, node, f"the attribute {name} is missing")
-        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,19}", value):
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
             return int(value)
         if isinstance(value, int | float) and 0 <= value < 1 << 64 and value == int(value):
             return int(value)

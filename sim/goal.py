@@ -274,7 +274,8 @@ class _Binary:
         what = f"rank {rank}"
         count, roots = map(int, self._array("<u4", first, 2, what))
         offset = first + 8 + 4 * roots
-        for form in (_NODE, _LONG_NODE):
+        fits_long = offset + _LONG_NODE.itemsize * count <= len(self._content)
+        for form in (_NODE, _LONG_NODE) if fits_long else (_NODE,):
             nodes = self._array(form, offset, count, what)
             followers = int(nodes["followers"].sum(dtype=np.int64) + nodes["begun_followers"].sum(dtype=np.int64))
             if offset + nodes.nbytes + 4 * followers == end:

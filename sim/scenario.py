@@ -247,8 +247,8 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         wire_load = self.load * (1 + transport.header_bytes * max(1.0, mean / payload) / mean)
         if wire_load > _WIRE_LOAD_MAX:
             raise ValueError(
-                f"flows of {self.name} have {mean:,.0f} bytes on average, and with a header of {transport.header_bytes} "
-                f"in each packet they are {wire_load:.1f} times what the links carry; lower load or raise most_bytes"
+                f"flows of {self.name} have {mean:,.0f} bytes on average, and with headers of {transport.header_bytes} "
+                f"they are {wire_load:.1f} times what the links carry; lower load or raise most_bytes"
             )
         flows = self.flows_per_s(topology) * (self.stop_s - self.start_s)
         if flows < 1:

@@ -157,6 +157,12 @@ PART = node(3, COLLECTIVE, comm_type=0, comm_size=40)
         ([PART, node(9, COLLECTIVE, comm_type=7, comm_size=40)], "its collective is reduce_scatter, but all_reduce in"),
         ([node(1, COMPUTE, 2, micros=1) + node(2, COMPUTE, 1, micros=1)], "compute 1 .* waits for rank 0: compute 2"),
         ([node(1, 1, name="process_group:init", values="[x]")], "does not list process groups as PyTorch does"),
+        ([node(1, COLLECTIVE, comm_type=0, comm_size=0)], "comm_size is 0, so the trace does not say how much is sent"),
+        ([node(1, SEND, comm_size=0, comm_dst=1)], "comm_size is 0"),
+        ([node(1, COLLECTIVE, comm_type=0, comm_size=float("inf"))], "comm_size is 'inf'; it must be a number"),
+        ([node(1, COLLECTIVE, comm_type=0, comm_size=str((1 << 64) - 1))], "18,446,744,073,709,551,615 bytes; at most"),
+        ([node(1, SEND, comm_size=4, comm_dst=1, dlcp_queue=300)], "its queue is 300; -1 to 7 are possible"),
+        ([node(1, COMPUTE, dlcp_processor="x")], "dlcp_processor is 'x'"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, ranks, message):

@@ -141,6 +141,9 @@ def test_messages_of_a_tag_belong_together_in_the_order_of_the_file():
             "a send of more than 65535 bytes waits for its receive",
         ),
         (ranks("", ""), "no rank has an operation"),
+        (ranks(f"calc {'9' * 5000}"), r"job\.goal:3: size has 5000 digits; at most 18 are possible"),
+        (f"num_ranks {'9' * 5000}\n", "num_ranks has 5000 digits"),
+        (ranks("s: send 40000000000000b to 1", "r: recv 40000000000000b from 0"), "40,000,000,000,000 bytes; at most"),
         (
             ranks("calc 9999999999999999"),
             "rank 0: compute without a label: it takes 1e\\+07 s; 0 to 2,305,843 s can be simulated",
@@ -221,6 +224,43 @@ def test_a_wrong_binary_file_is_refused():
     wrong[-4:] = struct.pack("<I", 5)
     with pytest.raises(TraceFormatError, match="operation 5 waits for operation 0, but the rank has 1"):
         read_goal(Path("job.bin"), bytes(wrong))
+
+
+def test_a_binary_file_with_lost_dependencies_is_refused():
+    wrong = bytearray(binary([(CALC, 0, 3, 0, 0, [1], []), (CALC, 0, 3, 0, 0, [], [])]))
+    first_follower = 8 + 6 + 16 + 8 + 4 + 31 - 4
+    assert wrong[first_follower - 4 : first_follower] == b"\1\0\0\0"
+    wrong[first_follower] = 7
+    with pytest.raises(TraceFormatError, match="operation 0 has dependencies beyond the 1 in the file"):
+        read_goal(Path("job.bin"), bytes(wrong))
+    wrong = bytearray(BINARY_PING_PONG)
+    wrong[8 + 6 + 8] += 4
+    with pytest.raises(TraceFormatError, match=r"rank 0 ends at byte \d+, but its operations do not end there"):
+        read_goal(Path("job.bin"), bytes(wrong))
+
+
+def test_the_longer_operations_of_loggopsim2_are_the_same_job():
+    """They have 65 more bytes each, and the ends in the table of ranks are later."""
+    content, longer, table = BINARY_PING_PONG[8:], b"", b""
+    begin = 6 + 2 * 16
+    for rank in range(2):
+        first, end = struct.unpack_from("<QQ", content, 6 + 16 * rank)
+        count, roots = struct.unpack_from("<II", content, first)
+        at = first + 8 + 4 * roots
+        nodes = b"".join(content[at + 39 * each : at + 39 * (each + 1)] + bytes(65) for each in range(count))
+        body = content[first:at] + nodes + content[at + 39 * count : end]
+        table += struct.pack("<QQ", begin, begin + len(body))
+        begin, longer = begin + len(body), longer + body
+    read = read_goal(Path("job.bin"), BINARY_PING_PONG[:14] + table + longer)
+    for mine, theirs in zip(parsed(PING_PONG).operations(), read.operations(), strict=True):
+        assert (mine.kind, mine.after, mine.size_bytes) == (theirs.kind, theirs.after, theirs.size_bytes)
+
+
+def test_several_interfaces_of_a_rank_are_one_and_the_job_says_so():
+    text = "a: send 9b to 1 nic 0\nb: send 9b to 1 tag 1 nic 3"
+    note = parsed(ranks(text, "recv 9b from 0\nrecv 9b from 0 tag 1")).note
+    assert note.startswith("1 ranks use up to 2 network interfaces (nic), which are simulated as one")
+    assert not parsed(PING_PONG).note
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,9 @@ setting:
             "model: vgg16, batch: 1000000000, stragglers: [{worker: 0, factor: 1e6}]",
             r"stragglers: the computing time of a step in seconds is .* at most 2,305,843 can be simulated",
         ),
+        ("load: 0.1", "load: 0.1, most_bytes: 1", "flows of others have 1 bytes on average, and with headers of 60"),
+        ("steps: 2", "steps: 2, stragglers: [{worker: 1}, {worker: 1}]", "stragglers names a worker twice"),
+        ("steps: 2", f"steps: 2, pipeline: {'9' * 5000}-1", "does not name the replicas of each stage"),
         (
             "stop_s: 10\n",
             "stop_s: 10\n  patterns: [{name: p, every_s: 1e-9, stop_s: 1, transport: t}]\n",

@@ -103,6 +103,12 @@ def test_a_bucket_of_fsdp_is_a_reduce_scatter():
             "rank 1 has no buckets; the trace needs all ranks",
         ),
         ([{"ph": "X", "cat": "bucket"}], r"job\.json: an event of DLCP lacks 'pid'"),
+        ([*dlcp_trace(), 3], r"job\.json: an event of DLCP has no fields: 3"),
+        (phase(0, 0, 0, "tag", 0, 1), "no rank has buckets"),
+        (bucket(0, 0, 0, 5, 4), "dur: must be at least 0"),
+        ([{**each, "ts": "x"} for each in dlcp_trace()], "ts: expected a number, got text"),
+        ([each for each in dlcp_trace() if each["ph"] != "b"], "a wait ends that has not begun"),
+        ([*dlcp_trace(), *bucket(0, 3, 0, 50, 60)], r"rank 0: step 2 ends at 50000\.0 us, but begins at 190000\.0 us"),
     ],
 )
 def test_an_incomplete_trace_of_dlcp_is_refused(events, message):
@@ -240,6 +246,13 @@ def test_groups_are_listed_by_the_event_or_by_the_profile():
         ([on_gpu(0, **{"Collective name": "send"})], "send is not a collective that can be simulated"),
         ([on_gpu(0), on_gpu(0)], r"1\.json: it is of rank 0, and so is 0\.json"),
         ([on_gpu(0), {**on_gpu(2)}], "rank 1 of 2 has no profile; give all ranks', or a single one"),
+        ([on_gpu(0), on_gpu(1), on_gpu(5)], r"2\.json: it is of rank 5, but there are 2 ranks"),
+        ([on_gpu(0, **{"In msg nelems": 0})], "it has 0 values, so the profile does not say how much is sent"),
+        ([on_gpu(0, **{"In msg nelems": -3})], "In msg nelems: must be at least 0"),
+        ([on_gpu(0, **{"Group size": "many"})], "Group size: expected a whole number, got text"),
+        ([on_cpu(0, **{"Input Dims": [["x"]], "Input type": ["float"]})], "Input Dims: .*expected a whole number"),
+        ([profile(0, [slice_of("gemm", "kernel", 5, 4)])], "an event: dur: must be at least 0"),
+        ([profile(-1, [])], "distributedInfo: rank: must be at least 0"),
     ],
 )
 def test_an_incomplete_profile_is_refused(profiles, message):
