@@ -473,9 +473,9 @@ def _change(key: str, value: Any, origin: Steps) -> _Change:
 def _check_names(document: Document, experiment: Experiment) -> None:
     """Reject unknown axes and points in figures, claims and the quick selection."""
     axes = {axis.name: axis for axis in experiment.axes}
-    for number, axis in enumerate(experiment.axes):
-        if axes[axis.name] is not axis:
-            raise document.error(f"two axes are called {axis.name!r}; rename one of them", ("axes", number, "name"))
+    for number, known in enumerate(experiment.axes):
+        if axes[known.name] is not known:
+            raise document.error(f"two axes are called {known.name!r}; rename one of them", ("axes", number, "name"))
 
     def point(axis: str, name: str | None, steps: Steps) -> None:
         if axis not in axes:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dlcp.sim.limits import BYTES_MAX, GRAPH_NODES_MAX, TIME_MAX_PS, check_within
+from dlcp.sim.limits import GRAPH_NODES_MAX, SIZE_BYTES_MAX, TIME_MAX_PS, check_within
 
 Nodes = NDArray[np.int64]
 OWN_LANE = -1
@@ -48,7 +48,7 @@ was lost or marked. The times are -1 before."""
 
 
 _MOST: Final[Mapping[str, tuple[str, int, str]]] = {
-    "size_bytes": ("the size of a message in bytes", BYTES_MAX, "send less"),
+    "size_bytes": ("the size of a message in bytes", SIZE_BYTES_MAX, "send less"),
     "delay_ps": ("a duration in picoseconds", TIME_MAX_PS, "compute less"),
 }
 """Of a column, what it holds, its largest value, and what to change."""

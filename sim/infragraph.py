@@ -9,6 +9,7 @@ have one, each GPU is a host, and the server's switches, and its network cards, 
 """
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from importlib import metadata
@@ -86,8 +87,10 @@ def _expanded(document: Document, content: Mapping[str, Any]) -> Any:
     infrastructure, service = Infrastructure(), InfraGraphService()
     version = content.get("version")
     try:
-        infrastructure.deserialize(json.dumps({key: each for key, each in content.items() if key != "version"}))
-        service.set_graph(infrastructure)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ports without a link, which are usual
+            infrastructure.deserialize(json.dumps({key: each for key, each in content.items() if key != "version"}))
+            service.set_graph(infrastructure)
     except Exception as problem:  # of any kind: a key that is missing, an instance that is unknown, an index
         reason = " ".join(str(problem).split())[:200] or repr(problem)
         own = f" (the file has version {version}, the package {metadata.version('infragraph')})" if version else ""

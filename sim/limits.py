@@ -28,13 +28,13 @@ RATE_MIN_GBPS: Final = 0.004
 """Slowest link: the time for 1,024 bytes is stored in picoseconds in 32 bits (`dlcp.sim.arithmetic.RATE_SHIFT`)."""
 RATE_MAX_GBPS: Final = 10_000.0
 """Fastest link: times are whole picoseconds, and those of a kibibyte are then exact to 1 in 800."""
-MESSAGE_PACKETS_MAX: Final = (1 << 31) - 1
+PACKETS_PER_MESSAGE_MAX: Final = (1 << 31) - 1
 """Most packets of a message: engines number them in 32 bits."""
 PACKETS_WAITING_MAX: Final = 1 << 30
 """Most packets that one graph has for a packet engine, which keeps a byte for each: a gigabyte."""
-BYTES_MAX: Final = 1 << 44
-"""Most bytes of a message or a model, 17.6 TB: in the largest packets, they are still at most `MESSAGE_PACKETS_MAX`."""
-VALUES_MAX: Final = BYTES_MAX // 4
+SIZE_BYTES_MAX: Final = 1 << 44
+"""Most bytes of a message or a model, 17.6 TB: in the largest packets, at most `PACKETS_PER_MESSAGE_MAX` of them."""
+VALUES_MAX: Final = SIZE_BYTES_MAX // 4
 """Most values of a model in single precision."""
 PACKETS_MAX: Final = 1 << 24
 """Most packets of a queue or a window: 25 GB of 1,500 bytes."""
@@ -63,11 +63,11 @@ MAGNITUDE_MAX: Final = 1e12
 
 Count = Annotated[int, Meta(ge=1, le=STEPS_MAX)]
 Hosts = Annotated[int, Meta(ge=1, le=HOSTS_MAX)]
-Host = Annotated[int, Meta(ge=0, lt=HOSTS_MAX)]
+HostNumber = Annotated[int, Meta(ge=0, lt=HOSTS_MAX)]
 Packets = Annotated[int, Meta(ge=1, le=PACKETS_MAX)]
 Window = Annotated[float, Meta(ge=1, le=PACKETS_MAX)]
-Bytes = Annotated[int, Meta(ge=1, le=BYTES_MAX)]
-BytesOrNone = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
+Bytes = Annotated[int, Meta(ge=1, le=SIZE_BYTES_MAX)]
+BytesOrNone = Annotated[int, Meta(ge=0, le=SIZE_BYTES_MAX)]
 """Bytes, where 0 has a meaning of its own."""
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Moment = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
@@ -75,7 +75,7 @@ Moment = Annotated[float, Meta(gt=0, le=SECONDS_MAX)]
 Microseconds = Annotated[float, Meta(gt=0, le=TIMER_US_MAX)]
 MicrosecondsOrNone = Annotated[float, Meta(ge=0, le=TIMER_US_MAX)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
-Queue = Annotated[int, Meta(ge=0, le=7)]
+QueueNumber = Annotated[int, Meta(ge=0, le=7)]
 Seed = Annotated[int, Meta(ge=0, le=SEED_MAX)]
 Gain = Annotated[float, Meta(gt=0, le=1000)]
 """A coefficient of a congestion control or an optimizer; published ones are below 10."""
@@ -102,7 +102,7 @@ def check_within(what: str, value: float, most: float, advice: str) -> None:
 def check_packets(size_bytes: int, payload: int) -> None:
     """Raise `LimitError` if a message of ``size_bytes`` has too many packets of ``payload`` bytes."""
     what = f"the number of packets of a message of {size_bytes:,} bytes, {payload:,} in each,"
-    check_within(what, -(-size_bytes // payload), MESSAGE_PACKETS_MAX, "send less, or set a larger packet_bytes")
+    check_within(what, -(-size_bytes // payload), PACKETS_PER_MESSAGE_MAX, "send less, or set a larger packet_bytes")
 
 
 def picoseconds(seconds: ArrayLike) -> NDArray[np.int64]:

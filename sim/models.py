@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from dlcp.document import Document
 from dlcp.error_text import describe, nearest
-from dlcp.sim.limits import BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds
+from dlcp.sim.limits import SIZE_BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds
 
 log = logging.getLogger("dlcp")
 
@@ -273,8 +273,8 @@ def parse_size(text: str) -> int:
         return 0
     exponent = "kMGT".index(found[2].replace("K", "k")) + 1 if found[2] else 0
     size: float = float(found[1]) * (1024 if found[3] else 1000) ** exponent
-    if not 1 <= size <= BYTES_MAX:
-        raise LimitError(f"{text[:40]} is not between 1 byte and {BYTES_MAX:,} bytes; choose another size")
+    if not 1 <= size <= SIZE_BYTES_MAX:
+        raise LimitError(f"{text[:40]} is not between 1 byte and {SIZE_BYTES_MAX:,} bytes; choose another size")
     return round(size)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from dlcp.sim import collectives
 from dlcp.sim.collectives import AllReduceSpec
 from dlcp.sim.graph import Graph, GraphBuilder, Nodes
-from dlcp.sim.limits import BYTES_MAX, SECONDS_MAX, TIME_MAX_PS
+from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, TIME_MAX_PS
 
 GOAL_EAGER_BYTES: Final = 65_535
 """Default of LogGOPSim's parameter S, the largest message that is sent eagerly."""
@@ -321,9 +321,9 @@ class _Assembly:
             seconds = operation.duration_ps * self._traffic.compute_factor / 1e12
             raise self.error(number, f"it takes {seconds:.6g} s; 0 to {SECONDS_MAX:,} s can be simulated")
         parts = len(operation.group) if operation.collective == "all_gather" else 1
-        if not 0 <= operation.size_bytes * parts <= BYTES_MAX:
+        if not 0 <= operation.size_bytes * parts <= SIZE_BYTES_MAX:
             size = operation.size_bytes * parts
-            raise self.error(number, f"it has {size:,} bytes; at most {BYTES_MAX:,} can be simulated")
+            raise self.error(number, f"it has {size:,} bytes; at most {SIZE_BYTES_MAX:,} can be simulated")
         for name, value in (operation.columns or {}).items():
             least, most = _COLUMN_RANGES[name]
             if not isinstance(value, int | float) or not least <= value <= most:

@@ -29,7 +29,7 @@ from msgspec import Meta
 from dlcp.document import refusal
 from dlcp.planes import FULL_BITS
 from dlcp.sim.arithmetic import PS_PER_US
-from dlcp.sim.limits import BYTES_MAX, SECONDS_MAX, Host, Hosts
+from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, HostNumber, Hosts
 from dlcp.sim.operations import (
     ALWAYS_EAGER,
     NO_PROCESSOR,
@@ -76,7 +76,7 @@ _Moment = Annotated[float, Meta(ge=-(2.0**53), le=2.0**53)]
 """Microseconds since any moment; up to here, a float has all of them."""
 _Duration = Annotated[float, Meta(ge=0, le=SECONDS_MAX * 1e6)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_Dimension = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
+_Dimension = Annotated[int, Meta(ge=0, le=SIZE_BYTES_MAX)]
 
 
 class _BucketArguments(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class _ProfileGroup(msgspec.Struct, frozen=True):
 
 
 class _ProfileAbout(msgspec.Struct, frozen=True):
-    rank: Host
+    rank: HostNumber
     world_size: Hosts = 1
     pg_config: tuple[_ProfileGroup, ...] | None = None
 
@@ -390,7 +390,7 @@ class _DlcpTrace:
             if step not in steps[:-1]:
                 continue
             size = event.args.bytes
-            if not isinstance(size, int) or not 1 <= size <= BYTES_MAX:
+            if not isinstance(size, int) or not 1 <= size <= SIZE_BYTES_MAX:
                 raise TraceFormatError(
                     f"{trace.place}: bucket {number} of step {step} has no size; record the trace again with this "
                     "version of DLCP"
@@ -473,7 +473,7 @@ class _Profile:
         known: _ProfileAbout = _as(f"{path}: distributedInfo", about, _ProfileAbout)
         self.rank, self.world = known.rank, known.world_size
         self._groups: dict[str, tuple[int, ...]] = {
-            str(each.pg_name): _as(f"{path}: process group {each.pg_name}", each.ranks, tuple[Host, ...])
+            str(each.pg_name): _as(f"{path}: process group {each.pg_name}", each.ranks, tuple[HostNumber, ...])
             for each in known.pg_config or ()
             if isinstance(each.ranks, list) and each.ranks
         }

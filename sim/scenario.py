@@ -18,19 +18,19 @@ from numpy.typing import NDArray
 from dlcp.document import PlaceError
 from dlcp.error_text import nearest
 from dlcp.sim.limits import (
-    BYTES_MAX,
     FLOPS_MAX,
     HOSTS_MAX,
     MAGNITUDE_MAX,
     PACKET_BYTES_MAX,
+    SIZE_BYTES_MAX,
     Bytes,
     BytesOrNone,
     Count,
-    Host,
+    HostNumber,
     Hosts,
     Moment,
     Packets,
-    Queue,
+    QueueNumber,
     Ratio,
     Seconds,
     Seed,
@@ -124,7 +124,7 @@ Placement = Literal["packed", "spread", "random"]
 FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
 """A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
 Values in between are interpolated."""
-_Entry = Annotated[float, Meta(ge=0, le=BYTES_MAX)]
+_Entry = Annotated[float, Meta(ge=0, le=SIZE_BYTES_MAX)]
 _ROUNDING: Final = 1e-6
 """How far the last share of a table may be from 1: tables have up to six digits."""
 _WIRE_LOAD_MAX: Final = 2.0
@@ -215,8 +215,8 @@ class TrafficSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"of {_PACKET_BYTES:,} bytes",
                 "sizes",
             )
-        if self.size_unit == "packets" and table[-1][0] * _PACKET_BYTES > BYTES_MAX:
-            raise PlaceError(f"the largest size is {table[-1][0]:g} packets; at most {BYTES_MAX:,} bytes", "sizes")
+        if self.size_unit == "packets" and table[-1][0] * _PACKET_BYTES > SIZE_BYTES_MAX:
+            raise PlaceError(f"the largest size is {table[-1][0]:g} packets; at most {SIZE_BYTES_MAX:,} bytes", "sizes")
 
     @property
     def flow_sizes(self) -> FlowSizes:
@@ -340,7 +340,7 @@ class CollectiveJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
 
     name: str
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostNumber, ...]
     size_bytes: Bytes
     collective: Literal["ring", "direct", "parameter_server"] = "ring"
     transport: str = "dctcp"
@@ -349,7 +349,7 @@ class CollectiveJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     compute_s: Seconds = 0.0
     start_s: Seconds = 0.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    queue: Queue = 4
+    queue: QueueNumber = 4
 
 
 class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -386,7 +386,7 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str
     file: str
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostNumber, ...] = ()
     placement: Placement = "packed"
     ranks: Hosts | None = None
     repeat: Count = 1
@@ -395,7 +395,7 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     eager_bytes: BytesOrNone | None = None
     compute_factor: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     flops: Annotated[float, Meta(ge=1, le=FLOPS_MAX)] | None = None
-    groups: dict[str, tuple[Host, ...]] = {}
+    groups: dict[str, tuple[HostNumber, ...]] = {}
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     queue: Annotated[int, Meta(ge=-1, le=7)] = -1
     start_s: Seconds = 0.0

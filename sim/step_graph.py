@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.collectives import RESULT_MESSAGE, SHARD_MESSAGES, AllReduceSpec, all_gather, all_reduce, reduce_scatter
 from dlcp.sim.graph import OWN_LANE, Graph, GraphBuilder, Nodes
-from dlcp.sim.limits import MESSAGE_PACKETS_MAX, PIECES_MAX, check_packets, check_within, picoseconds
+from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, PIECES_MAX, check_packets, check_within, picoseconds
 from dlcp.sim.models import StepProfile, TimedLayer
 from dlcp.sim.topology import NetworkTopology
 from dlcp.sim.training import PlacedJob, SchedulerName, TrainingJob, computing_factors, profile_of
@@ -166,7 +166,7 @@ def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpe
     payload = transport.packet_bytes - transport.header_bytes
     parts = pieces_of(job.spec, profile.layers)
     largest = max((piece.size_bytes for piece in parts), default=0)
-    if largest > MESSAGE_PACKETS_MAX * payload and not job.spec.pipeline:
+    if largest > PACKETS_PER_MESSAGE_MAX * payload and not job.spec.pipeline:
         # Most collectives cut a piece into shards; the graph knows. Few jobs are so large that it has to be asked.
         factors = np.ones((1, len(job.workers)))
         largest = int(step_graph(job, profile, parts, factors, 0, 0).graph.nodes["size_bytes"].max())

@@ -18,7 +18,7 @@ from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.deferral import DeferralSpec
 from dlcp.sim.learning import TRAINED_MODEL, LearningSpec
-from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, Host, Hosts, Seconds
+from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
 from dlcp.sim.models import (
     StepProfile,
     bare_profile,
@@ -55,7 +55,7 @@ class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Its computing time relative to the other workers'.
     """
 
-    worker: Host
+    worker: HostNumber
     factor: Annotated[float, Meta(ge=1, le=FACTOR_MAX)] = 2.0
 
 

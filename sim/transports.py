@@ -24,7 +24,7 @@ from dlcp.sim.limits import (
     Microseconds,
     MicrosecondsOrNone,
     Packets,
-    Queue,
+    QueueNumber,
     Ratio,
     Window,
 )
@@ -46,7 +46,7 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     min_timeout_us: Microseconds = 2000.0  # min_rto of PIAS-NS2, from the laboratory of DLCP's authors
     reorder_packets: Packets = 3  # DupThresh of RFC 5681 and RFC 6675
     balancing: _Balancing = "flow"
-    queue: Queue = 1
+    queue: QueueNumber = 1
 
 
 class TailProbeTransport(_Transport, frozen=True):
@@ -272,7 +272,7 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 8
     reorder_packets: Packets = 64
     balancing: _Balancing = "packet"
-    queue: Queue = 4
+    queue: QueueNumber = 4
     immediate: bool = False
     class_shares: tuple[Ratio, ...] = FRONT_SHARES
     switch_hops: Packets = 1

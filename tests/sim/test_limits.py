@@ -15,7 +15,7 @@ from dlcp.sim import limits
 from dlcp.sim.arithmetic import ps_per_kibibyte
 from dlcp.sim.experiment import Experiment, RunSetting, read
 from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.limits import BYTES_MAX, MESSAGE_PACKETS_MAX, TIME_MAX_PS, LimitError, check_packets, picoseconds
+from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, SIZE_BYTES_MAX, TIME_MAX_PS, LimitError, check_packets, picoseconds
 from dlcp.sim.models import StepProfile, parse_size
 from dlcp.sim.operations import OperationKind, RankOperation, TraceFormatError, Workload, check_workload
 from dlcp.sim.plan import TIMEOUT_BACKOFF_MAX
@@ -125,16 +125,16 @@ def test_sizes_have_decimal_and_binary_units(text, size) -> None:
 
 
 @pytest.mark.parametrize("column", ["size_bytes", "delay_ps"])
-@pytest.mark.parametrize("value", [-1, max(BYTES_MAX, TIME_MAX_PS) + 1])
+@pytest.mark.parametrize("value", [-1, max(SIZE_BYTES_MAX, TIME_MAX_PS) + 1])
 def test_a_graph_takes_no_number_that_would_wrap_around(column, value) -> None:
     with pytest.raises(LimitError, match="can be simulated"):
         GraphBuilder().messages(0, 1, **{"size_bytes": 1, column: [1, value]}, transport=0)
 
 
 def test_a_message_has_no_more_packets_than_engines_count() -> None:
-    check_packets(MESSAGE_PACKETS_MAX * 1440, 1440)
+    check_packets(PACKETS_PER_MESSAGE_MAX * 1440, 1440)
     with pytest.raises(LimitError, match=r"1,440 in each, is 2\.14748e"):
-        check_packets(MESSAGE_PACKETS_MAX * 1440 + 1, 1440)
+        check_packets(PACKETS_PER_MESSAGE_MAX * 1440 + 1, 1440)
 
 
 def test_durations_become_picoseconds_or_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_limits_fit_the_engines_integers() -> None:
     assert ps_per_kibibyte(limits.RATE_MIN_GBPS) < 1 << 31
     assert limits.TIMER_MAX_PS << 2 * TIMEOUT_BACKOFF_MAX <= TIME_MAX_PS
     assert limits.TIMER_US_MAX * 1e6 <= limits.TIMER_MAX_PS
-    assert BYTES_MAX / (limits.PACKET_BYTES_MAX - 120) <= MESSAGE_PACKETS_MAX
+    assert SIZE_BYTES_MAX / (limits.PACKET_BYTES_MAX - 120) <= PACKETS_PER_MESSAGE_MAX
     assert limits.SEED_MAX * 65537 < 1 << 63
 
 
