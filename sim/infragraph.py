@@ -95,7 +95,11 @@ def _expanded(document: Document, content: Mapping[str, Any]) -> Any:
         reason = " ".join(str(problem).split())[:200] or repr(problem)
         own = f" (the file has version {version}, the package {metadata.version('infragraph')})" if version else ""
         raise DocumentError(f"{document.path}: not a valid InfraGraph infrastructure: {reason}{own}") from None
-    return service.get_networkx_graph()
+    graph = service.get_networkx_graph()
+    unknown = next((component for component, kind in graph.nodes(data="type") if kind is None), None)
+    if unknown is not None:
+        raise document.error(f"an edge names {unknown}, which no instance has", ["edges"])
+    return graph
 
 
 def _components(content: Mapping[str, Any]) -> int:

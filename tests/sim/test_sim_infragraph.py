@@ -174,3 +174,28 @@ def test_without_the_package_the_error_says_how_to_install_it(build, monkeypatch
     monkeypatch.setitem(sys.modules, "infragraph", None)
     with pytest.raises(DocumentError, match=r"fabric\.yaml .*pip install 'dlcp\[infragraph\]'"):
         build(INFRASTRUCTURE)
+
+
+def test_the_infrastructure_may_be_below_a_root(build):
+    inner = "\n".join(f"    {line}" for line in INFRASTRUCTURE.splitlines())
+    assert build(f"infrastructure:\n{inner}\n").names == build(INFRASTRUCTURE).names
+    assert build(f"version: 3.1.0\n{INFRASTRUCTURE}").names == build(INFRASTRUCTURE).names
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('component: "nic[1]"', 'component: "nic[7]"', r"edges: an edge names host\.\d\.nic\.7, which no instance has"),
+        ("device: server, count: 4", "device: server, count: 100000000", "their components are 500,000,0.*; at most"),
+        ("gigabits_per_second: 400", "gigabits_per_second: 0.0001", r"links\.\d+\.rate_gbps: must be at least 0\.004"),
+        ("devices:", "version: 9.0\ndevices: 3\nothers:", r"not a valid InfraGraph .*\(the file has version 9"),
+    ],
+)
+def test_a_wrong_infrastructure_is_refused_in_words(build, old, new, message):
+    with pytest.raises(DocumentError, match=message):
+        build(INFRASTRUCTURE.replace(old, new, 1))
+
+
+def test_an_infrastructure_of_an_older_version_is_named(build):
+    with pytest.raises(DocumentError, match=r"an InfraGraph infrastructure before version 1\.0, with connections"):
+        build("infrastructure:\n  name: old\n  connections: [server.0.nic.0.eth1.leaf.0.port.0]\n")

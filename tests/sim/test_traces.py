@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from dlcp import cli
+from dlcp.cli import main
 from dlcp.sim import simulate
+from dlcp.sim.chakra import write_chakra
 from dlcp.sim.experiment import ExperimentRun, RunSetting, read
-from dlcp.sim.operations import TraceFormatError
+from dlcp.sim.operations import TraceFormatError, TraceTraffic, workload_graph
 from dlcp.sim.running import digest, run
 from dlcp.sim.scenario import TraceJob
 from dlcp.sim.trace_experiment import job_graph, write_trace
@@ -233,3 +235,62 @@ def test_a_wrong_trace_is_refused_on_the_command_line(goal, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"dlcp sim: {goal}:")
     assert "rank 0" in error
+
+
+TWO = "num_ranks 2\nrank 0 {\nsend 9b to 1\n}\nrank 1 {\nrecv 9b from 0\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rate-gbps", "1e-12"], "--rate-gbps: must be at least 0.004, got 1e-12"),
+        (["--rate-gbps", "nan"], "--rate-gbps: must lie in (0, 10000]"),
+        (["--rate-gbps", "9000", "--topology", "leaf_spine", "--ranks", "1"], "`ranks` is for a single file"),
+        (["--repeat", "1000000000"], "--repeat: must be at most 100,000, got 1000000000"),
+        (["--ranks", "1000000"], "--ranks: must be at most 65,536"),
+        (["--flops", "1e-300"], "--flops: must be at least 1, got 1e-300"),
+        (["--delay-us", "inf"], "--delay-us: must lie in"),
+        (["--groups", "GROUPS"], "groups.json.1: expected a list, got 'x'"),
+    ],
+)
+def test_options_beyond_their_limits_are_refused_by_name(tmp_path, capsys, options, message) -> None:
+    (tmp_path / "two.goal").write_text(TWO)
+    (tmp_path / "groups.json").write_text('{"1": "x"}')
+    options = [each.replace("GROUPS", str(tmp_path / "groups.json")) for each in options]
+    try:
+        status = main(["sim", "replay", str(tmp_path / "two.goal"), *options])
+    except SystemExit as ended:  # argparse
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_fabric_links_that_would_be_too_fast_are_refused(tmp_path, capsys) -> None:
+    ranks = "".join(f"rank {rank} {{\ncalc 5\n}}\n" for rank in range(16))
+    (tmp_path / "many.goal").write_text(f"num_ranks 16\n{ranks}")
+    command = ["sim", "replay", str(tmp_path / "many.goal"), "--topology", "leaf_spine", "--rate-gbps", "9000"]
+    assert main(command) == 2
+    assert "the fabric's links need 18,000 Gbit/s, 2 times the hosts'; at most 10,000" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_chakra_trace_stands_for_its_files(tmp_path, capsys) -> None:
+    (tmp_path / "two.goal").write_text(TWO)
+    (tmp_path / "ets").mkdir()
+    job = TraceJob(name="a", file=str(tmp_path / "two.goal"))
+    graph = workload_graph(read_trace(job), TraceTraffic(range(2), 0)).graph
+    write_chakra(graph, tmp_path / "ets" / "job")
+    assert main(["sim", "import", str(tmp_path / "ets")]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    write_chakra(graph, tmp_path / "ets" / "other")
+    assert main(["sim", "import", str(tmp_path / "ets")]) == 2
+    assert "the folder has 2 Chakra traces; name job.0.et or another" in capsys.readouterr().err
+
+
+def test_a_job_says_that_network_interfaces_are_one(tmp_path, capsys) -> None:
+    text = TWO.replace("send 9b to 1", "send 9b to 1\nsend 9b to 1 nic 1").replace(
+        "recv 9b from 0", "recv 9b from 0\n" * 2
+    )
+    (tmp_path / "two.goal").write_text(text)
+    for action in ("import", "replay"):
+        assert main(["sim", action, str(tmp_path / "two.goal")]) == 0
+        assert "simplified: 1 ranks use up to 2 network interfaces (nic)" in capsys.readouterr().out
