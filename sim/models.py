@@ -351,7 +351,7 @@ def measure(
     Raises
     ------
     ProfileError
-        ``model`` is not a module, has no parameters, or cannot be moved to ``device``.
+        ``model`` is not a module, has no parameters, cannot be moved to ``device``, or fails on the input.
     """
     import torch
 
@@ -378,14 +378,19 @@ def measure(
     for path, module in layers:
         handles.append(module.register_forward_pre_hook(note(path)))
         handles.append(module.register_full_backward_hook(note(path)))
-    inputs = torch.randn(batch, *sample_shape, device=device)
     passes = []
     try:
+        inputs = torch.randn(batch, *sample_shape, device=device)
         for _ in range(rounds + 1):
             with warnings.catch_warnings():
                 # Inputs need no gradient, so the first layer's hook fires once its parameters' gradients are ready.
                 warnings.filterwarnings("ignore", "Full backward hook is firing")
                 passes.append(_pass(torch, model, inputs, marks, note))
+    except Exception as error:  # of any kind: the model is the user's, and memory may not suffice
+        reason = describe(error).partition("\n")[0]
+        raise ProfileError(
+            f"{name} does not run on {batch} samples of shape {sample_shape}: {reason}; check --input and --batch"
+        ) from None
     finally:
         for handle in handles:
             handle.remove()

@@ -5,7 +5,16 @@ import math
 
 import pytest
 
-from dlcp.sim.models import MODELS, THROUGHPUTS, architecture, read_profile, step_profile, write_profile
+from dlcp.sim.models import (
+    MODELS,
+    THROUGHPUTS,
+    ProfileError,
+    architecture,
+    measure,
+    read_profile,
+    step_profile,
+    write_profile,
+)
 
 PUBLISHED = {
     "resnet50": 25_557_032,
@@ -68,7 +77,6 @@ def test_unknown_names_are_reported_with_the_known_ones() -> None:
 
 def test_a_pytorch_model_is_measured(tmp_path) -> None:
     torch = pytest.importorskip("torch")
-    from dlcp.sim.models import ProfileError, measure
 
     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
     profile = measure(model, (512,), batch=64, name="own", rounds=3)
@@ -79,3 +87,10 @@ def test_a_pytorch_model_is_measured(tmp_path) -> None:
     assert read_profile(tmp_path / "own.yaml") == profile
     with pytest.raises(ProfileError, match="no parameters to train"):
         measure(torch.nn.ReLU(), (4,), batch=1, name="none")
+
+
+@pytest.mark.parametrize(("shape", "batch"), [((7,), 2), ((4,), 1 << 40)])
+def test_an_input_on_which_a_model_fails_is_refused(shape, batch) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ProfileError, match=r"own does not run on \d+ samples of shape \(\d,\): .*; check --input"):
+        measure(torch.nn.Linear(4, 2), shape, batch=batch, name="own")
