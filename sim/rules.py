@@ -109,6 +109,7 @@ def cube_root(value: float) -> float:
     return root
 
 
+@shared
 def first_threshold(t: Row) -> float:
     """Return the initial slow-start threshold: the largest window; 0 for transports that have no slow start."""
     steady = (TransportKind.SWIFT, TransportKind.NDP, TransportKind.NSCC, TransportKind.RCCC)

@@ -107,7 +107,7 @@ class FlowEngine:
         self._followers = enlarged(self._followers, edges.stop)
         self._graphs = enlarged(self._graphs, slot + 1)
         self._ranges[number], self._slots[number], self._numbers_of[slot] = (nodes, edges), slot, number
-        self._graphs[slot] = (len(graph), nodes.start)
+        self._graphs[slot] = (len(graph), len(graph) + np.count_nonzero(submission.sizes["packets"]))
         self._followers[edges] = graph.followers + nodes.start
         rows = self._messages[nodes]
         serials, inverse = np.unique(submission.streams, return_inverse=True)
@@ -170,6 +170,7 @@ class FlowEngine:
             touched = rows["touched"].copy()  # a freed row may still be in the list of touched ones
             rows.view(np.uint8)[:] = 0
             rows["touched"], rows["head"], rows["heap_at"] = touched, -1, -1
+            rows["window"] = self._transports["initial_window_packets"][new["transport"]]
             for name in ("source", "target", "transport", "path_hash", "reverse_path_hash", "single_use"):
                 rows[name] = new[name]
             serials = new["serial"].tolist()
@@ -225,8 +226,7 @@ class FlowEngine:
         self._levels["level"], self._levels["head"] = r.UNLIMITED, -1
         self._stale = np.zeros(len(self._levels), np.int32)
         self._n["stale_first"] = self._n["stale_count"] = 0
-        self._delay, self._ps_per_byte = np.zeros(len(size)), np.zeros(len(size))
-        self._delay[number], self._ps_per_byte[number] = delay, 1 / rate
+        self._ports["delay"][number], self._ports["ps_per_byte"][number] = delay, 1 / rate
 
     def _find_paths(self, key: int) -> None:
         """Find the paths of a batch of flows."""
@@ -253,10 +253,9 @@ class FlowEngine:
     def _measure(self, key: int) -> None:
         """Derive what follows from the paths of a batch of flows."""
         loss = np.bincount(self._map.port, self._loss / DRAW_LIMIT) / self._map.size
-        links = (self._delay, self._ps_per_byte, loss)
         whole = (self._transports["header_bytes"] + self._transports["payload"]).astype(float)
         acks = self._transports["ack_bytes"].astype(float)
-        measure_paths(self._entries, self._flows[self._batches[key][0]], links, whole, acks, self._keep)
+        measure_paths(self._entries, self._flows[self._batches[key][0]], self._ports, loss, whole, acks, self._keep)
 
     def port_bytes(self) -> NDArray[Any]:
         """Return the bytes at each link, `PORT_BYTES` (links,). Nothing is queued: rates never exceed capacities."""

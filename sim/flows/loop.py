@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: nodes begin, messages leave their hosts, and arrive at their targets.
+"""The loop: nodes begin, messages leave their hosts as fluid but for their last two packets, and these arrive.
 
 Nothing happens between these events. Rates are computed once for all changes within a short time (`RATES_DELAY`). In
 between, a flow that begins has the rate of others on its path, or what they leave.
@@ -10,9 +10,14 @@ from typing import Final
 
 from dlcp.sim.arithmetic import DRAW_LIMIT
 from dlcp.sim.flows.rates import (
+    RATES_EVERY_PS,
+    UNLIMITED,
+    UNNOTICED_CHANGE,
     FlowState,
     add_to_heap,
+    apart_bytes,
     compute_rates,
+    follow_limit,
     list_flow,
     remove_from_heap,
     reorder,
@@ -24,9 +29,8 @@ from dlcp.sim.kernel.state import mix
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.packet_engine import CompletionKind, EngineCounter
 from dlcp.sim.plan import Number
+from dlcp.sim.rules import first_threshold
 
-RATES_EVERY_PS: Final = 20_000
-"""Shortest time between two computations of rates: a sixth of a packet's at 100 Gbit/s."""
 RATES_DELAY: Final = 1 / 128
 """Longest such time, relative to the duration of a message."""
 SHARE_SPREAD: Final = 0.12
@@ -155,7 +159,15 @@ def complete_node(w: FlowState, node: int) -> None:
     graph.remaining -= 1
     if graph.remaining == 0:
         report(w, CompletionKind.GRAPH_DONE, m.graph)
-        report(w, CompletionKind.GRAPH_CLOSED, m.graph)
+    release(w, m.graph)
+
+
+@call
+def release(w: FlowState, graph: int) -> None:
+    """Count a node that is done or a message that has been sent; report a graph without any others as closed."""
+    w.graphs[graph].open -= 1
+    if w.graphs[graph].open == 0:
+        report(w, CompletionKind.GRAPH_CLOSED, graph)
 
 
 @call
@@ -207,6 +219,51 @@ def start_sending(w: FlowState, flow: int) -> None:
     f.since = f.began
     f.congested = 0
     f.queueing = 0
+    f.apart = min(2, m.sent)
+    f.limit = f.loss_limit
+    if f.forward > 0:
+        f.limit = min(f.limit, window_limit(w, flow))
+
+
+@call
+def window_limit(w: FlowState, flow: int) -> float:
+    """Return the mean rate that a stream's window lets its message have, and grow the window.
+
+    A window that does not fill the path is sent at once, and the next one a round trip later.
+    """
+    f = w.flows[flow]
+    m = w.messages[f.head]
+    t = w.transports[f.transport]
+    whole = t.header_bytes + t.payload
+    packet_ps = whole * w.ports[w.entries[f.entries].port].ps_per_byte
+    slow_start = first_threshold(t) > 0.0
+    # Packets of the messages before it whose acknowledgements are still to come, and when the last one will have come.
+    unacked_ps = max(0.0, float(f.sent_at + f.round_trip - w.numbers[0].now))
+    unacked = min(f.burst, unacked_ps / packet_ps)
+    took = 0.0
+    if unacked > 0.0 and m.sent + unacked > f.window:
+        took = max(0.0, unacked_ps - f.window * packet_ps)
+    if slow_start and f.window * packet_ps < f.round_trip:
+        # It grows by each acknowledgement that comes while half of it is in flight (`dlcp.sim.rules.is_limited`).
+        f.window += min(f.burst - unacked, max(0.0, (2.0 * f.burst - f.window) / 3.0))
+        if 2.0 * (unacked + m.sent) >= f.window:
+            f.window += unacked
+        f.window = min(t.max_window_packets, f.window)
+    sent = 0.0
+    while sent + f.window < m.sent and f.window * packet_ps < f.round_trip:
+        before = f.window
+        rounds = 1.0
+        f.window = min(t.max_window_packets, 2.0 * f.window if slow_start else f.window + t.additive_packets)
+        if f.window <= before:
+            rounds = math.ceil((m.sent - sent) / f.window) - 1.0
+        sent += rounds * before
+        took += rounds * f.round_trip
+        unacked = 0.0
+    left = m.sent - sent
+    f.burst = min(f.window, unacked + left)
+    if took == 0.0:
+        return UNLIMITED
+    return m.sent * whole / (took + left * packet_ps)
 
 
 @call
@@ -216,7 +273,9 @@ def join_ports(w: FlowState, flow: int) -> None:
     # Two uniform draws with a mean of 1/2: the stream's, since a stream keeps its window, and the message's.
     seed = w.numbers[0].seed
     drawn = (mix(flow, seed) + mix(f.head, ~seed)) / DRAW_LIMIT
-    f.weight = 1.0 + SHARE_SPREAD * math.sqrt(6.0) * (drawn - 1.0)
+    f.weight = 1.0
+    if w.messages[f.head].sent > w.transports[f.transport].initial_window_packets:  # otherwise it is sent at once
+        f.weight += SHARE_SPREAD * math.sqrt(6.0) * (drawn - 1.0)
     if f.single_use != 0:
         # Its window begins small. Beside others that fill the path, it grows by a packet in a round trip; this is its
         # mean while the message is sent.
@@ -230,26 +289,68 @@ def join_ports(w: FlowState, flow: int) -> None:
 
 
 @call
-def finish_sending(w: FlowState, flow: int) -> None:
-    """Have a message arrive that has left its host, and continue with the next one of its stream."""
+def send_apart(w: FlowState, flow: int) -> None:
+    """Send one of the last two packets of a message through each port of its path; the last one arrives.
+
+    The packets before these are fluid. These two are packets, which wait in line at each port. So messages of few
+    packets meet those that are sent at the same time, and a short last packet waits for the full one before it.
+    """
     n = w.numbers[0]
     f = w.flows[flow]
-    node = f.head
-    m = w.messages[node]
-    t = w.transports[f.transport]
-    m.congested = f.congested
-    follow_pace(w, n.now - f.began, float(m.sent) * t.payload)
-    count_message(w, flow, node)
-    latency = f.latency + int((t.header_bytes + m.last_bytes) * f.ps_per_byte)
-    if m.missing > 0:
-        # A tail probe finds the last losses after two round trips (RFC 8985, section 7.2). Then the sender asks the
-        # receiver whether it needs what is missing.
-        latency += 2 * (f.round_trip + f.queueing) + f.round_trip
-    push_event(w, n.now + latency, ARRIVE, node)
+    size = apart_bytes(w, flow)
+    time = float(n.now)
+    for at in range(f.entries, f.entries + f.forward):
+        e = w.entries[at]
+        p = w.ports[e.port]
+        if e.share > 1.0 - UNNOTICED_CHANGE:  # it takes one of several ports otherwise
+            time = wait_in_line(w, e.level, time, size / p.capacity)
+        time += e.share * (size * p.ps_per_byte + p.delay)
+    f.left -= f.rate * (n.now - f.since)
+    f.since = n.now
+    f.apart -= 1
+    if f.apart == 0:
+        m = w.messages[f.head]
+        arrival = int(time + 0.5)
+        if m.missing > 0:
+            # A tail probe finds the last losses after two round trips (RFC 8985, section 7.2). Then the sender asks the
+            # receiver whether it needs what is missing.
+            arrival += 2 * (f.round_trip + f.queueing) + f.round_trip
+        push_event(w, arrival, ARRIVE, f.head)
+        f.sent_at = n.now
+        m.congested = f.congested
+        count_message(w, flow)
+    set_finish(w, flow)
+
+
+@call
+def wait_in_line(w: FlowState, level: int, time: float, took: float) -> float:
+    """Return when a packet that reaches a port at ``time`` is sent, in turn with others that are there."""
+    q = w.levels[level]
+    if time < q.busy_from:
+        return time  # it has passed before those that are known
+    if time > q.busy_until:
+        q.busy_from = int(time)
+    begin = max(time, float(q.busy_until))
+    q.busy_until = int(begin + took + 0.5)
+    return begin
+
+
+@call
+def finish_sending(w: FlowState, flow: int) -> None:
+    """Continue with the next message of a stream."""
+    n = w.numbers[0]
+    f = w.flows[flow]
+    m = w.messages[f.head]
+    follow_pace(w, n.now - f.began, float(m.sent) * w.transports[f.transport].payload)
     f.head = m.next
     if f.head >= 0 and w.messages[f.head].queue == f.queue:
+        before = f.limit
         start_sending(w, flow)
         set_finish(w, flow)
+        if f.limit != before:
+            follow_limit(w, flow)
+            expect_rates(w)
+        release(w, m.graph)
         return
     unlist_flow(w, flow)
     expect_rates(w)
@@ -262,13 +363,14 @@ def finish_sending(w: FlowState, flow: int) -> None:
     else:
         f.active = 0
         remove_from_heap(w, flow)
+    release(w, m.graph)
 
 
 @call
-def count_message(w: FlowState, flow: int, node: int) -> None:
+def count_message(w: FlowState, flow: int) -> None:
     """Count the packets and bytes of a message."""
     f = w.flows[flow]
-    m = w.messages[node]
+    m = w.messages[f.head]
     t = w.transports[f.transport]
     wire_bytes = m.sent * (t.header_bytes + t.payload) - (t.payload - m.last_bytes)
     hops = 0.0
@@ -311,8 +413,12 @@ def run(w: FlowState, limit: int) -> None:
             else:
                 begin_node(w, code >> 1)
         elif time == finishing:
+            flow = w.finishing[0]
             w.counts[EngineCounter.EVENTS] += 1
-            finish_sending(w, w.finishing[0])
+            if w.flows[flow].apart > 0:
+                send_apart(w, flow)
+            else:
+                finish_sending(w, flow)
         else:
             compute_rates(w)
 
@@ -334,6 +440,7 @@ def update_rates(w: FlowState) -> None:
 def relist(w: FlowState, flow: int, add: int) -> None:
     """Remove an active flow from the levels of its path, or add it, when its path changes."""
     if add:
+        w.flows[flow].limit = w.flows[flow].loss_limit
         list_flow(w, flow, w.flows[flow].queue)
     else:
         unlist_flow(w, flow)

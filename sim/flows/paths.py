@@ -175,44 +175,40 @@ def trace(entries: Number, flows: Number, sprayed: Number, network: Number, even
 
 @entry
 def measure_paths(
-    entries: Number, flows: Number, links: Number, whole_bytes: Number, ack_bytes: Number, keep: Number
+    entries: Number, flows: Number, ports: Number, loss: Number, whole_bytes: Number, ack_bytes: Number, keep: Number
 ) -> None:
-    """Derive what follows from the flows' paths: latency, delivery, and the rate that losses allow.
+    """Derive what follows from the flows' paths: round trip, delivery, and the rate that losses allow.
 
     With a share p of packets lost, a window that grows by a packet in a round trip and keeps a share b when it shrinks
     has sqrt((1 + b) / (2 (1 - b) p)) packets on average (Floyd, Handley and Padhye, 2000; with b = 1/2, Mathis et al.,
     1997). ``keep`` has b by transport, 1 for a transport whose window does not follow losses.
     """
-    delay, ps_per_byte, loss = links
     for number in range(len(flows)):
         f = flows[number]
-        f.latency, f.ps_per_byte, f.delivery, f.limit = 0, 0.0, 1.0, UNLIMITED
+        f.delivery, f.loss_limit = 1.0, UNLIMITED
         if f.forward == 0:
-            f.limit = 0.0
+            f.loss_limit = 0.0
             continue
-        back = 0.0
-        there = 0.0
+        whole = whole_bytes[f.transport]
+        round_trip = 0.0
         for at in range(f.entries, f.entries + f.forward + f.backward):
             e = entries[at]
+            p = ports[e.port]
+            size = ack_bytes[f.transport]
             if at < f.entries + f.forward:
-                there += e.share * delay[e.port]
-                f.ps_per_byte += e.share * ps_per_byte[e.port]
+                size = whole
                 f.delivery *= 1.0 - e.share * loss[e.port]
-            else:
-                back += e.share * (delay[e.port] + ack_bytes[f.transport] * ps_per_byte[e.port])
-        whole = whole_bytes[f.transport]
-        f.round_trip = int(there + back + whole * f.ps_per_byte)
-        f.latency = int(there)
-        f.path_packets = f.round_trip / (whole * ps_per_byte[entries[f.entries].port])
-        f.ps_per_byte -= entries[f.entries].share * ps_per_byte[entries[f.entries].port]
+            round_trip += e.share * (p.delay + size * p.ps_per_byte)
+        f.round_trip = int(round_trip)
+        f.path_packets = round_trip / (whole * ports[entries[f.entries].port].ps_per_byte)
         f.ack_ratio = ack_bytes[f.transport] / whole
         b = keep[f.transport]
         if f.delivery < DELIVERY_MIN:
-            f.limit = 0.0
+            f.loss_limit = 0.0
             f.delivery = 1.0  # it waits for new routes, where nothing is lost
         elif f.delivery < 1.0 and b < 1.0:
             window = math.sqrt((1.0 + b) / (2.0 * (1.0 - b) * (1.0 - f.delivery)))
-            f.limit = max(1.0, window) * whole / f.round_trip
+            f.loss_limit = max(1.0, window) * whole / f.round_trip
 
 
 def network_of(plan: EnginePlan, routes: Routes, ports: PortMap) -> tuple[Any, ...]:

@@ -25,9 +25,16 @@ i1, i4, i8, f8 = np.int8, np.int32, np.int64, np.float64
 
 UNLIMITED: Final = 1e30
 """The level of a port that limits no flow."""
+RATES_EVERY_PS: Final = 20_000
+"""Shortest time between two computations of rates: a sixth of a packet's at 100 Gbit/s."""
 UNNOTICED_CHANGE: Final = 1e-2
 """A change of a rate by a smaller share is not passed on. In a direct all-reduce over 32 hosts in oversubscribed racks,
 the mean step time with 1e-4 differs by 0.4 %, and takes four times as many updates."""
+OVERLOADED: Final = 1 - 4 * UNNOTICED_CHANGE
+"""A port is overloaded if it gives a flow a smaller share of what the flow's other ports give it: both are known within
+`UNNOTICED_CHANGE`, and as much again if acknowledgements have changed."""
+WEIGHTS_CHANGED: Final = 2
+"""Value of a level's ``stale`` if weights have changed, and not only rates: 1 then."""
 
 FLUID_MESSAGE_ROW: Final = row_type(
     (i4, "flow packets last_bytes next waits graph follower_count allowed droppable"),
@@ -40,12 +47,12 @@ stream. ``allowed`` packets may stay lost; ``droppable`` of these are in classes
 ``dropped`` is how many it has dropped."""
 
 FLOW_ROW: Final = row_type(
-    (f8, "rate goal least second left limit weight path_packets"),
-    (i8, "began since finish entries latency round_trip queueing"),
+    (f8, "rate goal least second left limit loss_limit weight window burst path_packets"),
+    (i8, "began since finish sent_at entries round_trip queueing"),
     (i4, "forward backward head tail heap_at bottleneck"),
-    (i1, "single_use active touched queue congested"),
+    (i1, "single_use active touched queue congested apart"),
     (i4, "transport"),
-    (f8, "ps_per_byte ack_ratio delivery"),
+    (f8, "ack_ratio delivery"),
     (i8, "source target path_hash reverse_path_hash"),
 )
 """A stream. Rates are in bytes on the wire per picosecond.
@@ -53,26 +60,32 @@ FLOW_ROW: Final = row_type(
 Its message began to be sent at ``began``. ``rate`` is in force since ``since``, with ``left`` bytes to send; ``goal``
 replaces it when all levels are right. ``least`` and ``second`` are the two smallest of its levels and its ``limit``;
 ``bottleneck`` is the level with ``least``, -1 for its limit. ``weight`` is its share of a port, relative to an equal
-share.
+share. ``window`` is its window in packets, which limits its message to ``limit``, as losses do to ``loss_limit``.
+
+``apart`` counts the message's last packets, at most two, that are still to be sent by themselves. ``finish`` is when
+the turn of the next one comes, or if there is none, when the stream's next message begins. ``burst`` is how many packets
+were unacknowledged at ``sent_at``, when the turn of the last one came.
 
 Its path has ``forward`` rows of entries from ``entries`` on, and then ``backward`` rows for its acknowledgements.
-``latency`` is the time from its first port to its target but for the transmission of the last packet, which takes
-``ps_per_byte``. ``path_packets`` is the number of packets in flight that fills the path. ``delivery`` is the share of
-packets that links do not lose. ``queueing`` is the wait in a queue that has just been marked, at the bottleneck."""
+``path_packets`` is the number of packets in flight that fills the path. ``delivery`` is the share of packets that links
+do not lose. ``queueing`` is the wait in a queue that has just been marked, at the bottleneck."""
 
-ENTRY_ROW: Final = row_type((f8, "share"), (i4, "port level flow next previous"))
+ENTRY_ROW: Final = row_type((f8, "share weight"), (i4, "port level flow next previous"))
 """A port on a flow's path, with the share of the flow that takes it; in the list of its level while the flow is active.
-"""
+``weight`` is its share of the port, relative to an equal share."""
 
-FLUID_PORT_ROW: Final = row_type((f8, "capacity control control_seen sent_bytes"), (i4, "queues ordered"))
-"""A link, or a bundle of links between which flows are divided evenly. ``control`` is the rate of acknowledgements,
-``control_seen`` that which its levels were last updated for. ``queues`` is the set of queues with flows; ``ordered``:
-it serves them by priority."""
+FLUID_PORT_ROW: Final = row_type(
+    (f8, "capacity control control_seen sent_bytes ps_per_byte delay"), (i4, "queues ordered")
+)
+"""A link, or a bundle of links between which flows are divided evenly; a packet takes ``ps_per_byte`` and ``delay``.
+``control`` is the rate of acknowledgements, ``control_seen`` that which its levels were last updated for. ``queues`` is
+the set of queues with flows; ``ordered``: it serves them by priority."""
 
-LEVEL_ROW: Final = row_type((f8, "level used"), (i4, "head count"), (i1, "stale"))
-"""The level of a port's queue, and the rate of the flows in it."""
+LEVEL_ROW: Final = row_type((f8, "level used"), (i8, "busy_from busy_until"), (i4, "head count"), (i1, "stale"))
+"""The level of a port's queue, the rate of the flows in it, and when the last packets of messages keep it busy."""
 
-FLUID_GRAPH_ROW: Final = row_type((i8, "remaining"), (i8, "first"))
+FLUID_GRAPH_ROW: Final = row_type((i8, "remaining open"))
+"""The number of nodes that are not done, and the number of these and of messages that are still being sent."""
 
 NUMBERS: Final = row_type(
     (i8, "pace pace_bytes seed now rates_at stale_first stale_count touched finishing events due_first due_count"),
@@ -116,15 +129,22 @@ def place(w: FlowState, at: int, flow: int) -> None:
 
 
 @call
+def is_later(w: FlowState, one: int, other: int) -> Number:
+    """Return whether a flow finishes later than another; messages that began together keep their order."""
+    if w.flows[one].finish != w.flows[other].finish:
+        return w.flows[one].finish > w.flows[other].finish
+    return w.flows[one].head > w.flows[other].head
+
+
+@call
 def reorder(w: FlowState, flow: int) -> None:
     """Move a flow to its place in the heap, after its finish has changed."""
     n = w.numbers[0]
     at = w.flows[flow].heap_at
-    finish = w.flows[flow].finish
     while at > 0:
         parent = (at - 1) >> 1
         other = w.finishing[parent]
-        if w.flows[other].finish <= finish:
+        if not is_later(w, other, flow):
             break
         place(w, at, other)
         at = parent
@@ -132,10 +152,10 @@ def reorder(w: FlowState, flow: int) -> None:
         child = 2 * at + 1
         if child >= n.finishing:
             break
-        if child + 1 < n.finishing and (w.flows[w.finishing[child + 1]].finish < w.flows[w.finishing[child]].finish):
+        if child + 1 < n.finishing and is_later(w, w.finishing[child], w.finishing[child + 1]):
             child += 1
         other = w.finishing[child]
-        if w.flows[other].finish >= finish:
+        if is_later(w, other, flow):
             break
         place(w, at, other)
         at = child
@@ -239,7 +259,7 @@ def follow_levels(w: FlowState, flow: int) -> None:
         e = w.entries[at]
         own = w.levels[e.level].level
         if own < UNLIMITED:
-            own *= f.weight
+            own *= e.weight
         if own < least:
             second = least
             least = own
@@ -251,6 +271,15 @@ def follow_levels(w: FlowState, flow: int) -> None:
     f.bottleneck = bottleneck
     if least < UNLIMITED and abs(least - f.goal) > UNNOTICED_CHANGE * max(least, f.goal):
         set_goal(w, flow, least)
+
+
+@call
+def follow_limit(w: FlowState, flow: int) -> None:
+    """Have the levels of a flow's path updated after its limit has changed."""
+    f = w.flows[flow]
+    for at in range(f.entries, f.entries + f.forward):
+        mark_stale(w, w.entries[at].level)
+    follow_levels(w, flow)
 
 
 @call
@@ -273,10 +302,10 @@ def level_of(w: FlowState, level: int) -> float:
             e = w.entries[at]
             f = w.flows[e.flow]
             elsewhere = f.second if f.bottleneck == level else f.least
-            if elsewhere <= found * f.weight:
+            if elsewhere <= found * e.weight:
                 wanted += e.share * elsewhere
             else:
-                shares += e.share * f.weight
+                shares += e.share * e.weight
             at = e.next
         if shares == 0.0:
             return UNLIMITED
@@ -296,7 +325,7 @@ def update_level(w: FlowState, level: int) -> None:
         q.stale = 0
         return
     found = level_of(w, level)
-    if abs(found - q.level) > UNNOTICED_CHANGE * q.level:
+    if q.stale == WEIGHTS_CHANGED or abs(found - q.level) > UNNOTICED_CHANGE * q.level:
         q.level = found
         used = 0.0
         at = q.head
@@ -330,11 +359,12 @@ def compute_rates(w: FlowState) -> None:
         f.since = n.now
         f.rate = f.goal
         elsewhere = f.bottleneck >= 0 and f.bottleneck != w.entries[f.entries].level
-        if elsewhere and f.congested == 0 and w.levels[f.bottleneck].count > 1:
+        elsewhere = elsewhere and f.least < OVERLOADED * f.second
+        if elsewhere and f.congested == 0 and f.apart > 0 and w.levels[f.bottleneck].count > 1:
             meet_congestion(w, flow)
         set_finish(w, flow)
     n.touched = 0
-    n.rates_at = FOREVER_PS
+    n.rates_at = n.now + RATES_EVERY_PS if n.stale_count > 0 else FOREVER_PS
 
 
 @call
@@ -349,6 +379,11 @@ def meet_congestion(w: FlowState, flow: int) -> None:
     """Mark a message, and drop of the rest what switches may drop of it: that does not take the bottleneck's time."""
     f = w.flows[flow]
     f.congested = 1
+    # Windows follow the queue of a port that cannot keep up, and they differ. A host serves its streams in turn.
+    for at in range(f.entries + 1, f.entries + f.forward):
+        w.entries[at].weight = f.weight
+        mark_stale(w, w.entries[at].level)
+        w.levels[w.entries[at].level].stale = WEIGHTS_CHANGED
     f.queueing = int(w.numbers[0].mark_above * whole_bytes(w, flow) / w.ports[f.bottleneck // PORT_QUEUES].capacity)
     m = w.messages[f.head]
     whole = whole_bytes(w, flow)
@@ -361,12 +396,40 @@ def meet_congestion(w: FlowState, flow: int) -> None:
 
 @call
 def set_finish(w: FlowState, flow: int) -> None:
-    """Set when a flow's message has left its host, at the present rate."""
+    """Set when the turn of a message's next packet by itself comes at the present rate, or when all have left."""
     f = w.flows[flow]
     f.finish = FOREVER_PS
-    if f.rate > 0:
-        f.finish = f.since + max(0, int(min(f.left / f.rate, float(FOREVER_PS - f.since)) + 0.5))
+    if f.left < f.rate * FOREVER_PS:
+        left = f.left
+        if f.apart == 2:
+            left -= w.transports[f.transport].header_bytes + w.messages[f.head].last_bytes
+        wait = left / f.rate
+        if f.apart > 0:
+            wait -= turn_of(w, flow)
+        f.finish = f.since + max(0, int(min(wait, float(FOREVER_PS - f.since)) + 0.5))
     reorder(w, flow)
+
+
+@call
+def apart_bytes(w: FlowState, flow: int) -> Number:
+    """Return the size on the wire of the next packet that is sent by itself."""
+    f = w.flows[flow]
+    t = w.transports[f.transport]
+    return t.header_bytes + (t.payload if f.apart == 2 else w.messages[f.head].last_bytes)
+
+
+@call
+def turn_of(w: FlowState, flow: int) -> float:
+    """Return the time in which each flow at the bottleneck sends a packet like the next one of this flow.
+
+    In that time this flow's packet is sent, in its turn. A flow that others do not limit sends it at the end.
+    """
+    f = w.flows[flow]
+    size = apart_bytes(w, flow)
+    if f.bottleneck < 0:
+        return size * w.ports[w.entries[f.entries].port].ps_per_byte
+    port = w.ports[f.bottleneck // PORT_QUEUES]
+    return size * min(1.0 / f.rate, w.levels[f.bottleneck].count / port.capacity)
 
 
 # ---------------------------------------------------------------------------------------- flows that begin and end
@@ -383,6 +446,7 @@ def list_flow(w: FlowState, flow: int, queue: int) -> None:
         p = w.ports[e.port]
         own = queue if p.ordered != 0 else 0
         e.level = e.port * PORT_QUEUES + own
+        e.weight = 1.0
         q = w.levels[e.level]
         e.previous = -1
         e.next = q.head
@@ -392,8 +456,9 @@ def list_flow(w: FlowState, flow: int, queue: int) -> None:
         q.count += 1
         p.queues |= 1 << own
         mark_stale(w, e.level)
+    room = room_on_path(w, flow)
     follow_levels(w, flow)
-    set_goal(w, flow, min(f.least, room_on_path(w, flow)))
+    set_goal(w, flow, min(f.least, room))
 
 
 @call

@@ -12,7 +12,7 @@ from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.results import findings, load
 from dlcp.sim.scenario import FailureSpec, SwitchSpec, TrafficSpec
 from dlcp.sim.sweep import sweep
-from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star
+from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
 from dlcp.sim.transports import DctcpTransport, DlcpTransport, PFabricTransport
 from tests.sim.experiments_small import write_experiment
 
@@ -113,6 +113,38 @@ def test_steps_take_about_as_long_as_with_packets(name: str) -> None:
     mean = [np.subtract(each.steps[0].end_ps, each.steps[0].begin_ps).mean() for each in (flows, packets)]
     assert mean[0] == pytest.approx(mean[1], rel=0.08)
     assert len(flows.messages) == len(packets.messages) or name == "background"
+
+
+CABLES = LinkSpec(rate_gbps=100.0, delay_us=0.1)
+"""Links so short that each further switch takes about as long as a packet."""
+
+
+@pytest.mark.parametrize(
+    ("collective", "topology", "hosts", "packets"),
+    [
+        *(("ring", Star(hosts=2), 2, packets) for packets in (1, 10, 30, 300)),
+        *(("ring", Star(hosts=64), 64, packets) for packets in (1, 2.1, 3)),
+        *(("ring", FatTree(ports=4, host_link=CABLES), 16, packets) for packets in (1, 1.1, 2.1, 5)),
+        *(("ring", RACKS, 16, packets) for packets in (1, 10, 30, 100)),
+        *(("direct", Star(hosts=4), 4, packets) for packets in (1, 30, 1000)),
+        *(("direct", Star(hosts=8), 8, packets) for packets in (1, 1.1, 2, 300)),
+        *(("direct", Star(hosts=32), 32, packets) for packets in (1, 2, 10)),
+        *(("direct", RACKS, 16, packets) for packets in (1.1, 10, 100)),
+    ],
+)
+def test_messages_of_any_size_take_as_long_as_with_packets(
+    collective: str, topology: TopologySpec, hosts: int, packets: float
+) -> None:
+    exchange = CollectiveJob(
+        name="job",
+        hosts=tuple(range(hosts)),
+        size_bytes=round(1440 * packets) * hosts,
+        collective=collective,
+        steps=2,
+    )
+    scenario = Scenario(topology=topology, jobs=(exchange,))
+    ends = [simulate(scenario, engine=engine).steps[0].end_ps[-1] for engine in ("flows", "kernel")]
+    assert ends[0] == pytest.approx(ends[1], rel=0.05)
 
 
 def test_same_seed_same_result() -> None:
