@@ -9,7 +9,10 @@ import importlib
 import logging
 import re
 import statistics
+import sys
+import sysconfig
 import time
+import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,7 @@ from msgspec import Meta
 from dlcp.document import Document
 from dlcp.error_text import describe, nearest
 from dlcp.sim.limits import SIZE_BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds
+from dlcp.sim.memory import available_bytes
 
 log = logging.getLogger("dlcp")
 
@@ -48,6 +52,13 @@ class ModelLayer(msgspec.Struct, frozen=True, array_like=True):
     outputs: int = 0
 
 
+class ModelBlock(msgspec.Struct, frozen=True):
+    """Layers that are repeated, as ``layer0.NAME``, ``layer1.NAME`` and so on."""
+
+    times: int
+    layers: tuple[ModelLayer, ...]
+
+
 class ModelArchitecture(msgspec.Struct, frozen=True):
     """A model as its authors describe it; layers from the input to the output.
 
@@ -57,6 +68,8 @@ class ModelArchitecture(msgspec.Struct, frozen=True):
         Unit of the batch size.
     source
         Publication that describes the architecture.
+    block, last
+        Layers behind the first ones, which `MODELS` have among ``layers``.
     extends, after
         The model has all layers of this one, too: its own come behind that layer of it.
     """
@@ -64,6 +77,8 @@ class ModelArchitecture(msgspec.Struct, frozen=True):
     layers: tuple[ModelLayer, ...]
     sample: Literal["image", "sequence", "token"]
     source: str
+    block: ModelBlock | None = None
+    last: tuple[ModelLayer, ...] = ()
     extends: str = ""
     after: str = ""
 
@@ -108,8 +123,15 @@ class _Published(msgspec.Struct, frozen=True):
     tasks: dict[str, tuple[ModelLayer, ...]]
 
 
-def _extended(model: ModelArchitecture, models: Mapping[str, ModelArchitecture]) -> ModelArchitecture:
-    """Return a model with the layers of the one that it extends."""
+def _whole(model: ModelArchitecture, models: Mapping[str, ModelArchitecture]) -> ModelArchitecture:
+    """Return a model with the layers of its blocks, and of the one that it extends."""
+    if model.block:
+        repeated = (
+            msgspec.structs.replace(layer, name=f"layer{number}.{layer.name}")
+            for number in range(model.block.times)
+            for layer in model.block.layers
+        )
+        return msgspec.structs.replace(model, layers=(*model.layers, *repeated, *model.last))
     if not model.extends:
         return model
     others = models[model.extends].layers
@@ -118,7 +140,7 @@ def _extended(model: ModelArchitecture, models: Mapping[str, ModelArchitecture])
 
 
 _PUBLISHED: Final = msgspec.yaml.decode(Path(__file__).with_name("models.yaml").read_bytes(), type=_Published)
-MODELS: Final = {name: _extended(model, _PUBLISHED.models) for name, model in _PUBLISHED.models.items()}
+MODELS: Final = {name: _whole(model, _PUBLISHED.models) for name, model in _PUBLISHED.models.items()}
 THROUGHPUTS: Final = _PUBLISHED.throughputs
 TASK_LAYERS: Final = _PUBLISHED.tasks
 """The networks that jobs with ``learn`` train, by task; layers from the input to the output."""
@@ -314,8 +336,55 @@ class ProfileError(RuntimeError):
     """A model cannot be loaded or measured."""
 
 
-def load_factory(name: str) -> Callable[[], Any]:
-    """Return the function that ``MODULE:FUNCTION`` names.
+class _TokensWantedError(Exception):
+    """An embedding met numbers that are no tokens; ``vocabulary`` is its number of tokens."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What a model to measure is called with.
+
+    Parameters
+    ----------
+    batch
+        Samples.
+    shape
+        Shape of one sample.
+    vocabulary
+        The model takes tokens below this number; 0 takes random numbers, or tokens if these go into an embedding.
+    batch_from
+        ``MODULE:FUNCTION``, which returns the input of a number of samples instead: a tensor, a tuple of arguments, or
+        a dict of keyword arguments.
+    """
+
+    batch: int
+    shape: tuple[int, ...] = ()
+    vocabulary: int = 0
+    batch_from: str = ""
+
+    def arguments(self, torch: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and the keyword arguments; tensors are on the device."""
+        if self.batch_from:
+            found = _users(self.batch_from, load_factory(self.batch_from), self.batch)
+            if isinstance(found, Mapping):
+                return (), {name: _moved(torch, value, device) for name, value in found.items()}
+            values = found if isinstance(found, tuple) else (found,)
+            return tuple(_moved(torch, value, device) for value in values), {}
+        shape = (self.batch, *self.shape)
+        if self.vocabulary:
+            return (torch.randint(self.vocabulary, shape, device=device),), {}
+        return (torch.randn(shape, device=device),), {}
+
+
+def _moved(torch: Any, value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def load_factory(name: str) -> Callable[..., Any]:
+    """Return the function that ``MODULE:FUNCTION`` names; modules in the working folder are found, as by ``python -m``.
 
     Raises
     ------
@@ -323,18 +392,141 @@ def load_factory(name: str) -> Callable[[], Any]:
         It cannot be imported, or is not callable.
     """
     module, _, function = name.partition(":")
+    if not module or not function or module.startswith("."):
+        raise ProfileError(f"{name!r} is not a function; name a module and a function in it, as MODULE:FUNCTION")
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ProfileError(f"{name}: {error}; name a module and a function in it, as MODULE:FUNCTION") from error
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _raised(name, error) from error
+        raise ProfileError(
+            f"{name}: there is no module {error.name!r} here; run in its folder, or install it"
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise _raised(name, error) from error
+    found: Callable[..., Any] | None = getattr(imported, function, None)
+    if found is None:
+        names = [each for each, value in vars(imported).items() if callable(value) and not each.startswith("_")]
+        raise ProfileError(f"{name}: {module} has no {function!r}{nearest(function, names)}")
     if not callable(found):
         raise ProfileError(f"{name} is not a function but a {type(found).__name__}; name a function")
     return found
 
 
-def measure(
-    model: Any, sample_shape: tuple[int, ...], *, batch: int, name: str, device: str = "cpu", rounds: int = 5
-) -> StepProfile:
+def _users(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function of the user; errors in it are `ProfileError`."""
+    try:
+        return function(*arguments, **options)
+    except (_TokensWantedError, ProfileError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise _raised(name, error) from error
+
+
+def _raised(name: str, error: BaseException) -> ProfileError:
+    """Return an error that says what a user's code has raised, and where: in the last of its lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if each.filename != __file__ and not _is_installed(each.filename)]
+    at = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        at = f" ({error.filename}, line {error.lineno})"
+    text = str(error).strip().partition("\n")[0]
+    return ProfileError(f"{name} raised {type(error).__name__}{f': {text}' if text else ''}{at}")
+
+
+def _is_installed(filename: str) -> bool:
+    """Return whether a file is the library's, and not the user's."""
+    return "site-packages" in Path(filename).parts or filename.startswith(("<", sysconfig.get_path("stdlib")))
+
+
+def measured_profile(name: str, given: ModelInput, device: str = "cpu") -> StepProfile:
+    """Return the profile of the model that ``MODULE:FUNCTION`` returns; see `measure`.
+
+    First the model is made without its values (PyTorch's meta device), as far as its code allows it, to refuse one that
+    does not fit into memory.
+
+    Raises
+    ------
+    ProfileError
+        See `load_factory` and `measure`; or the model needs more memory than is free.
+    """
+    import torch
+
+    factory = load_factory(name)
+    _check_memory(torch, name, factory, given, device)
+    return measure(_users(name, factory), given, name=name, device=device)
+
+
+def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: ModelInput, device: str) -> None:
+    """Refuse a model whose values, gradients and activations do not fit into the memory that is free."""
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    try:
+        with torch.device("meta"):
+            model = factory()
+        for value in (*model.parameters(), *model.buffers()):
+            keep(value)
+    except (Exception, SystemExit):
+        return  # it reads its values, say; what is wrong shows when it is made with them
+    values = dict(sizes)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            _with_tokens(torch, model, given, "meta", lambda args, options: model(*args, **options))
+    except (Exception, SystemExit):
+        sizes = values  # it computes with values; only the parameters are known
+    needed = sum(values.values()) + sum(sizes.values())  # gradients are as large as values
+    try:
+        free = _free_bytes(torch, device)
+    except (OSError, RuntimeError, AssertionError):
+        return  # no such device, which moving the model will tell
+    if needed > free:
+        parameters = sum(each.numel() for each in model.parameters())
+        raise ProfileError(
+            f"{name}: a step of {parameters:,} parameters and {given.batch} samples takes about {needed / 1e9:.1f} GB "
+            f"on {device}, and {free / 1e9:.1f} GB are free; take fewer samples, a larger device, or a published "
+            f"model: {', '.join(MODELS)}"
+        )
+
+
+def _free_bytes(torch: Any, device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()
+
+
+def _with_tokens(
+    torch: Any, model: Any, given: ModelInput, device: str, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+) -> tuple[ModelInput, Any]:
+    """Call with the model's input: with tokens, if random numbers go into an embedding; return what was given."""
+
+    def check(module: Any, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].is_floating_point():
+            raise _TokensWantedError(module.num_embeddings)
+
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    handles = [each.register_forward_pre_hook(check) for each in model.modules() if isinstance(each, embeddings)]
+    try:
+        return given, call(*given.arguments(torch, device))
+    except _TokensWantedError as error:
+        if given.batch_from or given.vocabulary:
+            raise ProfileError(
+                f"{given.batch_from or 'model'}: an embedding gets fractions; make tokens whole numbers"
+            ) from None
+        given = dataclasses.replace(given, vocabulary=error.vocabulary)
+        return given, call(*given.arguments(torch, device))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def measure(model: Any, given: ModelInput, *, name: str, device: str = "cpu", rounds: int = 5) -> StepProfile:
     """Return a model's profile.
 
     Each module with parameters of its own is a layer; layers are in the order in which the model calls them. Modules
@@ -344,14 +536,15 @@ def measure(
     Parameters
     ----------
     model
-        ``torch.nn.Module``, called with random numbers of shape (batch, *sample_shape).
+        ``torch.nn.Module``.
     rounds
         Measured passes, after one to warm up; the profile has their medians.
 
     Raises
     ------
     ProfileError
-        ``model`` is not a module, has no parameters, cannot be moved to ``device``, or fails on the input.
+        ``model`` is not a module, has no parameters, cannot be moved to ``device``, or raises an error; or it returns
+        nothing that a gradient could be computed of.
     """
     import torch
 
@@ -359,11 +552,15 @@ def measure(
         raise ProfileError(f"{name} returned a {type(model).__name__}; it must return a torch.nn.Module")
     try:
         model = model.to(device).train()
-    except RuntimeError as error:
-        raise ProfileError(f"{name} cannot be moved to device {device!r}: {error}") from None
+    except Exception as error:
+        reason = describe(error).partition("\n")[0]
+        raise ProfileError(f"{name} cannot be moved to device {device!r}: {reason}") from None
     layers = [(path, module) for path, module in model.named_modules() if _own(module)]
     if not layers:
         raise ProfileError(f"{name}: the model has no parameters to train")
+    for module in model.modules():
+        if getattr(module, "inplace", False):
+            module.inplace = False  # autograd refuses to change a tensor in place behind a backward hook
     marks: list[tuple[str, float]] = []
 
     def note(path: str) -> Callable[..., None]:
@@ -379,23 +576,26 @@ def measure(
         handles.append(module.register_forward_pre_hook(note(path)))
         handles.append(module.register_full_backward_hook(note(path)))
     passes = []
+
+    def one_pass(args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        def backward() -> Any:
+            return _pass(torch, model, args, options, marks, note)
+
+        passes.append(_users(name, backward))
+
     try:
-        inputs = torch.randn(batch, *sample_shape, device=device)
-        for _ in range(rounds + 1):
-            with warnings.catch_warnings():
-                # Inputs need no gradient, so the first layer's hook fires once its parameters' gradients are ready.
-                warnings.filterwarnings("ignore", "Full backward hook is firing")
-                passes.append(_pass(torch, model, inputs, marks, note))
-    except Exception as error:  # of any kind: the model is the user's, and memory may not suffice
-        reason = describe(error).partition("\n")[0]
-        raise ProfileError(
-            f"{name} does not run on {batch} samples of shape {sample_shape}: {reason}; check --input and --batch"
-        ) from None
+        with warnings.catch_warnings():
+            # Inputs need no gradient, so the first layer's hook fires once its parameters' gradients are ready.
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            given, _ = _with_tokens(torch, model, given, device, one_pass)
+            args, options = given.arguments(torch, device)
+            for _ in range(rounds):
+                one_pass(args, options)
     finally:
         for handle in handles:
             handle.remove()
     forward, backward = zip(*passes[1:], strict=True)
-    outputs = _outputs(torch, model, inputs, name)
+    outputs = _outputs(torch, model, args, options, name)
     called = list(passes[0][0])  # by forward pass
     layers.sort(key=lambda layer: called.index(layer[0]) if layer[0] in called else len(called))
     timed = tuple(
@@ -403,16 +603,16 @@ def measure(
         for path, module in layers
     )
     source = f"measured with PyTorch {torch.__version__} on {device}, median of {rounds} passes"
-    return StepProfile(name, timed, batch, source)
+    return StepProfile(name, timed, given.batch, source)
 
 
-def _outputs(torch: Any, model: Any, inputs: Any, name: str) -> dict[str, int]:
+def _outputs(torch: Any, model: Any, args: tuple[Any, ...], options: dict[str, Any], name: str) -> dict[str, int]:
     """Return the bytes that later layers need from each layer and earlier ones, where the model can be cut after it.
 
     It can be cut before the first use of the next layer's parameters, unless parameters are used on both sides.
     """
     try:
-        exported = torch.export.export(model, (inputs,), strict=False)
+        exported = torch.export.export(model, args, options, strict=False)
     except Exception as error:
         reason = describe(error).partition("\n")[0]
         log.warning("%s cannot be cut into stages: torch.export does not follow it: %s", name, reason)
@@ -446,8 +646,21 @@ def _median(passes: Sequence[Mapping[str, float]], path: str) -> float:
     return statistics.median(seconds[path] for seconds in passes)
 
 
+def _differentiable(torch: Any, output: Any) -> list[Any]:
+    """Return the tensors of a model's output, a tensor or any nesting of them, that have a gradient."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    return [found for part in parts for found in _differentiable(torch, part)]
+
+
 def _pass(
-    torch: Any, model: Any, inputs: Any, marks: list[tuple[str, float]], note: Callable[[str], Callable[..., None]]
+    torch: Any,
+    model: Any,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    marks: list[tuple[str, float]],
+    note: Callable[[str], Callable[..., None]],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds by layer of one forward and one backward pass.
 
@@ -457,8 +670,11 @@ def _pass(
     backward: defaultdict[str, float] = defaultdict(float)
     model.zero_grad()
     marks.clear()
-    output = model(inputs)
-    loss = output.square().mean() if isinstance(output, torch.Tensor) else sum(part.square().mean() for part in output)
+    output = model(*args, **options)
+    parts = _differentiable(torch, output)
+    if not parts:
+        raise ProfileError(f"the model returns {type(output).__name__} without a tensor to train on; return its output")
+    loss = sum(part.abs().square().mean() for part in parts)
     note("")()
     for (path, begin), (_, end) in pairwise(marks):
         forward[path] += end - begin

@@ -7,10 +7,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
 from dlcp.configuration import Range, short
+
+if TYPE_CHECKING:
+    from dlcp.sim.models import ModelInput
 
 _Parser = argparse._ActionsContainer
 """A parser or a group of its options."""
@@ -103,6 +106,32 @@ def add(parser: _Parser, flag: str, metavar: str, kind: Callable[[str], Any], us
 def add_json(parser: _Parser) -> None:
     """Declare ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_model_input(parser: _Parser) -> None:
+    """Declare the options that say what a model to measure is called with; see `model_input`."""
+    add(parser, "--input", "SHAPE", shape, "shape of a sample of a model to measure, such as 3,224,224, or 512 tokens")
+    tokens = "the samples are tokens below N (default: tokens if they go into an embedding, else random numbers)"
+    add(parser, "--tokens", "N", whole(1), tokens, default=0)
+    own = "function that returns the model's input for N samples: a tensor, a tuple, or a dict of keyword arguments"
+    add(parser, "--batch-from", "MODULE:FUNCTION", str, own)
+
+
+def model_input(arguments: argparse.Namespace, batch: int) -> "ModelInput":
+    """Return what the options of `add_model_input` describe, for ``batch`` samples.
+
+    Raises
+    ------
+    ValueError
+        They lack the input, or contradict each other.
+    """
+    from dlcp.sim.models import ModelInput
+
+    if bool(arguments.input) == bool(arguments.batch_from):
+        raise ValueError("give either --input, the shape of one sample such as 3,224,224, or --batch-from, a function")
+    if arguments.batch_from and arguments.tokens:
+        raise ValueError("--tokens is for --input; --batch-from returns the tokens itself")
+    return ModelInput(batch, arguments.input or (), arguments.tokens, arguments.batch_from or "")
 
 
 def add_option(parser: _Parser) -> None:

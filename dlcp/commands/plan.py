@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlcp.commands.common import MBPS, add, add_json, real, refuse, shape, whole
+from dlcp.commands.common import MBPS, add, add_json, add_model_input, model_input, real, refuse, whole
 
 if TYPE_CHECKING:
     from dlcp.sim.models import StepProfile
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--batch", "N", whole(1), "samples in a minibatch (default: as published or profiled; 32 if measured)")
     add(parser, "--gpu", "NAME", str, "GPU of a published model's computing times", default="v100")
     add(parser, "--gpu-precision", "NAME", str, "single or mixed", default="single")
-    add(parser, "--input", "SHAPE", shape, "shape of one sample of a model to measure, such as 3,224,224")
+    add_model_input(parser)
     add_json(parser)
 
 
@@ -59,13 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> "StepProfile":
-    from dlcp.sim.models import load_factory, measure, read_profile, step_profile
+    from dlcp.sim.models import measured_profile, read_profile, step_profile
 
     name: str = arguments.model
     if ":" in name:
-        if not arguments.input:
-            raise ValueError("--input: give the shape of one sample, such as 3,224,224, to measure a model")
-        return measure(load_factory(name)(), arguments.input, batch=arguments.batch or 32, name=name)
+        return measured_profile(name, model_input(arguments, arguments.batch or 32))
     if not name.endswith((".yaml", ".yml", ".json")):
         return step_profile(name, arguments.gpu, arguments.gpu_precision, arguments.batch)
     if arguments.batch:

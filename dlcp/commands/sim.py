@@ -12,13 +12,14 @@ from dlcp.commands import sim_new
 from dlcp.commands.common import (
     add,
     add_json,
+    add_model_input,
     add_out,
     check_folder,
     check_writable,
+    model_input,
     own_experiments,
     real,
     refuse,
-    shape,
     whole,
 )
 from dlcp.configuration import Range
@@ -80,10 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.set_defaults(action=_compare)
     profile = commands.add_parser("profile", help="measure a PyTorch model of your own, layer by layer")
     profile.add_argument("factory", metavar="MODULE:FUNCTION", help="function that returns the model")
-    add(profile, "--input", "SHAPE", shape, "shape of one sample, such as 3,224,224", required=True)
     add(profile, "--batch", "N", whole(1), "samples in a step", default=32)
+    add_model_input(profile)
     profile.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
-    add(profile, "--output", "FILE", Path, "YAML file to write", required=True)
+    add(profile, "--output", "FILE", Path, "YAML file to write (default: only print the layers)")
     profile.set_defaults(action=_profile)
     imported = commands.add_parser("import", help="check a trace, and write an experiment file that runs it")
     _trace(imported)
@@ -494,17 +495,25 @@ def _compared_run(name: str) -> Any:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.models import load_factory, measure, write_profile
+    from dlcp.sim.models import measured_profile, write_profile
 
     try:
         check_writable("--output", arguments.output)
     except ValueError as error:
         raise SimUsageError(str(error)) from None
-    model: Any = load_factory(arguments.factory)()
-    profile = measure(model, arguments.input, batch=arguments.batch, device=arguments.device, name=arguments.factory)
-    write_profile(profile, arguments.output)
-    print(f"{arguments.output}: {len(profile.layers)} layers, {profile.parameters:,} parameters, ", end="")
-    print(f"{profile.compute_s * 1e3:.1f} ms a step")
+    try:
+        given = model_input(arguments, arguments.batch)
+    except ValueError as error:
+        raise SimUsageError(str(error)) from None
+    profile = measured_profile(arguments.factory, given, arguments.device)
+    if arguments.output is not None:
+        write_profile(profile, arguments.output)
+        print(f"{arguments.output}: ", end="")
+    else:
+        for layer in profile.layers:
+            seconds = f"{layer.forward_s * 1e3:9.2f} ms forward {layer.backward_s * 1e3:9.2f} ms backward"
+            print(f"{layer.name:40} {layer.parameters:13,} parameters {seconds}")
+    print(f"{len(profile.layers)} layers, {profile.parameters:,} parameters, {profile.compute_s * 1e3:.1f} ms a step")
     return 0
 
 

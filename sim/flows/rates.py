@@ -63,8 +63,8 @@ replaces it when all levels are right. ``least`` and ``second`` are the two smal
 share. ``window`` is its window in packets, which limits its message to ``limit``, as losses do to ``loss_limit``.
 
 ``apart`` counts the message's last packets, at most two, that are still to be sent by themselves. ``finish`` is when
-the turn of the next one comes, or if there is none, when the stream's next message begins. ``burst`` is how many packets
-were unacknowledged at ``sent_at``, when the turn of the last one came.
+the turn of the next one comes, or if there is none, when the stream's next message begins. ``burst`` packets were
+unacknowledged at ``sent_at``, when the turn of the last one came.
 
 Its path has ``forward`` rows of entries from ``entries`` on, and then ``backward`` rows for its acknowledgements.
 ``path_packets`` is the number of packets in flight that fills the path. ``delivery`` is the share of packets that links

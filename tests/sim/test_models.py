@@ -2,15 +2,18 @@
 """Parameters are those of the published architectures, and times add up to the published throughput."""
 
 import math
+import sys
 
 import pytest
 
 from dlcp.sim.models import (
     MODELS,
     THROUGHPUTS,
+    ModelInput,
     ProfileError,
     architecture,
-    measure,
+    load_factory,
+    measured_profile,
     read_profile,
     step_profile,
     write_profile,
@@ -22,6 +25,9 @@ PUBLISHED = {
     "vgg16": 138_357_544,
     "inception_v3": 23_834_568,
     "bert_large": 335_141_888,
+    "llama2_7b": 6_738_415_616,
+    "llama2_70b": 68_976_648_192,
+    "mixtral_8x7b": 46_702_792_704,
 }
 """As torchvision and Hugging Face count them (Inception without its auxiliary classifier, BERT with its pooler)."""
 GIGA_MACS = {"resnet50": 4.09, "resnet101": 7.80, "vgg16": 15.47, "inception_v3": 5.71}
@@ -77,20 +83,97 @@ def test_unknown_names_are_reported_with_the_known_ones() -> None:
 
 def test_a_pytorch_model_is_measured(tmp_path) -> None:
     torch = pytest.importorskip("torch")
+    from dlcp.sim.models import measure
 
     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
-    profile = measure(model, (512,), batch=64, name="own", rounds=3)
+    profile = measure(model, ModelInput(64, (512,)), name="own", rounds=3)
     assert [layer.parameters for layer in profile.layers] == [512 * 2048 + 2048, 2048 * 10 + 10]
     assert all(layer.forward_s > 0 for layer in profile.layers)
     assert profile.layers[0].backward_s > 0
     write_profile(profile, tmp_path / "own.yaml")
     assert read_profile(tmp_path / "own.yaml") == profile
     with pytest.raises(ProfileError, match="no parameters to train"):
-        measure(torch.nn.ReLU(), (4,), batch=1, name="none")
+        measure(torch.nn.ReLU(), ModelInput(1, (4,)), name="none")
 
 
-@pytest.mark.parametrize(("shape", "batch"), [((7,), 2), ((4,), 1 << 40)])
-def test_an_input_on_which_a_model_fails_is_refused(shape, batch) -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(ProfileError, match=r"own does not run on \d+ samples of shape \(\d,\): .*; check --input"):
-        measure(torch.nn.Linear(4, 2), shape, batch=batch, name="own")
+OWN_MODELS = """
+import torch
+from torch import nn
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 4), nn.Linear(4, 10)
+
+    def forward(self, tokens, mask=None):
+        values = self.table(tokens) if mask is None else self.table(tokens) * mask
+        return {"logits": self.out(values), "cache": None}
+
+class Wrapped(Tokens):
+    def forward(self, numbers):
+        return super().forward((numbers.abs() * 100).long() % 10)
+
+class Reshaped(nn.Linear):
+    def forward(self, values):
+        return super().forward(values).view(3, 7)
+
+def masked(count):
+    return {"tokens": torch.randint(10, (count, 3)), "mask": torch.ones(count, 3, 1)}
+
+def in_place():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+def reshaped(): return Reshaped(4, 4)
+def broken(): return {}["missing"]
+def large(): return nn.Linear(1 << 20, 1 << 20)
+def untrained(): return nn.Identity()
+"""
+
+
+@pytest.fixture(scope="module")
+def own_models(tmp_path_factory):
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "own_models.py").write_text(OWN_MODELS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.path", [*sys.path])
+        yield folder
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "layers"),
+    [
+        ("Tokens", ModelInput(2, (5,)), 2),
+        ("Tokens", ModelInput(2, (5,), vocabulary=7), 2),
+        ("Tokens", ModelInput(2, batch_from="own_models:masked"), 2),
+        ("Wrapped", ModelInput(2, (5,)), 2),
+        ("in_place", ModelInput(3, (4,)), 3),
+    ],
+)
+def test_models_of_the_working_folder_are_measured(own_models, function: str, given: ModelInput, layers: int) -> None:
+    profile = measured_profile(f"own_models:{function}", given)
+    assert len(profile.layers) == layers
+    assert profile.batch == given.batch
+    assert profile.compute_s > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("reshaped", r"raised RuntimeError: shape .* \(.*own_models.py, line 20\)$"),
+        ("broken", r"raised KeyError: 'missing' \(.*own_models.py, line 29\)$"),
+        ("masked", "missing 1 required positional argument: 'count'"),
+        ("large", r"a step of 1,099,512,676,352 parameters .* takes about 8796\.\d GB on cpu"),
+        ("untrained", "no parameters to train"),
+        ("brokn", "did you mean broken"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_one_sentence(own_models, function: str, reason: str) -> None:
+    with pytest.raises(ProfileError, match=reason):
+        measured_profile(f"own_models:{function}", ModelInput(2, (4,)))
+
+
+def test_a_module_that_is_not_there_is_named(own_models) -> None:
+    with pytest.raises(ProfileError, match="there is no module 'own_model' here"):
+        load_factory("own_model:Tokens")
