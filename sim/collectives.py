@@ -11,7 +11,7 @@ tree) are always delivered whole.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -150,14 +150,25 @@ def ring(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes | None = None)
     return _ring_rounds(builder, spec, after, range(2 * (count - 1)))
 
 
-def reduce_scatter(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
-    """Add a reduce-scatter, the first half of a ring: each rank begins with ``size_bytes`` and ends with its shard."""
-    return _ring_rounds(builder, spec, after, range(len(spec.hosts) - 1))
+def reduce_scatter(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes, group: int = 1) -> Nodes:
+    """Add a reduce-scatter: each rank begins with ``size_bytes`` and ends with its shard.
 
-
-def all_gather(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:
-    """Add an all-gather, the second half of a ring: each rank begins with its shard and ends with ``size_bytes``."""
+    It is the first half of a ring, or of `hierarchical` if there are groups.
+    """
     count = len(spec.hosts)
+    if group > 1:
+        return _across_groups(builder, spec, group, _reduce_within(builder, spec, group, after), reduce_scatter)
+    return _ring_rounds(builder, spec, after, range(count - 1))
+
+
+def all_gather(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes, group: int = 1) -> Nodes:
+    """Add an all-gather: each rank begins with its shard and ends with ``size_bytes``.
+
+    It is the second half of a ring, or of `hierarchical` if there are groups.
+    """
+    count = len(spec.hosts)
+    if group > 1:
+        return _gather_within(builder, spec, group, _across_groups(builder, spec, group, after, all_gather))
     return _ring_rounds(builder, spec, after, range(count - 1, 2 * (count - 1)))
 
 
@@ -317,24 +328,50 @@ def hierarchical(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: 
     groups = len(hosts) // group
     if groups == 1 or group == 1:
         return (direct if groups == 1 else ring)(builder, spec, after)
-    grid = np.arange(len(hosts)).reshape(groups, group)
+    reduced = _across_groups(builder, spec, group, _reduce_within(builder, spec, group, after), ring)
+    return _gather_within(builder, spec, group, reduced)
+
+
+def _reduce_within(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: Nodes) -> Nodes:
+    """Add the reduction of each group's shards at their owners in the group; return when each rank has its own."""
+    grid = np.arange(len(spec.hosts)).reshape(-1, group)
     sizes = shard_sizes(spec.size_bytes, group)
-    reduced = builder.delays(np.zeros(len(hosts), np.int64))
+    reduced = builder.delays(np.zeros(len(spec.hosts), np.int64))
     builder.follow(after, reduced)
-    ends = builder.delays(np.zeros(len(hosts), np.int64))
     for offset in range(1, group):
         owners = np.roll(grid, -offset, axis=1)
         contributions = _within(builder, spec, grid, owners, sizes, result=False)
         builder.follow(after[grid].ravel(), contributions)
         builder.follow(contributions, reduced[owners].ravel())
-    for shard in range(group):
+    return reduced
+
+
+def _across_groups(
+    builder: GraphBuilder,
+    spec: AllReduceSpec,
+    group: int,
+    after: Nodes,
+    exchange: Callable[[GraphBuilder, AllReduceSpec, Nodes], Nodes],
+) -> Nodes:
+    """Add an exchange of each shard between its owners in all groups; return when each owner has the result."""
+    grid = np.arange(len(spec.hosts)).reshape(-1, group)
+    if len(grid) == 1:
+        return after
+    hosts, done = np.asarray(spec.hosts, np.int64), after.copy()
+    for shard, size in enumerate(shard_sizes(spec.size_bytes, group).tolist()):
+        ranks = grid[:, shard]
         across = dataclasses.replace(
-            spec,
-            hosts=hosts[grid[:, shard]].tolist(),
-            size_bytes=int(sizes[shard]),
-            message=spec.shard_message(shard + 1),
+            spec, hosts=hosts[ranks].tolist(), size_bytes=size, message=spec.shard_message(shard + 1)
         )
-        reduced[grid[:, shard]] = ring(builder, across, reduced[grid[:, shard]])
+        done[ranks] = exchange(builder, across, after[ranks])
+    return done
+
+
+def _gather_within(builder: GraphBuilder, spec: AllReduceSpec, group: int, reduced: Nodes) -> Nodes:
+    """Add the sending of each owner's shard to its group; return when each rank has all shards."""
+    grid = np.arange(len(spec.hosts)).reshape(-1, group)
+    sizes = shard_sizes(spec.size_bytes, group)
+    ends = builder.delays(np.zeros(len(spec.hosts), np.int64))
     builder.follow(reduced, ends)
     for offset in range(1, group):
         targets = np.roll(grid, -offset, axis=1)

@@ -40,29 +40,27 @@ MAGIC: Final = 4223
 _ANY: Final = (-1, 0xFFFFFFFF)
 _DIGITS_MAX: Final = 18
 """Most digits of a number: they fit in 64 bits."""
+_NUMBERS: Final = ("size", "peer", "tag", "cpu", "nic")
+"""What the groups of a statement's pattern hold."""
 _LABEL: Final = r"[A-Za-z]\w*"
 _PATTERNS: Final = {
-    "calc": (re.compile(r"calc\s+(?P<size>\d+)(\s+cpu\s+(?P<cpu>\d+))?$"), "calc NANOSECONDS [cpu N]"),
+    "calc": (re.compile(r"calc\s+(\d+)()()(?:\s+cpu\s+(\d+))?()$"), "calc NANOSECONDS [cpu N]"),
     "send": (
-        re.compile(
-            r"send\s+(?P<size>\d+)\s*b\s+to\s+(?P<peer>\d+)(\s+tag\s+(?P<tag>-1|\d+))?"
-            r"(\s+cpu\s+(?P<cpu>\d+))?(\s+nic\s+(?P<nic>\d+))?$"
-        ),
+        re.compile(r"send\s+(\d+)\s*b\s+to\s+(\d+)(?:\s+tag\s+(-1|\d+))?(?:\s+cpu\s+(\d+))?(?:\s+nic\s+(\d+))?$"),
         "send BYTESb to RANK [tag N] [cpu N] [nic N]",
     ),
     "recv": (
-        re.compile(
-            r"recv\s+(?P<size>\d+)\s*b\s+from\s+(?P<peer>-1|\d+)(\s+tag\s+(?P<tag>-1|\d+))?"
-            r"(\s+cpu\s+(?P<cpu>\d+))?(\s+nic\s+(?P<nic>\d+))?$"
-        ),
+        re.compile(r"recv\s+(\d+)\s*b\s+from\s+(-1|\d+)(?:\s+tag\s+(-1|\d+))?(?:\s+cpu\s+(\d+))?(?:\s+nic\s+(\d+))?$"),
         "recv BYTESb from RANK [tag N] [cpu N] [nic N]",
     ),
 }
-"""Of each operation, its pattern, and how it is written, for errors."""
+"""Of each operation, its pattern (size, peer, tag, processor), and how it is written, for errors."""
 _LABELLED: Final = re.compile(rf"({_LABEL})\s*:\s*(.*)$")
 _REQUIRES: Final = re.compile(rf"({_LABEL})\s+(i?requires)\s+({_LABEL})$")
 _RANK: Final = re.compile(r"rank\s+(\d+)\s*\{$")
 _NUM_RANKS: Final = re.compile(r"num_ranks\s+(\d+)$")
+_UNUSUAL: Final = re.compile(r"[/{}]")
+"""Characters of comments and brackets, which few lines have."""
 _RANKS_MAX: Final = 1 << 16
 _KINDS: Final = {"calc": OperationKind.COMPUTE, "send": OperationKind.SEND, "recv": OperationKind.RECEIVE}
 _NODE: Final = np.dtype(
@@ -138,7 +136,9 @@ class _Text:
     def workload(self, text: str) -> Workload:
         count = 0
         for statement in self._statements(text):
-            if found := _NUM_RANKS.match(statement):
+            if self._rank >= 0 and statement != "}" and not statement.startswith(("num_ranks", "rank")):
+                self._add(statement)
+            elif found := _NUM_RANKS.match(statement):
                 if count:
                     raise self.error("num_ranks is given twice")
                 count = self._number("num_ranks", found[1])
@@ -172,6 +172,10 @@ class _Text:
         in_comment = False
         for number, line in enumerate(text.split("\n"), 1):
             self._line = number
+            if not in_comment and not _UNUSUAL.search(line):
+                if statement := line.strip():
+                    yield statement
+                continue
             rest, kept = line, ""
             while rest:
                 if in_comment:
@@ -217,32 +221,32 @@ class _Text:
     def _add(self, statement: str) -> None:
         if self._rank < 0:
             raise self.error(f"expected num_ranks or a rank, got {statement[:40]!r}")
-        if found := _REQUIRES.match(statement):
-            self._requirements.append((self._line, found[1], found[2], found[3]))
-            return
         label, body = "", statement
         if found := _LABELLED.match(statement):
             label, body = found[1], found[2]
-        word = re.match(r"[a-z]*", body)
-        kind = word[0] if word else ""
+        kind = body[:4]
         if kind not in _PATTERNS:
+            if found := _REQUIRES.match(statement):
+                self._requirements.append((self._line, found[1], found[2], found[3]))
+                return
             raise self.error(f"rank {self._rank}: expected calc, send, recv, requires or irequires, got {body[:40]!r}")
         pattern, form = _PATTERNS[kind]
         found = pattern.match(body)
         if not found:
             raise self.error(f"rank {self._rank}: expected `{form}`, got {body[:60]!r}")
-        parts = found.groupdict()
         operations = self._ranks[self._rank]
         if label:
             if label in self._labels:
                 first = operations[self._labels[label]].place.rpartition(":")[2]
                 raise self.error(f"rank {self._rank}: the label {label!r} is given twice, here and on line {first}")
             self._labels[label] = len(operations)
-        numbers = {name: self._number(name, parts.get(name) or "0") for name in ("size", "cpu", "peer", "tag")}
+        size, peer, tag, cpu, nic = (
+            self._number(name, part) if part else 0 for name, part in zip(_NUMBERS, found.groups(), strict=True)
+        )
         if kind != "calc":
-            self._interfaces[self._rank].add(self._number("nic", parts.get("nic") or "0"))
+            self._interfaces[self._rank].add(nic)
         place = f"{self._path}:{self._line}"
-        operations.append(_operation(_KINDS[kind], label or "without a label", place, **numbers))
+        operations.append(_operation(_KINDS[kind], label or "without a label", place, size, cpu, peer, tag))
 
 
 class _Binary:

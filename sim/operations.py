@@ -13,11 +13,13 @@ a collective with one another, checks that the job can end, and returns a `dlcp.
   they would be ready if messages took no time.
 """
 
+import gc
 import gzip
 import heapq
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -237,12 +239,26 @@ def workload_graph(workload: Workload, traffic: TraceTraffic) -> TraceGraph:
         A message or a collective lacks a part, operations wait for each other in a circle, one names a rank that does
         not exist or names it twice, or a number is too large to simulate.
     """
-    return _Assembly(workload, traffic).graph()
+    with collection_paused():
+        return _Assembly(workload, traffic).graph()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the collection of circular garbage, which looks at all objects again and again while millions are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def check_workload(workload: Workload) -> None:
     """Raise `TraceFormatError` if the job cannot run on any network."""
-    workload_graph(workload, TraceTraffic(range(len(workload.ranks)), 0))
+    with collection_paused():
+        _Assembly(workload, TraceTraffic(range(len(workload.ranks)), 0))
 
 
 @dataclass(slots=True)
@@ -443,13 +459,14 @@ class _Assembly:
             for before in each:
                 followers[before].append(event)
         times = [0] * len(waits)
-        heap = [(0, *self._order_of(event >> 1), event) for event, count in enumerate(missing) if not count]
+        order = list(map(self._order_of, range(len(self._operations))))
+        heap = [(0, order[event >> 1], event) for event, count in enumerate(missing) if not count]
         heapq.heapify(heap)
         free: dict[tuple[int, int], tuple[int, int]] = {}
         before_on_processor: dict[int, int] = {}
         handled = 0
         while heap:
-            now, _, _, event = heapq.heappop(heap)
+            now, _, event = heapq.heappop(heap)
             number = event >> 1
             operation = self._operations[number]
             handled += 1
@@ -464,7 +481,7 @@ class _Assembly:
                 times[follower] = max(times[follower], now + took)
                 missing[follower] -= 1
                 if not missing[follower]:
-                    heapq.heappush(heap, (times[follower], *self._order_of(follower >> 1), follower))
+                    heapq.heappush(heap, (times[follower], order[follower >> 1], follower))
         if handled < len(waits):
             raise self._circle(waits, missing)
         return before_on_processor

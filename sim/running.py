@@ -24,6 +24,7 @@ from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
 from dlcp.sim.recording import AnyProgress, Recorder, RunOver
+from dlcp.sim.run_size import check_run_size
 from dlcp.sim.simulation import (
     Process,
     Simulation,
@@ -258,6 +259,7 @@ def run(
     messages.ideal = IdealTimes(simulation.plan)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
+    check_run_size([(job.job, job.profile) for job in jobs])
     skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
     started = [
         simulation.process(

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.limits import FOREVER_PS
+from dlcp.sim.run_size import STEPS_PER_GRAPH
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.training_run import STEPS_PER_GRAPH, Progress
+from dlcp.sim.training_run import Progress
 
 BATCHES: Final = 8
 BATCH_STEPS_MIN: Final = 4

@@ -335,12 +335,14 @@ class _StepBuilder:
         version 2.13), whose forward pass may gather one layer more.
         """
         builder = self.builder
+        group = self.job.spec.sharded_group
+        shards = group + 1 if group > 1 else 1
         parameters = parameter_pieces(self.job.spec, self.profile.layers)
         count = len(parameters)
 
         def gather(layer: int, waits: Sequence[Nodes], first_message: int) -> Nodes:
-            spec = self._spec(parameters[layer], step, _message_number(first_message + layer, 1))
-            return all_gather(builder, spec, self._all_of(waits))
+            spec = self._spec(parameters[layer], step, _message_number(first_message + layer, shards))
+            return all_gather(builder, spec, self._all_of(waits), group)
 
         back = self._backward(step, speed, previous)
         if self.job.spec.reshard_after_forward:
@@ -351,8 +353,8 @@ class _StepBuilder:
         needs: list[list[Nodes]] = [[] for _ in parameters]
         reduced: list[Nodes] = []
         for number, piece in enumerate(self.parts):
-            spec = self._spec(piece, step, _message_number(number, 1))
-            reduced = [reduce_scatter(builder, spec, self._all_of([back[piece.ready], *reduced]))]
+            spec = self._spec(piece, step, _message_number(number, shards))
+            reduced = [reduce_scatter(builder, spec, self._all_of([back[piece.ready], *reduced]), group)]
             if piece.ready >= 2:
                 builder.follow(reduced[0], back[piece.ready - 2])
             for layer in piece.layers:

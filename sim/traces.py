@@ -25,6 +25,7 @@ from dlcp.sim.operations import (
     TraceTraffic,
     Workload,
     check_workload,
+    collection_paused,
     trace_content,
     workload_graph,
 )
@@ -97,7 +98,8 @@ def _read(
     eager_bytes: int | None,
 ) -> Workload:
     """Return the job in some files; ``versions`` tell a changed file from the one in the cache."""
-    workload, alike = _workload(files, ranks, groups, flops)
+    with collection_paused():
+        workload, alike = _workload(files, ranks, groups, flops)
     if ranks is not None and not alike:
         raise TraceFormatError(
             f"{files[0]}: `ranks` is for a single file of one rank; this trace has {len(workload.ranks)} of its own"

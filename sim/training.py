@@ -219,6 +219,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if len({straggler.worker for straggler in self.stragglers}) < len(self.stragglers):
             raise ValueError("stragglers names a worker twice; give each worker one factor")
 
+    @property
+    def sharded_group(self) -> int:
+        """Return how many neighbours exchange directly with FSDP; 1 if all workers are a ring."""
+        return self.group if self.collective == "hierarchical" else 1
+
     def shard_weights(self, hosts: Sequence[int], topology: NetworkTopology) -> tuple[float, ...]:
         """Return each worker's share of a buffer as an owner; empty if shares are equal."""
         if not self.adaptive_shards:
@@ -243,11 +248,17 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 raise ValueError(
                     "unit_bytes and reshard_after_forward are for `sharding: fsdp`; add it, or leave them out"
                 )
-        elif self.collective != "ring" or self.scheduler not in ("fifo", "dlcp") or self.pipeline or self.piece_bytes:
+        elif (
+            self.collective not in ("ring", "hierarchical")
+            or self.scheduler not in ("fifo", "dlcp")
+            or self.pipeline
+            or self.piece_bytes
+        ):
             raise ValueError(
-                f"sharding {self.sharding} is for the collective ring and the schedulers fifo and dlcp, without "
-                f"pipeline and piece_bytes; got collective {self.collective!r}, scheduler {self.scheduler!r}, pipeline "
-                f"{self.pipeline!r} and piece_bytes {self.piece_bytes}; change these, or leave out sharding"
+                f"sharding {self.sharding} is for the collectives ring and hierarchical and the schedulers fifo and "
+                f"dlcp, without pipeline and piece_bytes; got collective {self.collective!r}, scheduler "
+                f"{self.scheduler!r}, pipeline {self.pipeline!r} and piece_bytes {self.piece_bytes}; change these, or "
+                "leave out sharding"
             )
 
     def _check_learning(self) -> None:

@@ -4,7 +4,6 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -15,14 +14,12 @@ from dlcp.sim.deferral import SimulatedDeferral
 from dlcp.sim.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
 from dlcp.sim.models import StepProfile
 from dlcp.sim.precision import SimulatedPrecision
+from dlcp.sim.run_size import STEPS_PER_GRAPH, step_nodes, steps_per_graph
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
 from dlcp.sim.step_graph import pieces_of, step_graph
 from dlcp.sim.training import PlacedJob, computing_factors
 from dlcp.sim.transports import DlcpTransport
 
-STEPS_PER_GRAPH: Final = 4
-"""Steps in one graph. Workers drift apart within a graph, and synchronize between graphs. Four limit the memory; the
-synchronization costs little, because the fastest worker waits for the slowest in every step anyway."""
 assert PHASE_STEPS % STEPS_PER_GRAPH == 0
 
 
@@ -105,6 +102,7 @@ def training(
     precision = _precision(simulation, job)
     learning = _learning(simulation, progress) if spec.learn else None
     phases = Phases() if spec.phases else None
+    together = steps_per_graph(step_nodes(job, progress.profile, parts))
     yield from simulation.until(job.start_s)
     began = before = int(env.now)
     first = 0
@@ -113,12 +111,12 @@ def training(
         if phases:
             # Graphs end where windows do, since their steps divide those of a window.
             bounded = replace(job, spec=msgspec.structs.replace(spec, loss_bound=phases.bound(spec.loss_bound)))
-            progress.bounds += [bounded.spec.loss_bound] * len(factors[first : first + STEPS_PER_GRAPH])
+            progress.bounds += [bounded.spec.loss_bound] * len(factors[first : first + together])
         steps = step_graph(
             bounded,
             progress.profile,
             parts,
-            factors[first : first + STEPS_PER_GRAPH],
+            factors[first : first + together],
             first,
             simulation.transports[spec.transport],
             weights=weights,

@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlcp.sim.models import ProfileError
     from dlcp.sim.operations import TraceFormatError
     from dlcp.sim.results import ReportError
+    from dlcp.sim.run_size import RunSizeError
     from dlcp.sim.sweep import SweepError
     from dlcp.sim.topology import TopologyError
 
@@ -120,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return action(arguments)
     except (
-        *(SimUsageError, DocumentError, PlaceError, SweepError, LimitError, TopologyError),
+        *(SimUsageError, DocumentError, PlaceError, SweepError, LimitError, TopologyError, RunSizeError),
         *(ReportError, ProfileError, LearningError, TraceFormatError),
     ) as error:
         return refuse("sim", error)

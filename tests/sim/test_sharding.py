@@ -208,7 +208,7 @@ def test_blocks_are_sharded_as_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"collective": "direct"}, "sharding fsdp is for the collective ring and .*; got collective 'direct'"),
+        ({"collective": "direct"}, "sharding fsdp is for the collectives ring and .*; got collective 'direct'"),
         ({"scheduler": "p3"}, "scheduler 'p3'"),
         ({"pipeline": "3-1"}, "pipeline '3-1'"),
         ({"piece_bytes": 1000}, "piece_bytes 1000; change these, or leave out sharding"),
