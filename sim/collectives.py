@@ -357,7 +357,8 @@ def _across_groups(
     grid = np.arange(len(spec.hosts)).reshape(-1, group)
     if len(grid) == 1:
         return after
-    hosts, done = np.asarray(spec.hosts, np.int64), after.copy()
+    hosts: Nodes = np.asarray(spec.hosts, np.int64)
+    done: Nodes = after.copy()
     for shard, size in enumerate(shard_sizes(spec.size_bytes, group).tolist()):
         ranks = grid[:, shard]
         across = dataclasses.replace(

@@ -461,12 +461,20 @@ class _Assembly:
         times = [0] * len(waits)
         order = list(map(self._order_of, range(len(self._operations))))
         heap = [(0, order[event >> 1], event) for event, count in enumerate(missing) if not count]
+        computing = [
+            (self._ranks[number], operation.processor)
+            for number, operation in enumerate(self._operations)
+            if operation.duration_ps and operation.processor != NO_PROCESSOR
+        ]
+        # Without computations that wait for each other, the order does not matter, and a stack is faster.
+        competing = len(set(computing)) < len(computing)
+        push, pop = (heapq.heappush, heapq.heappop) if competing else (list.append, list.pop)
         heapq.heapify(heap)
         free: dict[tuple[int, int], tuple[int, int]] = {}
         before_on_processor: dict[int, int] = {}
         handled = 0
         while heap:
-            now, _, event = heapq.heappop(heap)
+            now, _, event = pop(heap)
             number = event >> 1
             operation = self._operations[number]
             handled += 1
@@ -481,7 +489,7 @@ class _Assembly:
                 times[follower] = max(times[follower], now + took)
                 missing[follower] -= 1
                 if not missing[follower]:
-                    heapq.heappush(heap, (times[follower], order[follower >> 1], follower))
+                    push(heap, (times[follower], order[follower >> 1], follower))
         if handled < len(waits):
             raise self._circle(waits, missing)
         return before_on_processor

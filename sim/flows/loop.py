@@ -226,7 +226,7 @@ def start_sending(w: FlowState, flow: int) -> None:
 
 
 @call
-def window_limit(w: FlowState, flow: int) -> float:
+def window_limit(w: FlowState, flow: int) -> Number:
     """Return the mean rate that a stream's window lets its message have, and grow the window.
 
     A window that does not fill the path is sent at once, and the next one a round trip later.

@@ -419,7 +419,7 @@ def apart_bytes(w: FlowState, flow: int) -> Number:
 
 
 @call
-def turn_of(w: FlowState, flow: int) -> float:
+def turn_of(w: FlowState, flow: int) -> Number:
     """Return the time in which each flow at the bottleneck sends a packet like the next one of this flow.
 
     In that time this flow's packet is sent, in its turn. A flow that others do not limit sends it at the end.
