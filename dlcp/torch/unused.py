@@ -5,12 +5,14 @@ With ``find_unused_parameters``, DDP itself counts the ranks that use each param
 with a count of 0 away, and with them the residual that the ranks have added.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 
 class UnusedParameters:
@@ -25,12 +27,13 @@ class UnusedParameters:
     """
 
     def __init__(self, model: DistributedDataParallel, named: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # its reducer holds the state, which holds this
         names = {id(parameter): name for name, parameter in named.items()}
         parameters, _ = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._names = [names[id(parameter)] for parameter in parameters]
         self._counts: list[int] | None = None
         self._accompanies = False
+        self._before_forward: RemovableHandle | None = None
 
     def end_step(self) -> None:
         """Note the counts when DDP has finished the step whose last bucket is being averaged.
@@ -44,7 +47,8 @@ class UnusedParameters:
             engine.queue_callback(lambda: engine.queue_callback(self._note))
         except RuntimeError:  # join(): this rank has no more data, and accompanies the others' steps without a backward
             self._accompanies = True
-            self._before_forward = self._model.register_forward_pre_hook(self._before_next)
+            if self._before_forward is None and (model := self._model()) is not None:
+                self._before_forward = model.register_forward_pre_hook(self._before_next)
 
     def names(self) -> list[str] | None:
         """Return their names; None before the step has ended. All ranks get the same ones."""
@@ -56,8 +60,11 @@ class UnusedParameters:
 
     def _before_next(self, *_: Any) -> None:
         """Note the counts before the next backward, in which the reducer is locked again."""
-        self._before_forward.remove()
+        if self._before_forward is not None:
+            self._before_forward.remove()
+            self._before_forward = None
         self.names()
 
     def _note(self) -> None:
-        self._counts = self._model.reducer._get_local_used_map().tolist()
+        if (model := self._model()) is not None:
+            self._counts = model.reducer._get_local_used_map().tolist()

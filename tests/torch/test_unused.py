@@ -105,6 +105,34 @@ def by_hook(options, rank, ranks):
     return errors(applied, ranks)
 
 
+def by_join(options, rank, ranks):
+    """Ranks run out of data in different steps of two epochs; they then accompany the steps of the others."""
+    model = DistributedDataParallel(Heads(), find_unused_parameters=True, bucket_cap_mb=0.1)
+    state = dlcp.torch.enable(model, options)
+    optimizer, start = torch.optim.SGD(model.parameters(), lr=1.0), start_of(model.module)
+    total = {head: torch.zeros(OUT, IN, dtype=torch.float64) for head in HEADS}
+    for epoch in range(2):
+        counts = [3 + (each + epoch) % ranks for each in range(ranks)]
+        with model.join():
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                model(*batch(10 * epoch + step, rank), HEADS[step % 3]).backward()
+                optimizer.step()
+        for each, count in enumerate(counts):
+            for step in range(count):
+                inputs, targets = batch(10 * epoch + step, each)
+                total[HEADS[step % 3]] += targets.double().T @ inputs.double() / ranks
+    optimizer.zero_grad()
+    state.flush()
+    model(torch.zeros(1, IN), torch.zeros(1, OUT), HEADS).backward()
+    optimizer.step()
+    found = moved(model.module, start)
+    assert state.active
+    assert not state.feedback.size
+    state.close()
+    return {head: ((found[head] - total[head]).norm() / total[head].norm()).item() for head in HEADS}
+
+
 def moved(model, start):
     return {head: start[head] - getattr(model, head).weight.detach().double() for head in HEADS}
 
@@ -177,7 +205,7 @@ def by_sharding(options, rank, ranks):
     return errors(found, ranks, alike=True)
 
 
-WAYS = {each.__name__: each for each in (by_hook, by_cross_step, by_local_sgd, by_sharding)}
+WAYS = {each.__name__: each for each in (by_hook, by_join, by_cross_step, by_local_sgd, by_sharding)}
 
 
 def conserve(worker, way, settings):
@@ -200,7 +228,8 @@ def check(ranks):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.timeout(110)
 def test_sums_are_conserved_whatever_layers_a_step_has(way):
-    settings = SETTINGS if way != "by_sharding" else {name: SETTINGS[name] for name in ("8 bits", "losses")}
+    few = {name: SETTINGS[name] for name in ("8 bits", "losses")}
+    settings = few if way in ("by_sharding", "by_join") else SETTINGS
     check(launch(3, conserve, way, settings | (REDUCERS if way == "by_hook" else {}), limit_s=100))
 
 
