@@ -248,10 +248,14 @@ def torchrun_settings(torchrun: Sequence[str], script: Sequence[str]) -> argpars
     """
     from torch.distributed.run import config_from_args
 
-    if has_rendezvous(torchrun):
-        _use_route(settings := _parsed(torchrun))
-    else:
-        settings = _parsed([*_ONE_MACHINE, *torchrun])
+    chosen = has_rendezvous(torchrun)
+    try:
+        settings = _parsed(torchrun if chosen else [*_ONE_MACHINE, *torchrun])
+    except UsageError:
+        target_of(script)  # without a script, the last words before it are none of torchrun's
+        raise
+    if chosen:
+        _use_route(settings)
     for name, why in _REFUSED.items():
         if getattr(settings, name):
             raise UsageError(f"--{name.replace('_', '-')} cannot be used here: {why}")
