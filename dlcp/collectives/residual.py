@@ -120,6 +120,11 @@ class Residual:
                 within = positions[first:last] - segment.start + segment.offset
                 self._layer(segment).parts.append((within, values[first:last].copy()))
 
+    def allow_revoking(self, allowed: bool) -> None:
+        """Say whether :meth:`revoke` may follow from the next step on; nothing of earlier ones is revoked any more."""
+        self.revocable, self.revoked = allowed, frozenset()
+        self._applied.clear()
+
     def revoke(self, names: Iterable[str]) -> None:
         """End a step of which nobody used the averages of some parameters: keep for them what the step began with.
 

@@ -110,7 +110,7 @@ class State:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__init__(kept["options"])  # type: ignore[misc]  # creates new sockets and threads
         self.step, self._residual, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
-        self._residual.revocable = False  # until the state is attached to a model again
+        self._residual.allow_revoking(False)  # until the state is attached to a model again
 
     @classmethod
     def redistributed(cls, states: "Sequence[State]", rank: int, ranks: int) -> "State":
@@ -155,6 +155,7 @@ class State:
         NotJoinedError
             Not all ranks can use DLCP, and ``options.fallback`` is off.
         """
+        self.check_unattached()
         named = dict(model.module.named_parameters())
         known = {id(parameter) for parameter in named.values()}
         wrapped = getattr(model, "_module_parameters", ())  # private to PyTorch
@@ -343,6 +344,10 @@ class State:
             stager.close()
         self._stagers.clear()
         self.attached, self._sequence = False, 0
+        self.settle()
+        # The next model may use all of its averages.
+        self._unused, self._discarded, self._unsettled = None, None, False
+        self._residual.allow_revoking(False)
 
     def end_step(self) -> None:
         """End a step: all of its buckets are being averaged."""
@@ -358,7 +363,8 @@ class State:
         discarded
             Returns the names of these parameters after a step, the same on all ranks; None while they are unknown.
         """
-        self._discarded, self._residual.revocable = discarded, True
+        self._discarded = discarded
+        self._residual.allow_revoking(True)
 
     def settle(self) -> None:
         """Take back what the last step added to averages that nobody used; nothing more happens until the next one."""

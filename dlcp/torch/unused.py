@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters no rank has used in a step: DistributedDataParallel leaves their gradients alone.
+"""Which averages DistributedDataParallel throws away: those of parameters that no rank has used in a step.
 
-With ``find_unused_parameters``, DDP itself counts the ranks that use each parameter. It throws averages of parameters
-with a count of 0 away, and with them the residual that the ranks have added.
+With ``find_unused_parameters``, DDP itself counts the ranks that use each parameter. It leaves the gradients of
+parameters with a count of 0 alone, and so loses the residual that the ranks have added to their averages. With
+``gradient_as_bucket_view``, a gradient that exists lies in the bucket, and so holds the average whatever the count.
 """
 
 import weakref
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class UnusedParameters:
-    """The parameters that no rank used in a model's last step.
+    """The parameters whose averages of a model's last step are thrown away.
 
     Parameters
     ----------
@@ -30,8 +31,8 @@ class UnusedParameters:
         self._model = weakref.ref(model)  # its reducer holds the state, which holds this
         names = {id(parameter): name for name, parameter in named.items()}
         parameters, _ = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        self._names = [names[id(parameter)] for parameter in parameters]
-        self._counts: list[int] | None = None
+        self._parameters = [(names[id(parameter)], parameter) for parameter in parameters]
+        self._unused: list[str] | None = None
         self._accompanies = False
         self._before_forward: RemovableHandle | None = None
 
@@ -40,7 +41,7 @@ class UnusedParameters:
 
         Until then its reducer is locked, and would wait for this thread.
         """
-        self._counts, self._accompanies = None, False
+        self._unused, self._accompanies = None, False
         engine: Any = Variable._execution_engine
         try:
             # DDP queues the step's end after this bucket, so the second callback comes after it.
@@ -52,11 +53,9 @@ class UnusedParameters:
 
     def names(self) -> list[str] | None:
         """Return their names; None before the step has ended. All ranks get the same ones."""
-        if self._counts is None and self._accompanies:
+        if self._unused is None and self._accompanies:
             self._note()
-        if self._counts is None:
-            return None
-        return [name for name, count in zip(self._names, self._counts, strict=True) if not count]
+        return self._unused
 
     def _before_next(self, *_: Any) -> None:
         """Note the counts before the next backward, in which the reducer is locked again."""
@@ -66,5 +65,13 @@ class UnusedParameters:
         self.names()
 
     def _note(self) -> None:
-        if (model := self._model()) is not None:
-            self._counts = model.reducer._get_local_used_map().tolist()
+        model = self._model()
+        if model is None:
+            return
+        in_bucket = model.gradient_as_bucket_view and not self._accompanies
+        counts = model.reducer._get_local_used_map().tolist()
+        self._unused = [
+            name
+            for (name, parameter), count in zip(self._parameters, counts, strict=True)
+            if not count and not (in_bucket and parameter.grad is not None)
+        ]

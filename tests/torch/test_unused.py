@@ -80,12 +80,14 @@ def flushes(step):
     return step in (STEPS - 3, STEPS - 1)
 
 
-def by_hook(options, rank, ranks):
-    model = DistributedDataParallel(Heads(), find_unused_parameters=True, bucket_cap_mb=0.1)
+def by_hook(options, rank, ranks, *, closes_after=(), in_buckets=False):
+    model = DistributedDataParallel(
+        Heads(), find_unused_parameters=True, bucket_cap_mb=0.1, gradient_as_bucket_view=in_buckets
+    )
     state = dlcp.torch.enable(model, options)
     applied = {head: torch.zeros(OUT, IN, dtype=torch.float64) for head in HEADS}
     for step in range(STEPS):
-        model.zero_grad()
+        model.zero_grad(set_to_none=not in_buckets)
         if flushes(step):
             state.flush()
         loss = model(*batch(step, rank), used_in(step, rank, False))
@@ -96,9 +98,12 @@ def by_hook(options, rank, ranks):
         anywhere = {head for each in range(ranks) for head in used_in(step, each, False) or "c"}
         for head in HEADS:
             gradient = getattr(model.module, head).weight.grad
-            assert (gradient is not None) == (head in anywhere), "DDP over Gloo leaves it alone"
+            assert in_buckets or (gradient is not None) == (head in anywhere), "DDP over Gloo leaves it alone"
             if gradient is not None:
                 applied[head] += gradient.double()
+        if step in closes_after:
+            state.close()
+            state.attach(model)
     assert state.active
     assert not state.feedback.size, "the last step was flushed, and had all layers"
     state.close()
@@ -131,6 +136,15 @@ def by_join(options, rank, ranks):
     assert not state.feedback.size
     state.close()
     return {head: ((found[head] - total[head]).norm() / total[head].norm()).item() for head in HEADS}
+
+
+def by_attaching_again(options, rank, ranks):
+    return by_hook(options, rank, ranks, closes_after=(3, 7, 8))
+
+
+def by_gradients_in_buckets(options, rank, ranks):
+    """Gradients that are zeros, not None, where no rank has used a layer: then DDP applies what is in the bucket."""
+    return by_hook(options, rank, ranks, in_buckets=True)
 
 
 def moved(model, start):
@@ -206,6 +220,7 @@ def by_sharding(options, rank, ranks):
 
 
 WAYS = {each.__name__: each for each in (by_hook, by_join, by_cross_step, by_local_sgd, by_sharding)}
+HOOK_WAYS = {each.__name__: each for each in (by_attaching_again, by_gradients_in_buckets)}
 
 
 def conserve(worker, way, settings):
@@ -214,7 +229,7 @@ def conserve(worker, way, settings):
     for name, fields in settings.items():
         Endpoint.__init__ = lossy_endpoints(0.1) if "loss" in name else original
         torch.manual_seed(0)
-        found[name] = WAYS[way](worker.options(**fields), worker.rank, worker.count)
+        found[name] = (WAYS | HOOK_WAYS)[way](worker.options(**fields), worker.rank, worker.count)
         Endpoint.__init__ = original
     return found
 
@@ -235,6 +250,11 @@ def test_sums_are_conserved_whatever_layers_a_step_has(way):
 
 def test_two_ranks_conserve_sums_in_one_hop():
     check(launch(2, conserve, "by_hook", SETTINGS))
+
+
+@pytest.mark.parametrize("way", HOOK_WAYS)
+def test_sums_are_conserved_however_the_hook_is_used(way):
+    check(launch(2, conserve, way, {name: SETTINGS[name] for name in ("8 bits", "losses")}))
 
 
 def test_workers_of_a_parameter_server_conserve_sums():
