@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
             inside = NetworkLevel(arguments.per_server, arguments.server_rate_mbps * 1e6 / 8)
             levels = [inside, NetworkLevel(arguments.workers // arguments.per_server, bytes_per_s)]
         profile = _profile(arguments)
+        if not profile.compute_s:
+            raise ValueError(f"{arguments.model}: no layer computes, so no stages are faster; give layers their times")
         plan = plan_pipeline(profile, levels, replicas)
     except (ValueError, ProfileError) as error:
         return refuse("plan", error)

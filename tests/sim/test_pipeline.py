@@ -254,3 +254,10 @@ def small_profile(folder: Path) -> Path:
     layers = tuple(TimedLayer(f"layer{number}", 50_000, 1e-4, 2e-4, 10_000) for number in range(4))
     write_profile(StepProfile("small", layers, 8, "made up"), folder / "small_model.yaml")
     return folder / "small_model.yaml"
+
+
+def test_a_model_that_computes_nothing_is_not_planned(tmp_path, capsys):
+    path = tmp_path / "idle.yaml"
+    write_profile(StepProfile("idle", (TimedLayer("one", 1000, 0.0, 0.0, 8),), 4, "test"), path)
+    assert main(["plan", str(path), "--workers", "4", "--rate-mbps", "1000"]) == 2
+    assert "no layer computes" in capsys.readouterr().err
