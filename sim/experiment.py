@@ -68,10 +68,19 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
         Raises
         ------
         dlcp.document.PlaceError
-            It has neither jobs nor traffic.
+            It has neither jobs nor traffic, or one of them would begin after the run's end.
         """
-        if not (self.training or self.traces or self.traffic or self.patterns):
+        senders = ("training", "traces", "traffic", "patterns")
+        if not any(getattr(self, field) for field in senders):
             raise PlaceError("there is nothing to simulate: add training, traces, traffic or patterns")
+        for field in senders:
+            for number, each in enumerate(getattr(self, field)):
+                if each.start_s >= self.stop_s:
+                    raise PlaceError(
+                        f"{each.name} begins at {each.start_s:g} s, but the run ends at stop_s, {self.stop_s:g} s; "
+                        "raise stop_s, or begin earlier",
+                        *(field, number, "start_s"),
+                    )
 
     def check_learning(self) -> None:
         """Reject jobs that learn with the engine ``flows``, which does not know which packets are missing.

@@ -296,6 +296,8 @@ def run(
         ended = "interrupted"
     unfinished = "" if ended == "complete" else _unfinished(simulation, every_job, ended)
     simulation.flush_records()
+    if not (unfinished or every_job or messages.times["other"].count):
+        unfinished = "no flow of the traffic began; raise its load or stop_s, or take another seed"
     return _document(item, simulation, jobs, traced, messages, ended if unfinished else "complete", unfinished)
 
 

@@ -107,3 +107,36 @@ def test_ratios_of_packets_that_nobody_sent_are_missing(tmp_path) -> None:
     metrics = run(read(path).runs[0])["metrics"]
     assert "other_mean_s" in metrics
     assert "loss_ratio" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("training", "{name: late, model: 1MB, workers: 4, start_s: 0.5}"),
+        ("traffic", "{name: late, start_s: 0.5, stop_s: 1}"),
+        ("patterns", "{name: late, start_s: 0.6}"),
+    ],
+)
+def test_what_would_begin_after_the_end_is_refused(field, spec, tmp_path, capsys) -> None:
+    path = tmp_path / "late.yaml"
+    path.write_text(
+        "{name: late, title: t, question: q, setting: {topology: {kind: star, hosts: 4}, stop_s: 0.5, %s: [%s]}}"
+        % (field, spec)
+    )
+    assert main(["sim", "run", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert f"setting.{field}[0].start_s: late begins at 0." in err
+    assert "but the run ends at stop_s, 0.5 s" in err
+
+
+def test_traffic_that_never_began_is_no_result(tmp_path, capsys) -> None:
+    text = (
+        "{name: none, title: t, question: q, setting: {topology: {kind: star, hosts: 4}, seed: %d,"
+        " traffic: [{name: rare, load: 0.001, stop_s: 0.04}]}}"
+    )
+    path, found = tmp_path / "none.yaml", set()
+    for seed in range(1, 13):  # 1.2 flows on average: none at all with a seed in three
+        path.write_text(text % seed)
+        found.add(main(["sim", "run", str(path)]))
+    assert found == {0, 1}
+    assert "the run is incomplete: no flow of the traffic began" in capsys.readouterr().err
