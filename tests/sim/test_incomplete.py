@@ -119,10 +119,8 @@ def test_ratios_of_packets_that_nobody_sent_are_missing(tmp_path) -> None:
 )
 def test_what_would_begin_after_the_end_is_refused(field, spec, tmp_path, capsys) -> None:
     path = tmp_path / "late.yaml"
-    path.write_text(
-        "{name: late, title: t, question: q, setting: {topology: {kind: star, hosts: 4}, stop_s: 0.5, %s: [%s]}}"
-        % (field, spec)
-    )
+    setting = f"{{topology: {{kind: star, hosts: 4}}, stop_s: 0.5, {field}: [{spec}]}}"
+    path.write_text(f"{{name: late, title: t, question: q, setting: {setting}}}")
     assert main(["sim", "run", str(path)]) == 2
     err = capsys.readouterr().err
     assert f"setting.{field}[0].start_s: late begins at 0." in err
