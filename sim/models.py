@@ -506,12 +506,17 @@ def _with_tokens(
 ) -> tuple[ModelInput, Any]:
     """Call with the model's input: with tokens, if random numbers go into an embedding; return what was given."""
 
-    def check(module: Any, arguments: tuple[Any, ...]) -> None:
-        if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].is_floating_point():
+    def check(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        tokens = arguments[0] if arguments else options.get("input")
+        if isinstance(tokens, torch.Tensor) and tokens.is_floating_point():
             raise _TokensWantedError(module.num_embeddings)
 
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    handles = [each.register_forward_pre_hook(check) for each in model.modules() if isinstance(each, embeddings)]
+    handles = [
+        each.register_forward_pre_hook(check, with_kwargs=True)
+        for each in model.modules()
+        if isinstance(each, embeddings)
+    ]
     try:
         return given, call(*given.arguments(torch, device))
     except _TokensWantedError as error:

@@ -13,6 +13,7 @@ from dlcp.sim.models import (
     ProfileError,
     architecture,
     load_factory,
+    measure,
     measured_profile,
     read_profile,
     step_profile,
@@ -177,3 +178,18 @@ def test_what_is_wrong_with_a_model_is_one_sentence(own_models, function: str, r
 def test_a_module_that_is_not_there_is_named(own_models) -> None:
     with pytest.raises(ProfileError, match="there is no module 'own_model' here"):
         load_factory("own_model:Tokens")
+
+
+def test_an_embedding_that_is_called_by_keyword_gets_tokens():
+    torch = pytest.importorskip("torch")
+
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, numbers):
+            return self.out(self.table(input=numbers))
+
+    profile = measure(Named(), ModelInput(2, (3,)), name="named", rounds=1)
+    assert [layer.parameters for layer in profile.layers] == [40, 10]
