@@ -409,7 +409,7 @@ def load_factory(name: str) -> Callable[..., Any]:
     found: Callable[..., Any] | None = getattr(imported, function, None)
     if found is None:
         names = [each for each, value in vars(imported).items() if callable(value) and not each.startswith("_")]
-        raise ProfileError(f"{name}: {module} has no {function!r}{nearest(function, names)}")
+        raise ProfileError(f"{name}: {module} has no attribute {function!r}{nearest(function, names)}")
     if not callable(found):
         raise ProfileError(f"{name} is not a function but a {type(found).__name__}; name a function")
     return found

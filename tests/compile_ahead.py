@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the simulator and the switch program, which takes Numba half a minute: ``python -m tests.compile_ahead``.
+"""Compiles the simulator and the switch program, which takes Numba a minute: ``python -m tests.compile_ahead``.
 
 The results stay on disk. Without them, tests that run at the same time would compile the same.
 """
@@ -11,4 +11,5 @@ from tests.sim.sim_scenarios import draw
 program = Program.load(PROGRAM_PATH, backend="numba")
 _, _, carry = program.ingress(bytearray(64), 0, 0)
 program.egress(bytearray(64), carry, 0, 0, 0, 0, 0, 0)
-simulate(draw(0), engine="kernel")
+for engine in ("kernel", "flows"):
+    simulate(draw(0), engine=engine)

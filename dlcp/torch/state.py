@@ -94,7 +94,7 @@ class State:
         self.session: TrainingSession | None = None
         self.group_ranks: tuple[int, ...] = ()
         self.attached = False
-        self._buckets: Buckets | None = None
+        self._reduced: ReducedParameters | None = None
         self._by_framework: FrameworkAverager | None = None
         self._stagers: dict[torch.device, Stager | None] = {}
         self._sequence = 0
@@ -161,8 +161,8 @@ class State:
         wrapped = getattr(model, "_module_parameters", ())  # private to PyTorch
         replaced = [parameter for parameter in wrapped if id(parameter) not in known]
         named |= {f"(no longer in the model) {number}": parameter for number, parameter in enumerate(replaced)}
-        self._buckets = Buckets(model)
-        if model.find_unused_parameters and not model.static_graph:
+        self._reduced = ReducedParameters(model)
+        if getattr(model, "find_unused_parameters", False) and not model.static_graph:
             from dlcp.torch.unused import UnusedParameters  # most models use all of theirs
 
             self._unused = UnusedParameters(model, named)
@@ -387,8 +387,8 @@ class State:
         if not self.attached:
             raise RuntimeError("the state is closed, or loaded and not attached: call state.attach(model)")
         tensor, session = bucket.buffer(), self.session
-        if self._buckets:
-            self._buckets.note(bucket, self.step)
+        if self._reduced:
+            self._reduced.note(bucket, self.step)
         if self._sequence == 0:
             self.settle()
             self._step_began_s = time.monotonic()
@@ -403,8 +403,8 @@ class State:
         if bucket.is_last():
             if self._unused is not None:
                 self._unused.end_step()
-            if self._buckets and self.group_ranks[0] == dist.get_rank():
-                self._buckets.warn_of_others(self.step)
+            if self._reduced and self.group_ranks[0] == dist.get_rank():
+                self._reduced.warn_of_others(self.step)
             if session is not None and session.averager.autotuner:
                 session.averager.autotuner.on_gradients_ready()
             self.end_step()
@@ -511,7 +511,7 @@ def joining_unsupported(model: DistributedDataParallel) -> str:
     )
 
 
-class Buckets:
+class ReducedParameters:
     """Which of a model's parameters are in buckets of DDP: those that required gradients when DDP wrapped the model.
 
     Parameters

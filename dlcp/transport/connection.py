@@ -167,7 +167,7 @@ class Connection:
         self.buffers = BufferPool()
         self.exported = ExportedMemory(shared.exported if shared else EMPTY)
         self.timeline = timeline
-        self._on_message = on_message
+        self.on_message = on_message
         self._on_unexpected: OnUnexpected | None = None
         self.first_step = 0
         self.call = call
@@ -517,8 +517,8 @@ class Connection:
     def _on_sent(self, event: Sent) -> None:
         sending = self._peers[event.peer].sending.pop(event.key, None)
         if sending is not None:
-            if self._on_message is not None:
-                self._on_message(event.peer, event.now_s)
+            if self.on_message is not None:
+                self.on_message(event.peer, event.now_s)
             seconds = event.now_s - sending.started_s
             deferred = sending.request.deferred
             delivery = Delivery(event.delivered, event.sent, event.resent, seconds, deferred, event.probes)
@@ -537,8 +537,8 @@ class Connection:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)
         if receiving is None:
             return
-        if self._on_message is not None:
-            self._on_message(event.peer, event.now_s)
+        if self.on_message is not None:
+            self.on_message(event.peer, event.now_s)
         payload, packet_bytes = receiving.payload, self.options.payload_bytes
         if receiving.request.message_bytes is None:
             payload = payload[: (len(event.delivered) - 1) * packet_bytes + event.last_bytes]

@@ -33,6 +33,9 @@ the mean step time with 1e-4 differs by 0.4 %, and takes four times as many upda
 OVERLOADED: Final = 1 - 4 * UNNOTICED_CHANGE
 """A port is overloaded if it gives a flow a smaller share of what the flow's other ports give it: both are known within
 `UNNOTICED_CHANGE`, and as much again if acknowledgements have changed."""
+UPDATES_PER_LEVEL_MAX: Final = 20
+"""Most updates of levels in one computation, per level. Levels of flows with other weights at other ports can follow
+each other in a circle. Where they settle, they do so within a few updates."""
 WEIGHTS_CHANGED: Final = 2
 """Value of a level's ``stale`` if weights have changed, and not only rates: 1 then."""
 
@@ -342,13 +345,18 @@ def update_level(w: FlowState, level: int) -> None:
 def compute_rates(w: FlowState) -> None:
     """Update all stale levels, then put the goals of all touched flows in force."""
     n = w.numbers[0]
+    left = UPDATES_PER_LEVEL_MAX * len(w.levels)
     while n.stale_count > 0:
         level = w.stale[n.stale_first]
         n.stale_first += 1
         if n.stale_first == len(w.stale):
             n.stale_first = 0
         n.stale_count -= 1
-        update_level(w, level)
+        if left > 0:
+            left -= 1
+            update_level(w, level)
+        else:  # they do not settle, and stay as they are until something changes
+            w.levels[level].stale = 0
     for position in range(n.touched):
         flow = w.touched[position]
         f = w.flows[flow]

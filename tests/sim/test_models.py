@@ -138,7 +138,7 @@ def own_models(tmp_path_factory):
     (folder / "own_models.py").write_text(OWN_MODELS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("sys.path", [*sys.path])
+        patch.syspath_prepend(folder)
         yield folder
 
 

@@ -10,6 +10,7 @@ from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.experiment import read
 from dlcp.sim.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.results import findings, load
+from dlcp.sim.running import run
 from dlcp.sim.scenario import FailureSpec, SwitchSpec, TrafficSpec
 from dlcp.sim.sweep import sweep
 from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
@@ -203,3 +204,26 @@ def test_results_of_flows_are_no_findings(tmp_path) -> None:
     assert {document["engine"] for _, document in results.documents} == {"flows"}
     assert all(finding.measured is None for finding in findings(results))
     assert len(load(read(write_experiment(tmp_path)), tmp_path).missing) == len(described.runs)
+
+
+CIRCLING = """\
+name: circling
+title: Flows whose weights differ by port
+question: Do their rates settle?
+setting:
+  topology: {kind: star, hosts: 4, host_link: {rate_gbps: 100, delay_us: 1}}
+  transports: {t: {kind: dctcp}}
+  training:
+    - {name: job, model: 1MB, workers: 4, collective: ring, transport: t, steps: 2, start_s: 0.0001, jitter: 0.1}
+  traffic: [{name: others, load: 0.1, transport: t, stop_s: 0.0005, most_bytes: 100000}]
+  failures: [{nodes: [host0, switch0], start_s: 0.0001, stop_s: 0.0002}]
+  engine: flows
+  seed: 3
+  stop_s: 0.01
+"""
+
+
+def test_rates_that_do_not_settle_are_left_as_they_are(tmp_path) -> None:
+    document = run(read(write_experiment(tmp_path, CIRCLING)).runs[0])
+    assert document["complete"], "the levels of its ports followed each other in a circle, for ever"
+    assert len(document["jobs"][0]["step_s"]) == 2

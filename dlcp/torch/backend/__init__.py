@@ -93,8 +93,11 @@ def _heeded(options: Options | None, *, says: bool = False) -> Options:
     found = options or Options()
     names = found.given(Trait.WHOLE_STEP) + ["route"] * (found.route == FRAMEWORK_ROUTE)
     if names:
-        problem = f"a group of backend dlcp does not support {', '.join(names)}: only dlcp.torch.enable does"
-        if found.arguments.intersection(names):
+        wrong = [name for name in names if name in found.arguments]
+        problem = (
+            f"a group of backend dlcp does not support {', '.join(wrong or names)}: only dlcp.torch.enable does"
+        )
+        if wrong:
             raise ValueError(f"{problem}; leave that out")
         if says and problem not in _said:
             _said.add(problem)
