@@ -2,7 +2,6 @@
 """Parameters are those of the published architectures, and times add up to the published throughput."""
 
 import math
-import sys
 
 import pytest
 
