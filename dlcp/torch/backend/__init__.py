@@ -94,9 +94,7 @@ def _heeded(options: Options | None, *, says: bool = False) -> Options:
     names = found.given(Trait.WHOLE_STEP) + ["route"] * (found.route == FRAMEWORK_ROUTE)
     if names:
         wrong = [name for name in names if name in found.arguments]
-        problem = (
-            f"a group of backend dlcp does not support {', '.join(wrong or names)}: only dlcp.torch.enable does"
-        )
+        problem = f"a group of backend dlcp does not support {', '.join(wrong or names)}: only dlcp.torch.enable does"
         if wrong:
             raise ValueError(f"{problem}; leave that out")
         if says and problem not in _said:
