@@ -11,6 +11,7 @@
  *   flight.c     everything in flight to one peer: what may leave, what is lost
  *   tx.c         a sent message, until its receiver has acknowledged it
  *   io.c         packets and events that leave
+ *   pieces.c     packets in pieces, on a path that has become too narrow
  *   path.c       the paths to a peer, and how good they are
  *   flow.c       round trips to a peer, and timeouts
  *   ring.c       packets through shared memory, between ranks of one host
@@ -68,6 +69,7 @@ void dlcp_engine_free(engine *self) {
         flight_free(&self->flows[i]);
         free(self->flows[i].messages.chains);
         free(self->flows[i].fresh);
+        piece_free(&self->flows[i].pieces);
     }
     free(self->rx.messages.chains);
     free(self->rx.time_wait.chains);
@@ -239,12 +241,12 @@ message_progress dlcp_receiving(engine *self, int64_t peer, int64_t step, int64_
     return found ? (message_progress){.delivered = found->arrived, .packets = found->packets} : (message_progress){0};
 }
 
-/* Refuse packets of steps before `step` from now on, and forget their messages. */
 /* Report all messages that have arrived without a posted receive, also those that were reported before. */
 void dlcp_report_unexpected(engine *self, double now_s) {
     rx_report_unexpected(&self->rx, now_s);
 }
 
+/* Refuse packets of steps before `step` from now on, and forget their messages. */
 void dlcp_begin_step(engine *self, int64_t step, double now_s) {
     rx_begin_step(&self->rx, step, now_s);
 }
@@ -259,10 +261,10 @@ void dlcp_remind(engine *self, double now_s) {
     time_wait_remind(&self->rx, now_s);
 }
 
-/* Send a control packet about a peer: a greeting or an abort. */
-void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes) {
+/* Send a control packet about a peer: a greeting or an abort; for a probe of the path, with the size in question. */
+void dlcp_send_control(engine *self, int64_t peer, int64_t type, int64_t size, const uint8_t *payload, int64_t bytes) {
     static const msg_id none = {0, 0, 0, NULL};
-    io_send_control(&self->io, &self->flows[peer], (enum packet_type)type, &none, 0, 0, payload, bytes);
+    io_send_control(&self->io, &self->flows[peer], (enum packet_type)type, &none, size, size, payload, bytes);
 }
 
 /* Packets in ------------------------------------------------------------------------------------------------------- */
@@ -283,9 +285,8 @@ static bool refuses(engine *self, const flow *from, const uint8_t *datagram, int
     return reason != NULL;
 }
 
-/* Process a datagram from a peer. */
+/* Process a packet from a peer. */
 static void take(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos, double now_s) {
-    from->view.heard_s = now_s;
     switch ((enum packet_type)header_type(datagram)) {
     case DATA:
         rx_take_data(&self->rx, from, datagram, datagram + HEADER_BYTES, bytes - HEADER_BYTES, tos, now_s);
@@ -309,6 +310,23 @@ static void take(engine *self, flow *from, const uint8_t *datagram, int64_t byte
         io_report_packet(&self->io, EVENT_CONTROL, from, datagram, bytes);
         break;
     }
+}
+
+/* Process a datagram from a peer: a packet, or a piece of one. */
+static void take_whole_or_piece(engine *self, flow *from, const uint8_t *datagram, int64_t bytes, int tos,
+                                double now_s) {
+    from->view.heard_s = now_s;
+    if (datagram[1] & PIECE) {
+        bool refused = false, first = !from->pieces.assemblies;
+        const uint8_t *piece = datagram;
+        datagram = piece_join(&from->pieces, piece, bytes, self->io.config.payload_bytes, &bytes, &refused);
+        self->io.view.counters.refused_malformed += refused;
+        if (!refused && first)
+            io_event(&self->io, EVENT_NARROW, from->peer, now_s);
+        if (!datagram)
+            return;
+    }
+    take(self, from, datagram, bytes, tos, now_s);
 }
 
 /* Return which of a peer's ports a packet comes from; negative: none. */
@@ -361,7 +379,7 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
             from->marked_paths |= 1ull << way;
         }
     }
-    take(self, from, datagram, bytes, tos, now_s);
+    take_whole_or_piece(self, from, datagram, bytes, tos, now_s);
 }
 
 /* Process one datagram, for use without a socket. */
@@ -524,7 +542,7 @@ static bool take_record(engine *self, flow *from, const record_head *head, const
     for (uint64_t start = 0; !head->message_bytes && start < head->bytes; start += head->segment) {
         int64_t bytes = smaller(head->bytes - (int64_t)start, head->segment);
         if (!refuses(self, from, packets + start, bytes))
-            take(self, from, packets + start, bytes, 0, now_s);
+            take_whole_or_piece(self, from, packets + start, bytes, 0, now_s);
     }
     self->io.view.counters.received_bursts++;
     return true;

@@ -39,6 +39,7 @@ typedef enum {
     EVENT_CONTROL,    /* a greeting, its answer, or an abort: data is the packet */
     EVENT_REPORT,     /* feedback since the last report: delivered to one_way_s */
     EVENT_TIMEOUT,    /* a peer leaves probes unanswered */
+    EVENT_NARROW,     /* a peer is heard but full packets to it do not arrive, or it sends its own in pieces */
     EVENT_DATAGRAM,   /* without a socket: a packet to send: data, tos, path */
 } event_kind;
 
@@ -86,6 +87,7 @@ typedef struct {
     bool mute;                              /* send only control packets */
     bool slow_start;                        /* report a limiting window soon */
     double pace;                            /* maximum packets per second; infinity: as many as the window admits */
+    int64_t piece_bytes; /* packets with a larger payload leave in pieces with at most this much; 0: whole */
 } flow_view;
 
 /* One of the paths to a peer; all is 0 if there is no such path. */
@@ -151,7 +153,7 @@ void dlcp_report_unexpected(engine *self, double now_s);
 void dlcp_begin_step(engine *self, int64_t step, double now_s);
 void dlcp_forget(engine *self, int64_t peer, int64_t step, int64_t message);
 void dlcp_remind(engine *self, double now_s);
-void dlcp_send_control(engine *self, int64_t peer, int64_t type, const uint8_t *payload, int64_t bytes);
+void dlcp_send_control(engine *self, int64_t peer, int64_t type, int64_t size, const uint8_t *payload, int64_t bytes);
 void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
                   double now_s);
 double dlcp_tick(engine *self, double now_s);

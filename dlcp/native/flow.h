@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 
 #include "packet.h"
+#include "pieces.h"
 #include "ring.h"
 #include "table.h"
 #include "tunables.h"
@@ -88,6 +89,8 @@ typedef struct {
     double newest_delivered_s[QUEUES]; /* on any path */
     uint16_t late_seen;                /* packets that were late, not lost */
     double widened_s;                  /* when the reordering window last grew because of them */
+    double full_s;                     /* when a full packet last arrived, or the first message began */
+    double narrow_s;                   /* when EVENT_NARROW was last reported */
     uint32_t marked_seen;
     /* Paths. */
     path *paths;
@@ -104,6 +107,7 @@ typedef struct {
     int64_t port_count, port_last;
     uint32_t path_marked[PATHS_MAX];
     uint64_t marked_paths; /* bits: paths with marks that were not reported yet */
+    assembler pieces;
     ack_block *fresh, recent[ACK_RECENT];
     int64_t fresh_count, fresh_capacity, fresh_packets, recent_count;
     double ack_due_s, acknowledged_s, data_last_s;

@@ -34,7 +34,8 @@ bool io_make(io *self, const config *rules) {
     self->event_capacity = 64;
     self->view.events = self->events = malloc((size_t)self->event_capacity * sizeof *self->events);
     self->datagram = malloc(HEADER_BYTES + DATAGRAM_MAX);
-    return self->events && self->datagram;
+    self->piece = malloc(HEADER_BYTES + DATAGRAM_MAX);
+    return self->events && self->datagram && self->piece;
 }
 
 /* Events ----------------------------------------------------------------------------------------------------------- */
@@ -107,6 +108,7 @@ void io_free(io *self) {
     pool_free(&self->pool);
     free(self->events);
     free(self->datagram);
+    free(self->piece);
 }
 
 /* Packets ---------------------------------------------------------------------------------------------------------- */
@@ -150,7 +152,7 @@ static size_t put_ancillary(char *at, size_t used, int level, int type, const vo
 }
 
 /* Send pieces to a peer's address: datagrams of `segment` bytes, or a single one if that is 0. Return as sendmsg. */
-static ssize_t send_pieces(const io *self, flow *to, struct iovec *pieces, int64_t parts, int tos, uint16_t segment,
+static ssize_t send_vector(const io *self, flow *to, struct iovec *pieces, int64_t parts, int tos, uint16_t segment,
                            int64_t way) {
     union {
         char bytes[CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(uint16_t))];
@@ -171,8 +173,8 @@ static ssize_t send_pieces(const io *self, flow *to, struct iovec *pieces, int64
     return sendmsg(self->sockets[way], &message, MSG_DONTWAIT);
 }
 
-/* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss. */
-int io_send_datagram(io *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
+/* As io_send_datagram, for a datagram that fits the path. */
+static int send_whole(io *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
     if (self->sockets[0] < 0) {
         if (!self->view.room)
             return SOCKET_FULL;
@@ -187,8 +189,22 @@ int io_send_datagram(io *self, flow *to, const uint8_t *datagram, int64_t bytes,
     }
     if (to->local.out.bytes)
         return ring_send_datagram(&to->local, datagram, bytes);
-    struct iovec piece = {(void *)datagram, (size_t)bytes};
-    return send_pieces(self, to, &piece, 1, tos, 0, way) >= 0 ? 0 : after_error(self);
+    struct iovec all = {(void *)datagram, (size_t)bytes};
+    return send_vector(self, to, &all, 1, tos, 0, way) >= 0 ? 0 : after_error(self);
+}
+
+/* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss. */
+int io_send_datagram(io *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
+    int64_t room = to->view.piece_bytes, payload_bytes = bytes - HEADER_BYTES;
+    if (!room || payload_bytes <= room || header_type(datagram) == HELLO) /* which tests the path */
+        return send_whole(self, to, datagram, bytes, tos, way);
+    for (int64_t offset = 0, size = 0; offset < payload_bytes; offset += size) {
+        size = piece_cut(datagram, bytes, room, offset, self->piece);
+        int result = send_whole(self, to, self->piece, HEADER_BYTES + PIECE_HEAD_BYTES + size, tos, way);
+        if (result < 0)
+            return offset ? 0 : result; /* once a part has left, the packet counts as lost */
+    }
+    return 0;
 }
 
 static int send_one_by_one(io *self, flow *to, const burst *sent) {
@@ -219,13 +235,14 @@ static int send_through_ring(io *self, flow *to, const burst *sent) {
 
 /* Send packets of a message in one burst, on one path; return as io_send_datagram. */
 int io_send_burst(io *self, flow *to, burst *sent) {
-    if (self->sockets[0] < 0 || (!to->local.out.bytes && sent->count > 1 && !self->view.offload))
+    if (self->sockets[0] < 0 || to->view.piece_bytes ||
+        (!to->local.out.bytes && sent->count > 1 && !self->view.offload))
         return send_one_by_one(self, to, sent);
     if (to->local.out.bytes)
         return send_through_ring(self, to, sent);
     uint16_t segment = sent->count > 1 ? (uint16_t)(HEADER_BYTES + self->config.payload_bytes) : 0;
     self->view.counters.sent_bursts++;
-    if (send_pieces(self, to, sent->pieces, sent->piece_count, sent->tos, segment, sent->way) >= 0)
+    if (send_vector(self, to, sent->pieces, sent->piece_count, sent->tos, segment, sent->way) >= 0)
         return 0;
     if (segment && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
         self->view.offload = false; /* no transmit checksum offload, or an old kernel */

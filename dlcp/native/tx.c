@@ -175,6 +175,8 @@ tx_message *tx_make(io *io, flow *to, const send_request *request, double now_s)
     }
     tag_packets(io, to, self, request);
     table_add(&to->messages, &self->id);
+    if (!to->oldest)
+        to->full_s = now_s;
     self->older = to->latest;
     *(self->older ? &self->older->newer : &to->oldest) = self;
     to->latest = self;
@@ -346,6 +348,8 @@ double tx_delivered(flow *to, tx_message *self, uint32_t index, double now_s) {
         requeue(to, self);
     set_bit(self->acked, index);
     self->delivered++;
+    if (index < self->packets - 1)
+        to->full_s = now_s;
     self->active_s = now_s;
     if (state == FLYING && again)
         to->backoff = fmax(to->backoff * BACKOFF_DECAY, 1);

@@ -29,6 +29,7 @@ from dlcp.transport.engine import (
     Datagram,
     Engine,
     Mismatch,
+    Narrow,
     PathState,
     Reported,
     Sent,
@@ -57,6 +58,7 @@ from dlcp.transport.messages import (
     at_step,
 )
 from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
+from dlcp.transport.path_mtu import NarrowPath
 from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import GREETING, GREETING_PORT, PacketType
@@ -202,6 +204,7 @@ class Connection:
             )
             for peer, control in controls.items()
         }
+        self._narrow: dict[int, NarrowPath] = {}
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -508,6 +511,8 @@ class Connection:
                         self._on_control(event)
                     case Unanswered():
                         self._peers[event.peer].on_timeout()
+                    case Narrow():
+                        self._suspect(event.peer)
                     case Mismatch():
                         self._on_mismatch(event)
                     case Datagram():
@@ -574,12 +579,33 @@ class Connection:
                     self.call_later(LAST_PACKETS_S, partial(self._without, peer))
                 return
             self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
-        elif header.index:
-            self._refused["stale"] += 1  # a late path MTU probe, which carries its size there
+        elif header.index:  # a probe of the path carries its size there
+            if header.count != header.index:  # a late one, from before the start
+                self._refused["stale"] += 1
+            elif header.type is PacketType.HELLO_ACK and not payload:
+                self._refused["stale"] += not self._answers(event.peer, header.index)
+            elif header.type is PacketType.HELLO and header.index == len(payload):
+                self.engine.send_control(event.peer, PacketType.HELLO_ACK, b"", header.index)
+            else:
+                self._refused["malformed"] += 1
         elif len(payload) - GREETING.size not in range(0, PATHS_MAX * GREETING_PORT.size, GREETING_PORT.size):
             self._refused["malformed"] += 1
         else:
             self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
+
+    def _suspect(self, rank: int) -> None:
+        """Probe the path to a rank, which may have become too narrow."""
+        if rank not in self._narrow:
+            label, flow = f"job {self.job}, rank {rank}", self._peers[rank].flow
+            probe = partial(self._probe_size, rank)
+            self._narrow[rank] = NarrowPath(label, self.options.payload_bytes, flow, probe, self.call_later)
+        self._narrow[rank].suspect()
+
+    def _probe_size(self, rank: int, size: int) -> None:
+        self.engine.send_control(rank, PacketType.HELLO, bytes(size), size)
+
+    def _answers(self, rank: int, size: int) -> bool:
+        return rank in self._narrow and self._narrow[rank].on_answer(size)
 
     def _on_hello(self, peer: Peer, kind: PacketType, payload: bytes, now_s: float) -> None:
         payload_bytes, window = GREETING.unpack_from(payload)

@@ -104,6 +104,12 @@ class Unanswered(NamedTuple):
     peer: int
 
 
+class Narrow(NamedTuple):
+    """Full packets to a peer do not arrive although it is heard, or it has begun to send its own in pieces."""
+
+    peer: int
+
+
 class Datagram(NamedTuple):
     """Without a socket: a packet to send, with its IPv4 type of service and path."""
 
@@ -127,7 +133,7 @@ class PathState(NamedTuple):
     """Packets sent on it so far, including retransmissions."""
 
 
-Event = Sent | Arrived | Unexpected | Mismatch | ControlPacket | Reported | Unanswered | Datagram
+Event = Sent | Arrived | Unexpected | Mismatch | ControlPacket | Reported | Unanswered | Narrow | Datagram
 
 
 def _event_of(event: Any, peer: int) -> Event:
@@ -143,6 +149,8 @@ def _event_of(event: Any, peer: int) -> Event:
         return ControlPacket(peer, ffi.buffer(event.data, event.bytes)[:], event.now_s)
     if kind == lib.EVENT_TIMEOUT:
         return Unanswered(peer)
+    if kind == lib.EVENT_NARROW:
+        return Narrow(peer)
     key, packets = MessageKey(event.step, event.message), event.packets
     if kind == lib.EVENT_UNEXPECTED:
         return Unexpected(peer, key)
@@ -469,9 +477,9 @@ class Engine:
         """Remind senders of complete messages until they acknowledge, because this rank is about to leave."""
         lib.dlcp_remind(self._engine, now_s)
 
-    def send_control(self, peer: int, kind: PacketType, payload: bytes) -> None:
-        """Send a packet about a peer rather than a message."""
-        lib.dlcp_send_control(self._engine, self._numbers[peer], kind, payload, len(payload))
+    def send_control(self, peer: int, kind: PacketType, payload: bytes, size: int = 0) -> None:
+        """Send a packet about a peer rather than a message; for probes of the path, with the ``size`` in question."""
+        lib.dlcp_send_control(self._engine, self._numbers[peer], kind, size, payload, len(payload))
 
     # Paths ------------------------------------------------------------------------------------------------------------
 

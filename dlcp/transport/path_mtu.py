@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest packets that arrive at each peer, found by probing before training.
+"""The largest packets that arrive at each peer, found by probing: before training, and when they arrive no more.
 
 A path may pass small packets and silently drop large ones (an MTU black hole), so neither a greeting nor the kernel's
 path MTU is enough. This is packetization-layer discovery (RFC 8899) reduced to a short list of sizes: HELLO packets
@@ -7,12 +7,13 @@ padded to a payload's size, never fragmented, each answered by a small HELLO_ACK
 """
 
 import contextlib
+import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait  # select.select cannot handle descriptors from 1024 on
-from typing import Final
+from typing import Any, Final
 
 from dlcp import wire
 from dlcp.wire import Header, PacketType, Queue
@@ -32,15 +33,23 @@ TRIES: Final = 25
 """Tries of each size once a peer answers. At 30 % loss each way, 5e-8 of good paths fail."""
 SMALLER_AFTER: Final = 2
 """Tries of the largest size alone before the others are tried as well."""
+WIDER_AFTER_S: Final = 10.0
+"""The time after which a path that has become narrow is probed again for whole packets."""
 
 _IP_MTU_DISCOVER: Final = 10
 _IP_PMTUDISC_PROBE: Final = 3
 _IP_MTU: Final = 14
+log = logging.getLogger("dlcp")
 
 
 def payload_for_mtu(mtu: int) -> int:
     """Return a packet's payload in bytes on a path of this MTU: a multiple of 8."""
     return (mtu - IPV4_UDP_BYTES - wire.HEADER_BYTES) // 8 * 8
+
+
+def mtu_below(candidates: Sequence[int], passed: int) -> int:
+    """Return the largest MTU at which ``passed`` was the largest of these payloads, from the largest, to pass."""
+    return min(size for size in candidates if size > passed) + IPV4_UDP_BYTES + wire.HEADER_BYTES - 1
 
 
 def first_hop_mtu(address: Address) -> int:
@@ -66,14 +75,33 @@ def candidate_payloads(mtu: int, configured: int = 0) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Path:
-    """Probing state of the path to one peer."""
+class SizeSearch:
+    """Search for the largest payload that passes to one peer."""
 
-    address: Address
+    candidates: Sequence[int]
     passed: int = 0
     tries: int = 0
     tries_since_answer: int = 0
-    due_s: float = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the largest size has passed, or no larger one is likely to."""
+        return self.passed == self.candidates[0] or (self.passed > 0 and self.tries_since_answer > TRIES)
+
+    def next_sizes(self) -> list[int]:
+        """Return the sizes to try now."""
+        larger = [size for size in self.candidates if size > self.passed]
+        few = self.tries < SMALLER_AFTER
+        self.tries += 1
+        self.tries_since_answer += self.passed > 0
+        return larger[:1] + larger[1:][-1:] if few else larger
+
+    def on_answer(self, size: int) -> bool:
+        """Note that a size has passed; return whether it was one of the candidates."""
+        if size in self.candidates and size > self.passed:
+            self.passed = size
+            self.tries_since_answer = 0
+        return size in self.candidates
 
 
 @dataclass(slots=True)
@@ -102,47 +130,39 @@ class PathProbe:
     job: int
     token: int
     candidates: Sequence[int]
-    _paths: dict[int, _Path] = field(init=False)
+    _searches: dict[int, SizeSearch] = field(init=False)
+    _due_s: dict[int, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._paths = {peer: _Path(address) for peer, address in self.peers.items()}
+        self._searches = {peer: SizeSearch(self.candidates) for peer in self.peers}
+        self._due_s = dict.fromkeys(self.peers, 0.0)
 
     @property
     def done(self) -> bool:
         """Whether every peer has been reached, and no larger size is likely to pass."""
-        return all(self._settled(path) for path in self._paths.values())
+        return all(search.is_settled for search in self._searches.values())
 
     @property
     def unreachable(self) -> list[int]:
         """Peers that have not answered so far."""
-        return [peer for peer, path in self._paths.items() if not path.passed]
+        return [peer for peer, search in self._searches.items() if not search.passed]
 
     @property
     def payload_bytes(self) -> int:
         """The largest payload that has passed to every peer; 0 until all have been reached."""
-        return min((path.passed for path in self._paths.values()), default=self.candidates[0])
+        return min((search.passed for search in self._searches.values()), default=self.candidates[0])
 
     def turn(self, wait_s: float) -> None:
         """Send due probes, and process what arrives within ``wait_s``."""
         with _never_fragmented(self.sock):
-            for path in self._paths.values():
-                if not self._settled(path) and time.monotonic() >= path.due_s:
-                    self._ask(path)
+            for peer, search in self._searches.items():
+                if not search.is_settled and time.monotonic() >= self._due_s[peer]:
+                    for size in search.next_sizes():
+                        self._send(PacketType.HELLO, size, self.peers[peer], bytes(size))
+                    self._due_s[peer] = time.monotonic() + REPEAT_S
             readable = wait([self.sock], wait_s)
             while readable and self._receive():
                 pass
-
-    def _settled(self, path: _Path) -> bool:
-        return path.passed == self.candidates[0] or (path.passed > 0 and path.tries_since_answer > TRIES)
-
-    def _ask(self, path: _Path) -> None:
-        larger = [size for size in self.candidates if size > path.passed]
-        few = path.tries < SMALLER_AFTER
-        for size in {larger[0], larger[-1]} if few else larger:
-            self._send(PacketType.HELLO, size, path.address, bytes(size))
-        path.tries += 1
-        path.tries_since_answer += path.passed > 0
-        path.due_s = time.monotonic() + REPEAT_S
 
     def _receive(self) -> bool:
         try:
@@ -155,15 +175,14 @@ class PathProbe:
             header = wire.decode(datagram)
         except wire.HeaderError:
             return True
-        path = self._paths.get(header.sender)
-        if path is None or source != path.address or (header.token, header.job) != (self.token, self.job):
+        address = self.peers.get(header.sender)
+        if address is None or source != address or (header.token, header.job) != (self.token, self.job):
             return True
         size = len(datagram) - wire.HEADER_BYTES
         if header.type is PacketType.HELLO and header.index == size:
-            self._send(PacketType.HELLO_ACK, size, path.address, b"")
-        elif header.type is PacketType.HELLO_ACK and header.index in self.candidates and header.index > path.passed:
-            path.passed = header.index
-            path.tries_since_answer = 0
+            self._send(PacketType.HELLO_ACK, size, address, b"")
+        elif header.type is PacketType.HELLO_ACK:
+            self._searches[header.sender].on_answer(header.index)
         return True
 
     def _send(self, kind: PacketType, size: int, address: Address, padding: bytes) -> None:
@@ -171,6 +190,78 @@ class PathProbe:
         # A packet above the first hop's MTU cannot leave, and a full buffer loses it: both count as no answer.
         with contextlib.suppress(OSError):
             self.sock.sendto(header.encode() + padding, address)
+
+
+class NarrowPath:
+    """Finds out, while messages are under way, whether full packets still pass to a peer, and which size does if not.
+
+    From then on, the engine sends larger packets in pieces of that size, until full ones pass again.
+
+    Parameters
+    ----------
+    label
+        For messages: the job and the peer.
+    payload_bytes
+        Of a full packet.
+    flow
+        The ``flow_view`` of ``engine.h``.
+    probe
+        Sends a HELLO padded to a size.
+    call_later
+        Runs a function in the connection's thread after some seconds.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        payload_bytes: int,
+        flow: Any,
+        probe: Callable[[int], object],
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._label, self._flow, self._probe, self._call_later = label, flow, probe, call_later
+        self._candidates = candidate_payloads(max(COMMON_MTUS), payload_bytes)
+        self._search: SizeSearch | None = None
+
+    def suspect(self) -> None:
+        """Probe the path, unless that is under way."""
+        if self._search is None:
+            self._search = SizeSearch(self._candidates)
+            self._turn()
+
+    def on_answer(self, size: int) -> bool:
+        """Note that a probe of this size has been answered; return whether it was one of ours."""
+        return self._search is not None and self._search.on_answer(size)
+
+    def _turn(self) -> None:
+        search = self._search
+        assert search
+        if search.is_settled:
+            self._search = None
+            self._settle(search.passed)
+        elif search.tries > 2 * TRIES and not search.passed:
+            self._search = None  # nothing passes, which others find out
+        else:
+            for size in search.next_sizes():
+                self._probe(size)
+            self._call_later(REPEAT_S, self._turn)
+
+    def _settle(self, passed: int) -> None:
+        full, before = self._candidates[0], self._flow.piece_bytes
+        self._flow.piece_bytes = passed if passed < full else 0
+        if passed < full:
+            self._call_later(WIDER_AFTER_S, self.suspect)
+        if self._flow.piece_bytes == before:
+            return
+        if passed == full:
+            log.warning("%s: packets of %d bytes arrive again, and leave whole", self._label, full)
+            return
+        log.warning(
+            "%s: packets of %d bytes no longer arrive, but those of %d do: the path's MTU has shrunk to at most %d, "
+            "without an ICMP message; larger packets now leave in pieces; look for a tunnel or a route that has "
+            "changed, and restart with payload_bytes=%d if it stays",
+            *(self._label, full, passed, mtu_below(self._candidates, passed), passed),
+        )
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ local f = {
     retransmission = ProtoField.bool("dlcp.retransmission", "Retransmission", 8, nil, 0x40),
     trimmed = ProtoField.bool("dlcp.trimmed", "Trimmed", 8, nil, 0x20),
     congestion = ProtoField.bool("dlcp.congestion", "Congestion echo", 8, nil, 0x10),
-    flags_spare = ProtoField.uint8("dlcp.flags_spare", "Coding (0 = none, 1 to 3 = 4, 8, 16 bits a value, +4 = lower digits)", base.DEC, nil, 0x0f),
+    flags_spare = ProtoField.uint8("dlcp.flags_spare", "Coding (0 = none, 1 to 3 = 4, 8, 16 bits a value, +4 = lower digits, +8 = a piece of a packet)", base.DEC, nil, 0x0f),
     queue = ProtoField.uint8("dlcp.queue", "Queue (7 = the most urgent)", base.DEC, nil, 0xe0),
     drop_class = ProtoField.uint8("dlcp.drop_class", "Drop class (0 = never, 7 = the least valuable)", base.DEC, nil, 0x1c),
     spare = ProtoField.uint8("dlcp.spare", "Spare", base.DEC, nil, 0x03),
@@ -116,6 +116,7 @@ local PLACES = {
 
 local ACK, PROBE, STOP, HELLO, HELLO_ACK = 2, 3, 5, 7, 8
 local ENTRY_BYTES, ACK_PATH = 18, 2147483647
+local PIECE = 8
 local GREETING_BYTES, PORT_BYTES = 8, 2
 
 local function describe_ack(buffer)
@@ -155,9 +156,16 @@ local function describe_question(buffer, left)
     return text
 end
 
+-- Payloads are described in the packets that have them whole.
+local function is_piece(buffer)
+    return buffer(1, 1):bitfield(4, 4) >= PIECE
+end
+
 local function describe(buffer)
     local kind, left = buffer(0, 1):bitfield(4, 4), buffer:reported_len() - HEADER_BYTES
-    if kind == ACK then
+    if is_piece(buffer) then
+        return "Piece of " .. describe_any(buffer)
+    elseif kind == ACK then
         return describe_ack(buffer)
     elseif kind == PROBE then
         return describe_question(buffer, left)
@@ -232,6 +240,8 @@ function dlcp.dissector(buffer, packet, tree)
     local left = buffer:reported_len() - HEADER_BYTES
     if captured == HEADER_BYTES then
         return captured
+    elseif is_piece(buffer) then
+        Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     elseif buffer(0, 1):bitfield(4, 4) == ACK and left % ENTRY_BYTES == 0 then
         add_entries(buffer, tree)
     elseif (buffer(0, 1):bitfield(4, 4) == HELLO or buffer(0, 1):bitfield(4, 4) == HELLO_ACK) and buffer(16, 4):uint() == 0 and left >= GREETING_BYTES then

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dlcp.wire.header import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType
+from dlcp.wire.header import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, Flag, PacketType
 from dlcp.wire.payloads import ACK_ENTRY, ACK_FIELD_BITS, ACK_PATH, GREETING, GREETING_PORT, QUESTION
 
 DISSECTOR_PATH: Final = Path(__file__).with_suffix(".lua")
@@ -23,7 +23,7 @@ LABELS: Final = {
     "retransmission": "Retransmission",
     "trimmed": "Trimmed",
     "congestion": "Congestion echo",
-    "flags_spare": "Coding (0 = none, 1 to 3 = 4, 8, 16 bits a value, +4 = lower digits)",
+    "flags_spare": "Coding (0 = none, 1 to 3 = 4, 8, 16 bits a value, +4 = lower digits, +8 = a piece of a packet)",
     "queue": "Queue (7 = the most urgent)",
     "drop_class": "Drop class (0 = never, 7 = the least valuable)",
     "spare": "Spare",
@@ -144,6 +144,7 @@ def generate() -> str:
         "QUESTION_BYTES": str(QUESTION.size),
         "ENTRY_BYTES": str(ACK_ENTRY.size),
         "ACK_PATH": str(ACK_PATH),
+        "PIECE": str(int(Flag.PIECE)),
         "GREETING_BYTES": str(GREETING.size),
         "PORT_BYTES": str(GREETING_PORT.size),
         "ENTRY_ADDS": "\n".join(_entry_adds()),

@@ -44,6 +44,7 @@ local PLACES = {
 
 local ACK, PROBE, STOP, HELLO, HELLO_ACK = @ACK@, @PROBE@, @STOP@, @HELLO@, @HELLO_ACK@
 local ENTRY_BYTES, ACK_PATH = @ENTRY_BYTES@, @ACK_PATH@
+local PIECE = @PIECE@
 local GREETING_BYTES, PORT_BYTES = @GREETING_BYTES@, @PORT_BYTES@
 
 local function describe_ack(buffer)
@@ -83,9 +84,16 @@ local function describe_question(buffer, left)
     return text
 end
 
+-- Payloads are described in the packets that have them whole.
+local function is_piece(buffer)
+    return @flags_spare_value@ >= PIECE
+end
+
 local function describe(buffer)
     local kind, left = @type_value@, buffer:reported_len() - HEADER_BYTES
-    if kind == ACK then
+    if is_piece(buffer) then
+        return "Piece of " .. describe_any(buffer)
+    elseif kind == ACK then
         return describe_ack(buffer)
     elseif kind == PROBE then
         return describe_question(buffer, left)
@@ -156,6 +164,8 @@ function dlcp.dissector(buffer, packet, tree)
     local left = buffer:reported_len() - HEADER_BYTES
     if captured == HEADER_BYTES then
         return captured
+    elseif is_piece(buffer) then
+        Dissector.get("data"):call(buffer(HEADER_BYTES):tvb(), packet, tree)
     elseif @type_value@ == ACK and left % ENTRY_BYTES == 0 then
         add_entries(buffer, tree)
     elseif (@type_value@ == HELLO or @type_value@ == HELLO_ACK) and @index_value@ == 0 and left >= GREETING_BYTES then

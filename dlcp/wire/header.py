@@ -53,6 +53,8 @@ class Flag(IntFlag):
     """A switch removed the payload."""
     CONGESTION = 0x10
     """Echo of an ECN mark."""
+    PIECE = 0x08
+    """A part of a packet, on a path that has become too narrow for it (``dlcp/native/pieces.h``)."""
 
 
 class Queue(IntEnum):

@@ -2,6 +2,7 @@
 """Whatever happens to the network or a rank: right gradients, the framework's all-reduce instead, or a named error."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
+from dlcp import wire
 from dlcp.tags import TagPolicy
 from tests.faults.bad_network import BadNetwork, Weather, place_of, set_weather
 from tests.faults.fault_training import Said, train
@@ -125,7 +127,6 @@ def test_without_loss_on_the_path_a_loss_bound_changes_no_gradient(weathered):
 
 BREAKS = {
     ("blocked", 0.1): Weather(blocked=True),
-    ("black hole", 0.0): Weather(swallow_over=600),
     ("blocked ring", 0.0): Weather(blocked=True),
     ("blocked at 8 bits", 0.1): Weather(blocked=True),
 }
@@ -199,6 +200,53 @@ def test_the_moment_at_which_it_breaks_makes_no_difference(broken, moment):
         assert result.error_max < EXACT
         assert result.same_on_all
         assert result.active[-1] is False
+
+
+NARROW = {
+    "direct": ({}, Weather(swallow_over=600)),
+    "ring": ({"collective": "ring"}, Weather(swallow_over=1300)),
+    "bounded": ({"loss_bound": 0.1, "precision": 8}, Weather(swallow_over=600, loss=0.05)),
+    "barely": ({}, Weather(swallow_over=100)),
+}
+
+
+def narrower_in_the_middle(worker):
+    said, results = Said(), {}
+    for name, (fields, weather) in NARROW.items():
+        change(worker, Weather())
+
+        def narrow_at_one(step, state, weather=weather):
+            if step == 1:
+                change(worker, weather)
+
+        chosen = options_of(worker, **{"loss_bound": 0.0, "precision": 32, "deadline_s": 20.0} | fields)
+        results[name] = train(worker, chosen, STEPS, before_step=narrow_at_one, said=said)
+    change(worker, Weather())
+    return results
+
+
+@pytest.fixture(scope="module")
+def narrower():
+    ports = free_udp_ports(RANKS)
+    with BadNetwork(ports, seed=8) as network:
+        return values(launch(RANKS, narrower_in_the_middle, ports=ports, environment=network.environment()))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_path_that_becomes_too_narrow_is_crossed_in_pieces(narrower, name):
+    weather = NARROW[name][1]
+    for rank, results in enumerate(narrower):
+        result = results[name]
+        assert result.active == [True] * STEPS, (rank, result.reason)
+        assert result.same_on_all
+        assert name == "bounded" or result.error_max < EXACT
+        assert result.missing < 1e-4
+        assert result.seconds[1] < 10, "some timeouts, and not the deadline"
+        said = [message for message in result.said if "no longer arrive" in message]
+        assert said
+        assert all(f"packets of {result.payload_bytes} bytes" in message for message in said)
+        for message in said:
+            assert int(re.search(r"those of (\d+) do", message)[1]) + wire.HEADER_BYTES <= weather.swallow_over
 
 
 def unfit_from_the_start(worker):
