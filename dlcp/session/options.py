@@ -216,10 +216,13 @@ class Options:
         if self.collective == SERVER and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
         if self.server and self.collective != SERVER:
-            raise ValueError(
-                f"server={self.server!r} has no effect with collective {self.collective!r}: set collective='server', "
-                "or omit the server"
-            )
+            if "collective" in self.arguments and "server" not in self.arguments:
+                object.__setattr__(self, "server", "")  # another layer's, which this collective does without
+            else:
+                raise ValueError(
+                    f"server={self.server!r} has no effect with collective {self.collective!r}: set "
+                    "collective='server', or omit the server"
+                )
         check_samples(self.samples)
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
             votes = self.compression == "signsgd"
@@ -316,6 +319,8 @@ class Options:
 
     def with_(self, **changes: Any) -> "Options":
         """Return a copy with other arguments for some fields."""
+        if changes.get("collective", SERVER) != SERVER:
+            changes = {"server": ""} | changes
         changed = replace(self, **changes)
         object.__setattr__(changed, "arguments", self.arguments.union(changes))
         return changed

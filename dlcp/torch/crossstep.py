@@ -376,9 +376,10 @@ class CrossStep(Optimizer):
             self._pending.complete(wanted)
 
     def _discarded(self) -> Iterable[str] | None:
-        """Return the parameters whose averages of the last step are not used; None while that is unknown."""
-        if self._pending.groups or self._averaged:
+        """Return the parameters whose averages of the last step are not used, once it is finished; None if unknown."""
+        if self._averaged:
             return None
+        self._finish()  # what a checkpoint holds does not depend on what is in flight
         members = [member for layers in self._groups for member in layers.members]
         used = [] if self._dropped else [member for layers in self._groups for member in layers.used()]
         return {member.name for member in members} - {member.name for member in used}

@@ -576,13 +576,23 @@ static uint32_t number_for(const message *self) {
 
 /* Write a packet that a rank might send to another, or almost; return its size. */
 static int64_t forge(uint8_t *at, int from, int to) {
-    int type = byte() % 10, answer = type == ACK || type == BITMAP || type == STOP;
+    int type = byte() % 10, pieces = 0, answer = type == ACK || type == BITMAP || type == STOP;
     const message *self = answer ? some_message(to, from) : some_message(from, to);
     uint32_t index = number_for(self), count = byte() & 3 ? (uint32_t)self->packets : number_for(self);
     int64_t bytes = HEADER_BYTES, size = 0;
     io_write_header(&world.engines[from]->io, at, (enum packet_type)type, self->step, self->number, index, count);
     at[1] = (uint8_t)byte();
-    if (type == ACK) {
+    if (at[1] & PIECE) { /* one that may be right */
+        pieces = 1, bytes += PIECE_HEAD_BYTES;
+        at[1] |= PROTECTED;
+        at[HEADER_BYTES] = at[1] & (uint8_t)~(PIECE | (byte() & PROTECTED));
+        at[HEADER_BYTES + 1] = 0;
+        put16(at + HEADER_BYTES + 2, (uint16_t)(byte() * (byte() & 1 ? 8 : 1)));
+        put16(at + HEADER_BYTES + 4, (uint16_t)(byte() & 1 ? world.payload_bytes : byte()));
+    }
+    if (pieces) {
+        size = byte() & 1 ? byte() / 8 * 8 : byte();
+    } else if (type == ACK) {
         for (int entries = byte() % 8; entries; entries--, bytes += ACK_ENTRY_BYTES) {
             int kind = byte();
             self = some_message(to, from);
@@ -738,9 +748,11 @@ static void step(void) {
         wire[at]->tos |= 3;
     } else if (operation == 10) {
         int kind = byte();
-        flow_of(rank, other)->view.window = windows[kind % 5];
-        flow_of(rank, other)->view.mute = kind / 5 % 4 == 3;
-        flow_of(rank, other)->view.burst = 1 + kind / 20;
+        flow_view *to = &flow_of(rank, other)->view;
+        to->window = windows[kind % 5];
+        to->mute = kind / 5 % 4 == 3;
+        to->burst = 1 + kind / 20;
+        to->piece_bytes = kind / 5 % 4 == 2 ? 16 + (world.payload_bytes / 2 >> to->burst % 3) : 0;
     } else if (operation == 11) {
         world.error = errors[who / 4 % 5];
     } else if (operation == 12 && one) {
@@ -786,8 +798,10 @@ static void settle(void) {
     world.error = 0;
     for (int rank = 0; rank < world.ranks; rank++)
         for (int peer = 0; peer < world.ranks; peer++)
-            if (peer != rank)
-                flow_of(rank, peer)->view.window = 100, flow_of(rank, peer)->view.mute = 0;
+            if (peer != rank) {
+                flow_view *to = &flow_of(rank, peer)->view;
+                to->window = to->piece_bytes ? 20 : 100, to->mute = 0;
+            }
     for (message *one = world.messages; one < world.messages + world.message_count; one++) {
         post_receive(one, 0);
         if (!one->excused)

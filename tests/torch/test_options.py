@@ -134,6 +134,15 @@ def test_no_empty_value_hides_a_secret(monkeypatch, tmp_path):
     assert Options(secret_file="given").secret_file == "given"
 
 
+def test_a_collective_given_as_argument_does_without_the_server_of_another_layer(monkeypatch):
+    monkeypatch.setenv("DLCP_COLLECTIVE", "server")
+    monkeypatch.setenv("DLCP_SERVER", "node9:53696")
+    assert (Options().collective, Options().server) == ("server", "node9:53696")
+    assert Options(collective="ring").server == Options().with_(collective="direct").server == ""
+    with pytest.raises(ValueError, match="has no effect with collective 'ring'"):
+        Options(collective="ring", server="node9:53696")
+
+
 def test_transport_options_follow():
     transport = Options(payload_bytes=8960, tagged=False, congestion="cubic", silence_s=1.0, deadline_s=2.0).transport(
         4

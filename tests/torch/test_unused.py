@@ -4,6 +4,8 @@
 Gradients do not depend on parameters here, so it is known beforehand what their sum must be.
 """
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -155,7 +157,7 @@ def start_of(model):
     return {head: getattr(model, head).weight.detach().double().clone() for head in HEADS}
 
 
-def by_cross_step(options, rank, ranks):
+def by_cross_step(options, rank, ranks, *, restores_after=()):
     model = Heads()
     optimizer = dlcp.torch.cross_step(model, torch.optim.SGD(model.parameters(), lr=1.0), options, group_bytes=1)
     start = start_of(model)
@@ -172,11 +174,20 @@ def by_cross_step(options, rank, ranks):
         if torch.is_tensor(loss):
             loss.backward()
         optimizer.step()
+        if step in restores_after:  # from a checkpoint made while averages are on their way
+            state = pickle.loads(pickle.dumps(optimizer.traffic))
+            optimizer.close()
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = dlcp.torch.cross_step(model, inner, group_bytes=1, state=state)
     optimizer.synchronize()
     found = errors(moved(model, start), ranks)
     assert not optimizer.traffic.feedback.size
     optimizer.close()
     return found
+
+
+def by_restored_cross_step(options, rank, ranks):
+    return by_cross_step(options, rank, ranks, restores_after=(1, 5, 6))
 
 
 def by_local_sgd(options, rank, ranks):
@@ -220,7 +231,7 @@ def by_sharding(options, rank, ranks):
 
 
 WAYS = {each.__name__: each for each in (by_hook, by_join, by_cross_step, by_local_sgd, by_sharding)}
-HOOK_WAYS = {each.__name__: each for each in (by_attaching_again, by_gradients_in_buckets)}
+HOOK_WAYS = {each.__name__: each for each in (by_attaching_again, by_gradients_in_buckets, by_restored_cross_step)}
 
 
 def conserve(worker, way, settings):
