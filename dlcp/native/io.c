@@ -196,7 +196,7 @@ static int send_whole(io *self, flow *to, const uint8_t *datagram, int64_t bytes
 /* Send one datagram. Return SOCKET_FULL or RING_FULL if it cannot leave now; other errors count as loss. */
 int io_send_datagram(io *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
     int64_t room = to->view.piece_bytes, payload_bytes = bytes - HEADER_BYTES;
-    if (!room || payload_bytes <= room || header_type(datagram) == HELLO) /* which tests the path */
+    if (!room || payload_bytes <= room || to->local.out.bytes || header_type(datagram) == HELLO) /* it tests the path */
         return send_whole(self, to, datagram, bytes, tos, way);
     for (int64_t offset = 0, size = 0; offset < payload_bytes; offset += size) {
         size = piece_cut(datagram, bytes, room, offset, self->piece);
@@ -212,7 +212,8 @@ static int send_one_by_one(io *self, flow *to, const burst *sent) {
     for (int64_t k = 0, piece = 0; k < sent->count; k++) {
         int64_t bytes = 0;
         do {
-            memcpy(datagram + bytes, sent->pieces[piece].iov_base, sent->pieces[piece].iov_len);
+            if (sent->pieces[piece].iov_len)
+                memcpy(datagram + bytes, sent->pieces[piece].iov_base, sent->pieces[piece].iov_len);
             bytes += (int64_t)sent->pieces[piece++].iov_len;
             assert(bytes <= HEADER_BYTES + DATAGRAM_MAX);
         } while (piece < sent->piece_count &&
@@ -235,8 +236,8 @@ static int send_through_ring(io *self, flow *to, const burst *sent) {
 
 /* Send packets of a message in one burst, on one path; return as io_send_datagram. */
 int io_send_burst(io *self, flow *to, burst *sent) {
-    if (self->sockets[0] < 0 || to->view.piece_bytes ||
-        (!to->local.out.bytes && sent->count > 1 && !self->view.offload))
+    bool whole = !to->view.piece_bytes && (sent->count == 1 || self->view.offload);
+    if (self->sockets[0] < 0 || (!to->local.out.bytes && !whole))
         return send_one_by_one(self, to, sent);
     if (to->local.out.bytes)
         return send_through_ring(self, to, sent);

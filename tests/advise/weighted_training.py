@@ -50,7 +50,7 @@ def by_ranks(worker, fields, tell, broken_at):
     """Train on this rank; return its parameters, and who averaged in the end."""
     model = DistributedDataParallel(net(), bucket_cap_mb=BUCKET_MB)
     fields = {name: worker.rank if value == "rank" else value for name, value in fields.items()}
-    options = worker.options(**fields, samples=SIZES[0][worker.rank])
+    options = worker.options(**{"precision": 32} | fields, samples=SIZES[0][worker.rank])
     state = dlcp.torch.enable(model, options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(len(SIZES)):

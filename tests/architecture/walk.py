@@ -17,7 +17,7 @@ LOOP = "dlcp/transport/endpoint.py _run", "dlcp/transport/endpoint.py _turn"
 """What is on the stack of the endpoint's thread whatever it does."""
 SETTLED_STEPS = 3
 """Steps before those that are traced: by then the buckets are rebuilt and round trips are known."""
-TRACED_STEPS = 5
+TRACED_STEPS = 15
 """Steps that are traced, each by itself: on a busy machine a late acknowledgement lengthens some of them."""
 
 

@@ -5,6 +5,7 @@ Each rank advertises a socket of the proxy; what comes there is sent on to the r
 advertises. Ranks change the weather while they train, by a message to the proxy's control socket.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from dataclasses import asdict, dataclass
 HOLD_S = 0.004
 BURST_PACKETS = 20
 CONTROL_LIMIT_S = 10
+BUFFER_BYTES = 4 << 20
+SO_RCVBUFFORCE = 33
 
 
 @dataclass
@@ -58,7 +61,9 @@ class BadNetwork:
     @staticmethod
     def _socket():
         sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        with contextlib.suppress(PermissionError):  # a proxy that has to wait must lose nothing by itself
+            sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
         sock.bind(("127.0.0.1", 0))
         sock.setblocking(False)
         return sock

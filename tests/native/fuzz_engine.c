@@ -760,7 +760,8 @@ static void step(void) {
     } else if (operation == 13 && !(who & 96)) {
         begin_step(rank, FIRST_STEP + (who / 4 & 7));
     } else if (operation == 14) {
-        dlcp_send_control(world.engines[rank], peer_of(rank, other), HELLO, (const uint8_t *)"12345678", who / 4 & 7);
+        dlcp_send_control(world.engines[rank], peer_of(rank, other), HELLO, who / 4 & 1, (const uint8_t *)"12345678",
+                          who / 4 & 7);
     } else if (operation == 15 && who > 250) {
         stop(rank);
     } else if (operation == 16) {
