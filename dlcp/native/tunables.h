@@ -39,7 +39,7 @@ enum { BACKOFF_DOUBLINGS_MAX = 6 };
 enum { UNANSWERED_PATIENCE = 4 };
 /* A path is suspected of an MTU that has shrunk after this many timeouts without a full packet's arrival. A needless
  * suspicion costs some probes of the path; a congested port is rarely full for this long. */
-enum { NARROW_TIMEOUTS = 8 };
+enum { NARROW_TIMEOUTS = 4 };
 /* STOP is repeated after a probe timeout, then after twice as long each time, up to this. */
 static const double STOP_REPEAT_MAX_S = 0.5;
 /* A sender that does not know that its message is complete probes within the first time, and a rank that leaves reminds
