@@ -247,14 +247,24 @@ def _options_end(argv: Sequence[str], start: int, own: Mapping[str, argparse.Act
     """Return where the options of a command and of torchrun end, and a script, ``-m`` or ``--`` begins."""
     known = own
     while start < len(argv) and argv[start].startswith("-") and argv[start] not in ("--", "-m", "--module"):
-        flag, equals, _ = argv[start].partition("=")
-        if flag not in known:
+        if argv[start].partition("=")[0] not in known:
             known = {**_options_of_torchrun(), **own}
         follows = start + 1 < len(argv) and not argv[start + 1].startswith("-")
-        # An option that torchrun knows only by an abbreviation may have a value if `--` marks where the script begins.
-        takes_value = not equals and (known[flag].nargs != 0 if flag in known else "--" in argv[start:])
-        start += 1 + (takes_value and follows)
+        start += 1 + (follows and _takes_value(argv[start], known, own))
     return start
+
+
+def _takes_value(word: str, known: Mapping[str, argparse.Action], own: Mapping[str, argparse.Action]) -> bool:
+    """Return whether the next word is this option's value. Unlike the command's ``own``, torchrun's may be abbreviated.
+
+    Only the word itself decides: all that follows may be the script's.
+    """
+    flag, equals, _ = word.partition("=")
+    if flag in known:
+        meant = [known[flag]]
+    else:
+        meant = [known[name] for name in known if word[:2] == "--" and name not in own and name.startswith(flag)]
+    return not equals and bool(meant) and all(action.nargs != 0 for action in meant)
 
 
 def _options_of(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:

@@ -53,6 +53,9 @@ def test_a_reader_that_leaves_ends_a_command_quietly(monkeypatch):
         ("--nproc-per-node 2 --module module", "--nproc-per-node 2", "-m module"),
         ("--option loss_bound=0 --measure script.py --option x=1", "", "script.py --option x=1"),
         ("--max-rest 3 -- script.py", "--max-rest 3", "script.py"),
+        ("--max-rest 3 script.py --max-rest 4", "--max-rest 3", "script.py --max-rest 4"),
+        ("--stand script.py -- --stand", "--stand", "script.py -- --stand"),
+        ("-r3 script.py -- -r 3", "-r3", "script.py -- -r 3"),
     ],
 )
 def test_a_script_begins_where_the_options_end(words, torchrun, script):
