@@ -251,7 +251,9 @@ class Options:
         self.reduction()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _with_arguments, ({name: getattr(self, name) for name in self.arguments},)
+        protecting = {each.name for each in configuration.options_of(Options).values() if Trait.PROTECTS in each.traits}
+        given, others = ({name: getattr(self, name) for name in names} for names in (self.arguments, protecting))
+        return _from_kept, (given, others)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Options":
@@ -326,5 +328,11 @@ class Options:
         return changed
 
 
-def _with_arguments(given: dict[str, Any]) -> Options:
-    return Options(**given)
+def _from_kept(given: dict[str, Any], protecting: dict[str, Any]) -> Options:
+    """Return options with the arguments ``given``, as this process's environment and file complete them.
+
+    Only what neither sets of the secret comes from the environment and file of the process that pickled the options.
+    """
+    found = Options(**given)
+    missing = {name: value for name, value in protecting.items() if value and not getattr(found, name)}
+    return found.with_(**missing) if missing else found

@@ -123,6 +123,18 @@ def test_pickled_options_keep_their_arguments_and_take_all_else_from_where_they_
     assert found.arguments == {"job", "loss_bound"}
 
 
+@pytest.mark.parametrize("name", ["secret_file", "tls"])
+def test_a_secret_goes_with_pickled_options_where_nothing_else_sets_it(monkeypatch, name):
+    monkeypatch.setenv(f"DLCP_{name.upper()}", "here")
+    kept = pickle.dumps(Options(job=3))
+    monkeypatch.setenv(f"DLCP_{name.upper()}", "there")
+    assert getattr(pickle.loads(kept), name) == "there"
+    monkeypatch.delenv(f"DLCP_{name.upper()}")
+    found = pickle.loads(kept)
+    assert (found.job, getattr(found, name)) == (3, "here")
+    assert getattr(pickle.loads(pickle.dumps(found)), name) == "here"
+
+
 def test_no_empty_value_hides_a_secret(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dlcp.toml").write_text("secret_file = 'of the file'\n")
