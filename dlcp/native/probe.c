@@ -8,10 +8,11 @@
 #include "tx.h"
 
 /* Report a peer that is heard, but to which no full packet has arrived for some timeouts: the path may have become too
- * narrow for them, with nobody to say so. Python finds out. */
+ * narrow for them or for the answers, with nobody to say so. Python finds out. */
 static void suspect_narrow_path(io *io, flow *to, const tx_message *self, double now_s) {
     double patience_s = NARROW_TIMEOUTS * flow_probe_timeout_s(to), since_s = fmax(to->full_s, to->narrow_s);
-    if (to->local.out.bytes || self->delivered == self->to_send || to->view.heard_s < since_s)
+    /* Without deferred packets, only a STOP without bitmaps is missing then. */
+    if (to->local.out.bytes || self->delivered == self->packets || to->view.heard_s < since_s)
         return;
     if (now_s - since_s < patience_s)
         return;

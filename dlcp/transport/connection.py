@@ -512,7 +512,7 @@ class Connection:
                     case Unanswered():
                         self._peers[event.peer].on_timeout()
                     case Narrow():
-                        self._suspect(event.peer)
+                        self._path_to(event.peer).suspect()
                     case Mismatch():
                         self._on_mismatch(event)
                     case Datagram():
@@ -586,6 +586,7 @@ class Connection:
                 self._refused["stale"] += not self._answers(event.peer, header.index)
             elif header.type is PacketType.HELLO and header.index == len(payload):
                 self.engine.send_control(event.peer, PacketType.HELLO_ACK, b"", header.index)
+                self._path_to(event.peer).on_probe(event.now_s)
             else:
                 self._refused["malformed"] += 1
         elif len(payload) - GREETING.size not in range(0, PATHS_MAX * GREETING_PORT.size, GREETING_PORT.size):
@@ -593,13 +594,13 @@ class Connection:
         else:
             self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
 
-    def _suspect(self, rank: int) -> None:
-        """Probe the path to a rank, which may have become too narrow."""
+    def _path_to(self, rank: int) -> NarrowPath:
+        """Return what finds out whether the path to a rank has become too narrow."""
         if rank not in self._narrow:
             label, flow = f"job {self.job}, rank {rank}", self._peers[rank].flow
             probe = partial(self._probe_size, rank)
             self._narrow[rank] = NarrowPath(label, self.options.payload_bytes, flow, probe, self.call_later)
-        self._narrow[rank].suspect()
+        return self._narrow[rank]
 
     def _probe_size(self, rank: int, size: int) -> None:
         self.engine.send_control(rank, PacketType.HELLO, bytes(size), size)

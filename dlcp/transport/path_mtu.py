@@ -34,7 +34,8 @@ TRIES: Final = 25
 SMALLER_AFTER: Final = 2
 """Tries of the largest size alone before the others are tried as well."""
 WIDER_AFTER_S: Final = 10.0
-"""The time after which a path that has become narrow is probed again for whole packets."""
+"""The time after which a path that has become narrow is probed again for whole packets, and the shortest time between
+two searches that a peer's probes cause: if any probe did, two ranks would make each other search without end."""
 
 _IP_MTU_DISCOVER: Final = 10
 _IP_PMTUDISC_PROBE: Final = 3
@@ -222,12 +223,19 @@ class NarrowPath:
         self._label, self._flow, self._probe, self._call_later = label, flow, probe, call_later
         self._candidates = candidate_payloads(max(COMMON_MTUS), payload_bytes)
         self._search: SizeSearch | None = None
+        self._again_s = 0.0
 
     def suspect(self) -> None:
         """Probe the path, unless that is under way."""
         if self._search is None:
             self._search = SizeSearch(self._candidates)
             self._turn()
+
+    def on_probe(self, now_s: float) -> None:
+        """Probe the path as the peer does: it may miss only large answers, and this rank may send nothing else."""
+        if now_s >= self._again_s:
+            self._again_s = now_s + WIDER_AFTER_S
+            self.suspect()
 
     def on_answer(self, size: int) -> bool:
         """Note that a probe of this size has been answered; return whether it was one of ours."""

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.transport import LossBound, MessageKey
+from dlcp.transport import LossBound, MessageKey, SendRequest
 from dlcp.transport.path_mtu import WIDER_AFTER_S
 from dlcp.wire import Flag, PacketType
 from tests.transport.bare_engine import KEY, SIZE, BareEngine, tags_of
-from tests.transport.exchanges import datagram, deliver, exchange, payload_of, send
-from tests.transport.network import Network
+from tests.transport.exchanges import datagram, deliver, exchange, payload_of, receive, send
+from tests.transport.network import Network, all_done, outcome_of, plain_tags
 
 WHOLE = wire.HEADER_BYTES + 1440
 QUICKLY_S = 3.0
@@ -60,6 +60,35 @@ def test_a_message_crosses_a_path_that_has_become_narrow(caplog, delay_s, packet
         assert "packets of 1440 bytes no longer arrive, but those of 1216 do" in message
         assert "shrunk to at most 1395" in message
     assert network.seconds_of(1440 * packets - 100, 3) < 0.2 + unhurried_s, "the next message is not delayed"
+
+
+def test_large_answers_cross_a_path_that_is_narrow_only_for_them(caplog):
+    network = NarrowingNetwork(2, loss=0.05, seed=3)
+    network.widest, network.to = 100, 0
+    for step in range(1, 3):
+        assert network.seconds_of(1440 * 3000, step, bound=LossBound(0.1)) < 2 * QUICKLY_S
+    assert [record.getMessage()[:14] for record in caplog.records] == ["job 1, rank 0:"], "the other direction is wide"
+
+
+def test_a_sender_learns_what_was_deferred_over_a_path_that_is_narrow_for_answers():
+    packets, bound = 6000, LossBound(deferral=0.5)
+    network = NarrowingNetwork(2, rate_bps=1e9, depth=4000)
+    network.widest, network.to = 600, 0
+    payload, deferred = np.ones(1440 * packets, np.uint8), np.arange(packets) % 3 == 1
+    deferred[-1] = False
+    request = SendRequest(1, KEY, memoryview(payload), plain_tags(packets), bound, "fc", deferred=deferred)
+    delivery = outcome_of(network.ranks[0].send, request)
+    arrival = receive(network, len(payload), key=KEY, bound=bound, into=np.zeros(len(payload), np.uint8))
+    network.run(all_done(delivery, arrival), limit_s=2 * QUICKLY_S)
+    assert delivery.result().deferred.sum() == deferred.sum()
+
+
+def test_two_ranks_that_probe_each_other_come_to_an_end():
+    network = NarrowingNetwork(2)
+    network.ranks[0].engine.send_control(1, PacketType.HELLO, bytes(1440), 1440)
+    end_s = network.now + WIDER_AFTER_S / 2
+    network.run(lambda: network.now > end_s)
+    assert len(network.sent) < 20, "each direction has been tried once, and is wide"
 
 
 def test_packets_leave_whole_again_once_they_pass(caplog):
@@ -117,8 +146,9 @@ def test_probes_of_the_path_are_answered_and_those_from_before_the_start_are_not
     network = Network(2)
     protocol = network.ranks[1]
     deliver(protocol, datagram(PacketType.HELLO, index=1216, count=1216, payload=bytes(1216)))
-    network.run(lambda: not network.events)
-    (answer,) = [wire.decode(data) for _, _, _, data in network.arrived]
+    network.run(lambda: network.now > 0.1)
+    answer, *others = [wire.decode(data) for _, _, target, data in network.arrived if target == 0]
+    assert PacketType.HELLO in {each.type for each in others}, "it tries its own direction, too"
     assert (answer.type, answer.index, answer.count) == (PacketType.HELLO_ACK, 1216, 1216)
     deliver(protocol, datagram(PacketType.HELLO_ACK, index=1216, count=1216))  # nobody has asked
     deliver(protocol, datagram(PacketType.HELLO, index=1216, count=1216, payload=bytes(1200)))
