@@ -14,8 +14,8 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -337,7 +337,7 @@ class ProfileError(RuntimeError):
 
 
 class _TokensWantedError(Exception):
-    """An embedding met numbers that are no tokens; ``vocabulary`` is its number of tokens."""
+    """An embedding met numbers that are none of its tokens; ``vocabulary`` is the number of these."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -369,6 +369,11 @@ class ModelInput:
         """Return the positional and the keyword arguments; tensors are on the device."""
         if self.batch_from:
             found = _users(self.batch_from, load_factory(self.batch_from), self.batch)
+            if found is None:
+                raise ProfileError(
+                    f"{self.batch_from} returned nothing; it must return a tensor, a tuple of arguments, or a dict of "
+                    "keyword arguments"
+                )
             if isinstance(found, Mapping):
                 return (), {name: _moved(torch, value, device) for name, value in found.items()}
             values = found if isinstance(found, tuple) else (found,)
@@ -456,7 +461,10 @@ def measured_profile(name: str, given: ModelInput, device: str = "cpu") -> StepP
 
     factory = load_factory(name)
     _check_memory(torch, name, factory, given, device)
-    return measure(_users(name, factory), given, name=name, device=device)
+    model = _users(name, factory)
+    # PyTorch refuses some models and inputs before the first pass, such as scripted modules.
+    profile: StepProfile = _users(name, lambda: measure(model, given, name=name, device=device))
+    return profile
 
 
 def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: ModelInput, device: str) -> None:
@@ -478,7 +486,7 @@ def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: Mod
     values = dict(sizes)
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            _with_tokens(torch, model, given, "meta", lambda args, options: model(*args, **options))
+            _with_tokens(torch, given, "meta", lambda args, options: model(*args, **options))
     except (Exception, SystemExit):
         sizes = values  # it computes with values; only the parameters are known
     needed = sum(values.values()) + sum(sizes.values())  # gradients are as large as values
@@ -502,33 +510,49 @@ def _free_bytes(torch: Any, device: str) -> int:
 
 
 def _with_tokens(
-    torch: Any, model: Any, given: ModelInput, device: str, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    torch: Any, given: ModelInput, device: str, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 ) -> tuple[ModelInput, Any]:
-    """Call with the model's input: with tokens, if random numbers go into an embedding; return what was given."""
+    """Call with a model's input: with tokens of all its embeddings, if numbers go into some; return what was given."""
+    functional = torch.nn.functional
 
-    def check(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        tokens = arguments[0] if arguments else options.get("input")
-        if isinstance(tokens, torch.Tensor) and tokens.is_floating_point():
-            raise _TokensWantedError(module.num_embeddings)
+    class Checked(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        """Checks what goes into embeddings, with and without a module."""
 
-    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    handles = [
-        each.register_forward_pre_hook(check, with_kwargs=True)
-        for each in model.modules()
-        if isinstance(each, embeddings)
-    ]
-    try:
-        return given, call(*given.arguments(torch, device))
-    except _TokensWantedError as error:
-        if given.batch_from or given.vocabulary:
-            raise ProfileError(
-                f"{given.batch_from or 'model'}: an embedding gets fractions; make tokens whole numbers"
-            ) from None
-        given = dataclasses.replace(given, vocabulary=error.vocabulary)
-        return given, call(*given.arguments(torch, device))
-    finally:
-        for handle in handles:
-            handle.remove()
+        def __torch_function__(
+            self, function: Any, _: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+        ) -> Any:
+            options = options or {}
+            if function in (functional.embedding, functional.embedding_bag, functional.one_hot):
+                named = (options[name] for name in ("input", "weight", "num_classes") if name in options)
+                tokens, *rows = (*args, *named)[:2]
+                _check_tokens(torch, tokens, rows[0] if rows else -1)
+            return function(*args, **options)
+
+    while True:
+        try:
+            with Checked():
+                return given, call(*given.arguments(torch, device))
+        except _TokensWantedError as error:
+            # Tokens below the smallest vocabulary are in all of them.
+            if given.batch_from or 0 < given.vocabulary <= error.vocabulary or error.vocabulary < 1:
+                below = f" from 0 to {error.vocabulary - 1:,}" if error.vocabulary > 0 else ""
+                where = given.batch_from or "--tokens"
+                raise ProfileError(
+                    f"{where}: an embedding takes whole numbers{below}, and got others; change these tokens"
+                ) from None
+            given = dataclasses.replace(given, vocabulary=error.vocabulary)
+
+
+def _check_tokens(torch: Any, tokens: Any, rows: Any) -> None:
+    """Raise `_TokensWantedError` if some numbers are not rows of an embedding, given as a matrix or as their number."""
+    count = rows if isinstance(rows, int) else len(rows)
+    if not isinstance(tokens, torch.Tensor) or not tokens.numel():
+        return
+    if tokens.is_floating_point():
+        raise _TokensWantedError(count)
+    # Tensors on PyTorch's meta device have no values. A negative count is that of the tokens.
+    if not tokens.is_meta and (tokens.min() < 0 or 0 <= count <= tokens.max()):
+        raise _TokensWantedError(count)
 
 
 def measure(model: Any, given: ModelInput, *, name: str, device: str = "cpu", rounds: int = 5) -> StepProfile:
@@ -560,7 +584,7 @@ def measure(model: Any, given: ModelInput, *, name: str, device: str = "cpu", ro
     except Exception as error:
         reason = describe(error).partition("\n")[0]
         raise ProfileError(f"{name} cannot be moved to device {device!r}: {reason}") from None
-    layers = [(path, module) for path, module in model.named_modules() if _own(module)]
+    layers = [(path, module) for path, module in model.named_modules() if list(_trained(module))]
     if not layers:
         raise ProfileError(f"{name}: the model has no parameters to train")
     for module in model.modules():
@@ -592,7 +616,7 @@ def measure(model: Any, given: ModelInput, *, name: str, device: str = "cpu", ro
         with warnings.catch_warnings():
             # Inputs need no gradient, so the first layer's hook fires once its parameters' gradients are ready.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            given, _ = _with_tokens(torch, model, given, device, one_pass)
+            given, _ = _with_tokens(torch, given, device, one_pass)
             args, options = given.arguments(torch, device)
             for _ in range(rounds):
                 one_pass(args, options)
@@ -603,9 +627,14 @@ def measure(model: Any, given: ModelInput, *, name: str, device: str = "cpu", ro
     outputs = _outputs(torch, model, args, options, name)
     called = list(passes[0][0])  # by forward pass
     layers.sort(key=lambda layer: called.index(layer[0]) if layer[0] in called else len(called))
+    # Layers may share parameters. Their gradient is ready when the first layer's is, because that comes last.
+    own = {parameter: path for path, module in reversed(layers) for parameter in _trained(module)}
+    values = Counter[str]()
+    for parameter, path in own.items():
+        values[path] += parameter.numel()
     timed = tuple(
-        TimedLayer(path, _own(module), _median(forward, path), _median(backward, path), outputs.get(path, 0))
-        for path, module in layers
+        TimedLayer(path, values[path], _median(forward, path), _median(backward, path), outputs.get(path, 0))
+        for path, _ in layers
     )
     source = f"measured with PyTorch {torch.__version__} on {device}, median of {rounds} passes"
     return StepProfile(name, timed, given.batch, source)
@@ -643,20 +672,23 @@ def _outputs(torch: Any, model: Any, args: tuple[Any, ...], options: dict[str, A
     return found
 
 
-def _own(module: Any) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.requires_grad)
+def _trained(module: Any) -> Iterator[Any]:
+    """Yield a module's own parameters that are trained."""
+    return (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
 
 
 def _median(passes: Sequence[Mapping[str, float]], path: str) -> float:
     return statistics.median(seconds[path] for seconds in passes)
 
 
-def _differentiable(torch: Any, output: Any) -> list[Any]:
-    """Return the tensors of a model's output, a tensor or any nesting of them, that have a gradient."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    return [found for part in parts for found in _differentiable(torch, part)]
+def _tensors(torch: Any, value: Any) -> list[Any]:
+    """Return the tensors of a model's output: one, or any nesting of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, (Mapping, type)):
+        value = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [found for part in parts for found in _tensors(torch, part)]
 
 
 def _pass(
@@ -676,7 +708,7 @@ def _pass(
     model.zero_grad()
     marks.clear()
     output = model(*args, **options)
-    parts = _differentiable(torch, output)
+    parts = [each for each in _tensors(torch, output) if each.requires_grad]
     if not parts:
         raise ProfileError(f"the model returns {type(output).__name__} without a tensor to train on; return its output")
     loss = sum(part.abs().square().mean() for part in parts)

@@ -127,6 +127,38 @@ def reshaped(): return Reshaped(4, 4)
 def broken(): return {}["missing"]
 def large(): return nn.Linear(1 << 20, 1 << 20)
 def untrained(): return nn.Identity()
+
+class Functional(nn.Linear):
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.weight)
+
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small, self.out = nn.Embedding(90, 4), nn.Embedding(5, 4), nn.Linear(4, 10)
+
+    def forward(self, tokens):
+        return self.out(self.large(tokens) + self.small(tokens))
+
+class Shifted(Tokens):
+    def forward(self, numbers):
+        return super().forward(numbers + 10)
+
+class OneHot(nn.Linear):
+    def forward(self, numbers):
+        return super().forward(nn.functional.one_hot(numbers, num_classes=4).float())
+
+class Tied(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 10, bias=False)
+        self.out.weight = self.table.weight
+
+def functional(): return Functional(4, 9)
+def one_hot(): return OneHot(4, 2)
+def scripted(): return torch.jit.script(nn.Linear(4, 4))
+def many(count): return torch.full((count, 3), 50)
+def nothing(count): pass
 """
 
 
@@ -149,6 +181,10 @@ def own_models(tmp_path_factory):
         ("Tokens", ModelInput(2, batch_from="own_models:masked"), 2),
         ("Wrapped", ModelInput(2, (5,)), 2),
         ("in_place", ModelInput(3, (4,)), 3),
+        ("functional", ModelInput(2, (5,)), 1),
+        ("TwoTables", ModelInput(200, (5,)), 3),
+        ("TwoTables", ModelInput(200, (5,), vocabulary=50), 3),
+        ("one_hot", ModelInput(2, (5,)), 1),
     ],
 )
 def test_models_of_the_working_folder_are_measured(own_models, function: str, given: ModelInput, layers: int) -> None:
@@ -166,12 +202,36 @@ def test_models_of_the_working_folder_are_measured(own_models, function: str, gi
         ("masked", "missing 1 required positional argument: 'count'"),
         ("large", r"a step of 1,099,512,676,352 parameters .* takes about 8796\.\d GB on cpu"),
         ("untrained", "no parameters to train"),
+        ("Shifted", "--tokens: an embedding takes whole numbers from 0 to 9, and got others; change these tokens"),
+        ("scripted", "scripted raised RuntimeError: .* not supported on ScriptModules"),
         ("brokn", "did you mean broken"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_one_sentence(own_models, function: str, reason: str) -> None:
     with pytest.raises(ProfileError, match=reason):
         measured_profile(f"own_models:{function}", ModelInput(2, (4,)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("many", "own_models:many: an embedding takes whole numbers from 0 to 4, and got others"),
+        ("nothing", "own_models:nothing returned nothing; it must return a tensor, a tuple"),
+    ],
+)
+def test_what_is_wrong_with_a_models_input_is_one_sentence(own_models, function: str, reason: str) -> None:
+    with pytest.raises(ProfileError, match=reason):
+        measured_profile("own_models:TwoTables", ModelInput(2, batch_from=f"own_models:{function}"))
+
+
+def test_an_input_that_no_tensor_can_hold_is_one_sentence(own_models) -> None:
+    with pytest.raises(ProfileError, match="own_models:in_place raised RuntimeError"):
+        measured_profile("own_models:in_place", ModelInput(2, (1 << 31, 1 << 31)))
+
+
+def test_shared_parameters_count_once_in_the_layer_whose_gradient_comes_last(own_models) -> None:
+    profile = measured_profile("own_models:Tied", ModelInput(2, (5,)))
+    assert [(layer.name, layer.parameters) for layer in profile.layers] == [("table", 40), ("out", 0)]
 
 
 def test_a_module_that_is_not_there_is_named(own_models) -> None:
