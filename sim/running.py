@@ -312,11 +312,13 @@ def digest(item: ExperimentRun) -> str:
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write a result file atomically."""
+    """Write a result file atomically; devices and pipes are written as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
+    special = path.exists() and not path.is_file()  # a file must not replace /dev/null or /dev/stdout
+    part = path if special else path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    if not special:
+        part.replace(path)
 
 
 def _end(simulation: Simulation, started: list[Any]) -> Process:

@@ -212,14 +212,13 @@ def _play(arguments: argparse.Namespace) -> int:
     from dlcp.sim.playback import StepRecorder, playback_page, step_playback
 
     chosen, title = _chosen(arguments)
-    try:
-        check_writable("--output", arguments.output)
-    except ValueError as error:
-        raise SimUsageError(str(error)) from None
+    _check_output(check_writable, "--output", arguments.output)
     recorder = StepRecorder(arguments.job, arguments.step)
     # The step may be one that would be skipped.
     setting = msgspec.structs.replace(chosen.setting, skip_steady=0.0)
-    _watched_run(msgspec.structs.replace(chosen, setting=setting), recorder)
+    document = _watched_run(msgspec.structs.replace(chosen, setting=setting), recorder)
+    if not document["complete"]:
+        return _refuse_incomplete(document)
     point = ", ".join(f"{axis} {name}" for axis, name in chosen.point.items())
     page = playback_page(step_playback(recorder), ": ".join(filter(None, (title, point))))
     arguments.output.write_text(page, encoding="utf-8")
@@ -255,14 +254,13 @@ def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
     folders = {kind: folder for kind in _TABLE_KINDS if (folder := getattr(arguments, kind))}
     for kind, folder in folders.items():
         table_writer(kind)
-        try:
-            check_folder(f"--{kind}", folder)
-        except ValueError as error:
-            raise SimUsageError(str(error)) from None
+        _check_output(check_folder, f"--{kind}", folder)
     if folders and item.setting.skip_steady:
         raise SimUsageError("tables are of simulated steps, and `skip_steady` skips some: leave out one of the two")
-    if output is not None and output.is_dir():
-        raise SimUsageError(f"--output: {output} is a folder; give a file")
+    if output is not None:
+        if output.is_file() or not output.exists():  # it is written beside its place first
+            _check_output(check_folder, "--output", output.parent)
+        _check_output(check_writable, "--output", output)
     recorder = TableRecorder() if folders else None
     document = _watched_run(item, recorder)
     print(", ".join(f"{axis} {name}" for axis, name in item.point.items()) or title)
@@ -280,10 +278,22 @@ def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
         tables = recorder.tables()
         for kind, folder in folders.items():
             print("\n".join(map(str, write_tables(tables, folder, kind))))
-    if document["complete"]:
-        return 0
+    return 0 if document["complete"] else _refuse_incomplete(document)
+
+
+def _refuse_incomplete(document: dict[str, Any]) -> int:
+    """Print how far a run came that did not end; return the exit status."""
     status = 130 if document["ended"] == "interrupted" else 1
     return refuse("sim", f"the run is incomplete: {document['unfinished']}", status)
+
+
+def _check_output(check: Callable[[str, Path], None], flag: str, path: Path | None) -> None:
+    """Raise SimUsageError if a file or folder for results cannot be written, before they are computed."""
+    try:
+        if path is not None:
+            check(flag, path)
+    except ValueError as error:
+        raise SimUsageError(str(error)) from None
 
 
 def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
@@ -339,10 +349,7 @@ def _import(arguments: argparse.Namespace) -> int:
         print(f"  simplified: {workload.note}")
     if arguments.output is None:
         return 0
-    try:
-        check_writable("--output", arguments.output)
-    except ValueError as error:
-        raise SimUsageError(str(error)) from None
+    _check_output(check_writable, "--output", arguments.output)
     write_experiment(trace_experiment(job, network, arguments.seed), arguments.output)
     print(f"{arguments.output}: run it with `dlcp sim run {arguments.output}`")
     return 0
@@ -447,10 +454,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     sides, above = (Path(arguments.old), Path(arguments.new)), arguments.above / 100
     are_folders = all(side.is_dir() for side in sides)
-    try:
-        check_writable("--page", arguments.page)
-    except ValueError as error:
-        raise SimUsageError(str(error)) from None
+    _check_output(check_writable, "--page", arguments.page)
     if arguments.page and are_folders:
         raise SimUsageError("--page shows two runs; give two experiments or two result files")
     if are_folders:
@@ -498,10 +502,7 @@ def _compared_run(name: str) -> Any:
 def _profile(arguments: argparse.Namespace) -> int:
     from dlcp.sim.models import measured_profile, write_profile
 
-    try:
-        check_writable("--output", arguments.output)
-    except ValueError as error:
-        raise SimUsageError(str(error)) from None
+    _check_output(check_writable, "--output", arguments.output)
     try:
         given = model_input(arguments, arguments.batch)
     except ValueError as error:

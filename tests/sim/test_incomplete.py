@@ -2,13 +2,14 @@
 """A run whose jobs did not end says so in every command, says how far it came, and has no metrics as usual."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from dlcp.cli import main
 from dlcp.sim.experiment import read
-from dlcp.sim.running import run
+from dlcp.sim.running import run, write
 
 STOPPED = """\
 name: stop
@@ -138,3 +139,19 @@ def test_traffic_that_never_began_is_no_result(tmp_path, capsys) -> None:
         found.add(main(["sim", "run", str(path)]))
     assert found == {0, 1}
     assert "the run is incomplete: no flow of the traffic began" in capsys.readouterr().err
+
+
+def test_results_go_to_a_pipe_without_replacing_it(tmp_path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write({"complete": True}, pipe)
+    assert json.loads(os.read(reading, 1000)) == {"complete": True}
+    os.close(reading)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("place", ["stop.yaml/a.json", "."])
+def test_results_that_cannot_be_written_are_refused_before_the_run(stopped, place, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("dlcp.commands.sim._watched_run", lambda *_: pytest.fail("it ran"))
+    assert main(["sim", "run", str(stopped), "--output", str(stopped.parent / place)]) == 2
+    assert "--output: " in capsys.readouterr().err

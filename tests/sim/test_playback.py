@@ -129,5 +129,5 @@ def test_what_is_not_there_is_refused(straggler, tmp_path, capsys, options, mess
 
 def test_a_step_that_never_ends_is_an_error(tmp_path, capsys):
     path = write_experiment(tmp_path, STRAGGLER.replace("setting:", "setting:\n  stop_s: 0.003", 1))
-    assert main(["sim", "play", str(path), "--output", str(tmp_path / "a.html")]) == 2
-    assert "the run ended before step 2 of job" in capsys.readouterr().err
+    assert main(["sim", "play", str(path), "--output", str(tmp_path / "a.html")]) == 1
+    assert "the run is incomplete: job 'job' finished 0 of 3 steps" in capsys.readouterr().err
