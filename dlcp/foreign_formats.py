@@ -81,7 +81,11 @@ _TEXTS: Final = (
     (r"(?:<\?xml[^>]*>\s*)?(?:<!DOCTYPE[^>]*>\s*)?<(?:topology|graphml)\b", "a topology in XML", _TO_NETWORK),
     (r"(?:strict\s+)?(?:di)?graph\s*\w*\s*\{", "a graph of Graphviz (DOT)", _TO_NETWORK),
     (r"(?:Creator[^\n]*\n)?graph\s*\[", "a graph in GML", _TO_NETWORK),
-    (r"\d+ \d+ \d+\s*\n(?:\d+ )*\d+ *\n\d+ \d+ \S+[GM]bps", "HPCC's topology for ns-3", _TO_NETWORK),
+    (
+        r"\d+ \d+ \d+\b[^\n]*\n(?:\d+\s)*\d+ \d+ \d\S*[GM][bB]ps\b",
+        "HPCC's or SimAI's topology for ns-3",
+        _TO_NETWORK,
+    ),
     (r"(?s)[{\[].*?\"(?:dataDeps|ctrlDeps|data_deps|ctrl_deps|COMM_\w+_NODE|COMP_NODE)\"", *_CHAKRA_JSON),
     (r"num_ranks\s+\d+", "a job in GOAL", "replay it with `dlcp sim replay`, or name it under `traces`"),
     (r"%?\s*\d+(?:\.\d+)?[ \t]+\d+(?:\.\d+)?\s*\n", "a table of two columns", "give its rows under `traffic: sizes`"),

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from dlcp.sim.limits import RATE_MAX_GBPS
+from dlcp.sim.limits import PACKETS_MAX, RATE_MAX_GBPS, check_within
 from dlcp.sim.plan import LongestPath
 from dlcp.sim.plugins import AnyTransport
 from dlcp.sim.routing import Routes
@@ -48,6 +48,8 @@ def suited_switches(transport: AnyTransport, discipline: Any, network: NetworkTo
     if not isinstance(transport, UltraEthernetTransport):
         return SwitchSpec(discipline=discipline)
     product = LongestPath.of(network, Routes.of(network), transport).product_bytes / transport.packet_bytes
+    what = "the switches' buffer, five bandwidth-delay products in packets,"
+    check_within(what, math.ceil(5 * product), PACKETS_MAX, "lower the rate or the delay of the links")
     return SwitchSpec(
         discipline=discipline,
         packet_bytes=transport.packet_bytes,

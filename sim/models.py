@@ -160,7 +160,8 @@ def architecture(name: str) -> ModelArchitecture:
         The model is unknown.
     """
     if name not in MODELS:
-        raise ValueError(f"there is no model {name!r}{nearest(name, MODELS)}")
+        sizes = "; a size is written as 350MB or 16MiB" if name[:1].isdigit() else ""
+        raise ValueError(f"there is no model {name!r}{nearest(name, MODELS)}{sizes}")
     return MODELS[name]
 
 

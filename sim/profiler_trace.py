@@ -457,6 +457,8 @@ def read_pytorch_profiles(files: Sequence[tuple[Path, Any]], ranks: int | None =
         if beyond:
             raise TraceFormatError(f"{beyond[0].path}: it is of rank {beyond[0].rank}, but there are {count} ranks")
         return _workload(first.path, [by_rank[rank].trace(count, rank) for rank in range(count)], "ring")
+    if first.rank >= first.world:
+        raise TraceFormatError(f"{first.path}: it is of rank {first.rank}, but there are {first.world} ranks")
     return _workload(first.path, [first.trace(count, rank) for rank in range(count)], "ring")
 
 
@@ -514,6 +516,11 @@ class _Profile:
             every = [*spans, *((each["ts"], each["ts"] + each["dur"]) for each in communication)]
             trace.steps = [min(begin for begin, _ in every), max(end for _, end in every)]
         trace.exchanges = [self._exchange(each, count) for each in self._in_issue_order(communication)]
+        if not any(trace.steps[0] <= each.begin_us < trace.steps[-1] for each in trace.exchanges):
+            raise TraceFormatError(
+                f"{self.path}: none of its {len(trace.exchanges)} collectives begins between {trace.steps[0]} us and "
+                f"{trace.steps[-1]} us, in its steps; profile whole steps"
+            )
         trace.waits = _waits(spans, trace.exchanges)
         return trace
 
@@ -564,11 +571,13 @@ class _Profile:
         if size in (count, self.world):
             return everyone
         try:
-            return tuple(map(int, ast.literal_eval(arguments["Process Group Ranks"])))
+            listed = ast.literal_eval(arguments["Process Group Ranks"])
         except (LookupError, ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError):
-            pass  # PyTorch shortens long lists
-        group = self._groups.get(str(arguments.get("Process Group Name")))
-        if group is None:
+            listed = None  # PyTorch shortens long lists
+        group: tuple[int, ...] | None = self._groups.get(str(arguments.get("Process Group Name")))
+        if isinstance(listed, list) and ... not in listed:
+            group = _as(f"{where}: Process Group Ranks", listed, tuple[HostNumber, ...])
+        if group is None or len(group) != size:
             raise TraceFormatError(f"{where}: the profile does not say which {size} ranks take part")
         return group
 

@@ -356,12 +356,21 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.limits import LimitError
     from dlcp.sim.trace_experiment import summary, trace_run
     from dlcp.sim.traces import read_trace
 
+    more = "`dlcp sim import --output FILE` writes an experiment, where these settings can be changed"
+
     job, network = _traced(arguments)
     run_item = trace_run(job, network, arguments.seed)
-    return _simulate(run_item, arguments, f"{arguments.trace}: {summary(read_trace(job))}")
+    try:
+        status = _simulate(run_item, arguments, f"{arguments.trace}: {summary(read_trace(job))}")
+    except LimitError as error:
+        raise SimUsageError(f"{error}; {more}") from None
+    if status == 1:
+        print(f"  {more}", file=sys.stderr)
+    return status
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -74,6 +74,11 @@ def test_every_model_has_two_gpus() -> None:
         assert len({entry.gpu for entry in THROUGHPUTS if entry.model == name}) >= 2
 
 
+def test_a_size_that_is_none_is_told_how_sizes_are_written() -> None:
+    with pytest.raises(ValueError, match=r"no model '1Gb'.*; a size is written as 350MB or 16MiB"):
+        architecture("1Gb")
+
+
 def test_unknown_names_are_reported_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="did you mean vgg16"):
         architecture("vgg17")

@@ -253,6 +253,13 @@ def test_groups_are_listed_by_the_event_or_by_the_profile():
         ([on_cpu(0, **{"Input Dims": [["x"]], "Input type": ["float"]})], "Input Dims: .*expected a whole number"),
         ([profile(0, [slice_of("gemm", "kernel", 5, 4)])], "an event: dur: must be at least 0"),
         ([profile(-1, [])], "distributedInfo: rank: must be at least 0"),
+        ([on_gpu(5)], r"0\.json: it is of rank 5, but there are 2 ranks"),
+        ([on_gpu(0, **{"Group size": 1, "Process Group Ranks": "[0, 1]"})], "does not say which 1 ranks take part"),
+        ([on_gpu(0, **{"Group size": 1, "Process Group Ranks": "[0.7]"})], "Process Group Ranks: .*a whole number"),
+        (
+            [profile(0, [*on_gpu(0)["traceEvents"], slice_of("ProfilerStep#1", "user_annotation", 40, 50)])],
+            "none of its 1 collectives begins between 40000.0 us and 50000.0 us, in its steps",
+        ),
     ],
 )
 def test_an_incomplete_profile_is_refused(profiles, message):

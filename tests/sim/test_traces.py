@@ -294,3 +294,26 @@ def test_a_job_says_that_network_interfaces_are_one(tmp_path, capsys) -> None:
     for action in ("import", "replay"):
         assert main(["sim", action, str(tmp_path / "two.goal")]) == 0
         assert "simplified: 1 ranks use up to 2 network interfaces (nic)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("goal", "status", "says"),
+    [
+        (PING_PONG.replace("rank 0 {", "rank 0 {\n  long: calc 4000000000000"), 1, "raise it, or make the job"),
+        (PING_PONG.replace("1440b", "17592186044416b"), 2, "the number of packets of a message of 17,592"),
+    ],
+)
+def test_replay_says_how_to_change_settings_that_it_has_no_option_for(tmp_path, capsys, goal, status, says) -> None:
+    (path := tmp_path / "a.goal").write_text(goal)
+    assert main(["sim", "replay", str(path)]) == status
+    err = capsys.readouterr().err
+    assert says in err
+    assert "`dlcp sim import --output FILE` writes an experiment, where these settings can be changed" in err
+
+
+def test_links_that_no_switch_can_buffer_for_are_named(tmp_path, capsys) -> None:
+    (path := tmp_path / "a.goal").write_text(PING_PONG)
+    options = ["--transport", "nscc", "--delay-us", "1e6"]
+    for command in (["replay"], ["import", "--output", str(tmp_path / "a.yaml")]):
+        assert main(["sim", *command, str(path), *options]) == 2
+        assert "the switches' buffer, five bandwidth-delay products in packets, is" in capsys.readouterr().err
