@@ -454,8 +454,13 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _all(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.results import ReportError
+
     status = _run_all(arguments)
-    return _report(arguments) or status
+    try:
+        return _report(arguments) or status
+    except ReportError as error:
+        return refuse("sim", error, status or 2)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

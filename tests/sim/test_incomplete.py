@@ -72,7 +72,7 @@ def test_sweep_report_and_all_leave_incomplete_runs_out_and_say_so(stopped, tmp_
 def test_a_report_of_incomplete_runs_alone_says_why_it_is_empty(stopped, tmp_path, capsys) -> None:
     stopped.write_text(STOPPED.replace(", {name: one, set: {training.0.steps: 1, stop_s: 1}}", ""))
     out = str(tmp_path / "out")
-    assert main(["sim", "all", str(stopped), "--out", out, "--processes", "1"]) == 2
+    assert main(["sim", "all", str(stopped), "--out", out, "--processes", "1"]) == 1
     assert f"stop: no run is complete: {SAYS}" in capsys.readouterr().err
 
 
