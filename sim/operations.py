@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dlcp.sim import collectives
 from dlcp.sim.collectives import AllReduceSpec
@@ -201,6 +202,8 @@ class TraceTraffic:
         The largest message whose sender does not wait for the receiver; None for the trace's own.
     compute_factor
         Factor on the durations of computations.
+    ranks_per_node
+        Consecutive ranks of a node: what they send each other takes no time, and only the rest crosses the network.
     """
 
     hosts: Sequence[int]
@@ -211,6 +214,7 @@ class TraceTraffic:
     algorithm: TraceAlgorithm | None = None
     eager_bytes: int | None = None
     compute_factor: float = 1.0
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +547,19 @@ class _Assembly:
             builder.barrier([self._ends[self._number(*each)] for each in step], watched=True)
             for step in self._workload.steps
         ]
-        return TraceGraph(builder.build(), tuple(ends), max(1, self._serials))
+        graph = builder.build()
+        if self._traffic.ranks_per_node > 1:
+            self._keep_within_nodes(graph.nodes)
+        return TraceGraph(graph, tuple(ends), max(1, self._serials))
+
+    def _keep_within_nodes(self, nodes: NDArray[Any]) -> None:
+        """Make delays of nothing out of messages between ranks of a node."""
+        hosts = np.asarray(self._traffic.hosts)
+        node_of = np.full(hosts.max() + 1, -1)
+        node_of[hosts] = np.arange(len(hosts)) // self._traffic.ranks_per_node
+        within = (nodes["size_bytes"] > 0) & (node_of[nodes["source"]] == node_of[nodes["target"]])
+        nodes["size_bytes"][within] = 0
+        nodes["target"][within] = nodes["source"][within]
 
     def _followed(self) -> tuple[set[int], set[int]]:
         """Return the operations whose end, and those whose beginning, something waits for."""

@@ -374,6 +374,9 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         and no limit for others.
     compute_factor
         Factor on the durations of computations: 0.5 is a processor that is twice as fast.
+    ranks_per_node
+        Consecutive ranks that share a node: what they send each other takes no time, as if their links within it were
+        much faster, and only traffic between nodes crosses the network.
     flops
         Operations per second of a GPU, for Chakra's computations without a duration.
     groups
@@ -394,6 +397,7 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     collective: Literal["ring", "direct", "tree"] | None = None
     eager_bytes: BytesOrNone | None = None
     compute_factor: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    ranks_per_node: Count = 1
     flops: Annotated[float, Meta(ge=1, le=FLOPS_MAX)] | None = None
     groups: dict[str, tuple[HostNumber, ...]] = {}
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0

@@ -178,6 +178,11 @@ def place_traces(traces: Sequence[TraceJob], taken: Collection[int], hosts: int,
             count = len(read_trace(job).ranks)
         except TraceFormatError as error:
             raise PlaceError(str(error), "traces", number, "file") from None
+        if count > 1 and job.ranks_per_node >= count:
+            raise PlaceError(
+                f"{job.file} has {count} ranks, all on one node: nothing would cross the network; make nodes smaller",
+                *("traces", number, "ranks_per_node"),
+            )
         if not job.hosts:
             free = [host for host in range(hosts) if host not in used]
             if len(free) < count:
@@ -258,6 +263,7 @@ class TraceProgress:
             algorithm=job.collective,
             eager_bytes=job.eager_bytes,
             compute_factor=job.compute_factor,
+            ranks_per_node=job.ranks_per_node,
         )
         return workload_graph(self.workload, traffic)
 

@@ -26,7 +26,9 @@ from dlcp.configuration import Range
 from dlcp.error_text import nearest
 
 _OUT: Final = Path("out/sim")
-_TRACE_FIELDS: Final = (*("ranks", "repeat", "transport", "collective", "compute_factor", "flops", "eager_bytes"),)
+_TRACE_FIELDS: Final = (
+    *("ranks", "ranks_per_node", "repeat", "transport", "collective", "compute_factor", "flops", "eager_bytes"),
+)
 """Options of a trace that are fields of its job."""
 _TABLE_KINDS: Final[dict[Literal["csv", "parquet"], str]] = {"csv": "CSV", "parquet": "Parquet"}
 """Options that name a folder for tables, and the names of their formats."""
@@ -164,6 +166,8 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     trace = "GOAL, Chakra (NAME.0.et), `dlcp train --trace`, or PyTorch's profile (or a folder of them)"
     parser.add_argument("trace", metavar="TRACE", help=trace)
     add(parser, "--ranks", "N", whole(1), "ranks, if a file of one rank stands for all")
+    within = "ranks of a node: only traffic between nodes crosses the network (default: 1)"
+    add(parser, "--ranks-per-node", "N", whole(1), within, default=1)
     add(parser, "--repeat", "N", whole(1), "how often the job runs", default=1)
     # Their choices are those of dlcp.sim, which takes a while to load.
     fabrics = "star, leaf_spine, fat_tree, dragonfly or rail_optimised, or a file of hosts, switches and links"

@@ -312,3 +312,10 @@ def test_what_a_trace_cannot_express_is_refused(tmp_path):
     empty.delays(0)
     with pytest.raises(ValueError, match="nothing to write"):
         write_goal(empty.build(), tmp_path / "job.goal")
+
+
+def test_only_traffic_between_nodes_crosses_the_network():
+    text = ranks("send 1440b to 1", "r: recv 1440b from 0\ns: send 1440b to 2\ns requires r", "recv 1440b from 1")
+    assert end_of(text) > 2 * ONE_WAY_PS
+    assert end_of(text, ranks_per_node=2) == ONE_WAY_PS
+    assert end_of(ranks("send 1440b to 1", "recv 1440b from 0", "calc 3"), ranks_per_node=2) == 3000

@@ -12,7 +12,14 @@ from dlcp.cli import main
 from dlcp.sim import simulate
 from dlcp.sim.chakra import write_chakra
 from dlcp.sim.experiment import ExperimentRun, RunSetting, read
-from dlcp.sim.operations import TraceFormatError, TraceTraffic, workload_graph
+from dlcp.sim.operations import (
+    OperationKind,
+    RankOperation,
+    TraceFormatError,
+    TraceTraffic,
+    Workload,
+    workload_graph,
+)
 from dlcp.sim.running import digest, run
 from dlcp.sim.scenario import TraceJob
 from dlcp.sim.trace_experiment import job_graph, write_trace
@@ -317,3 +324,21 @@ def test_links_that_no_switch_can_buffer_for_are_named(tmp_path, capsys) -> None
     for command in (["replay"], ["import", "--output", str(tmp_path / "a.yaml")]):
         assert main(["sim", *command, str(path), *options]) == 2
         assert "the switches' buffer, five bandwidth-delay products in packets, is" in capsys.readouterr().err
+
+
+def test_only_a_collectives_messages_between_nodes_cross_the_network():
+    operation = RankOperation(OperationKind.COLLECTIVE, "sum", "job", size_bytes=4000, group=(0, 1, 2, 3))
+    workload = Workload("job", [[operation]] * 4)
+    sent = {}
+    for ranks in (1, 2):
+        nodes = workload_graph(workload, TraceTraffic([7, 5, 3, 1], 0, ranks_per_node=ranks)).graph.nodes
+        sends = nodes[nodes["size_bytes"] > 0]
+        sent[ranks] = sorted(zip(sends["source"].tolist(), sends["target"].tolist(), strict=True))
+    assert set(sent[1]) == {(7, 5), (5, 3), (3, 1), (1, 7)}
+    assert sent[2] == [pair for pair in sent[1] if pair in ((5, 3), (1, 7))]
+
+
+def test_ranks_that_all_share_a_node_are_refused(tmp_path, capsys):
+    (path := tmp_path / "a.goal").write_text(PING_PONG)
+    assert main(["sim", "replay", str(path), "--ranks-per-node", "2"]) == 2
+    assert "2 ranks, all on one node: nothing would cross the network" in capsys.readouterr().err
