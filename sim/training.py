@@ -383,13 +383,7 @@ def _whole_profile(job: TrainingJob) -> StepProfile:
     if size := parse_size(job.model):
         return bare_profile(size, job.bytes_per_value)
     if job.model.endswith((".yaml", ".yml", ".json")):
-        profile = read_profile(Path(job.model))
-        if job.batch not in (None, profile.batch):
-            raise ValueError(
-                f"batch {job.batch} has no effect: {job.model} was measured with {profile.batch} samples a step; omit "
-                f"it, or measure again with dlcp sim profile --batch {job.batch}"
-            )
-        return profile
+        return read_profile(Path(job.model))
     return step_profile(job.model, job.gpu, job.gpu_precision, job.batch)
 
 

@@ -183,7 +183,7 @@ def test_a_path_that_fails_while_training_costs_no_gradient(collective, caplog):
                 group.average(got[-1])
             return got, group.active, group.reason
 
-        results = together(3, train, through(network, ports, collective=collective))
+        results = together(3, train, through(network, ports, collective=collective, precision="32"))
     for got, active, reason in results:
         assert not active
         assert "rank" in reason

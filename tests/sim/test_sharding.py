@@ -7,7 +7,7 @@ import pytest
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.experiment import ExperimentRun, RunSetting
 from dlcp.sim.graph import Graph
-from dlcp.sim.models import StepProfile, TimedLayer, joined_layers, step_profile, write_profile
+from dlcp.sim.models import StepProfile, TimedLayer, joined_layers, step_profile
 from dlcp.sim.packet_engine import PacketEngineName
 from dlcp.sim.running import run
 from dlcp.sim.scenario import SwitchSpec
@@ -189,15 +189,6 @@ def test_parameters_are_never_lost_and_gradients_within_the_bound(name: str) -> 
     assert set(queues[parameters].tolist()) == {6}
     assert set(queues[gradients].tolist()) == {2, 3, 4, 5, 6}
     assert nodes["order"][parameters].max() < nodes["order"][gradients].min()
-
-
-def test_a_batch_that_is_not_the_profiles_is_refused(tmp_path) -> None:
-    path = tmp_path / "own.yaml"
-    write_profile(StepProfile("own", (TimedLayer("one", 1000, 1e-3, 2e-3, 8),), 4, "made up"), path)
-    for batch in (None, 4):
-        assert profile_of(job(model=str(path), sharding="none", batch=batch)).batch == 4
-    with pytest.raises(ValueError, match="was measured with 4 samples a step"):
-        profile_of(job(model=str(path), sharding="none", batch=8))
 
 
 def test_blocks_are_sharded_as_one() -> None:
