@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packets in pieces: cut by the sender, joined by the receiver. A packet of which a piece is lost is lost; as it is
- * retransmitted with the same contents, pieces of either transmission join. */
+/* Packets in pieces: cut by the sender, joined by the receiver. A lost piece loses its packet; as that is retransmitted
+ * with the same contents, pieces of either transmission join. */
 
 #include <stdlib.h>
 

@@ -7,7 +7,7 @@
 /* A piece has its packet's header, with PIECE and PROTECTED. After it come the packet's flags, a zero, the piece's
  * offset in the packet's payload, and the length of that, each in two bytes. Offsets are multiples of PIECE_UNIT. */
 enum { PIECE = 0x08, PIECE_HEAD_BYTES = 6, PIECE_UNIT = 8 };
-/* Packets of which a part has arrived, per peer. A burst's pieces follow each other, so only losses and other paths
+/* Packets that have arrived in part, per peer. A burst's pieces follow each other, so only losses and other paths
  * leave several incomplete. */
 enum { ASSEMBLIES = 32 };
 
