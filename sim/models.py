@@ -516,6 +516,7 @@ def _with_tokens(
     """Call with a model's input: with tokens of all its embeddings, if numbers go into some; return what was given."""
     functional = torch.nn.functional
 
+    # `torch` is loaded only where it is needed, so type checkers do not know this class.
     class Checked(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         """Checks what goes into embeddings, with and without a module."""
 
