@@ -8,6 +8,7 @@ DLCP, and all stop.
 """
 
 import json
+import os
 import secrets
 import socket
 import threading
@@ -137,7 +138,13 @@ class Agreement:
         """
         self.publish("here", secrets.token_hex(16))
         if self._sealed and self._secret is not None:
-            drawn = _collect_from_all(self, "here", f"has not joined with the job's secret: {CHECK.format(call)}")
+            try:
+                drawn = _collect_from_all(self, "here", f"has not joined with the job's secret: {CHECK.format(call)}")
+            except BaseException as problem:
+                self.give_up(str(problem))
+                raise
+            if gone := [rank for rank, value in drawn.items() if value is None]:
+                raise NotJoinedError(f"rank {gone[0]} has given up waiting for rank {self.rank}: {CHECK.format(call)}")
             key = proof(self._secret, b"session", *(drawn[rank].encode() for rank in range(self.size)))
             self._sealed.begin_session(key)
             self.token = session_token(key)
@@ -229,6 +236,14 @@ class Agreement:
         """Propose a verdict; return the one in force, which is the first that any rank proposed."""
         return bytes(self.store.compare_set(self.VERDICT, "", proposal)).decode()
 
+    def give_up(self, reason: str) -> None:
+        """Tell ranks that join later that this one has left before they met, so that they do not wait for it."""
+        with suppress(RuntimeError):  # the store is gone
+            if self._sealed:  # without the session's key, they would refuse the verdict
+                self.publish("here", None)
+            else:
+                self.decide(reason)
+
     def speaker(self) -> bool:
         """Return whether this rank logs the verdict: the lowest rank that joins within the deadline does."""
         lower = range(self.rank)
@@ -243,14 +258,30 @@ class Agreement:
         return self.published(topic, range(self.size))
 
 
+_PROCESS: Final = secrets.token_hex(8)
+"""Differs between the processes that are one rank in turn."""
+
+
 def next_number(store: KeyValueStore, rank: int) -> int:
     """Return the number of a rank's next agreement in a store; all ranks must open them in the same order.
 
-    The store counts, not the process: one that has survived its peers' former processes meets the new ones.
+    The store counts, not the process: one that has survived its peers' former processes meets the new ones. A rank
+    also takes part in a failed agreement that another one's process has outlived, so that the same calls still meet.
+    It skips agreements that only ended processes have opened, where it would meet nobody.
     """
-    key = f"opened/{rank}"
-    number = int(store.get(key)) + 1 if store.check([key]) else 0
-    store.set(key, str(number))
+    key, process = f"opened/{rank}", f"{os.getpid()}-{_PROCESS}"  # a fork has the same text, but another ID
+    last, opener = -1, ""
+    if store.check([key]):
+        number_text, opener = store.get(key).decode().split()
+        last = int(number_text)
+    if opener == process:
+        store.set(f"outlived/{last}", "yes")
+    number, newest = last + 1, int(store.compare_set("newest", "", "0"))
+    while number < newest and not store.check([f"outlived/{number}"]):
+        number += 1
+    while newest < number:
+        newest = int(store.compare_set("newest", str(newest), str(number)))
+    store.set(key, f"{number} {process}")
     return number
 
 

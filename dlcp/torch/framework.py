@@ -38,6 +38,7 @@ _sessions: "weakref.WeakKeyDictionary[LeavesAtExit, dist.ProcessGroup | None]" =
 
 def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement:
     """Open the next agreement of a process group; its ranks must open them in the same order."""
+    secret = _secret_of(options)  # before the number: a rank that fails here has opened none
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     name = f"dlcp/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'world'}"
@@ -45,8 +46,8 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
         # torchrun's own store outlives its ranks and their entries.
         name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store, rank = PrefixStore(name, store), dist.get_rank(group)
-    number = next_number(store, rank)
-    return _agreement(PrefixStore(str(number), store), rank, len(ranks), options)
+    store = PrefixStore(str(next_number(store, rank)), store)
+    return Agreement(store, rank, len(ranks), options.meet_s, secret, _host_of(store))
 
 
 class LeavesAtExit(Protocol):
@@ -82,12 +83,12 @@ def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
     return destroy_process_group
 
 
-def _agreement(store: Store, rank: int, size: int, options: Options) -> Agreement:
+def _secret_of(options: Options) -> bytes | None:
     if names := options.given(Trait.WITHOUT_TORCH):
         raise ValueError(
             f"PyTorch's store, where these ranks meet, has no TLS: omit {', '.join(names)}, and set secret_file"
         )
-    return Agreement(store, rank, size, options.meet_s, configured_secret(options), _host_of(store))
+    return configured_secret(options)
 
 
 def _host_of(store: Store) -> str | None:
@@ -119,17 +120,24 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
     if size == 1:  # nothing will ever be sent to its socket
         sock = bind(options.with_(bind=""), OwnAddresses("127.0.0.1"))
         return Endpoint(rank, sock, {}, job=options.job, token=1, options=options.transport(size))
+    secret = _secret_of(options)  # before the number, as above
+    # A group may be made again over the same store, which keeps the last one's entries.
+    store = PrefixStore(str(next_number(store, rank)), store)
+    agree = functools.partial(
+        Agreement, PrefixStore("dlcp", store), rank, size, options.meet_s, secret, _host_of(store)
+    )
     store.set(f"here/{rank}", "")
     keys = [f"here/{peer}" for peer in range(size)]
     try:
         store.wait(keys, timeout)
     except Exception as error:
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-        raise RuntimeError(
+        problem = (
             f"rank {rank}: of {size} ranks, {missing} have not joined the group in {timeout.total_seconds():.0f} s"
-        ) from error
-    agreement = _agreement(PrefixStore("dlcp", store), rank, size, options)
-    return join(options, agreement, call="init_process_group").endpoint
+        )
+        agree().give_up(problem)
+        raise RuntimeError(problem) from error
+    return join(options, agree(), call="init_process_group").endpoint  # meet_s begins now
 
 
 def copy_from_first_rank(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -235,16 +235,16 @@ class State:
         self._alone = size == 1
         if self._alone:
             return None
-        agreement = agreement_of(group, options)
         averager = StepAverager(
             options,
-            agreement.rank,
+            dist.get_rank(group),
             range(size),
             ledger=self.ledger,
             feedback=self.feedback,
             tagger=self.tagger,
             gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         )
+        agreement = agreement_of(group, options)
         self.session = TrainingSession(averager, fallback(agreement))
         try:
             self.session.join(agreement, call=call, export_bytes=export_bytes)

@@ -91,3 +91,32 @@ def test_a_survivor_meets_a_new_process(way, survivor):
     finally:
         old.kill()
         old.join()
+
+
+@pytest.mark.parametrize("secret", ["", "the secret of these ranks"])
+def test_ranks_that_failed_alone_meet_when_they_try_again(secret, monkeypatch):
+    from torch.distributed import HashStore
+
+    from dlcp.session.joining import NotJoinedError
+    from dlcp.session.options import Options
+    from dlcp.torch.framework import endpoint_of_new_group
+    from tests.group.group_ranks import on_ranks
+
+    monkeypatch.setenv("DLCP_SECRET", "short")
+    store, options = HashStore(), Options(bind="127.0.0.1", meet_s=20.0)
+
+    def attempt(rank, wait_s):
+        endpoint_of_new_group(options, store, rank, 2, timedelta(seconds=wait_s)).close()
+
+    with pytest.raises(ValueError, match="a secret needs at least"):
+        attempt(0, 60)
+    monkeypatch.setenv("DLCP_SECRET", secret)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"\[1\] have not joined the group"):
+            attempt(0, 0.01)
+    begin = time.monotonic()
+    for _ in range(2):  # rank 0 has left both
+        with pytest.raises(NotJoinedError, match="rank 0"):
+            attempt(1, 60)
+    assert time.monotonic() - begin < options.meet_s, "rank 1 waited for rank 0"
+    assert on_ranks(2, lambda rank: attempt(rank, 20)) == {0: None, 1: None}

@@ -12,13 +12,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but without types
 
 from dlcp.backend.channel import AllowedLoss
 from dlcp.backend.process_group import Collectives
 from dlcp.configuration import Trait
 from dlcp.ledger import Ledger
-from dlcp.session.joining import next_number
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
 from dlcp.tags import Tagger
 from dlcp.torch.backend.process_group import ProcessGroup
@@ -76,9 +74,7 @@ def create(given: Any, options: Options | None) -> ProcessGroup:
     timeout: timedelta = given.timeout
     limit_s = min(timeout.total_seconds(), SECONDS.most)
     options = options.with_(collective="direct", deadline_s=limit_s, silence_s=min(options.silence_s, limit_s))
-    # A group may be made again over the same store, which keeps the last one's entries.
-    store = PrefixStore(str(next_number(given.store, given.group_rank)), given.store)
-    endpoint = endpoint_of_new_group(options, store, given.group_rank, given.group_size, timeout)
+    endpoint = endpoint_of_new_group(options, given.store, given.group_rank, given.group_size, timeout)
     return ProcessGroup(Collectives(endpoint, given.group_size, given.group_id))
 
 
