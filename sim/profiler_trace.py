@@ -65,6 +65,8 @@ _BYTES: Final = {
 _KERNELS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _READ: Final = (*_KERNELS, "user_annotation", "cpu_op")
 """Categories of the profiler's events that are read."""
+_ROUNDING_US: Final = 1.0
+"""Overlap of steps that rounding explains: as floats, microseconds since 1970 are multiples of 0.25."""
 _MAIN_THREAD: Final = 0
 _BUCKET: Final = re.compile(r"bucket (\d{1,9})$")
 _T = TypeVar("_T")
@@ -495,12 +497,18 @@ class _Profile:
         on_gpu = communication[0]["cat"] in _KERNELS
         steps = sorted(
             (
-                (each["ts"], each["ts"] + each["dur"], each.get("tid"))
+                (each["ts"], each["ts"] + each["dur"], each.get("tid"), each["name"])
                 for each in self._events
                 if each["name"].startswith("ProfilerStep#") and each.get("cat") == "user_annotation"
             ),
             key=lambda step: step[:2],
         )
+        for (_, end, _, before), (begin, _, _, after) in pairwise(steps):
+            if end - begin > _ROUNDING_US:
+                raise TraceFormatError(
+                    f"{self.path}: {after} begins at {begin} us, before {before} ends at {end} us; give the profile of "
+                    "a single profiler, as it was written"
+                )
         if on_gpu:
             busy = [each for each in self._events if each.get("cat") in _KERNELS and not self._is_exchange(each)]
         else:
@@ -511,7 +519,7 @@ class _Profile:
         trace = _RankTrace(str(self.path))
         spans = _union(busy)
         if steps:
-            trace.steps = [steps[0][0], *(end for _, end, _ in steps)]
+            trace.steps = [steps[0][0], *(end for _, end, *_ in steps)]
         else:
             every = [*spans, *((each["ts"], each["ts"] + each["dur"]) for each in communication)]
             trace.steps = [min(begin for begin, _ in every), max(end for _, end in every)]

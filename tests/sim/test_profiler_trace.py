@@ -260,6 +260,14 @@ def test_groups_are_listed_by_the_event_or_by_the_profile():
             [profile(0, [*on_gpu(0)["traceEvents"], slice_of("ProfilerStep#1", "user_annotation", 40, 50)])],
             "none of its 1 collectives begins between 40000.0 us and 50000.0 us, in its steps",
         ),
+        (
+            [profile(0, [*on_cpu(0)["traceEvents"], slice_of("ProfilerStep#7", "user_annotation", 1010, 1020)])],
+            "ProfilerStep#7 begins at 1010000.0 us, before ProfilerStep#0 ends at 1035000.0 us",
+        ),
+        (
+            [profile(0, [*on_cpu(0)["traceEvents"], slice_of("ProfilerStep#2", "user_annotation", 1069.9, 1105)])],
+            "ProfilerStep#2 begins at 1069900.0 us, before ProfilerStep#1 ends at 1070000.0 us",
+        ),
     ],
 )
 def test_an_incomplete_profile_is_refused(profiles, message):
