@@ -6,7 +6,7 @@ has, so a mistake in one of those is still reported as such.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 _HEAD: Final = 4096
@@ -51,7 +51,11 @@ _DOCUMENTS: Final[tuple[tuple[Callable[[dict[str, Any]], bool], str, str], ...]]
     (_is_tutorial, "the topology.json of p4lang's tutorials", _TO_NETWORK),
     (_nested("topology", "nodes", "kinds"), "containerlab's topology", _TO_NETWORK),
     (_has("application", "controllers", "hosts"), "a network of MiniEdit (Mininet)", _TO_NETWORK),
-    (_has("npus_count"), "ASTRA-sim's network configuration", "name a `topology` in the experiment (docs/simulate.md)"),
+    (
+        lambda content: "npus_count" in content or _has("topology", "bandwidth", "latency")(content),
+        "ASTRA-sim's network configuration",
+        "name a `topology` in the experiment (docs/simulate.md)",
+    ),
     (
         lambda content: any(name.endswith("-implementation") or name == "scheduling-policy" for name in content),
         "ASTRA-sim's system configuration",
@@ -73,8 +77,8 @@ _DOCUMENTS: Final[tuple[tuple[Callable[[dict[str, Any]], bool], str, str], ...]]
 )
 """Marks of a document, the name of its format, and what to do."""
 _TEXTS: Final = (
-    (r"Nodes\s+\d+\s+Connections\s+\d+", "htsim's connection matrix (.cm)", _TO_GOAL),
-    (r"Nodes\s+\d+\s+(?:\w+\s+\S+\s+)*Tiers\s+\d+", "htsim's topology (.topo)", _TO_NETWORK),
+    (r"(?i)nodes\s+\d+\s+connections\s+\d+", "htsim's connection matrix (.cm)", _TO_GOAL),
+    (r"(?i)nodes\s+\d+\s+(?:\w+\s+\S+\s+)*tiers\s+\d+", "htsim's topology (.topo)", _TO_NETWORK),
     (r"(?:DATA|MODEL|MICRO|HYBRID|DISTRIBUTED)\w*\b[^\n]*\n\s*\d+\s*\n", "a workload of ASTRA-sim or SimAI", _TO_ET),
     (r"(?:<\?xml[^>]*>\s*)?(?:<!DOCTYPE[^>]*>\s*)?<platform\b", "SimGrid's platform", _TO_NETWORK),
     (r"(?:<\?xml[^>]*>\s*)?<(?:system|graphs)\b", "NCCL's topology", _TO_NETWORK),
@@ -99,8 +103,15 @@ _MAGIC: Final = (
     (b"\xd4\xc3\xb2\xa1", "a capture of packets (pcap)", _TO_TRACE),
     (b"\x0a\x0d\x0d\x0a", "a capture of packets (pcapng)", _TO_TRACE),
     ((4223).to_bytes(8, "little"), "a job in binary GOAL", "replay it with `dlcp sim replay`"),
+    (
+        # Two messages with their lengths: metadata (empty, or a version or an attribute first) and a node.
+        rb"[\x80-\xff]{0,2}(?:\0[\x80-\xff]{0,3}[\x02-\x7f][\x08\x12]"
+        rb"|[\x02-\x7f](?:\n[\x01-\x08\x0b\x0c\x0e-\x1f]\d|\x12[^\n]{1,2}\n))",
+        "a Chakra trace",
+        "name it NAME.RANK.et and replay it with `dlcp sim replay`",
+    ),
 )
-"""The same for binary files."""
+"""The same for binary files, as patterns of bytes."""
 
 
 def foreign_format(raw: bytes, content: Any = None) -> str:
@@ -111,19 +122,23 @@ def foreign_format(raw: bytes, content: Any = None) -> str:
     raw
         The beginning of the file, or all of it.
     content
-        Its content, if it is YAML or JSON.
+        Its content, if it is YAML or JSON; None if it cannot be read as either.
     """
-    for magic, name, advice in _MAGIC:
-        if raw.startswith(magic):
-            return f"this is {name}, which is not supported here: {advice}"
-    if isinstance(content, dict):
-        for matches, name, advice in _DOCUMENTS:
-            if matches(content):
-                return f"this is {name}, which is not supported here: {advice}"
-        return ""
-    # Tools skip comments and empty lines before the first statement.
-    text = re.sub(r"\A(?:\s|#[^\n]*\n|//[^\n]*\n)+", "", raw[:_HEAD].decode(errors="replace"))
-    for pattern, name, advice in _TEXTS:
-        if re.match(pattern, text):
-            return f"this is {name}, which is not supported here: {advice}"
+    for name, advice in _recognized(raw, content):
+        return f"this is {name}, which is not supported here: {advice}"
     return ""
+
+
+def _recognized(raw: bytes, content: Any) -> Iterator[tuple[str, str]]:
+    """Yield the names of formats that a file may have, and what to do; the first is the best."""
+    yield from ((name, advice) for pattern, name, advice in _MAGIC if re.match(pattern, raw))
+    if not isinstance(content, dict):
+        # Tools skip comments and empty lines before the first statement.
+        text = re.sub(r"\A(?:\s|#[^\n]*\n|//[^\n]*\n)+", "", raw[:_HEAD].decode(errors="replace"))
+        yield from ((name, advice) for pattern, name, advice in _TEXTS if re.match(pattern, text))
+        if content is not None:
+            return
+        # Perhaps damaged YAML or JSON. In YAML, only the keys of the outermost level count.
+        keys = r"\"([\w-]+)\"\s*:" if text.startswith("{") else r"(?m)^[\"']?([\w-]+)[\"']?[ \t]*:(?=\s|\Z)"
+        content = dict.fromkeys(re.findall(keys, text))
+    yield from ((name, advice) for matches, name, advice in _DOCUMENTS if matches(content))
