@@ -358,7 +358,7 @@ class ModelInput:
         The model takes tokens below this number; 0 takes random numbers, or tokens if these go into an embedding.
     batch_from
         ``MODULE:FUNCTION``, which returns the input of a number of samples instead: a tensor, a tuple of arguments, or
-        a dict of keyword arguments.
+        a dict of keyword arguments. The first or second dimension of a tensor must have that number.
     """
 
     batch: int
@@ -374,6 +374,13 @@ class ModelInput:
                 raise ProfileError(
                     f"{self.batch_from} returned nothing; it must return a tensor, a tuple of arguments, or a dict of "
                     "keyword arguments"
+                )
+            shapes = [tuple(tensor.shape) for tensor in _tensors(torch, found)]
+            # Sequences may come first, and the samples second.
+            if shapes and not any(self.batch in shape[:2] for shape in shapes):
+                raise ProfileError(
+                    f"{self.batch_from} was asked for {self.batch} samples, and returned a tensor of shape {shapes[0]}"
+                    ": return as many as its argument says, in the first or second dimension"
                 )
             if isinstance(found, Mapping):
                 return (), {name: _moved(torch, value, device) for name, value in found.items()}
@@ -684,7 +691,7 @@ def _median(passes: Sequence[Mapping[str, float]], path: str) -> float:
 
 
 def _tensors(torch: Any, value: Any) -> list[Any]:
-    """Return the tensors of a model's output: one, or any nesting of them."""
+    """Return the tensors of a model's input or output: one, or any nesting of them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if dataclasses.is_dataclass(value) and not isinstance(value, (Mapping, type)):

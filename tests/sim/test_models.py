@@ -164,6 +164,9 @@ def one_hot(): return OneHot(4, 2)
 def scripted(): return torch.jit.script(nn.Linear(4, 4))
 def many(count): return torch.full((count, 3), 50)
 def nothing(count): pass
+def always_four(count): return torch.zeros(4, 5, dtype=torch.long)
+def named_four(count): return {"more": [torch.zeros(4, dtype=torch.long)], "flag": True}
+def sequences_first(count): return torch.zeros(5, count, dtype=torch.long)
 """
 
 
@@ -184,6 +187,7 @@ def own_models(tmp_path_factory):
         ("Tokens", ModelInput(2, (5,)), 2),
         ("Tokens", ModelInput(2, (5,), vocabulary=7), 2),
         ("Tokens", ModelInput(2, batch_from="own_models:masked"), 2),
+        ("Tokens", ModelInput(3, batch_from="own_models:sequences_first"), 2),
         ("Wrapped", ModelInput(2, (5,)), 2),
         ("in_place", ModelInput(3, (4,)), 3),
         ("functional", ModelInput(2, (5,)), 1),
@@ -222,6 +226,11 @@ def test_what_is_wrong_with_a_model_is_one_sentence(own_models, function: str, r
     [
         ("many", "own_models:many: an embedding takes whole numbers from 0 to 4, and got others"),
         ("nothing", "own_models:nothing returned nothing; it must return a tensor, a tuple"),
+        (
+            "always_four",
+            r"always_four was asked for 2 samples, and returned a tensor of shape \(4, 5\): return as many",
+        ),
+        ("named_four", r"named_four was asked for 2 samples, and returned a tensor of shape \(4,\): return as many"),
     ],
 )
 def test_what_is_wrong_with_a_models_input_is_one_sentence(own_models, function: str, reason: str) -> None:
