@@ -26,7 +26,8 @@ class Command(NamedTuple):
     """
 
     purpose: str
-    wraps: bool = False
+    wraps: str = ""
+    """What it wraps: torchrun, whose options it passes on, or a command."""
     needs: str = ""
     """The package extra that it needs, as in ``pip install 'dlcp[EXTRA]'``."""
     examples: str = ""
@@ -51,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 COMMANDS: Final = {
     "train": Command(
         "run an unchanged training script with DLCP, as torchrun would",
-        True,
+        "torchrun",
         needs="torch",
         examples="""
 dlcp train --nproc-per-node 4 script.py --epochs 3
@@ -60,7 +61,7 @@ dlcp train --option precision=8 --live 9465 --nproc-per-node 4 -m package.traini
     ),
     "launch": Command(
         "start a command once per rank, whatever framework it uses",
-        True,
+        "a command",
         examples="""
 dlcp launch -n 4 python script.py
 dlcp launch -n 4 --nodes 2 --node 1 --master 10.0.0.1:29500 python script.py
@@ -68,7 +69,7 @@ dlcp launch -n 4 --nodes 2 --node 1 --master 10.0.0.1:29500 python script.py
     ),
     "doctor": Command(
         "report what works here, which options are in force, and what DLCP can gain",
-        True,
+        "torchrun",
         examples="""
 dlcp doctor --all-options
 dlcp doctor --listen                                   on one machine, then
@@ -78,7 +79,7 @@ dlcp doctor --nproc-per-node 4 script.py               what DLCP can gain for a 
     ),
     "advise": Command(
         "measure a training script and recommend settings for it here, with reasons",
-        True,
+        "torchrun",
         needs="torch",
         examples="""
 dlcp advise --nproc-per-node 4 --save advice.json script.py
@@ -233,7 +234,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(COMMANDS if wanted == "completion" else [wanted])
     if not wanted or not COMMANDS[wanted].wraps:
         return parser.parse_args(argv)
-    end = _options_end(argv, argv.index(wanted) + 1, _options_of(parser, wanted))
+    try:
+        end = _options_end(argv, argv.index(wanted) + 1, _options_of(parser, wanted), wanted)
+    except LookupError as error:
+        print(f"dlcp {wanted}: {error.args[0]}", file=sys.stderr)
+        raise SystemExit(2) from None
     arguments, unknown = parser.parse_known_args(argv[:end])
     arguments.torchrun, arguments.script = unknown, list(argv[end:])
     if arguments.script[:1] == ["--"]:
@@ -243,28 +248,41 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _options_end(argv: Sequence[str], start: int, own: Mapping[str, argparse.Action]) -> int:
-    """Return where the options of a command and of torchrun end, and a script, ``-m`` or ``--`` begins."""
-    known = own
+def _options_end(argv: Sequence[str], start: int, own: Mapping[str, argparse.Action], command: str) -> int:
+    """Return where the options of a command and of torchrun end, and a script, ``-m`` or ``--`` begins.
+
+    Raises
+    ------
+    LookupError
+        An option is neither the command's nor torchrun's, so nobody knows whether the next word is its value.
+    """
+    known, is_all = own, COMMANDS[command].wraps != "torchrun"
     while start < len(argv) and argv[start].startswith("-") and argv[start] not in ("--", "-m", "--module"):
-        if argv[start].partition("=")[0] not in known:
-            known = {**_options_of_torchrun(), **own}
+        flag, equals, _ = argv[start].partition("=")
+        if flag not in known and not is_all:
+            torchrun = _options_of_torchrun()
+            known, is_all = {**torchrun, **own}, bool(torchrun)
+        meant = _meant(flag, known, own)
+        if is_all and not meant and not flag[1:2].isdecimal():  # else a negative number
+            places = f"dlcp {command}" if known is own else f"dlcp {command} or torchrun"
+            raise LookupError(f"{flag} is no option of {places}{closest(flag, known)}")
+        # Only the word itself decides: all that follows may be the script's.
         follows = start + 1 < len(argv) and not argv[start + 1].startswith("-")
-        start += 1 + (follows and _takes_value(argv[start], known, own))
+        has_value = bool(meant) and all(action.nargs != 0 for action in meant)
+        attached = equals or (flag not in known and flag[:2] != "--")
+        start += 1 + (follows and has_value and not attached)
     return start
 
 
-def _takes_value(word: str, known: Mapping[str, argparse.Action], own: Mapping[str, argparse.Action]) -> bool:
-    """Return whether the next word is this option's value. Unlike the command's ``own``, torchrun's may be abbreviated.
-
-    Only the word itself decides: all that follows may be the script's.
-    """
-    flag, equals, _ = word.partition("=")
+def _meant(
+    flag: str, known: Mapping[str, argparse.Action], own: Mapping[str, argparse.Action]
+) -> list[argparse.Action]:
+    """Return the options that a word may mean. Unlike the command's ``own``, torchrun's may be abbreviated."""
     if flag in known:
-        meant = [known[flag]]
-    else:
-        meant = [known[name] for name in known if word[:2] == "--" and name not in own and name.startswith(flag)]
-    return not equals and bool(meant) and all(action.nargs != 0 for action in meant)
+        return [known[flag]]
+    if flag[:2] != "--":  # with its value, as in -r3
+        return [known[flag[:2]]] if flag[:2] in known else []
+    return [known[name] for name in known if name not in own and name.startswith(flag)]
 
 
 def _options_of(parser: argparse.ArgumentParser, command: str) -> Mapping[str, argparse.Action]:

@@ -2,6 +2,7 @@
 """The command line as a whole."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -63,6 +64,30 @@ def test_a_script_begins_where_the_options_end(words, torchrun, script):
     arguments = cli.parse(["train", *words.split()])
     assert arguments.torchrun == torchrun.split()
     assert arguments.script == script.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("train --bogus 1 script.py", "dlcp train: --bogus is no option of dlcp train or torchrun\n"),
+        ("train --bogus=1 script.py", "--bogus is no option"),
+        ("train --trce x.json script.py", "--trce is no option of dlcp train or torchrun; did you mean --trace?"),
+        (
+            "train --nproc-per-nod=2 --nprocpernode 2 script.py",
+            "--nprocpernode is no .*; did you mean --nproc.per.node?",
+        ),
+        ("train --nnodes 1 -z 3 script.py", "-z is no option"),
+        ("advise --bogus 1 script.py", "dlcp advise: --bogus is no option of dlcp advise or torchrun"),
+        ("doctor --liste", "dlcp doctor: --liste is no option of dlcp doctor or torchrun; did you mean --listen?"),
+        ("launch --port 3 -- true", "dlcp launch: --port is no option of dlcp launch"),
+    ],
+)
+def test_an_unknown_option_is_named_and_not_its_value(capsys, words, problem):
+    pytest.importorskip("torch")
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(words.split())
+    assert stopped.value.code == 2
+    assert re.search(problem, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("words", ["--vers", "sim list --js", "fabric plan star.yaml --js", "bench allreduce --ite 3"])

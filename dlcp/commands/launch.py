@@ -52,8 +52,6 @@ def _layout(arguments: argparse.Namespace) -> JobLayout:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    if arguments.torchrun:
-        raise ValueError(f"there is no option {arguments.torchrun[0]}; the command's own options come after it")
     command = list(arguments.script)
     if not command:
         raise ValueError("no command: dlcp launch -n 4 python script.py")

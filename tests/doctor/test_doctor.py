@@ -174,9 +174,9 @@ def test_an_address_that_is_taken_cannot_be_listened_at(capsys):
 
 
 def test_unknown_words_are_refused(capsys):
-    assert main(["doctor", "--peers"]) == 2
-    assert "unknown: --peers" in capsys.readouterr().err
-    assert main(["doctor", "--peers", "x"]) == 2
+    assert main(["doctor", "--nproc-per-node", "2"]) == 2
+    assert "unknown: --nproc-per-node 2" in capsys.readouterr().err
+    assert main(["doctor", "x"]) == 2
     assert "there is no script x" in capsys.readouterr().err
 
 

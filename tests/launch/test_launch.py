@@ -116,7 +116,6 @@ def test_a_killed_process_is_told(tmp_path):
     [
         ([], "no command: dlcp launch -n 4 python script.py"),
         (["--", "no-such-program"], "there is no program no-such-program"),
-        (["--port", "3", "--", "true"], "there is no option --port"),
         (["--nodes", "2", "--", "true"], "several machines need --master"),
         (["--node", "1", "--", "true"], r"--node must lie in 0..0, got 1"),
         (["--master", "here", "--", "true"], "--master takes HOST:PORT, got 'here'"),
