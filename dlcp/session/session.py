@@ -322,6 +322,8 @@ class TrainingSession:
         self._recovery: threading.Thread | None = None
         self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
+        self._close_lock = threading.RLock()
+        """Held while closing: a second thread that closes returns after that. A signal handler may close again."""
         self._snapshots: SnapshotWriter | None = None
         self.compared: Callable[[], Mapping[str, Any]] | None = None
         self._exit = ExitCallback(self.leave_at_exit)
@@ -718,9 +720,14 @@ class TrainingSession:
         self.close(reason)
 
     def close(self, reason: str | None = None) -> None:
-        """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        if self.phase is SessionPhase.CLOSED or self._exit.is_fork:
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up. Any thread may call it."""
+        if self._exit.is_fork:
             return
+        with self._close_lock:
+            if self.phase is not SessionPhase.CLOSED:
+                self._close(reason)
+
+    def _close(self, reason: str | None) -> None:
         self._exit.cancel()
         with self.table.changed:
             self._closing.set()

@@ -107,7 +107,7 @@ class CrossStep(Optimizer):
         self.inner = optimizer
         self.traffic = traffic
         self._rank = dist.get_rank(group)
-        self._lock = threading.RLock()
+        self._lock, self._close_lock = threading.RLock(), threading.RLock()
         self._partial = PartialStep(optimizer)
         self._groups, self._outside = layer_groups(model, optimizer, group_bytes)
         self._places = {id(m.parameter): (layers, m) for layers in self._groups for m in layers.members}
@@ -274,8 +274,11 @@ class CrossStep(Optimizer):
 
         The model and the inner optimizer become ordinary again.
         """
-        if self._closed:
-            return
+        with self._close_lock:
+            if not self._closed:
+                self._close(reason)
+
+    def _close(self, reason: str | None) -> None:
         try:
             if reason is None and self._pending.failed is None:
                 self._finish()

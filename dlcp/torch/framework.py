@@ -193,8 +193,9 @@ class GlooWatch(PeerWatch):
 
     def close(self) -> None:
         """Destroy the Gloo group."""
-        if self._gloo:
-            self._gloo.close()
+        gloo, self._gloo = self._gloo, None
+        if gloo:
+            gloo.close()
 
 
 class GlooChannel:

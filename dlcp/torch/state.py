@@ -340,9 +340,9 @@ class State:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
         if self.session:
             self.session.close(reason)
-        for stager in filter(None, self._stagers.values()):
+        stagers, self._stagers = self._stagers, {}  # another thread may close, too
+        for stager in filter(None, stagers.values()):
             stager.close()
-        self._stagers.clear()
         self.attached, self._sequence = False, 0
         self.settle()
         # The next model may use all of its averages.

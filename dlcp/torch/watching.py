@@ -338,7 +338,7 @@ class StepWatch:
         self._comparison = RankComparison(self.rank, self.ranks, [each.name for each in self._clock.groups])
         self._uses: dict[TcpEnds, TcpUse] = tcp_connections()
         self._token = secrets.token_hex(4)
-        self._closing = threading.Event()
+        self._closing, self._close_lock = threading.Event(), threading.RLock()  # a signal handler may close again
         self._gave_up = False
         live = Options().live
         self._snapshots = WatchedRankWriter.open(self, live) if live and self._session is None else None
@@ -367,15 +367,18 @@ class StepWatch:
 
     def close(self, reason: str | None = None) -> None:
         """End watching, after a last exchange; with a ``reason``, because this rank gives up, without it."""
-        if self._closing.is_set() or self._exit.is_fork:
+        if self._exit.is_fork:
             return
-        self._exit.cancel()
-        self._clock.close()
-        self._gave_up = reason is not None
-        self._closing.set()
-        self._thread.join(LAST_REPORT_S)  # inside PyTorch when Python ends, it would abort the process
-        if self._snapshots:
-            self._snapshots.close(WATCHED, reason)
+        with self._close_lock:
+            if self._closing.is_set():
+                return
+            self._exit.cancel()
+            self._clock.close()
+            self._gave_up = reason is not None
+            self._closing.set()
+            self._thread.join(LAST_REPORT_S)  # inside PyTorch when Python ends, it would abort the process
+            if self._snapshots:
+                self._snapshots.close(WATCHED, reason)
 
     def leave_at_exit(self) -> None:
         """Close before the process group is destroyed."""

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from tests.group.group_ranks import on_ranks
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 
 pytest.importorskip("torch")
@@ -63,6 +64,21 @@ def test_closing_waits_for_a_recovery_that_is_about_to_begin(state, monkeypatch)
     assert close_while_it_leaves(state.session, state.reducer, begins) == []
     with pytest.raises(TransportError, match="cannot take over"):  # the recovery was over, not forgotten
         state.session.check()
+
+
+def test_threads_that_close_at_once_close_it_once(state, monkeypatch):
+    closings, second = [], threading.Event()
+
+    def close():
+        closings.append(threading.current_thread())
+        if len(closings) > 1:
+            second.set()
+        second.wait(0.2)  # time for the other thread to come here, too
+
+    monkeypatch.setattr(state.session.averager, "close", close)
+    assert on_ranks(2, lambda _: state.close()) == {0: None, 1: None}
+    assert len(closings) == 1
+    assert state.session.fallback.watch.close() is None
 
 
 def test_backward_says_what_was_wrong(state):
