@@ -52,6 +52,7 @@ _SHOWN: Final = 4
 TracedCollective = Literal[
     "all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "reduce_scatter", "barrier"
 ]
+_ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
 TraceAlgorithm = Literal["ring", "direct", "tree"]
 """All-reduces for any number of ranks, without parameters of their own."""
 
@@ -674,13 +675,23 @@ class _Assembly:
             job=traffic.job,
             step=self._serials,
         )
-        if kind in ("all_reduce", "barrier"):
-            algorithm = "tree" if kind == "barrier" else traffic.algorithm or self._workload.algorithm
-            return collectives.all_reduce(builder, algorithm, spec, after)
-        if kind in ("broadcast", "reduce", "gather", "scatter"):
-            rooted = getattr(collectives, kind)
-            return np.asarray(rooted(builder, spec, group.index(operation.peer), after))
-        return np.asarray(getattr(collectives, kind)(builder, spec, after))
+        algorithm = traffic.algorithm or self._workload.algorithm
+        return add_traced(builder, kind, algorithm, spec, group.index(operation.peer) if kind in _ROOTED else 0, after)
+
+
+def add_traced(
+    builder: GraphBuilder,
+    kind: TracedCollective,
+    algorithm: TraceAlgorithm,
+    spec: AllReduceSpec,
+    root: int,
+    after: Nodes,
+) -> Nodes:
+    """Add a traced collective, from the position of its root if it has one; return each rank's last node."""
+    if kind in ("all_reduce", "barrier"):
+        return collectives.all_reduce(builder, "tree" if kind == "barrier" else algorithm, spec, after)
+    add = getattr(collectives, kind)
+    return np.asarray(add(builder, spec, root, after) if kind in _ROOTED else add(builder, spec, after))
 
 
 def _list(ranks: Sequence[int]) -> str:

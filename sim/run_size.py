@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the graph of a training step is, known before anything of it is built."""
+"""How large the graphs of a run are, known before any of them is built."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +14,10 @@ from dlcp.sim.collectives import AllReduceSpec, all_gather, all_reduce, reduce_s
 from dlcp.sim.graph import GraphBuilder, Nodes
 from dlcp.sim.memory import available_bytes
 from dlcp.sim.models import StepProfile
+from dlcp.sim.operations import OperationKind, TracedCollective, add_traced
+from dlcp.sim.scenario import FlowPattern
 from dlcp.sim.step_graph import GradientPiece, pieces_of
+from dlcp.sim.traces import TraceProgress
 from dlcp.sim.training import PlacedJob
 
 log = logging.getLogger("dlcp")
@@ -24,6 +29,13 @@ GRAPH_NODES: Final = 4_000_000
 """Nodes above which graphs have fewer steps: 2 GB by `NODE_BYTES`."""
 NODE_BYTES: Final = 480
 """Memory of a node with its edges: FSDP over rings of 256 ranks took 1.85 GB for 3.96 million nodes, less 0.1 GB."""
+WRITTEN_NODE_BYTES: Final = 1_500
+"""The same, of a job that is written as a trace: rings of 128 and 256 ranks took 0.21 and 0.50 GB for 65,000 and
+261,000 messages."""
+OPERATION_BYTES: Final = 1_500
+"""The same, of a trace's operation: a ring of 128 ranks as GOAL took 0.30 GB for 131,000."""
+FLOW_BYTES: Final = 1_200
+"""The same, of a flow of a pattern: all to all of 100 and of 400 hosts took 0.26 and 0.45 GB for 9,900 and 160,000."""
 MESSAGE_S: Final = 15e-6
 """Least computing time of a message, as a flow: the same ring took 50 s for 3.9 million. With packets it is longer."""
 LONG_S: Final = 3600.0
@@ -91,32 +103,94 @@ def steps_per_graph(nodes: int) -> int:
     return steps
 
 
-def check_run_size(jobs: Sequence[tuple[PlacedJob, StepProfile]]) -> None:
-    """Refuse jobs whose graphs do not fit into memory; warn of those that take long.
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """How large a part of a run is.
+
+    Parameters
+    ----------
+    name
+        Of the job or pattern.
+    what
+        What it consists of, for messages: "a step has", and so on.
+    ways
+        What would make it smaller.
+    nodes
+        Messages and computations of one step, turn or burst.
+    held, total
+        How many of them are in memory at once, and how many there are.
+    node_bytes
+        Memory of a node.
+    """
+
+    name: str
+    what: str
+    ways: str
+    nodes: int
+    held: int
+    total: int
+    node_bytes: int = NODE_BYTES
+
+
+def training_size(job: PlacedJob, profile: StepProfile, *, at_once: bool = False) -> PartSize:
+    """Return the size of a training job; ``at_once`` if all of its steps are one graph, which is written."""
+    nodes = step_nodes(job, profile, pieces_of(job.spec, profile.layers))
+    steps = job.spec.steps
+    held = steps if at_once else min(steps, steps_per_graph(nodes))
+    ways = "`collective: hierarchical`, fewer workers, or larger pieces (`piece_bytes`, with FSDP `unit_bytes`)"
+    node_bytes = WRITTEN_NODE_BYTES if at_once else NODE_BYTES
+    return PartSize(job.name, "a step", f"fewer steps, {ways}" if at_once else ways, nodes, held, steps, node_bytes)
+
+
+def trace_size(progress: TraceProgress) -> PartSize:
+    """Return the size of a traced job."""
+    job, workload = progress.job, progress.workload
+
+    @cache
+    def count(kind: TracedCollective, ranks: int) -> int:
+        counter = _Counter()
+        spec = AllReduceSpec(range(ranks), ranks, 0)
+        add_traced(counter, kind, job.collective or workload.algorithm, spec, 0, np.arange(ranks))
+        return len(counter)
+
+    # An operation becomes up to two nodes, one of them in the mean. Each rank has its part of a collective.
+    nodes = sum(
+        count(each.collective, len(each.group)) / len(each.group) if each.kind is OperationKind.COLLECTIVE else 1.0
+        for each in workload.operations()
+    )
+    ways = "fewer ranks or steps of the trace, or a `collective` of fewer messages"
+    return PartSize(job.name, "the trace", ways, round(nodes), 1, job.repeat, OPERATION_BYTES)
+
+
+def pattern_size(pattern: FlowPattern, hosts: int) -> PartSize:
+    """Return the size of a pattern of flows in a network with a number of hosts."""
+    count = pattern.hosts or hosts
+    flows = {"permutation": count, "incast": count - 1, "all_to_all": count * (count - 1)}[pattern.pattern]
+    return PartSize(pattern.name, "the pattern", "fewer `hosts`", flows, 1, pattern.times, FLOW_BYTES)
+
+
+def check_run_size(parts: Iterable[PartSize]) -> None:
+    """Refuse what does not fit into memory, before it is built; warn of what takes long.
 
     Raises
     ------
     RunSizeError
         The message has the estimate, what is free, and what would fit.
     """
-    memory, seconds, largest, most = 0.0, 0.0, "", 0
-    for job, profile in jobs:
-        parts = pieces_of(job.spec, profile.layers)
-        nodes = step_nodes(job, profile, parts)
-        steps = min(job.spec.steps, steps_per_graph(nodes))
-        memory += nodes * steps * NODE_BYTES
-        seconds += nodes * job.spec.steps * MESSAGE_S
-        if nodes > most:
-            largest, most = job.name, nodes
+    known = list(parts)
+    memory = sum(part.nodes * part.held * part.node_bytes for part in known)
+    seconds = sum(part.nodes * part.total * MESSAGE_S for part in known)
+    largest = max(known, key=lambda part: part.nodes * part.held * part.node_bytes, default=None)
+    if largest is None:
+        return
     free = available_bytes()
-    ways = "`collective: hierarchical`, fewer workers, or larger pieces (`piece_bytes`, with FSDP `unit_bytes`)"
     if memory > free:
         raise RunSizeError(
-            f"{largest}: a step has {most:,} messages and computations, and the run needs about {memory / 1e9:.0f} GB "
-            f"and at least {_duration(seconds)}; {free / 1e9:.0f} GB are free: use {ways}"
+            f"{largest.name}: {largest.what} has {largest.nodes:,} messages and computations, and the run needs about "
+            f"{memory / 1e9:.0f} GB and at least {_duration(seconds)}; {free / 1e9:.0f} GB are free: use {largest.ways}"
         )
     if seconds > LONG_S:
-        log.warning("%s takes at least %s to simulate; %s take less", largest, _duration(seconds), ways)
+        log.warning("%s takes at least %s to simulate; %s take less", largest.name, _duration(seconds), largest.ways)
 
 
 def _duration(seconds: float) -> str:

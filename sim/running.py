@@ -24,7 +24,7 @@ from dlcp.sim.experiment import ExperimentRun
 from dlcp.sim.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.pipeline_training import pipelined_training
 from dlcp.sim.recording import AnyProgress, Recorder, RunOver
-from dlcp.sim.run_size import check_run_size
+from dlcp.sim.run_size import check_run_size, pattern_size, trace_size, training_size
 from dlcp.sim.simulation import (
     Process,
     Simulation,
@@ -259,7 +259,15 @@ def run(
     messages.ideal = IdealTimes(simulation.plan)
     placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     jobs = [Progress(job, profile_of(job.spec)) for job in placed]
-    check_run_size([(job.job, job.profile) for job in jobs])
+    taken = {host for job in placed for host in (*job.workers, *job.servers)}
+    traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
+    check_run_size(
+        [
+            *(training_size(job.job, job.profile) for job in jobs),
+            *map(trace_size, traced),
+            *(pattern_size(each, simulation.topology.hosts) for each in setting.patterns),
+        ]
+    )
     skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
     started = [
         simulation.process(
@@ -269,8 +277,6 @@ def run(
         )
         for job in jobs
     ]
-    taken = {host for job in placed for host in (*job.workers, *job.servers)}
-    traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
     started += [simulation.process(traced_job(simulation, progress)) for progress in traced]
     start_background_and_failures(simulation)
     if started:

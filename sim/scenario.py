@@ -6,6 +6,7 @@ jobs in an experiment (`dlcp.sim.experiment.RunSetting`), a `TraceJob` in both, 
 to a `dlcp.sim.simulation.Simulation`.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Final, Literal, TypeAlias
@@ -284,8 +285,12 @@ class FlowPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Reject repetitions that end before they begin, and too many of them."""
         if self.every_s:
             _check_order(self.start_s, self.stop_s)
-            times = (self.stop_s - self.start_s) / self.every_s
-            check_within("the number of times that the flows begin", times, _REPEATS_MAX, "raise every_s")
+            check_within("the number of times that the flows begin", self.times, _REPEATS_MAX, "raise every_s")
+
+    @property
+    def times(self) -> int:
+        """How often the flows begin."""
+        return math.ceil((self.stop_s - self.start_s) / self.every_s) if self.every_s else 1
 
     def check_hosts(self, hosts: int) -> None:
         """Reject a number of hosts that cannot take part in a network with ``hosts``.

@@ -15,10 +15,11 @@ from dlcp.sim.fitted_network import FittedNetwork
 from dlcp.sim.goal import write_goal
 from dlcp.sim.graph import Graph
 from dlcp.sim.operations import OperationKind, Workload
+from dlcp.sim.run_size import check_run_size, trace_size, training_size
 from dlcp.sim.scenario import TraceJob
 from dlcp.sim.step_graph import training_graph
 from dlcp.sim.traces import read_trace, trace_progress
-from dlcp.sim.training import place_jobs
+from dlcp.sim.training import place_jobs, profile_of
 
 
 def trace_experiment(job: TraceJob, network: FittedNetwork, seed: int) -> dict[str, Any]:
@@ -102,10 +103,12 @@ def job_graph(setting: RunSetting, name: str | None = None) -> Graph:
             raise PlaceError(
                 f"job {chosen!r} has deferral, a pipeline or a precision, which a trace cannot express; leave them out"
             )
+        check_run_size([training_size(job, profile_of(job.spec), at_once=True)])
         return training_graph(job, topology, numbers[job.spec.transport], setting.seed)
     taken = {host for job in placed.values() for host in (*job.workers, *job.servers)}
     traced = trace_progress(setting.traces, taken, topology.hosts, setting.seed, first=len(placed))
     progress = next(each for each in traced if each.job.name == chosen)
+    check_run_size([trace_size(progress)])
     return progress.graph(numbers[progress.job.transport]).graph
 
 

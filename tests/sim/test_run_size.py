@@ -7,10 +7,14 @@ import pytest
 from dlcp.sim import run_size
 from dlcp.sim.experiment import ExperimentRun, RunSetting
 from dlcp.sim.models import StepProfile, TimedLayer
-from dlcp.sim.run_size import RunSizeError, step_nodes, steps_per_graph
+from dlcp.sim.operations import OperationKind, RankOperation, Workload
+from dlcp.sim.run_size import RunSizeError, step_nodes, steps_per_graph, trace_size
 from dlcp.sim.running import run
+from dlcp.sim.scenario import FlowPattern, TraceJob
 from dlcp.sim.step_graph import pieces_of, step_graph
 from dlcp.sim.topology import Star
+from dlcp.sim.trace_experiment import job_graph
+from dlcp.sim.traces import TraceProgress
 from dlcp.sim.training import TrainingJob, place_jobs
 from dlcp.sim.transports import DctcpTransport
 
@@ -49,6 +53,57 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(monkeypatch) -> N
     monkeypatch.setattr("dlcp.sim.training_run.step_graph", lambda *_, **__: pytest.fail("built"))
     with pytest.raises(RunSizeError, match=r"big: a step has 8,.* messages .* 0 GB are free: use `collective: hier"):
         run(setting(workers=64))
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce_scatter", "all_to_all"])
+def test_a_trace_and_a_pattern_that_do_not_fit_are_refused_before_they_are_built(monkeypatch, collective) -> None:
+    monkeypatch.setattr(run_size, "available_bytes", lambda: 100_000)
+    monkeypatch.setattr("dlcp.sim.simulation.GraphBuilder.messages", lambda *_, **__: pytest.fail("built"))
+    operation = RankOperation(
+        OperationKind.COLLECTIVE, "c", "p", size_bytes=999, collective=collective, group=(*range(16),)
+    )
+    traced = Workload("w", [[operation] * 30 for _ in range(16)])
+    monkeypatch.setattr("dlcp.sim.traces.read_trace", lambda _: traced)
+    trace = RunSetting(
+        topology=Star(hosts=64),
+        transports={"t": DctcpTransport()},
+        traces=(TraceJob(file="w.goal", name="w", transport="t"),),
+    )
+    with pytest.raises(RunSizeError, match=r"w: the trace has [\d,]+ messages and computations"):
+        job_graph(trace)
+    flows = RunSetting(
+        topology=Star(hosts=64),
+        transports={"t": DctcpTransport()},
+        patterns=(FlowPattern(name="f", pattern="all_to_all", transport="t"),),
+    )
+    for made, words in ((trace, "w: the trace has"), (flows, "f: the pattern has 4,032 messages .* use fewer `hosts`")):
+        item = ExperimentRun(experiment="e", point={}, setting=made, convergence="published")
+        with pytest.raises(RunSizeError, match=words):
+            run(item)
+
+
+def test_a_job_that_does_not_fit_is_not_exported(monkeypatch) -> None:
+    monkeypatch.setattr(run_size, "available_bytes", lambda: 30_000_000)
+    monkeypatch.setattr("dlcp.sim.trace_experiment.training_graph", lambda *_: pytest.fail("built"))
+    with pytest.raises(RunSizeError, match=r"big: a step has 8,.* use fewer steps, `collective: hierarchical`"):
+        job_graph(setting(workers=64, steps=6).setting)
+
+
+def test_the_nodes_of_a_trace_are_counted() -> None:
+    operations = [
+        [
+            RankOperation(OperationKind.COMPUTE, "c", "p", duration_ps=9),
+            RankOperation(OperationKind.COLLECTIVE, "r", "p", after=[0], size_bytes=999, group=(*range(8),)),
+            RankOperation(
+                OperationKind.COLLECTIVE, "b", "p", after=[1], size_bytes=9, collective="broadcast", group=(*range(8),)
+            ),
+        ]
+        for _ in range(8)
+    ]
+    progress = TraceProgress(
+        TraceJob(file="w.goal", name="w", transport="t"), Workload("w", operations), (*range(8),), 0
+    )
+    assert trace_size(progress).nodes == pytest.approx(len(progress.graph(0).graph), rel=0.15)
 
 
 def test_large_steps_have_graphs_of_their_own() -> None:
