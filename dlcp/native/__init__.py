@@ -56,3 +56,6 @@ lib: Final[Any] = _native.lib
 # Other sources may declare other records and arguments than this Python code passes.
 if digest_of_sources() not in (None, ffi.string(lib.SOURCES).decode()):
     raise _refusal(f"the C sources of DLCP have changed since {LIBRARY} was compiled: run `pip install --editable .`")
+# cffi builds a type when it is first used, and aborts the process if two threads do so at once.
+for _name in ffi.list_types()[0]:
+    ffi.typeof(f"{_name} *")
