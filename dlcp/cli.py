@@ -77,14 +77,6 @@ dlcp doctor --peer 10.0.0.1                            on another: the path betw
 dlcp doctor --nproc-per-node 4 script.py               what DLCP can gain for a script
 """,
     ),
-    "advise": Command(
-        "measure a training script and recommend settings for it here, with reasons",
-        "torchrun",
-        needs="torch",
-        examples="""
-dlcp advise --nproc-per-node 4 --save advice.json script.py
-""",
-    ),
     "plan": Command(
         "divide a model into the stages of a pipeline, and workers among them",
         needs="sim",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of packets sent, delivered, lost, recovered and deferred, by step, layer and message; and bound violations."""
+"""Counts of packets sent, delivered, lost and recovered, by step, layer and message; and bound violations."""
 
 import threading
 from collections import deque
@@ -17,7 +17,7 @@ from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
 from dlcp.wire import DROP_CLASSES
 
 LAYER_POSITIONS = 256
-COUNTS = ("sent", "delivered", "lost", "retransmitted", "deferred")
+COUNTS = ("sent", "delivered", "lost", "retransmitted")
 """Totals over all messages, in packets."""
 COUNTED_TOGETHER = 1 << 17
 """How many packets are counted by layer and class at a time: for a few, the fixed cost dominates."""
@@ -27,9 +27,8 @@ class MessageRecord(NamedTuple):
     """One message in the ledger of its sender. Counts are in packets; ``bound`` is the share that may be lost.
 
     ``retransmitted`` counts transmissions after a packet's first, ``recovered`` the packets that arrived thanks to
-    them, ``lost`` those that never did, ``deferred`` those that were left for a later step, whose share is limited by
-    ``deferral_bound``. ``bits`` is the precision of values. Below 32 they are encoded, and lost packets held lower
-    digits only.
+    them, ``lost`` those that never did. ``bits`` is the precision of values. Below 32 they are encoded, and lost
+    packets held lower digits only.
     """
 
     step: int
@@ -44,8 +43,6 @@ class MessageRecord(NamedTuple):
     lost: int
     bound: float
     seconds: float
-    deferred: int = 0
-    deferral_bound: float = 0.0
     bits: int = FULL_BITS
 
 
@@ -68,20 +65,16 @@ class Ledger:
         self.violations = 0
         self.probes = 0
         """Probes for missing packets that took the packets' own queue: switches count them as the packets."""
-        self.max_message_ratio = self.max_deferred_ratio = 0.0
-        self.max_deferred_steps = 0
-        """The most consecutive steps that a packet waited, see :meth:`note_waiting`."""
+        self.max_message_ratio = 0.0
         self._sink = sink
         self._lock = threading.Lock()
         self._totals: dict[int, list[int]] = {}
         """By receiver, in the order of :data:`COUNTS`."""
-        self._waiting_steps: dict[int, NDArray[np.uint16]] = {}
-        """For how many steps each packet of a bucket has waited, shape (packets,), by number of the bucket."""
         self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
         """Layers and classes of packets that are not counted yet."""
         self._uncounted_packets = 0
-        self._by_layer = np.zeros((LAYER_POSITIONS, 4), np.int64)
-        self._by_class = np.zeros((DROP_CLASSES, 4), np.int64)
+        self._by_layer = np.zeros((LAYER_POSITIONS, 3), np.int64)
+        self._by_class = np.zeros((DROP_CLASSES, 3), np.int64)
         self._by_bits: dict[int, list[int]] = {}
         """Packets, and lost ones, by precision."""
 
@@ -102,14 +95,12 @@ class Ledger:
         Raises
         ------
         BoundExceededError
-            More was lost or deferred than the bound allows, or a protected packet was lost; the message is recorded
-            nevertheless.
+            More was lost than the bound allows, or a protected packet was lost; the message is recorded nevertheless.
         """
         bits = layout.bits if layout else FULL_BITS
         packets, arrived = len(delivery.delivered), int(np.count_nonzero(delivery.delivered))
-        deferred = 0 if delivery.deferred is None else int(np.count_nonzero(delivery.deferred))
         recovered = min(delivery.resent, arrived)  # after a loss and a retransmission
-        lost = packets - arrived - deferred
+        lost = packets - arrived
         entry = MessageRecord(
             key.step,
             key.message,
@@ -123,15 +114,13 @@ class Ledger:
             lost,
             bound.ratio,
             delivery.seconds,
-            deferred,
-            bound.deferral,
             bits,
         )
         error: BoundExceededError | None = None
         with self._lock:
             self.records.append(entry)
             totals = self._totals.setdefault(receiver, [0] * len(COUNTS))
-            totals[:] = map(add, totals, (delivery.sent, arrived, lost, delivery.resent, deferred))
+            totals[:] = map(add, totals, (delivery.sent, arrived, lost, delivery.resent))
             self.probes += delivery.probes
             self._uncounted.append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
@@ -141,59 +130,32 @@ class Ledger:
             of_bits[:] = of_bits[0] + packets, of_bits[1] + lost
             if bits < FULL_BITS:
                 for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
-                    table[:, 3] += np.bincount(index, minlength=len(table))
-            if lost or deferred:
-                error = self._note_missing(entry, tags, bound, delivery)
-            if delivery.deferred is not None:
-                for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
-                    table[:, 2] += np.bincount(index[delivery.deferred], minlength=len(table))
+                    table[:, 2] += np.bincount(index, minlength=len(table))
+            if lost:
+                error = self._note_lost(entry, tags, bound, delivery)
         if self._sink:
             self._sink(entry)
         if error:
             raise error
         return entry
 
-    def _note_missing(
+    def _note_lost(
         self, entry: MessageRecord, tags: PacketTags, bound: LossBound, delivery: Delivery
     ) -> BoundExceededError | None:
-        """Count what was lost; return the error if that, or what was deferred, exceeds the bound."""
-        packets, lost, deferred = entry.packets, entry.lost, entry.deferred
+        """Count what was lost; return the error if that exceeds the bound."""
+        packets, lost = entry.packets, entry.lost
         self.max_message_ratio = max(self.max_message_ratio, lost / packets)
-        self.max_deferred_ratio = max(self.max_deferred_ratio, deferred / packets)
         missing = np.flatnonzero(~delivery.delivered)
-        if delivery.deferred is not None:
-            missing = missing[~delivery.deferred[missing]]
         for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
             table[:, 1] += np.bincount(index[missing], minlength=len(table))
         protected_lost = int(np.count_nonzero(tags.protected[missing]))
-        if lost <= bound.allowed(packets) and not protected_lost and deferred <= bound.deferrable(packets):
+        if lost <= bound.allowed(packets) and not protected_lost:
             return None
         self.violations += 1
         return BoundExceededError(
             f"job {self.job}, step {entry.step}: rank {entry.receiver} got {entry.delivered / packets:.1%} of "
-            f"{entry.layers} (bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}, deferred: "
-            f"{deferred} of {packets} packets (bound {bound.deferral:.1%})"
+            f"{entry.layers} (bound {1 - bound.ratio:.1%}), protected packets lost: {protected_lost}"
         )
-
-    def note_waiting(self, bucket: int, packets: NDArray[np.bool_]) -> None:
-        """Note which packets of a bucket wait for a later step: deferred ones, and lost ones of the same bucket.
-
-        Parameters
-        ----------
-        bucket
-            Its number. While a bucket defers, note each of its steps: a packet waits from one step to the next,
-            whichever message would carry it.
-        packets
-            Of the whole bucket, shape (packets,).
-        """
-        with self._lock:
-            before = self._waiting_steps.pop(bucket, None)
-            if packets.any():
-                steps = packets.astype(np.uint16)
-                if before is not None and len(before) == len(steps):
-                    steps += before * packets
-                self._waiting_steps[bucket] = steps
-                self.max_deferred_steps = max(self.max_deferred_steps, int(steps.max()))
 
     def of_step(self, step: int) -> list[MessageRecord]:
         """Return the latest records of a step; of its messages, only the acknowledged ones."""
@@ -213,21 +175,13 @@ class Ledger:
         with self._lock:
             return {receiver: dict(zip(COUNTS, totals, strict=True)) for receiver, totals in self._totals.items()}
 
-    def loss_by_class(self) -> NDArray[np.int64]:
-        """Return packets, lost, deferred and encoded ones per drop class, shape (8, 4)."""
-        with self._lock:
-            self._count()
-            return np.array(self._by_class)
-
     def summary(self) -> dict[str, Any]:
-        """Return the totals in packets, the worst message, violations, and the most steps that a packet waited."""
+        """Return the totals in packets, the worst message, and violations."""
         with self._lock:
             self._count()
             return {
                 **{name: sum(totals[place] for totals in self._totals.values()) for place, name in enumerate(COUNTS)},
                 "max_message_ratio": self.max_message_ratio,
-                "max_deferred_ratio": self.max_deferred_ratio,
-                "max_deferred_steps": self.max_deferred_steps,
                 "violations": self.violations,
                 "probes": self.probes,
                 "by_bits": {str(bits): counts for bits, counts in sorted(self._by_bits.items())},
@@ -247,12 +201,11 @@ class Ledger:
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the summaries of different ranks' ledgers."""
     counts = (*COUNTS, "violations", "probes")
-    largest = {"max_message_ratio": 0.0, "max_deferred_ratio": 0.0, "max_deferred_steps": 0}
     return {
         **{name: sum(each[name] for each in summaries) for name in counts},
-        **{name: max((each[name] for each in summaries), default=least) for name, least in largest.items()},
+        "max_message_ratio": max((each["max_message_ratio"] for each in summaries), default=0.0),
         "by_bits": _added([each["by_bits"] for each in summaries]),
-        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 4), int)).tolist(),
+        "by_class": sum((np.array(each["by_class"]) for each in summaries), np.zeros((DROP_CLASSES, 3), int)).tolist(),
         "by_layer": _added([each["by_layer"] for each in summaries]),
     }
 

@@ -125,19 +125,13 @@ class PlaneLayout:
         """
         self._decode(lib.PLANES_SET, code, values, delivered)
 
-    def decode_as(
-        self,
-        value_type: ValueType,
-        code: NDArray[np.uint8],
-        values: NDArray[np.generic],
-        delivered: NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Replace ``values``, a buffer in the storage of ``value_type``, by the encoded ones; see :meth:`decode`."""
+    def decode_as(self, value_type: ValueType, code: NDArray[np.uint8], values: NDArray[np.generic]) -> None:
+        """Replace ``values``, a buffer in the storage of ``value_type``, by the encoded ones."""
         if value_type is ValueType.FLOAT32:
-            self.decode(code, cast("NDArray[np.float32]", values), delivered)
+            self.decode(code, cast("NDArray[np.float32]", values))
             return
         decoded = np.empty(self.values, np.float32)
-        self.decode(code, decoded, delivered)
+        self.decode(code, decoded)
         values[:] = value_type.narrow(decoded)
 
     def add(

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of slow ports, for real and simulated ranks: which are slow, how to size shards, how much to defer.
-
-:mod:`dlcp.collectives.deferral` measures ports and chooses packets by value. :mod:`dlcp.sim.deferral` only counts
-packets.
-"""
+"""Arithmetic of slow ports, for real and simulated ranks: which are slow, and how to size shards."""
 
 import math
 from collections.abc import Container, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 SAME_SPEED_RATIO: Final = 0.5
 """Ranks above this share of the fastest rate count as equally fast: without other traffic, rates vary by as much from
@@ -15,11 +11,6 @@ step to step."""
 RECOVERED_RATIO: Final = 0.75
 """A rank that was slow counts as fast again above this share of the fastest rate. It is higher than
 ``SAME_SPEED_RATIO``, so that a rank does not switch between the two with every variation."""
-REFRESH_STEPS: Final = 8
-"""Each packet is sent in one of this many steps whatever its values, which limits the age of a residual. Not tuned, but
-well above 2: with a bound of one half, sending everything every other step would leave no choice by value."""
-SHARE_MIN: Final = 0.05
-"""Deferring a smaller share saves less than the choice of packets costs; not tuned."""
 
 
 def snap_to_fastest(rates_bps: Mapping[int, float], slow: Container[int] = ()) -> dict[int, float]:
@@ -64,56 +55,3 @@ def weights_for_rates(rates_bps: Mapping[int, float]) -> dict[int, float]:
             break
         owners.pop()
     return {rank: (time * speed[rank] - 1) / (count - 2) if rank in owners else 0.0 for rank in rates_bps}
-
-
-class PortLoads(NamedTuple):
-    """Traffic of a slow port and of another port in a step without deferral, both in the same unit.
-
-    Parameters
-    ----------
-    slow
-        Traffic of the slow port. All of it can be deferred.
-    whole, cut
-        Traffic of the other port: ``whole`` is never deferred; of ``cut``, the same share is deferred as of ``slow``.
-    """
-
-    slow: float
-    whole: float
-    cut: float
-
-    @classmethod
-    def of_direct(cls, ranks: int, weight: float, largest: float) -> "PortLoads":
-        """Return the loads of a direct all-reduce, in units of a buffer.
-
-        A rank with the weight w receives (n - 1) w in contributions and 1 - w in averages. If a share u of all traffic
-        to the slow rank is sent, and the same share of averages to the others, the slow rank receives
-        u ((n - 1) w + 1 - w), and the others receive (n - 1) v + u (1 - v) with the largest weight v.
-        """
-        others = ranks - 1
-        return cls(others * weight + 1 - weight, others * largest, 1 - largest)
-
-    @classmethod
-    def of_reduce_scatter(cls, ranks: int, weight: float, largest: float) -> "PortLoads":
-        """Return the loads of a reduce-scatter, in units of a buffer: only the contributions to each rank's shard."""
-        return cls((ranks - 1) * weight, (ranks - 1) * largest, 0.0)
-
-    @classmethod
-    def of_server(cls, workers: int, weight: float) -> "PortLoads":
-        """Return the loads of a parameter server with the weight ``weight`` and of a worker, in units of a buffer.
-
-        A server receives every worker's contribution to its shard, and sends as many averages. A worker sends one
-        buffer and receives one, and a share of both can be deferred.
-        """
-        return cls(workers * weight, 0.0, 1.0)
-
-
-def share_to_defer(loads: PortLoads, slowness: float, ceiling: float) -> float:
-    """Return the share to defer so that both ports finish together, at most ``ceiling``.
-
-    Parameters
-    ----------
-    slowness
-        The other port's rate over the slow port's.
-    """
-    excess = slowness * loads.slow - loads.cut
-    return min(ceiling, max(0.0, 1 - loads.whole / excess)) if excess > 0 else 0.0

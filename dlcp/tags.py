@@ -287,11 +287,6 @@ class Tagger:
             classes, protected = classify(magnitudes, layout.kept, layout.owners, self._policy.memory, self._borders)
         return PacketTags(layout.queue.copy(), classes, layout.layer.copy(), protected)
 
-    def small_layer_packets(self, segments: Sequence[Segment], values: int, per_packet: int) -> NDArray[np.bool_]:
-        """Return which packets of a buffer of ``values`` values carry values of a small layer, shape (packets,)."""
-        with self._lock:
-            return self._layout(segments, values, per_packet).kept
-
     def __getstate__(self) -> tuple[TagPolicy, dict[str, int], NDArray[np.float64]]:
         with self._lock:
             return self._policy, dict(self._rows), self._borders.copy()

@@ -232,7 +232,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seeds
         Every combination runs once with each seed; by default, with the setting's own.
     convergence
-        The curve of `dlcp.convergence` that turns loss into additional steps. Curves for deferral depend on the jobs.
+        The curve of `dlcp.convergence` that turns loss into additional steps.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9_]+$")]
@@ -423,8 +423,6 @@ class _ChangedSetting:
                     pipeline_of(own, profile, topology)
             with self._blamed("training", number):
                 check_messages(own, profile, setting.transports[job.transport])
-            with self._blamed("training", number, "deferral"):
-                job.deferral_curve()
         with self._blamed("engine"):
             setting.check_engine(setting.engine)
         with self._blamed():

@@ -13,8 +13,6 @@ each step, every worker has a gradient of its own batch. Replicas are identical,
   It draws the classes without values; real ranks draw them by magnitude, in the same proportions. So within a message,
   the packet with the n-th largest magnitude takes the place of the n-th packet by drop class. Packets that hold values
   of a small parameter come first, as with real ranks.
-- **Deferral.** The job says how many packets of a message are deferred: here, the least valuable ones, except those
-  whose turn it is.
 - **Precision.** Encoded messages are rounded by `dlcp.planes`. A lost packet of the lower plane costs lower digits.
 - **Error feedback.** Values missing from a contribution are added to the worker's next one. Without
   ``error_feedback`` they are lost, and sums are divided by the number of contributions that arrived.
@@ -23,7 +21,7 @@ Training has no influence on the simulated times. PyTorch is imported when a job
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -37,7 +35,6 @@ from dlcp.planes import PlaneLayout
 from dlcp.sim.collectives import RESULT_MESSAGE
 from dlcp.sim.limits import VALUES_MAX, Count, Gain, Moment
 from dlcp.sim.models import TASK_LAYERS
-from dlcp.slow_ports import REFRESH_STEPS
 from dlcp.tags import TagPolicy
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
@@ -263,9 +260,7 @@ class StepOutcome:
     Parameters
     ----------
     sizes
-        `dlcp.sim.packet_engine.MESSAGE_SIZE` of each node, without deferral.
-    packets
-        Packets of each node that were sent, without the deferred ones.
+        `dlcp.sim.packet_engine.MESSAGE_SIZE` of each node.
     bits
         Bits per value of encoded messages.
     lacking
@@ -273,7 +268,6 @@ class StepOutcome:
     """
 
     sizes: NDArray[Any]
-    packets: NDArray[np.int32]
     bits: int
     lacking: Mapping[int, NDArray[Any]]
 
@@ -281,10 +275,6 @@ class StepOutcome:
         """Return the planes of a message; 0 if it is not encoded."""
         upper = int(self.sizes["upper"][node])
         return int(self.sizes["packets"][node]) // upper if upper else 0
-
-    def deferred(self, node: int) -> int:
-        """Return how many packets of a message, or of each of its planes, were deferred."""
-        return int(self.sizes["packets"][node] - self.packets[node]) // max(1, self.planes(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +310,23 @@ class _PacketValues:
         """Return the mask of the values in some packets, bool (messages, values)."""
         return np.repeat(packets, np.diff(self.starts), axis=1)
 
+    def lost(self, values: NDArray[np.floating], outcomes: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return the mask of lost packets: those that take the places of the simulated ones that were lost.
+
+        Parameters
+        ----------
+        values
+            A message in each row.
+        outcomes
+            Of the simulated packets, `dlcp.sim.packet_engine.PACKET_OUTCOME` (messages, packets).
+        """
+        magnitudes = self.magnitudes(values)
+        by_value = np.lexsort((-magnitudes, np.broadcast_to(~self.small, magnitudes.shape)))
+        by_class = np.argsort(outcomes["drop_class"], axis=1, kind="stable")
+        found: NDArray[np.bool_] = np.zeros(magnitudes.shape, np.bool_)
+        np.put_along_axis(found, by_value, ~np.take_along_axis(outcomes["delivered"], by_class, 1), axis=1)
+        return found
+
 
 # Averaging ------------------------------------------------------------------------------------------------------------
 
@@ -345,7 +352,7 @@ class GradientExchange:
     residual
         What each worker still has to send, float32 (workers, values).
     rounded_off
-        What servers have rounded off their averages, or deferred of it, float32 (values,).
+        What servers have rounded off their averages, float32 (values,).
     """
 
     def __init__(
@@ -367,7 +374,7 @@ class GradientExchange:
         self._packet_values: dict[tuple[int, int, int], _PacketValues] = {}
 
     def average(
-        self, gradients: NDArray[np.float32], shards: Sequence[ShardMessages], outcome: StepOutcome, step: int
+        self, gradients: NDArray[np.float32], shards: Sequence[ShardMessages], outcome: StepOutcome
     ) -> NDArray[np.float32]:
         """Return the average of a step's gradients, float32 (values,).
 
@@ -382,29 +389,22 @@ class GradientExchange:
         averaged = np.empty(gradients.shape[1], np.float32)
         for shard in shards:
             own = slice(self._value_at(shard.first_byte), self._value_at(shard.first_byte + shard.size_bytes))
-            averaged[own] = self._average_shard(gradients[:, own], own, shard, outcome, step)
+            averaged[own] = self._average_shard(gradients[:, own], own, shard, outcome)
         return averaged
 
     def _average_shard(
-        self, received: NDArray[np.float32], own: slice, shard: ShardMessages, outcome: StepOutcome, step: int
+        self, received: NDArray[np.float32], own: slice, shard: ShardMessages, outcome: StepOutcome
     ) -> NDArray[np.float32]:
         """Return a shard's average, given each worker's values, which become what the owner receives."""
         planes = outcome.planes(int(shard.contributions[0]))
         packets = self._packets_of(shard, planes, outcome.bits)
         missing, lower_lost = np.zeros((2, *received.shape), np.bool_)
-        for deferred, lacks, chosen in _alike(shard.contributions, outcome):
-            ranks, nodes = shard.ranks[chosen], shard.contributions[chosen]
-            order = _Order(packets, received[ranks], step)
-            left_out = order.least_valuable(deferred)
-            if lacks:
-                outcomes = np.stack([outcome.lacking[node] for node in nodes.tolist()])
-                upper = outcomes.shape[1] // planes if planes else 0
-                lost = order.lost(outcomes[:, upper:], left_out)
-                if planes:
-                    lower_lost[ranks] = packets.of(lost)
-                else:
-                    left_out |= lost
-            missing[ranks] = packets.of(left_out)
+        lacking = [place for place, node in enumerate(shard.contributions.tolist()) if node in outcome.lacking]
+        if lacking:
+            outcomes = np.stack([outcome.lacking[node] for node in shard.contributions[lacking].tolist()])
+            upper, ranks = outcomes.shape[1] // planes if planes else 0, shard.ranks[lacking]
+            lost = lower_lost if planes else missing
+            lost[ranks] = packets.of(packets.lost(received[ranks], outcomes[:, upper:]))
         if self._feedback:
             self.residual[:, own] += np.where(missing, received, np.float32(0))
         received[missing] = 0
@@ -414,7 +414,7 @@ class GradientExchange:
         mean: NDArray[np.float32] = total / np.float32(len(received))
         if not self._feedback:
             mean = total / np.maximum(len(received) - missing.sum(0), 1).astype(np.float32)
-        return self._send_average(mean, received, own, shard, outcome, step)
+        return self._send_average(mean, own, shard, outcome)
 
     def _round_contributions(
         self,
@@ -432,38 +432,18 @@ class GradientExchange:
             self.residual[ranks, own] += exact - received[ranks]
 
     def _send_average(
-        self,
-        mean: NDArray[np.float32],
-        received: NDArray[np.float32],
-        own: slice,
-        shard: ShardMessages,
-        outcome: StepOutcome,
-        step: int,
+        self, mean: NDArray[np.float32], own: slice, shard: ShardMessages, outcome: StepOutcome
     ) -> NDArray[np.float32]:
         """Return what all workers receive of an average."""
-        node, workers = int(shard.results[0]), np.float32(len(received))
-        planes, deferred = outcome.planes(node), outcome.deferred(node)
-        carried = self.rounded_off[own].copy()
-        mean = mean + carried
-        rest = np.zeros_like(mean)
-        left_out = np.zeros(len(mean), np.bool_)
-        if deferred:
-            packets = self._packets_of(shard, planes, outcome.bits)
-            left_out = packets.of(_Order(packets, mean[np.newaxis], step).least_valuable(deferred))[0]
-        if planes:
-            whole = decoded(mean[np.newaxis], outcome.bits)[0][0]
-            rest, sent = mean - whole, whole
-        else:
-            sent = mean
+        mean = mean + self.rounded_off[own]
+        sent = decoded(mean[np.newaxis], outcome.bits)[0][0] if outcome.planes(int(shard.results[0])) else mean
+        rest = mean - sent
         if self._feedback and shard.owner < 0:
-            # A server keeps what it rounds off. Of what it defers, each worker sends its own part again.
-            self.rounded_off[own] = np.where(left_out, carried, rest)
-            self.residual[:, own] += np.where(left_out, received, np.float32(0))
+            self.rounded_off[own] = rest
         elif self._feedback:
             # The owner's next contribution is divided by the number of workers.
-            self.residual[shard.owner, own] += np.where(left_out, mean, rest) * workers
-        received_by_all: NDArray[np.float32] = np.where(left_out, np.float32(0), sent)
-        return received_by_all
+            self.residual[shard.owner, own] += rest * np.float32(len(self.residual))
+        return sent
 
     def _value_at(self, byte: int) -> int:
         """Return the first value at or after a byte of the simulated gradient."""
@@ -483,58 +463,6 @@ class GradientExchange:
             small = np.diff(self._small_before[starts]) > 0
             self._packet_values[key] = _PacketValues(starts - starts[0], small)
         return self._packet_values[key]
-
-
-def _alike(nodes: NDArray[np.int64], outcome: StepOutcome) -> Iterator[tuple[int, bool, NDArray[np.int64]]]:
-    """Group messages that are not whole: how many packets are deferred, whether more are lost, their positions."""
-    groups: dict[tuple[int, bool], list[int]] = {}
-    for position, node in enumerate(nodes.tolist()):
-        groups.setdefault((outcome.deferred(node), node in outcome.lacking), []).append(position)
-    for (deferred, lacks), positions in groups.items():
-        if deferred or lacks:
-            yield deferred, lacks, np.array(positions)
-
-
-class _Order:
-    """The packets of messages by value.
-
-    Parameters
-    ----------
-    values
-        A message in each row: the shard's values.
-    step
-        Decides which packets have to be sent in this step.
-    """
-
-    def __init__(self, packets: _PacketValues, values: NDArray[np.floating], step: int) -> None:
-        self._magnitudes = packets.magnitudes(values)
-        self._small = np.broadcast_to(packets.small, self._magnitudes.shape)
-        due = (np.arange(len(packets.small)) + step) % REFRESH_STEPS == 0
-        self._due = np.broadcast_to(due, self._magnitudes.shape)
-
-    def least_valuable(self, count: int) -> NDArray[np.bool_]:
-        """Return the mask of the packets of each message to defer."""
-        chosen: NDArray[np.bool_] = np.zeros(self._magnitudes.shape, np.bool_)
-        if count:
-            least = np.lexsort((self._magnitudes, self._small, self._due))[:, :count]
-            np.put_along_axis(chosen, least, True, axis=1)
-        return chosen
-
-    def lost(self, outcomes: NDArray[Any], deferred: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return the mask of lost packets: those that take the places of the simulated ones that were lost.
-
-        Parameters
-        ----------
-        outcomes
-            Of the simulated packets, `dlcp.sim.packet_engine.PACKET_OUTCOME` (messages, packets that were sent).
-        deferred
-            Mask of the packets that were not sent, as many of each message.
-        """
-        by_value = np.lexsort((-self._magnitudes, ~self._small, deferred))[:, : outcomes.shape[1]]
-        by_class = np.argsort(outcomes["drop_class"], axis=1, kind="stable")
-        found = np.zeros_like(deferred)
-        np.put_along_axis(found, by_value, ~np.take_along_axis(outcomes["delivered"], by_class, 1), axis=1)
-        return found
 
 
 def decoded(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -607,7 +535,7 @@ class SimulatedLearning:
             average = gradients.sum(0, dtype=np.float32) / np.float32(len(gradients))
         else:
             shards = shards_of(nodes, step, self.workers)
-            average = self.exchange.average(gradients, shards, outcome, step)
+            average = self.exchange.average(gradients, shards, outcome)
         self.trainer.step(average)
         self._steps += 1
         if last or self._steps % self.spec.test_every == 0:

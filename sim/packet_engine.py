@@ -113,7 +113,7 @@ class Submission:
     Attributes
     ----------
     sizes
-        `MESSAGE_SIZE` (n,) in full precision and without deferral.
+        `MESSAGE_SIZE` (n,) in full precision.
     streams
         int64 (n,): serial number of each message's stream, -1 for other nodes.
     new_streams

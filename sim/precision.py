@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.precision import PrecisionChooser
-from dlcp.sim.deferral import RankPorts
+from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.simulation import Simulation, SubmittedGraph
+from dlcp.slow_ports import snap_to_fastest
 
 Precision = Literal["auto", 32, 16, 8, 4]
 """As in `dlcp.precision.PRECISIONS`."""
@@ -80,3 +81,49 @@ class SimulatedPrecision:
     def apply(self, simulation: Simulation, submitted: SubmittedGraph) -> None:
         """Set the precision of a graph's messages that have not begun."""
         simulation.encode(submitted, self.bits, self._value_bytes)
+
+
+class RankPorts:
+    """The rates at which a job's ranks receive.
+
+    Attributes
+    ----------
+    slow
+        The ranks that received at a far lower rate than others in the last step.
+    slowest
+        The lowest rate between two ranks in the last step, in packets a second; 0 if none is known.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self.slow: set[int] = set()
+        self.slowest = 0.0
+
+    def learn(self, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]) -> None:
+        """Update the rates from a step's messages."""
+        pairs = {rank: _inbound_rates(rank, senders, receivers, records) for rank in self._ranks}
+        self.slowest = min((rate for rates in pairs.values() for rate in rates), default=0.0)
+        # The median ignores a slow sender, whose rate says nothing about the receiver.
+        measured = {rank: float(np.median(rates or [0.0])) for rank, rates in pairs.items()}
+        rates = snap_to_fastest(measured, self.slow)
+        fastest = max(rates.values())
+        self.slow = {rank for rank, rate in rates.items() if rate < fastest}
+
+
+def _seconds_under_way(records: NDArray[np.void]) -> float:
+    """Return the time in seconds during which at least one of the messages was in progress."""
+    if not len(records):
+        return 0.0
+    order = np.argsort(records["begin_ps"], kind="stable")
+    begin, end = records["begin_ps"][order], np.maximum.accumulate(records["end_ps"][order])
+    idle = np.maximum(0, begin[1:] - end[:-1]).sum()
+    return float(end[-1] - begin[0] - idle) / PS_PER_S
+
+
+def _inbound_rates(
+    rank: int, senders: NDArray[np.int32], receivers: NDArray[np.int32], records: NDArray[np.void]
+) -> list[float]:
+    """Return the packets a second that a rank receives from each sender whose rate is known."""
+    received = (receivers == rank) & (records["end_ps"] > 0)
+    from_each = [records[received & (senders == sender)] for sender in np.unique(senders[received])]
+    return [float(own["packets"].sum()) / _seconds_under_way(own) for own in from_each]

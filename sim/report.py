@@ -171,8 +171,6 @@ def _columns(results: Results) -> dict[str, str]:
         "small_p99_s": "others' small 99 %, ms",
         "loss_ratio": "contributions lost, %",
         "result_loss_ratio": "results lost, %",
-        "deferred_contributions_ratio": "contributions deferred, %",
-        "deferred_averages_ratio": "averages deferred, %",
         "steps_factor": "factor on steps",
         "accuracy_step_s": "step times factor, ms",
         "accuracy": "final accuracy",

@@ -59,7 +59,7 @@ _SHARED: Final = (
     *("phases.py", "planes.py", "precision.py", "slow_ports.py", "tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
-"""Parts of DLCP itself that change results: they define packets, tags, loss bounds, deferral, precision and their
+"""Parts of DLCP itself that change results: they define packets, tags, loss bounds, precision and its
 costs, and what jobs learn."""
 
 _TIMES: Final = ("fct", "contribution", "result", "other", "small")
@@ -149,9 +149,6 @@ class MessageMeasures:
         int64 (2,), of contributions and of results: their packets, how many of these never arrived, and packets sent,
         including retransmissions. An encoded contribution counts as the packets that it would have in full precision.
         None of them is missing: a lost packet of the lower plane only rounds values.
-    deferred
-        By job, int64 (2, 2): a row for contributions and one for averages, each with the packets deferred and their
-        total, in all steps but the first.
     """
 
     traffic: frozenset[str] = frozenset()
@@ -163,7 +160,6 @@ class MessageMeasures:
     packets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     missing: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     sent: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
-    deferred: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
         """Add the records of a graph. Messages that are not done do not count."""
@@ -181,14 +177,11 @@ class MessageMeasures:
         self.times["fct"].add(took)
         self.times["contribution"].add(took[~results])
         self.times["result"].add(took[results])
-        encoded, whole = sizes["upper"] > 0, sizes["packets"]
-        counts = self.deferred.setdefault(submitted.label[0], np.zeros((2, 2), np.int64))
+        encoded = sizes["upper"] > 0
         for half, own in enumerate((~results, results)):
             self.packets[half] += np.where(encoded & ~results, packets, records["packets"])[own].sum()
             self.missing[half] += records["missing_packets"][own & ~encoded].sum()
             self.sent[half] += records["sent_packets"][own].sum()
-            later = own & (nodes["step"] > 0)
-            counts[half] += (whole - records["packets"])[later].sum(), whole[later].sum()
 
     def _add_slowdowns(self, sizes: NDArray[np.int64], ratios: NDArray[np.float64]) -> None:
         least = 0
@@ -196,13 +189,6 @@ class MessageMeasures:
             own = sizes <= most if name == "all" else (sizes > least) & (sizes <= most)
             self.slowdowns[name].add((ratios[own] * 1e12).astype(np.int64))
             least = 0 if name == "all" else most
-
-    @property
-    def deferred_ratios(self) -> tuple[float, float]:
-        """Return the deferred shares of contributions' and of averages' packets, each of the job with the most."""
-        ratios = [counts[:, 0] / np.maximum(counts[:, 1], 1) for counts in self.deferred.values()]
-        contributions, averages = np.max(ratios, axis=0).tolist() if ratios else (0.0, 0.0)
-        return contributions, averages
 
     @property
     def loss_ratios(self) -> tuple[float, float]:
@@ -451,8 +437,6 @@ def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: Messag
     for half, (lost, sent) in enumerate(names):
         if messages.packets[half]:
             found[lost], found[sent] = messages.loss_ratios[half], messages.sent_ratios[half]
-    if any(job.job.spec.deferral for job in jobs):
-        found["deferred_contributions_ratio"], found["deferred_averages_ratio"] = messages.deferred_ratios
     if bits := [each for job in jobs for each in steady(job.bits)]:
         found["bits_per_value"] = fmean(bits)
     if bounds := [each for job in jobs for each in job.bounds]:
@@ -490,20 +474,13 @@ def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: Messag
 def _convergence(
     item: ExperimentRun, jobs: list[Progress], messages: MessageMeasures, metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the factor on the number of steps due to loss, deferral and precision, and the step time multiplied by it.
+    """Return the factor on the number of steps due to loss and precision, and the step time multiplied by it.
 
-    The deferred share is that of the half with the larger share. A factor below 1 on a deferral curve is noise of its
-    seeds, and counts as 1. The result is empty if not every measured run converged at that share. The factor of
-    precision is the mean over a job's steps, of the job with the largest.
+    The factor of precision is the mean over a job's steps, of the job with the largest.
     """
-    if not jobs:
+    if not jobs or "step_s" not in metrics:
         return {}  # nothing that converges
-    deferred = [found for job in item.setting.training if (found := job.deferral_curve())]
-    share = max(messages.deferred_ratios)
-    if "step_s" not in metrics or any(share > found.reached for found in deferred):
-        return {}
     factor = curve(item.convergence).steps_factor(messages.loss_ratios[0])
-    factor *= max([1.0, *(found.steps_factor(share) for found in deferred)])
     by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
     factor *= max(map(fmean, by_job), default=1.0)
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}

@@ -73,10 +73,10 @@ class SubmittedGraph:
     closed
         SimPy event: nothing of the graph is in flight any more, acknowledgements included.
     packets
-        int32 (n,): packets of each message in full precision and without deferral; 0 for a node that sends nothing.
+        int32 (n,): packets of each message in full precision; 0 for a node that sends nothing.
     sizes
-        `dlcp.sim.packet_engine.MESSAGE_SIZE` (n,): the messages' sizes without deferral, in the precision that
-        `Simulation.encode` has set.
+        `dlcp.sim.packet_engine.MESSAGE_SIZE` (n,): the messages' sizes, in the precision that `Simulation.encode`
+        has set.
     label
         The submitter's label, passed on with the records.
     last_records
@@ -201,7 +201,7 @@ class Simulation:
             self.engine.resize(submitted.number, nodes, sizes)
 
     def encode(self, submitted: SubmittedGraph, bits: int, value_bytes: int) -> None:
-        """Set the precision of messages that have not begun, which are then sent without deferral.
+        """Set the precision of messages that have not begun.
 
         Parameters
         ----------

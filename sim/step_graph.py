@@ -433,7 +433,7 @@ def _servers(job: PlacedJob, size_bytes: int, number: int) -> tuple[int, ...]:
 
 
 def training_graph(job: PlacedJob, topology: NetworkTopology, transport: int, seed: int) -> Graph:
-    """Return all steps of a job as one graph, without deferral and in full precision.
+    """Return all steps of a job as one graph, in full precision.
 
     Parameters
     ----------

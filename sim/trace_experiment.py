@@ -99,9 +99,9 @@ def job_graph(setting: RunSetting, name: str | None = None) -> Graph:
     numbers = {transport: number for number, transport in enumerate(setting.transports)}
     if chosen in placed:
         job = placed[chosen]
-        if job.spec.deferral or job.spec.pipeline or job.spec.precision != FULL_BITS:
+        if job.spec.pipeline or job.spec.precision != FULL_BITS:
             raise PlaceError(
-                f"job {chosen!r} has deferral, a pipeline or a precision, which a trace cannot express; leave them out"
+                f"job {chosen!r} has a pipeline or a precision, which a trace cannot express; leave them out"
             )
         check_run_size([training_size(job, profile_of(job.spec), at_once=True)])
         return training_graph(job, topology, numbers[job.spec.transport], setting.seed)

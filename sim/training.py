@@ -12,11 +12,10 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dlcp.convergence import COST_OF_PRECISION, ConvergenceCurve, curve
+from dlcp.convergence import COST_OF_PRECISION, curve
 from dlcp.planes import FULL_BITS
 from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.collectives import WITH_SERVERS, CollectiveName
-from dlcp.sim.deferral import DeferralSpec
 from dlcp.sim.learning import TRAINED_MODEL, LearningSpec
 from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
 from dlcp.sim.models import (
@@ -109,8 +108,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         delivered whole.
     adaptive_shards
         Whether ``direct`` gives ranks with slow links smaller shards (`dlcp.slow_ports`), as real ranks do.
-    deferral
-        What may be deferred to a later step, for ``parameter_server`` and ``direct``.
     precision
         Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
         fewer under congestion, from the second step on.
@@ -120,8 +117,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     phases
         Whether jobs with ``learn`` lower their loss bound in critical regimes, as real ranks do (`dlcp.phases`).
     optimizer
-        Selects the curves of additional steps that deferral and precision cost; these are measured by optimizer. With
-        ``learn``, also trains.
+        Selects the curve of additional steps that precision costs, which is measured by optimizer. With ``learn``, also
+        trains.
     learn
         A model to train with what the messages deliver (`dlcp.sim.learning`).
     layer_queues
@@ -161,7 +158,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     compression: Annotated[float, Meta(ge=1, le=FACTOR_MAX)] = 1.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     adaptive_shards: bool = False
-    deferral: DeferralSpec | None = None
     precision: Precision = FULL_BITS
     pipeline: str = ""
     phases: bool = False
@@ -190,15 +186,10 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(
                 f"hierarchical: {self.workers} workers do not fill groups of {self.group}; use a multiple of it"
             )
-        if self.deferral and (self.collective not in ("parameter_server", "direct") or self.steps < 2):
+        if self.adaptive_shards and (self.collective != "direct" or self.pipeline):
             raise ValueError(
-                f"deferral is for parameter_server and direct, and begins with the second step; got collective "
-                f"{self.collective!r} and {self.steps} steps"
-            )
-        if self.adaptive_shards and (self.collective != "direct" or self.deferral or self.pipeline):
-            raise ValueError(
-                "adaptive_shards is for the collective direct, without deferral and pipeline; "
-                f"got collective {self.collective!r}; change one of them"
+                f"adaptive_shards is for the collective direct, without pipeline; got collective {self.collective!r}; "
+                "change one of them"
             )
         if self.precision != FULL_BITS and (
             self.collective not in ("parameter_server", "direct")
@@ -235,8 +226,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return tuple(weights_for_rates(rates).values())
 
     def _check_pipeline(self) -> None:
-        if self.servers or self.deferral or self.precision != FULL_BITS:
-            raise ValueError("a pipeline has no servers, no deferral and precision 32; leave these out, or pipeline")
+        if self.servers or self.precision != FULL_BITS:
+            raise ValueError("a pipeline has no servers and precision 32; leave these out, or pipeline")
         if self.collective in ("halving_doubling", "hierarchical"):
             raise ValueError(f"{self.collective} needs other numbers of ranks than the replicas of a stage; use direct")
         if self.pipeline != PLANNED_PIPELINE and sum(parse_replicas(self.pipeline)) != self.workers:
@@ -281,26 +272,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def slowest_step_s(self, profile: StepProfile) -> float:
         """Return the computing time of the slowest worker's step, without jitter."""
         return profile.compute_s * max((each.factor for each in self.stragglers), default=1.0)
-
-    def deferral_curve(self) -> ConvergenceCurve | None:
-        """Return the curve of additional steps that the job's deferral costs; None without deferral.
-
-        Raises
-        ------
-        ValueError
-            The ceiling is above the largest measured share.
-        """
-        if self.deferral is None:
-            return None
-        # Behind one rank's slow port, only contributions to that rank are deferred; otherwise, those to all owners.
-        servers = "servers_" if self.servers or self.deferral.ports == "all" else ""
-        found = curve(f"deferral_{servers}{self.optimizer}")
-        if self.deferral.ceiling > found.reaches:
-            raise ValueError(
-                f"the ceiling is {self.deferral.ceiling:.0%}, but {found.name} was measured only up to "
-                f"{found.reaches:.0%}; lower it, or measure more with `python -m tests.bench convergence --ceilings`"
-            )
-        return found
 
     def precision_steps_factor(self, bits: int) -> float:
         """Return the factor on the number of steps if values have ``bits`` bits on the wire; noise below 1 is 1."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from dlcp.phases import PHASE_STEPS, Phases
 from dlcp.planes import FULL_BITS
-from dlcp.sim.deferral import SimulatedDeferral
 from dlcp.sim.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
 from dlcp.sim.models import StepProfile
 from dlcp.sim.precision import SimulatedPrecision
@@ -98,7 +97,6 @@ def training(
     parts = pieces_of(spec, progress.profile.layers)
     factors = computing_factors(simulation.scenario.seed, job)
     weights = spec.shard_weights(job.workers, simulation.topology)
-    deferral = SimulatedDeferral(spec.deferral, job.workers, job.servers) if spec.deferral else None
     precision = _precision(simulation, job)
     learning = _learning(simulation, progress) if spec.learn else None
     phases = Phases() if spec.phases else None
@@ -125,16 +123,12 @@ def training(
         running = simulation.submit(steps.graph, label=(job.name, first), keeps_outcomes=learning is not None)
         if precision:
             precision.apply(simulation, running)
-        if deferral:
-            deferral.apply(simulation, running)
         for step, end, worker_ends in zip(itertools.count(first), steps.ends, steps.worker_ends):
             if precision:
                 progress.bits.append(precision.bits)
                 yield env.any_of([running.nodes[node] for node in worker_ends.tolist()])
                 precision.learn(running, simulation.records(running), step)
                 precision.apply(simulation, running)
-                if deferral:
-                    deferral.apply(simulation, running)
             yield running.nodes[end]
             progress.step_s.append((int(env.now) - before) / 1e12)
             before = int(env.now)
@@ -144,10 +138,6 @@ def training(
                 norm = learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
                 if phases:
                     phases.add(norm)
-            if deferral:
-                compute_s = progress.profile.compute_s * float(factors[step].max())
-                deferral.learn(running, simulation.records(running), step, compute_s)
-                deferral.apply(simulation, running)
         yield running.done
         if skip_steps:
             skip_steps(progress)
@@ -177,14 +167,13 @@ def _learning(simulation: Simulation, progress: Progress) -> SimulatedLearning:
     trainer = TaskTrainer(spec.learn, spec.optimizer, spec.workers, spec.steps, simulation.scenario.seed)
     transport = simulation.scenario.transports[spec.transport]
     exchange = None
-    lossy = isinstance(transport, DlcpTransport) and (spec.loss_bound > 0 or spec.precision != FULL_BITS)
-    if lossy or spec.deferral:
+    if isinstance(transport, DlcpTransport) and (spec.loss_bound > 0 or spec.precision != FULL_BITS):
         exchange = GradientExchange(
             trainer.sizes,
             spec.workers,
             value_bytes=spec.bytes_per_value,
             payload_bytes=transport.packet_bytes - transport.header_bytes,
-            error_feedback=getattr(transport, "error_feedback", True),
+            error_feedback=transport.error_feedback,
         )
     return SimulatedLearning(spec.learn, trainer, job.workers, exchange, progress.curve)
 
@@ -192,4 +181,4 @@ def _learning(simulation: Simulation, progress: Progress) -> SimulatedLearning:
 def _step_outcome(simulation: Simulation, running: SubmittedGraph, step: int, bits: int) -> StepOutcome:
     """Return what has become of the messages of a step with ``bits`` bits per value."""
     lacking = simulation.outcomes(running, np.flatnonzero(running.graph.nodes["step"] == step))
-    return StepOutcome(running.sizes, simulation.records(running)["packets"], bits, lacking)
+    return StepOutcome(running.sizes, bits, lacking)

@@ -77,7 +77,6 @@ def test_a_script_begins_where_the_options_end(words, torchrun, script):
             "--nprocpernode is no .*; did you mean --nproc.per.node?",
         ),
         ("train --nnodes 1 -z 3 script.py", "-z is no option"),
-        ("advise --bogus 1 script.py", "dlcp advise: --bogus is no option of dlcp advise or torchrun"),
         ("doctor --liste", "dlcp doctor: --liste is no option of dlcp doctor or torchrun; did you mean --listen?"),
         ("launch --port 3 -- true", "dlcp launch: --port is no option of dlcp launch"),
     ],

@@ -23,12 +23,11 @@ def tags(drop_class=(7,) * PACKETS, layer=(3,) * PACKETS, protected=(False,) * P
     )
 
 
-def delivery(lost=(), *, packets=PACKETS, sent=None, resent=0, deferred=()):
-    delivered, kept = np.ones(packets, np.bool_), np.zeros(packets, np.bool_)
-    delivered[[*lost, *deferred]] = False
-    kept[list(deferred)] = True
+def delivery(lost=(), *, packets=PACKETS, sent=None, resent=0):
+    delivered = np.ones(packets, np.bool_)
+    delivered[list(lost)] = False
     sent = packets + resent if sent is None else sent
-    return Delivery(delivered, sent, resent, 0.25, kept if deferred else None)
+    return Delivery(delivered, sent, resent, 0.25)
 
 
 def test_totals_add_up_over_messages():
@@ -49,11 +48,10 @@ def test_losses_are_counted_by_class_and_by_layer():
     drop_class = np.arange(PACKETS) % 8
     layer = np.repeat([0, 255], PACKETS // 2)
     ledger.record(MessageKey(0, 0), 1, "all", tags(drop_class, layer), LossBound(0.3), delivery([7, 15, 6]))
-    by_class = ledger.loss_by_class()
+    by_class = np.array(ledger.summary()["by_class"])
     assert by_class[:, 0].tolist() == np.bincount(drop_class).tolist()
     assert by_class[:, 1].tolist() == [0, 0, 0, 0, 0, 0, 1, 2]
-    assert ledger.summary()["by_layer"] == {"0": [10, 2, 0, 0], "255": [10, 1, 0, 0]}
-    assert ledger.summary()["by_class"] == by_class.tolist()
+    assert ledger.summary()["by_layer"] == {"0": [10, 2, 0], "255": [10, 1, 0]}
 
 
 def test_what_is_counted_many_messages_at_a_time_adds_up(monkeypatch):
@@ -65,9 +63,9 @@ def test_what_is_counted_many_messages_at_a_time_adds_up(monkeypatch):
         ledger.record(MessageKey(0, number), 1, "all", tags(layer=layer), LossBound(0.1), delivery([number % 2]))
         waiting.append(len(ledger._uncounted))
     assert waiting == [1, 0, 1, 0, 1], "what waits to be counted does not grow"
-    assert list(ledger.summary()["by_layer"].values()) == [[PACKETS, 1, 0, 0]] * 5
-    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0, 0]
-    assert ledger.loss_by_class()[7].tolist() == [5 * PACKETS, 5, 0, 0], "once"
+    assert list(ledger.summary()["by_layer"].values()) == [[PACKETS, 1, 0]] * 5
+    assert ledger.summary()["by_class"][7] == [5 * PACKETS, 5, 0]
+    assert ledger.summary()["by_class"][7] == [5 * PACKETS, 5, 0], "once"
 
 
 def test_packets_are_counted_by_precision():
@@ -84,8 +82,8 @@ def test_packets_are_counted_by_precision():
     summary = ledger.summary()
     assert summary["by_bits"] == {"8": [3 * PACKETS, 3], "32": [5 * PACKETS, 5]}
     assert coded(summary["by_bits"]) == {"8": [3 * PACKETS, 3]}
-    assert summary["by_layer"] == {"0": [4 * PACKETS, 4, 0, 2 * PACKETS], "1": [4 * PACKETS, 4, 0, PACKETS]}
-    assert summary["by_class"][7][3] == 3 * PACKETS
+    assert summary["by_layer"] == {"0": [4 * PACKETS, 4, 2 * PACKETS], "1": [4 * PACKETS, 4, PACKETS]}
+    assert summary["by_class"][7][2] == 3 * PACKETS
 
 
 def test_the_bound_itself_is_kept_and_one_packet_more_breaks_it():
@@ -109,31 +107,6 @@ def test_a_lost_protected_packet_breaks_any_bound():
     assert ledger.violations == 1
 
 
-def test_what_is_deferred_is_not_lost_and_is_counted_with_how_long_it_waits():
-    ledger = Ledger()
-    bound, layer = LossBound(0.1, deferral=0.2), np.repeat([0, 5], PACKETS // 2)
-    for step, deferred in enumerate([(1, 2, 12), (2, 3), (2,), (), (2,)]):
-        ledger.record(MessageKey(step, 4), 1, "fc", tags(layer=layer), bound, delivery([7], deferred=deferred))
-    summary = ledger.summary()
-    assert (summary["deferred"], summary["lost"], summary["delivered"]) == (7, 5, 5 * PACKETS - 12)
-    assert summary["max_deferred_ratio"] == pytest.approx(3 / PACKETS)
-    assert summary["by_layer"] == {"0": [50, 5, 6, 0], "5": [50, 0, 1, 0]}
-    assert summary["by_class"][7] == [5 * PACKETS, 5, 7, 0]
-    assert ledger.records[0].deferred == 3
-    with pytest.raises(BoundExceededError, match=r"deferred: 5 of 20 packets \(bound 20\.0%\)"):
-        ledger.record(MessageKey(9, 4), 1, "fc", tags(), bound, delivery(deferred=range(5)))
-
-
-def test_a_packet_waits_from_one_step_to_the_next_whichever_message_it_would_have_been_in():
-    ledger = Ledger()
-    for waiting in ((1, 2), (2, 3), (2,), (), (2, 3), (3,)):
-        for bucket in (0, 1):
-            ledger.note_waiting(bucket, np.isin(np.arange(PACKETS), waiting) & (bucket == 0))
-    assert ledger.summary()["max_deferred_steps"] == 3, "packet 2"
-    ledger.note_waiting(0, np.ones(PACKETS + 1, np.bool_))
-    assert ledger.max_deferred_steps == 3, "another bucket: DDP has grouped its parameters anew"
-
-
 def test_records_say_what_became_of_each_message():
     written = []
     ledger = Ledger(keep=3, sink=written.append)
@@ -154,8 +127,6 @@ def test_records_say_what_became_of_each_message():
         "lost": 1,
         "bound": 0.1,
         "seconds": 0.25,
-        "deferred": 0,
-        "deferral_bound": 0.0,
         "bits": 32,
     }
 
@@ -164,7 +135,7 @@ def test_records_and_summary_call_one_thing_by_one_name():
     ledger = Ledger()
     record = ledger.record(MessageKey(0, 0), 1, "fc", tags(), LossBound(0.1), delivery(resent=2))
     shared = set(as_json(record)) & set(ledger.summary())
-    assert shared == {"sent", "delivered", "lost", "retransmitted", "deferred"}
+    assert shared == {"sent", "delivered", "lost", "retransmitted"}
     assert all(as_json(record)[name] == ledger.summary()[name] for name in shared)
 
 
@@ -181,7 +152,7 @@ def test_entries_from_several_threads_are_all_counted():
     for thread in threads:
         thread.join(20)
     assert ledger.summary()["lost"] == 800
-    assert ledger.loss_by_class()[7].tolist() == [800 * PACKETS, 800, 0, 0]
+    assert ledger.summary()["by_class"][7] == [800 * PACKETS, 800, 0]
 
 
 def test_ledgers_of_several_ranks_add_up():
@@ -194,15 +165,13 @@ def test_ledgers_of_several_ranks_add_up():
         "probes": 2,
         "max_message_ratio": 0.2,
     }
-    one |= {"deferred": 2, "max_deferred_ratio": 0.4, "max_deferred_steps": 3}
-    one |= {"by_class": [[5, 1, 2, 3]] + [[0, 0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 2, 3]}}
+    one |= {"by_class": [[5, 1, 3]] + [[0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 3]}}
     one |= {"by_bits": {"32": [2, 0], "8": [3, 1]}}
-    other = one | {"violations": 1, "max_message_ratio": 0.1, "by_layer": {"12": [3, 0, 0, 0], "0": [2, 1, 0, 1]}}
-    other |= {"max_deferred_steps": 5, "by_bits": {"4": [1, 0], "8": [4, 0]}}
+    other = one | {"violations": 1, "max_message_ratio": 0.1, "by_layer": {"12": [3, 0, 0], "0": [2, 1, 1]}}
+    other |= {"by_bits": {"4": [1, 0], "8": [4, 0]}}
     total = add_up([one, other])
     assert (total["sent"], total["lost"], total["violations"], total["max_message_ratio"]) == (10, 2, 1, 0.2)
-    assert (total["deferred"], total["max_deferred_ratio"], total["max_deferred_steps"]) == (4, 0.4, 5)
-    assert total["by_class"] == [[10, 2, 4, 6]] + [[0, 0, 0, 0]] * 7
-    assert total["by_layer"] == {"0": [7, 2, 2, 4], "12": [3, 0, 0, 0]}
+    assert total["by_class"] == [[10, 2, 6]] + [[0, 0, 0]] * 7
+    assert total["by_layer"] == {"0": [7, 2, 4], "12": [3, 0, 0]}
     assert list(total["by_bits"].items()) == [("4", [1, 0]), ("8", [7, 1]), ("32", [2, 0])]
     assert add_up([])["sent"] == 0

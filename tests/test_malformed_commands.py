@@ -28,7 +28,7 @@ def each(prefix, words, suffix=""):
 LINES = [
     # Unknown words.
     *("nothing", "''", "--nothing", *(f"{name} --nothing-of-the-kind" for name in COMMANDS)),
-    *("train", "launch", "advise", "live", "trace", "server", "sim", "fabric", "testbed", "bench", "switch"),
+    *("train", "launch", "live", "trace", "server", "sim", "fabric", "testbed", "bench", "switch"),
     *("sim nothing", "fabric nothing {folder}", "testbed nothing", "bench nothing"),
     # Training: what torchrun is given is its own.
     *("train script.py", "train --", "train -- nowhere.py", "train -- -m", "train -- {folder}"),
@@ -51,13 +51,6 @@ LINES = [
     *each("doctor --packets", (*BAD_WHOLE, "0")),
     *each("doctor --seconds", (*BAD_REAL, "0"), "--listen 127.0.0.1:0"),
     *each("doctor --listen", (":99999", "h:x", "203.0.113.7:5000", f"h:{HUGE}", "256.1.1.1", "a..b")),
-    # Advice.
-    *each("advise --measured", BAD_FILES),
-    *each(
-        "advise --measured", ("{figures_text}", "{figures_huge}", "{figures_nan}", "{figures_list}", "{figures_rates}")
-    ),
-    *("advise --measured {figures} --save {folder}", "advise --measured {figures} -- {script}"),
-    *each("advise --steps", ("0", "x", "1"), "-- {script}"),
     # Live page and traces.
     *each("live {folder} --listen", ("x", "h:x", "127.0.0.1:65536", f"127.0.0.1:{HUGE}", "203.0.113.7:80")),
     *("trace {folder}", "trace nowhere --out {new}", "trace {folder} --out {new}", "trace {binary} --out {new}"),
@@ -146,7 +139,6 @@ LINES = [
     *each("sim profile os:getcwd --input 3 --output {new} --batch", ("0", "x", HUGE)),
 ]
 ABOUT = {"rank": 0, "process_rank": 0, "host": "h", "clock": "c", "began_unix_ns": 1, "began_ns": 1}
-FIGURES = {"ranks": 2, "hosts": 1, "gradient_bytes": 1000, "step_s": 0.1, "waited_s": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +159,6 @@ def files(tmp_path_factory):
         "script": "raise SystemExit(0)\n",
         "entries": "{}\n",
         "metrics_text": '{"metrics": {"a": "b"}}\n',
-        "figures": json.dumps(FIGURES),
-        "figures_text": json.dumps({**FIGURES, "step_s": "0.1"}),
-        "figures_huge": json.dumps({**FIGURES, "ranks": 10**12, "hosts": 10**12}),
-        "figures_nan": json.dumps({**FIGURES, "waited_s": float("nan")}),
-        "figures_list": json.dumps({**FIGURES, "rates_bps": [1, 2]}),
-        "figures_rates": json.dumps({**FIGURES, "rates_bps": {"x": 1, "0": None}}),
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -225,7 +211,6 @@ def test_what_cannot_work_is_refused_in_a_few_words(line, files):
 
 
 def test_the_lines_without_their_mistakes_are_taken(files, capsys):
-    assert main(["advise", "--measured", files["figures"]]) == 0
     assert main(["trace", files["traces"] + "/good", "--out", files["new"]]) == 0
 
 

@@ -251,7 +251,7 @@ class _JobRank:
         if len({each.checksum for each in outcomes}) > 1:
             raise BenchError(f"{size_words(size)} by DLCP: the ranks have different results")
         rounds = bool(self._options.given(Trait.WHOLE_STEP))  # compression, or a reduction other than the average
-        if inexact and not rounds and not packets["lost"] + packets["deferred"] + packets["encoded"]:
+        if inexact and not rounds and not packets["lost"] + packets["encoded"]:
             raise BenchError(
                 f"{size_words(size)} by DLCP: {inexact} values are wrong, though no packet was lost or rounded"
             )
@@ -323,7 +323,7 @@ def table_row(found: BenchResult) -> str:
         for prefix, value, width in (("", found.value, found.spread), ("peer_", found.peer, details["peer_spread"]))
     ]
     packets = details["packets"]
-    share = packets["encoded"] / (packets["delivered"] + packets["lost"] + packets["deferred"])
+    share = packets["encoded"] / (packets["delivered"] + packets["lost"])
     rounded = f", {share:.0%} of DLCP's packets rounded" if share else ""
     return f"{size_words(details['bytes']):>8}  {'  '.join(sides)}  {found.ratio:>6.2f}x{rounded}"
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -55,7 +55,7 @@ class Bucket:
     exact
         Whether it holds other data than gradients, which arrives without loss or rounding.
     flush
-        Whether this step's gradients are sent in full, with everything pending: nothing is lost, deferred or left out.
+        Whether this step's gradients are sent in full, with everything pending: nothing is lost or left out.
     samples
         The number of samples behind each contributor's mean, if contributors differ. The values have been multiplied by
         :func:`dlcp.collectives.reduction_rules.weight_of`. If contributions are lost, rescaling divides by the samples
@@ -81,7 +81,7 @@ class Bucket:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing may be lost or deferred, regardless of the options."""
+        """Whether nothing may be lost, regardless of the options."""
         return self.exact or self.flush
 
     def bits_at(self, precision: int) -> int:
@@ -275,8 +275,7 @@ class ReduceOptions:
     Parameters
     ----------
     bound
-        The loss bound of the first hop, and the deferral bound for ranks behind a slow port
-        (:mod:`dlcp.collectives.deferral`). Nothing is deferred without error feedback.
+        The loss bound of the first hop.
     error_feedback
         Send lost values with the next step.
     rescale
@@ -309,28 +308,15 @@ class ReduceOptions:
                 "(see dlcp.session.Options)"
             )
 
-    @property
-    def deferral_bound(self) -> float:
-        """The largest share of a message's packets that may be deferred to a later step."""
-        return self.bound.deferral if self.error_feedback else 0.0
-
     def bound_of(self, bucket: Bucket) -> LossBound:
-        """Return the loss bound, without deferral, of layers that have none of their own."""
-        return RELIABLE if bucket.whole else replace(bucket.bound or self.bound, deferral=0.0)
+        """Return the loss bound of layers that have none of their own."""
+        return RELIABLE if bucket.whole else bucket.bound or self.bound
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
-        """Return the bounds for loss and deferral of a bucket's values from ``start`` to before ``stop``.
-
-        Deferral has the same limit as for averages, even if the bucket has a bound of its own.
-        """
+        """Return the loss bound of a bucket's values from ``start`` to before ``stop``."""
         if bucket.whole:
             return RELIABLE
-        bound = self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))
-        return replace(bound, deferral=self.average_bound(bucket).deferral)
-
-    def average_bound(self, bucket: Bucket) -> LossBound:
-        """Return the bound of a bucket's averages, which allows deferral but no loss."""
-        return RELIABLE if bucket.whole else LossBound(deferral=self.deferral_bound)
+        return self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -349,8 +335,6 @@ class RankContext:
         The parameter server's rank, if buckets may go there; it counts in the numbering of messages.
     beside_ring
         Whether a ring may take buckets of the same steps.
-    inbound_rates_bps
-        Each rank's receive rate in the last step, in bit/s, the same on all ranks. Empty if no reducer uses rates.
     noted
         Whether the endpoint's timeline records the phases of buckets. It must not if their numbers differ from the
         session's, as those of parts do.
@@ -364,7 +348,6 @@ class RankContext:
     residual: Residual = field(default_factory=Residual)
     server: int | None = None
     beside_ring: bool = False
-    inbound_rates_bps: dict[int, float] = field(default_factory=dict)
     noted: bool = True
     rank: int = field(init=False)
     """This rank."""
@@ -487,16 +470,9 @@ class BucketRun(ABC):
         may_drop: NDArray[np.bool_] = ~np.logical_or.reduceat(exact, layout.starts(self.values_per_packet))
         return may_drop
 
-    def _positions(
-        self, packets: NDArray[np.bool_], count: int, layout: PlaneLayout | None = None
-    ) -> NDArray[np.int64]:
-        """Return the positions of the values in these packets, of ``count`` in all.
-
-        With a ``layout``, they are those whose upper digits are in them.
-        """
+    def _positions(self, packets: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+        """Return the positions of the values in these packets, of ``count`` in all."""
         per_packet = self.values_per_packet
-        if layout is not None:
-            packets, per_packet = packets[: layout.packets], layout.per_packet
         positions = (np.flatnonzero(packets)[:, None] * per_packet + np.arange(per_packet)).ravel()
         return positions[positions < count]
 

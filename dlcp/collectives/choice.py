@@ -14,8 +14,8 @@ ring      2 (n-1) (alpha + o)   2 (n-1) / n S                                 1
 So small buckets use direct, and large ones the ring if ranks share ports, or if many flows enter a port. The penalty of
 such incast is measured: over a port of 64 packets in virtual time, at 4, 8 and 12 ranks, direct took 1.16, 1.41 and
 1.36 times as long as the ring, due to the transport as much as to the network. Ranks of one host share memory and no
-port, so fewer messages win. If ranks receive at different rates, direct gives slow ones smaller shards, and may defer
-packets (:mod:`dlcp.collectives.deferral`); the ring runs at the slowest rank's rate.
+port, so fewer messages win. If ranks receive at different rates, direct gives slow ones smaller shards; the ring
+runs at the slowest rank's rate.
 
 All ranks must make the same choice, so it depends only on sizes, hosts and reported rates, which all ranks know.
 """

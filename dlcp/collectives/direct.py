@@ -53,7 +53,6 @@ from dlcp.transport import (
 )
 
 if TYPE_CHECKING:
-    from dlcp.collectives.deferral import BucketDeferral, Deferral
     from dlcp.collectives.pair import PairRun
 
 
@@ -88,16 +87,7 @@ class DirectAllReduce:
         self.between_ranks = weights is None
         self._one_hop = one_hop and self.between_ranks and len(context.contributors) == 2
         self.adaptive = context.options.adaptive_shards and self.between_ranks
-        self.deferral: Deferral | None = None
-        if context.options.deferral_bound:
-            from dlcp.collectives import deferral  # most jobs defer nothing
-
-            self.deferral = deferral.Deferral(context.rank, context.contributors, context.options.deferral_bound)
         self.precision = PrecisionChooser(context.options.precision, error_feedback=context.options.error_feedback)
-        self.turn = 0
-        """Determines the packets that must be sent in this step, see :meth:`Deferral.due`. It counts steps with
-        gradients, because broadcasts use step numbers, too. With a server, which may miss steps, it equals the step's
-        number."""
         self._has_server = weights is not None
         self._steps = 0
         self._scattered_step = -1
@@ -125,13 +115,7 @@ class DirectAllReduce:
             if self.adaptive:
                 self.weights = weights_for_rates(rates)
         self.precision.begin_step(congested or bool(self._slow) if congested is not None else None, slowest_bps)
-        if self.adaptive:
-            self.context.inbound_rates_bps.clear()
-            self.context.inbound_rates_bps.update(rates)
-        if self.deferral:
-            self.deferral.begin_step(rates, self._slow, self.weights)
         self.rates_bps, self._reported_with = {}, {}
-        self.turn = step if self._has_server else self.turn + 1
         self._steps += 1
         connection = self.context.connection
         connection.call(partial(connection.begin_step, step))
@@ -168,7 +152,7 @@ class DirectAllReduce:
         if bucket.scattered:
             # Averages carry rates in other buckets. The choice of precision needs them once a step.
             is_first, self._scattered_step = step != self._scattered_step, step
-            run.exchanges_rates = run.average_bound.deferral > 0 or (is_first and self.precision.is_auto)
+            run.exchanges_rates = is_first and self.precision.is_auto
         return run
 
     def _bits_of(self, bucket: Bucket) -> int:
@@ -179,7 +163,7 @@ class DirectAllReduce:
         return bucket.bits_at(bits)
 
     def _goes_in_one_hop(self, bucket: Bucket, bits: int) -> bool:
-        allowed = self._one_hop and not bucket.scattered and self.deferral is None and bits == FULL_BITS
+        allowed = self._one_hop and not bucket.scattered and bits == FULL_BITS
         return allowed and bucket.values.nbytes <= ONE_HOP_BYTES_MAX
 
     def plan_of(
@@ -210,31 +194,14 @@ class DirectAllReduce:
         for which in [which for which, run in self._runs.items() if which[0] < step and run.done.done()]:
             del self._runs[which]
 
-    def deferral_of(self, sequence: int, bucket: Bucket, plan: "DirectPlan") -> "BucketDeferral | None":
-        """Return the chooser of a bucket's packets to defer; None if nothing may be deferred."""
-        if self.deferral is None or not plan.average_bound.deferral:
-            return None
-        from dlcp.collectives.deferral import BucketDeferral  # most jobs defer nothing
-
-        parts = plan.bounds, plan.packets, plan.average_bound
-        return BucketDeferral(self.deferral, self.turn, self.context, sequence, bucket, *parts)
-
-    def rates(self) -> NDArray[np.generic]:
-        """Return this rank's rates to all contributors, in bit/s.
-
-        They are 0 if unknown, and negative without signs of congestion.
-        """
+    def rates_to_tell(self) -> NDArray[np.generic]:
+        """Return this rank's rates to all contributors, as in :func:`dlcp.collectives.shards.inbound_rates`."""
         connection, reached = self.context.connection, self._reached_bps
         known = {peer: connection.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
         signed = {peer: rate if connection.is_congested(peer) else -rate for peer, rate in known.items()}
-        return np.array([signed.get(rank, 0.0) for rank in self.context.contributors], RATE)
-
-    def rates_to_tell(self) -> NDArray[np.generic]:
-        """Return these rates, with this rank's own entry as in :func:`dlcp.collectives.shards.inbound_rates`."""
-        told, connection = self.rates(), self.context.connection
         sign = 1.0 if connection.met_congestion else -1.0
-        told[self.context.contributors.index(self.context.rank)] = np.copysign(connection.inbound_bps, sign)
-        return told
+        signed[self.context.rank] = float(np.copysign(connection.inbound_bps, sign))
+        return np.array([signed[rank] for rank in self.context.contributors], RATE)
 
     def note_reached(self, peer: int) -> None:
         """Cache a peer's rate after its last message: by the next bucket it would be too old to report."""
@@ -262,8 +229,6 @@ class DirectPlan:
         send.
     bound
         The loss bound of layers without their own.
-    average_bound
-        The bound of averaged shards, for loss and deferral.
     whole
         The bucket's tags if nothing may be lost.
     layouts
@@ -307,7 +272,7 @@ class DirectPlan:
             bound = self.loss_bounds[owner]
             self.loss_bounds[owner] = replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
         self.bits = bits if self.layouts else FULL_BITS
-        self.bound, self.average_bound = options.bound_of(bucket), options.average_bound(bucket)
+        self.bound = options.bound_of(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
 
@@ -393,10 +358,8 @@ class DirectRun(BucketRun):
         self.awaited = len(self.shards)
         """Number of unfinished shards, and of ranks whose rates are sent separately and have not arrived."""
         self.accumulator: ShardAccumulator | None = None
-        self.average_bound = plan.average_bound
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
         """This rank's shard, once averaged."""
-        self.deferral = reducer.deferral_of(sequence, bucket, plan)
         self.exchanges_rates = False
         self.latest = self.rank
         """The rank whose average arrived last."""
@@ -404,14 +367,10 @@ class DirectRun(BucketRun):
         """Future residual: positions in the bucket, and values."""
         self.rounded: list[tuple[int, NDArray[np.floating]]] = []
         """Future residual of encoded shards: their start in the bucket, and what the code lacks of each value."""
-        self.waiting = np.zeros(len(self.tags.queue), np.bool_)
-        """The packets of the bucket that this rank must still send."""
         self.averaged: NDArray[np.generic] | None = None
         """With a parameter server, a copy of the average until all workers are known to have it."""
         self.codes: dict[int, Bytes] = {}
         """Encoded contributions by owner, until they are acknowledged."""
-        self.deferred: dict[int, NDArray[np.bool_]] = {}
-        """Masks of their packets that are not sent, by owner."""
         for owner, layout in plan.layouts.items():
             if owner != self.rank:  # in this thread, since the endpoint's must keep up with packets
                 self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
@@ -491,11 +450,6 @@ class DirectRun(BucketRun):
             own.tags = self._tags(self.rank, len(own.trailer))
         else:
             own.tags = self._encoded_tags(self.rank, self._round_average(layout), len(own.trailer))
-        if self.deferral:
-            own.deferred = self.deferral.of_average(own.tags, np.abs(self.reducer.rates()), layout)
-        if own.deferred is not None:
-            own.tags = own.tags._replace(protected=~own.deferred)
-            self._defer_average(own.deferred, layout)
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -534,15 +488,6 @@ class DirectRun(BucketRun):
             self.own.values[:] = value_type.narrow(mean)
         return code
 
-    def _defer_average(self, deferred: NDArray[np.bool_], layout: PlaneLayout | None) -> None:
-        """Set deferred packets of this rank's averaged shard to zero, as they are on all ranks."""
-        own, widen = self.own, self.bucket.value_type.widen
-        positions = self._positions(deferred, len(own.values), layout)
-        # The next contribution is divided by the number of ranks.
-        self._lose(self.rank, positions, widen(own.values) * np.float32(len(self.context.contributors)))
-        own.write(positions, 0)
-        self._note_waiting(self.rank, deferred, layout)
-
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""
         if accumulator.layout is not None:  # none of their values is missing
@@ -570,14 +515,9 @@ class DirectRun(BucketRun):
             # may be lost, and every packet is protected already.
             content = len(self._bytes(owner) if layout is None else self.codes[owner])
             tags.protected[content // context.connection.options.payload_bytes :] = True
-        deferred = None
-        if self.deferral:
-            tags, deferred = self.deferral.of_contribution(owner, tags, np.abs(self.reducer.rates()), layout)
-        if deferred is not None:
-            self.deferred[owner] = deferred
         key, label, order = self._key(REDUCE_SCATTER, owner), plan.labels[owner], plan.orders[owner]
         payload = self._bytes(owner) if layout is None else self.codes[owner]
-        request = SendRequest(owner, key, payload.data, tags, bound, label, tail, order, deferred, layout)
+        request = SendRequest(owner, key, payload.data, tags, bound, label, tail, order, layout)
         context.connection.send(request, partial(self._on_contributed, owner, tags), self.fail)
 
     def _tail_for_server(self) -> ContributionTail:
@@ -604,14 +544,11 @@ class DirectRun(BucketRun):
         context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery, layout)
         if layout is not None:
             if context.options.error_feedback:
-                self.rounded.append((start, self._rest(owner, layout, delivery.delivered)))
-            if delivery.deferred is not None:
-                self._note_waiting(owner, delivery.deferred, layout)
+                self.rounded.append((start, self._rest(owner, delivery.delivered)))
             context.connection.buffers.give(self.codes.pop(owner))
-        elif delivery.lost or delivery.deferred is not None:
+        elif delivery.lost:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
-            self._note_waiting(owner, ~delivery.delivered)
         if self.bucket.scattered:
             self.reducer.note_reached(owner)
             self._have(owner, Shard.DELIVERED)
@@ -622,30 +559,19 @@ class DirectRun(BucketRun):
         tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
         into = self._bytes(owner) if layout is None else context.connection.buffers.take(layout.bytes)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
-        bound = self.average_bound
-        request = ReceiveRequest(owner, key, size, bound, label, into=into, tail=tail)
-        context.connection.receive(request, partial(self._on_average, owner, tail, delivery.delivered), self.fail)
+        request = ReceiveRequest(owner, key, size, RELIABLE, label, into=into, tail=tail)
+        context.connection.receive(request, partial(self._on_average, owner, tail), self.fail)
         if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.own.unconfirmed:
             self._send_average(owner)
 
     # All-gather -------------------------------------------------------------------------------------------------------
 
-    def _on_average(
-        self, owner: int, tail: NDArray[np.uint8], contributed: NDArray[np.bool_], arrival: Arrival
-    ) -> None:
-        (start, stop), layout = self.bounds[owner], self.plan.layouts.get(owner)
-        shard = self.values[start:stop]
+    def _on_average(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
+        layout = self.plan.layouts.get(owner)
         if layout is not None:
-            layout.decode_as(self.bucket.value_type, arrival.payload, shard, arrival.delivered)
+            shard = self.values[slice(*self.bounds[owner])]
+            layout.decode_as(self.bucket.value_type, arrival.payload, shard)
             self.context.connection.buffers.give(arrival.payload)
-        elif arrival.deferred:
-            deferred = ~arrival.delivered[: len(contributed)]
-            if owner not in self.context.contributors:
-                # A server keeps no residual: what it defers, every worker contributed, and that is still in place.
-                positions = self._positions(deferred & contributed, stop - start)
-                self._lose(owner, positions, self.bucket.value_type.widen(shard))
-                self._note_waiting(owner, deferred & contributed)
-            shard[self._positions(deferred, stop - start)] = 0
         self._have(owner)
         self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
@@ -656,15 +582,13 @@ class DirectRun(BucketRun):
 
     def _send_average(self, peer: int) -> None:
         """Send this rank's averaged shard to a peer whose contribution has been acknowledged."""
-        request = self.own.request(peer, self._key(ALL_GATHER, peer), self.plan.labels[self.rank], self.average_bound)
+        request = self.own.request(peer, self._key(ALL_GATHER, peer), self.plan.labels[self.rank])
         self.context.connection.send(request, partial(self._on_average_sent, request), self.fail)
 
     def _on_average_sent(self, request: SendRequest, delivery: Delivery) -> None:
         peer = request.peer
         sent = request.label, request.tags, request.bound
         self.context.ledger.record(request.key, peer, *sent, delivery, request.layout)
-        if self.average_bound.deferral and self.reducer.deferral:
-            self.reducer.deferral.note_average_sent(peer, delivery.seconds)
         self.own.unconfirmed.discard(peer)
         self._advance()
 
@@ -727,8 +651,6 @@ class DirectRun(BucketRun):
                 self.context.residual.add_at(positions, values, self.bucket.segments)
             for start, values in self.rounded:
                 self.context.residual.add_range(start, values, self.bucket.segments)
-        if self.reducer.deferral:
-            self.context.ledger.note_waiting(self.sequence, self.waiting)
         self.done.set_result(self.values)
 
     def _end(self) -> None:
@@ -773,10 +695,8 @@ class DirectRun(BucketRun):
         values = widen(self.values)
         rounded = list(self.rounded)
         if self.context.options.error_feedback:
-            for owner in self.codes:  # unacknowledged contributions, in case their owner has averaged them
-                unsent = self.deferred.get(owner)
-                rest = self._rest(owner, self.plan.layouts[owner], None if unsent is None else ~unsent)
-                rounded.append((self.bounds[owner][0], rest))
+            # unacknowledged contributions, in case their owner has averaged them
+            rounded += [(self.bounds[owner][0], self._rest(owner)) for owner in self.codes]
         residual = np.zeros(len(values), values.dtype) if self.lost or rounded else None
         if residual is not None:
             for positions, lost in self.lost:
@@ -819,21 +739,14 @@ class DirectRun(BucketRun):
         """Return a shard's values as float32; not a copy if they are."""
         return cast("NDArray[np.float32]", self.bucket.value_type.widen(self.values[slice(*self.bounds[owner])]))
 
-    def _rest(self, owner: int, layout: PlaneLayout, delivered: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+    def _rest(self, owner: int, delivered: NDArray[np.bool_] | None = None) -> NDArray[np.float32]:
         """Return what the packets of an encoded contribution lack of its values; ``delivered`` is None for all."""
-        return layout.rest(self._wide(owner), self.codes[owner], delivered)
+        return self.plan.layouts[owner].rest(self._wide(owner), self.codes[owner], delivered)
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
         """Record a shard's ``values`` at ``positions`` as lost."""
         if len(positions):
             self.lost.append((positions + self.bounds[owner][0], values[positions]))
-
-    def _note_waiting(self, owner: int, packets: NDArray[np.bool_], layout: PlaneLayout | None = None) -> None:
-        """Record that packets of a shard's message wait for a later step; those of an encoded one by their values."""
-        part = self._packets(owner)
-        if layout is not None:
-            packets = packets[np.arange(part.stop - part.start) * self.values_per_packet // layout.per_packet]
-        self.waiting[part] |= packets[: part.stop - part.start]
 
     def _packets(self, owner: int) -> slice:
         return self.plan.packets.get(owner, slice(0, 0))

@@ -221,8 +221,6 @@ def make_reducer(
     check_stages(compression, combine, collective)
     options = context.options
     has_server = collective == SERVER and topology.server is not None
-    if has_server and options.deferral_bound:
-        check_server_defers(compression, options.layers)
     context = replace(context, server=topology.server if has_server else None, beside_ring=collective in (AUTO, RING))
     multiplier = len(context.contributors) if combine == SUM else 1
     if not compression:
@@ -243,8 +241,6 @@ def make_reducer(
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
     # What a compressor leaves out belongs to the gradient's positions; losses of what it sends do not.
     transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
-    if compressor.name not in ("fp16", "bf16"):  # these code values in place, so magnitudes show what matters
-        transit = replace(transit, options=replace(options, bound=replace(options.bound, deferral=0.0)))
     # A compressor's recovery must know the losses of a contribution, which in one hop only the peer may know.
     plain = _plain(collective, transit, topology, costs, one_hop=False)
     # Neither a vote nor Adasum can be replaced by an average.
@@ -322,27 +318,6 @@ def check_stages(
         raise ValueError(
             f"a parameter server adds up uncompressed gradients; with compression {compression!r} set collective to "
             f"{AUTO}, {DIRECT} or {RING}"
-        )
-
-
-def check_server_defers(compression: str, layer_bounds: object) -> None:
-    """Check that a parameter server may defer packets: it treats all values as gradients with one bound.
-
-    Parameters
-    ----------
-    compression, layer_bounds
-        The workers' settings; empty for none.
-
-    Raises
-    ------
-    ValueError
-        The server might defer packets that matter; the message says what to do.
-    """
-    given = "compression" if compression else "layer_bounds" if layer_bounds else ""
-    if given:
-        raise ValueError(
-            f"collective 'server' with deferral_bound is incompatible with {given}: the server does not know of "
-            f"it, and might defer packets that matter; set deferral_bound=0, or leave {given} out"
         )
 
 

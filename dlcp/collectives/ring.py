@@ -23,9 +23,8 @@ on eight ranks, the two packet orders correlate by 0.63 to 0.97, and the tenth w
 most 1.6 % of the partial sum's squared norm. A second classification would not pay off. Non-finite values of any rank
 are protected.
 
-A ring defers nothing (:mod:`dlcp.collectives.deferral`): behind a slow port, a direct all-reduce is better
-(``docs/decisions.md``). So that all ranks can choose it, each average carries the rate from the rank that computed it
-to the next one.
+Behind a slow port, a direct all-reduce is better (``docs/decisions.md``). So that all ranks can choose it, each average
+carries the rate from the rank that computed it to the next one.
 """
 
 import math

@@ -18,18 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import RATE, Bucket, ContributionTail, RankContext, ReduceOptions
-from dlcp.collectives.deferral import Deferral
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.step_metadata import read_table, samples_of
-from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
-from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import PlaneLayout
 from dlcp.tags import PacketTags, Segment, queue_of_layer
-from dlcp.transport import Arrival, Connection, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport import RELIABLE, Arrival, Connection, Delivery, MessageKey, ReceiveRequest, SendRequest
 
 PART_BYTES_MIN: Final = 200_000
 """Minimum size of a part; P3 has slices of 50,000 values. Large buckets have larger parts, because the number of parts
@@ -181,11 +178,6 @@ def _within(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment
     )
 
 
-SMALL_LAYER_PACKETS: Final = 3
-"""Layers of at most this many packets are never deferred. Small layers by the workers' definition
-(``TagPolicy.small_layer_values``) fit into three packets of an MTU of 1500."""
-
-
 class ParameterServer:
     """Serves the buckets of all steps until its endpoint is closed.
 
@@ -224,10 +216,6 @@ class ParameterServer:
         self.options, self.weighted = options or ReduceOptions(), weighted
         self.ledger = ledger or Ledger()
         self.failed: Future[None] = Future()
-        self._bound = replace(self.options.bound, deferral=self.options.deferral_bound)
-        self._average_bound = LossBound(deferral=self.options.deferral_bound)
-        self._deferral = Deferral(connection.rank, self.workers, self.options.deferral_bound)
-        self._step = -1
         self._ranks = max([*self.workers, connection.rank]) + 1
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         """Contributions by the key of their messages and by worker."""
@@ -241,7 +229,7 @@ class ParameterServer:
 
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has arrived."""
-        request = ReceiveRequest(worker, key, None, self._bound, self._label(key))
+        request = ReceiveRequest(worker, key, None, self.options.bound, self._label(key))
         self.connection.receive(request, partial(self._on_contribution, worker, key), self._fail)
 
     def _on_contribution(self, worker: int, key: MessageKey, contribution: Arrival) -> None:
@@ -282,15 +270,9 @@ class ParameterServer:
         report = np.full(len(self.workers), float(congested), RATE)
         payload = memoryview(content.tobytes() + report.tobytes())
         tags = _tags_of(bucket, -(-len(payload) // payload_bytes))
-        deferred = None
-        if self._bound.deferral and layout is None:
-            narrowed = content.view(tail.value_type.storage)
-            deferred = self._choose_deferred(key, narrowed, tail.value_type, bucket, tags)
-            self.ledger.note_waiting(sequence, np.zeros(0, np.bool_) if deferred is None else deferred)
         for worker in self.workers:
             reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
-            label, bound = self._label(key), self._average_bound
-            request = SendRequest(worker, reply, payload, tags, bound, label, deferred=deferred, layout=layout)
+            request = SendRequest(worker, reply, payload, tags, RELIABLE, self._label(key), layout=layout)
             self.connection.send(request, partial(self._on_sent, request), self._fail)
 
     def _mean(
@@ -334,32 +316,6 @@ class ParameterServer:
         mean += rounded
         if tail.revocable:
             self._applied[sequence] = rounded
-
-    def _choose_deferred(
-        self,
-        key: MessageKey,
-        mean: NDArray[np.generic],
-        value_type: ValueType,
-        bucket: dict[int, Arrival],
-        tags: PacketTags,
-    ) -> NDArray[np.bool_] | None:
-        """Return the mask of packets of an average that are deferred; None if all are sent."""
-        if key.step > self._step:
-            self._step = key.step
-            self._deferral.begin_step({}, set(), {})
-        # Workers see whether this port is congested, and know which buckets are exact: of those they defer nothing.
-        share = self._deferral.share_through_server(is_clear=not any(each.deferred for each in bucket.values()))
-        if not share:
-            return None
-        per_packet = self.connection.options.payload_bytes // value_type.storage.itemsize
-        magnitudes = packet_magnitudes(mean, value_type, per_packet)
-        packets = len(magnitudes)
-        of_layer = np.bincount(tags.layer[:packets], minlength=256)[tags.layer[:packets]]
-        matters = self._deferral.due(0, packets, key.step) | (of_layer <= SMALL_LAYER_PACKETS)
-        matters[-1] = True  # what is not deferred ends a message
-        limit = self._average_bound.deferrable(len(tags.queue))
-        deferred = self._deferral.choose((ALL_GATHER, self._sequence(key)), magnitudes, ~matters, share, limit)
-        return None if deferred is None else np.append(deferred, np.zeros(len(tags.queue) - packets, np.bool_))
 
     def _on_sent(self, request: SendRequest, delivery: Delivery) -> None:
         sent = request.label, request.tags, request.bound

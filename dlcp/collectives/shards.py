@@ -277,8 +277,6 @@ class AveragedShard:
         Whether it can be sent without the caller's buffer, because there is a copy or a code.
     tags, trailer
         The tags of its packets, and the bytes that follow its values in a message.
-    deferred
-        Mask of packets that no rank receives in this step, shape (packets,); None for none.
     unconfirmed
         Peers that have not acknowledged it.
     """
@@ -291,7 +289,6 @@ class AveragedShard:
         self.code: NDArray[np.uint8] | None = None
         self.layout: PlaneLayout | None = None
         self.is_kept = False
-        self.deferred: NDArray[np.bool_] | None = None
         self.unconfirmed: set[int] = set()
         self._connection = connection
         self._copy_owner: ExportedMemory | BufferPool = connection.exported
@@ -304,20 +301,12 @@ class AveragedShard:
             self.is_kept = True
             reduction.copy_into(copy)
 
-    def write(self, positions: "NDArray[np.int64] | slice", values: NDArray[np.generic] | int) -> None:
-        """Write values into the buffer and the copy."""
-        self.values[positions] = values
-        if self.copy is not None:
-            self.copy[positions] = values
-
-    def request(self, peer: int, key: MessageKey, label: str, bound: LossBound = RELIABLE) -> SendRequest:
+    def request(self, peer: int, key: MessageKey, label: str) -> SendRequest:
         """Return the request that sends the shard to a peer."""
         assert self.tags is not None
         sent = self.code if self.code is not None else self.values if self.copy is None else self.copy
         payload = sent.view(np.uint8).data
-        return SendRequest(
-            *(peer, key, payload, self.tags, bound, label, self.trailer), deferred=self.deferred, layout=self.layout
-        )
+        return SendRequest(peer, key, payload, self.tags, RELIABLE, label, self.trailer, layout=self.layout)
 
     def kept(self, value_type: ValueType) -> NDArray[np.floating]:
         """Return the values as ranks have them, widened, without the caller's buffer; it must be kept."""
@@ -326,7 +315,7 @@ class AveragedShard:
             return value_type.widen(self.copy)
         assert self.layout
         values = np.empty(self.layout.values, np.float32)
-        self.layout.decode(self.code, values, None if self.deferred is None else ~self.deferred)
+        self.layout.decode(self.code, values)
         return value_type.widen(value_type.narrow(values))
 
     def round(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step metadata: the ranks' reports at the start of a step, on their samples and recent measurements.
+"""Step metadata: the ranks' reports at the start of a step, on their samples and the last gradient.
 
 It is the first bucket of the step, a table with a row per rank, and is sent without loss. Each rank fills in its own
 row and leaves the others 0. The average times the number of ranks is the whole table, bitwise equal on every rank. So
@@ -20,40 +20,17 @@ LAYER: Final = Layer("step metadata", 0)
 
 
 class StepMetadata(NamedTuple):
-    """One rank's row. All but ``samples`` is about the last step; 0 if unknown.
+    """One rank's row.
 
     Attributes
     ----------
     samples
         The number of samples behind its mean gradients of this step.
-    step_s, backward_s, waited_s
-        Duration of the last step, from its first gradients to those of this one; time until its last gradients were
-        ready; and time from then until all averages had arrived.
-    packets, wanting, lost
-        Packets sent to its peers in the last step, those that did not arrive at first, and those that never arrived.
-    worst
-        The largest share of a message that did not arrive at first.
-    protected
-        The share of protected packets.
-    rtt_s
-        The longest of its smoothed round-trip times.
-    rate_bps
-        The rate at which its slowest peer receives.
     norm
         The L2 norm of the last step's average gradient.
     """
 
     samples: float = 1.0
-    step_s: float = 0.0
-    backward_s: float = 0.0
-    waited_s: float = 0.0
-    packets: float = 0.0
-    wanting: float = 0.0
-    lost: float = 0.0
-    worst: float = 0.0
-    protected: float = 0.0
-    rtt_s: float = 0.0
-    rate_bps: float = 0.0
     norm: float = 0.0
 
 

@@ -42,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
             rate_bps=round(arguments.rate_mbps * 1e6),
             depth_packets=arguments.depth,
             loss_bound=arguments.loss_bound,
-            deferral_bound=arguments.deferral_bound,
             precision=arguments.precision,
             collective="server" if arguments.collective == "ps" else "direct",
             fp16=arguments.fp16,

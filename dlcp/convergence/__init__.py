@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps to accuracy as a function of loss, deferral and precision, from the data files beside this module.
+"""Steps to accuracy as a function of loss and precision, from the data files beside this module.
 
 ``published.json`` has curves made from published bounds on loss; each cites its sentence. ``measured.json`` has the
 results of ``python -m tests.bench.digits_loss``, and ``shortfall.json`` those of ``python -m tests.bench convergence
---curves``. The simulator uses them to convert loss, deferral and precision to additional steps. So do the rules of
-``adapt`` and ``dlcp advise`` (:mod:`dlcp.tuning.rules`), to weigh a shorter step against its cost.
+--curves``. The simulator uses them to convert loss and precision to additional steps.
 """
 
 import json
@@ -22,26 +21,19 @@ import numpy as np
 from dlcp.error_text import nearest
 
 _FILES: Final = ("published", "measured", "shortfall")
-MEASURED_OPTIMIZERS: Final = ("sgd", "adamw")
-"""The optimizers with which deferral, loss and lower precision were measured."""
-COST_OF_LOSS: Final = "loss"
-COST_OF_DEFERRAL: Final = "deferral"
-"""Deferral of contributions to one rank, and of all averages."""
-COST_OF_DEFERRAL_TO_ALL: Final = "deferral_servers"
-"""Deferral of all contributions, and of all averages."""
 COST_OF_PRECISION: Final = "precision"
 """Fewer bits per value in all contributions and averages; the share is 1 - bits / 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceCurve:
-    """The additional steps that loss, deferral or lower precision costs.
+    """The additional steps that loss or lower precision costs.
 
     Parameters
     ----------
     points
-        Pairs of a share of packets lost or deferred, or of bits left out, and the steps to the target relative to a run
-        without. The first is (0, 1); shares ascend.
+        Pairs of a share of packets lost, or of bits left out, and the steps to the target relative to a run without.
+        The first is (0, 1); shares ascend.
     measured
         Whether we measured it; otherwise it is from a paper.
     reached
@@ -124,27 +116,3 @@ def curve(name: str) -> ConvergenceCurve:
     if name not in curves():
         raise ValueError(f"unknown convergence curve {name!r}{nearest(name, curves())}")
     return curves()[name]
-
-
-def steps_factor(what: str, share: float) -> float | None:
-    """Return the relative number of steps to the same accuracy, with the optimizer that needs more.
-
-    Factors below 1 are noise between seeds and count as 1. Where loss was not measured, published figures are used.
-
-    Parameters
-    ----------
-    what
-        ``COST_OF_LOSS``, ``COST_OF_DEFERRAL``, ``COST_OF_DEFERRAL_TO_ALL`` or ``COST_OF_PRECISION``.
-    share
-        Of the packets of a step, or of the bits of each value.
-
-    Returns
-    -------
-    At least 1; None if such a share was not measured, or not every run reached the target.
-    """
-    known = [found for by in MEASURED_OPTIMIZERS if (found := curves().get(f"{what}_{by}"))]
-    if not known and what == COST_OF_LOSS:
-        known = [curve("published")]
-    if not known or any(share > min(each.reached, each.reaches) for each in known):
-        return None
-    return max(1.0, *(each.steps_factor(share) for each in known))

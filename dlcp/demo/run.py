@@ -102,11 +102,7 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
         "gradient_bytes": (2 if setup.fp16 else 4) * first["parameters"],
         "replicas_identical": len({report["digest"] for report in reports}) == 1,
         "final_accuracy": first["curve"][-1]["accuracy"],
-        "ledger": add_up(ledgers)
-        | {
-            "bound": float(variant.environment["DLCP_LOSS_BOUND"]),
-            "deferral_bound": float(variant.environment.get("DLCP_DEFERRAL_BOUND", 0)),
-        }
+        "ledger": add_up(ledgers) | {"bound": float(variant.environment["DLCP_LOSS_BOUND"])}
         if variant.mode == "dlcp"
         else None,
         "server_ledger": served["ledger"],
@@ -450,8 +446,8 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _print_losses(console: Console, name: str, result: dict[str, Any]) -> None:
-    """Print what the messages of one run with a loss bound lost, deferred and encoded."""
-    loss, precision, deferral = result["loss"], result["precision"], result["deferral"]
+    """Print what the messages of one run with a loss bound lost and encoded."""
+    loss, precision = result["loss"], result["precision"]
     kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
     console.print(
         f"  a message of {name} lost at most {loss['max_message_ratio']:.1%}; the bound is {loss['bound']:.0%}, {kept}"
@@ -460,8 +456,3 @@ def _print_losses(console: Console, name: str, result: dict[str, Any]) -> None:
         console.print(f"  {share:.1%} of the packets had {bits} bits of each value")
     if precision["lower_digits"]:
         console.print(f"  {precision['lower_digits']:.1%} of the lost packets held lower digits only")
-    if deferral["bound"]:
-        console.print(
-            f"  {deferral['share']:.1%} of the packets were deferred to a later step, at most "
-            f"{deferral['max_message_ratio']:.1%} of a message; the bound is {deferral['bound']:.0%}"
-        )

@@ -44,7 +44,6 @@ class DemoSetup:
     rate_bps: int = 32_000_000
     depth_packets: int = 32
     loss_bound: float = 0.1
-    deferral_bound: float = 0.0
     precision: str = AUTO_PRECISION
     collective: str = "direct"
     fp16: bool = False
@@ -67,7 +66,7 @@ class DemoSetup:
         return (
             f"dlcp demo --seed {self.seed} --collective {collective} --steps {self.steps} "
             f"--rate-mbps {self.rate_bps / 1e6:g} --depth {self.depth_packets} --loss-bound {self.loss_bound:g} "
-            f"--deferral-bound {self.deferral_bound:g} --precision {self.precision} --optimizer {self.optimizer} "
+            f"--precision {self.precision} --optimizer {self.optimizer} "
             f"--burst-seconds {self.burst_s:g}{' --fp16' if self.fp16 else ''}"
         )
 
@@ -136,7 +135,6 @@ def variants(setup: DemoSetup) -> list[Variant]:
     """Return the variants that the demo compares."""
     bound = {
         "DLCP_LOSS_BOUND": str(setup.loss_bound),
-        "DLCP_DEFERRAL_BOUND": str(setup.deferral_bound),
         "DLCP_PRECISION": setup.precision,
     }
     plain = {

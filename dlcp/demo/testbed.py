@@ -72,7 +72,7 @@ class TestbedSetup(DemoSetup):
         return (
             f"dlcp testbed run --switch {self.switch} --fabric {self.shape} --collective {collective} "
             f"--seed {self.seed} --steps {self.steps} --loss-bound {self.loss_bound:g} "
-            f"--deferral-bound {self.deferral_bound:g} --precision {self.precision}"
+            f"--precision {self.precision}"
         )
 
     def bursts(self) -> list[BackgroundBurst]:

@@ -35,7 +35,7 @@ _MAKE_OPTIMIZER: Final[dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.002),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
 }
-"""Learning rates: of a few that were tried, those that need the fewest steps without loss and deferral."""
+"""Learning rates: of a few that were tried, those that need the fewest steps without loss."""
 _LEARNING_RATE_STEPS: Final = 4
 """Steps of linear warm-up; the cosine decay runs over all steps."""
 _BUCKET_MB: Final = 0.5

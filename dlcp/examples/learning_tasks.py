@@ -47,7 +47,7 @@ class LearningTask:
     steps, batch
         How many steps to train for, and how many samples each rank has in one.
     rates
-        Learning rates by optimizer, the best of a few for training without deferral.
+        Learning rates by optimizer, the best of a few.
     """
 
     words: str

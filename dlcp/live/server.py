@@ -302,7 +302,6 @@ _PACKETS: Final = {
     "delivered": "Packets that arrived",
     "lost": "Packets that never arrived and were not retransmitted, within the loss bound",
     "retransmitted": "Transmissions after a packet's first",
-    "deferred": "Packets deferred to a later step",
 }
 _OF_PEERS: Final = {
     "rate_bytes_per_second": (
@@ -401,11 +400,6 @@ class RankCollector(Collector):
         exceeded = CounterMetricFamily(
             "dlcp_rank_bound_exceeded_messages", "Messages that lost more than the loss bound allows", labels=_RANK
         )
-        waited = GaugeMetricFamily(
-            "dlcp_rank_waited_steps",
-            "Largest number of consecutive steps for which a packet was deferred",
-            labels=_RANK,
-        )
         precision = GaugeMetricFamily(
             "dlcp_rank_precision_bits", "Bits of a value in the latest steps; 32 for all of them", labels=_RANK
         )
@@ -418,10 +412,9 @@ class RankCollector(Collector):
                 phase.add_metric([*rank, known], each["phase"] == known)
             ended.add_metric(rank, each["ended"])
             exceeded.add_metric(rank, each["bound_exceeded"])
-            waited.add_metric(rank, each["waited_steps"])
             precision.add_metric(rank, each["bits"])
             written.add_metric(rank, each["written_unix_s"])
-        yield from (phase, ended, exceeded, waited, precision, written)
+        yield from (phase, ended, exceeded, precision, written)
 
     def _slowness(self) -> Iterable[Metric]:
         spent = CounterMetricFamily(

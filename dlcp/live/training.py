@@ -47,7 +47,7 @@ class HistoryPoint(NamedTuple):
         Duration of a step.
     computing_least_s, computing_most_s
         Time per step without waiting, of the rank that waited most and of the one that waited least.
-    lost, deferred, retransmitted
+    lost, retransmitted
         Shares of the packets sent.
     encoded
         Share of the messages' packets that hold encoded values.
@@ -58,7 +58,6 @@ class HistoryPoint(NamedTuple):
     computing_least_s: float
     computing_most_s: float
     lost: float
-    deferred: float
     retransmitted: float
     encoded: float
 
@@ -235,8 +234,8 @@ class History:
             return
         self._last = dict(latest)
         packets = {name: sum(progress.packets[name] for progress in done) for name in done[0].packets}
-        totals = dict.fromkeys(("lost", "deferred", "retransmitted"), max(1, packets["sent"]))
-        totals["encoded"] = max(1, packets["delivered"] + packets["lost"] + packets["deferred"])
+        totals = dict.fromkeys(("lost", "retransmitted"), max(1, packets["sent"]))
+        totals["encoded"] = max(1, packets["delivered"] + packets["lost"])
         computing_s = [progress.computing_s for progress in done]
         self.points.append(
             HistoryPoint(
@@ -366,8 +365,8 @@ def _layers(snapshots: Sequence[RankSnapshot]) -> list[dict[str, Any]]:
     totals: dict[int, list[int]] = {}
     for position, layer_names, *counts in (row for snapshot in snapshots for row in snapshot["layers"]):
         names[position] = layer_names or names.get(position, [])
-        totals[position] = [a + b for a, b in zip(totals.get(position, (0, 0, 0, 0)), counts, strict=True)]
-    counted = "packets", "lost", "deferred", "encoded"
+        totals[position] = [a + b for a, b in zip(totals.get(position, (0, 0, 0)), counts, strict=True)]
+    counted = "packets", "lost", "encoded"
     return [
         {"position": position, "names": names[position], **dict(zip(counted, counts, strict=True))}
         for position, counts in sorted(totals.items())

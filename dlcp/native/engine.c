@@ -208,15 +208,15 @@ int64_t dlcp_send(engine *self, const send_request *request, double now_s) {
     tx_message *message = tx_make(&self->io, to, request, now_s);
     if (!message)
         return NO_MEMORY;
-    if (message->immediate || message->to_send < message->packets)
-        probe_send(&self->io, to, message, now_s); /* announces how many packets are protected and deferred */
+    if (message->immediate)
+        probe_send(&self->io, to, message, now_s); /* announces how many packets are protected */
     return 0;
 }
 
 /* Continue sending a message from a copy of its payload; return whether any of it may still be sent. */
 bool dlcp_detach(engine *self, int64_t peer, int64_t step, int64_t message, const uint8_t *payload) {
     tx_message *found = tx_find(&self->flows[peer], step, message);
-    if (!found || found->delivered == found->to_send)
+    if (!found || found->delivered == found->packets)
         return false;
     if (payload)
         found->payload = payload;

@@ -33,7 +33,7 @@ typedef struct {
 
 typedef enum {
     EVENT_SENT,       /* the receiver has acknowledged a message: packets, sent, resent, probes, bits */
-    EVENT_ARRIVED,    /* a message is complete: packets, deferred, last_bytes, bits, data (layers) */
+    EVENT_ARRIVED,    /* a message is complete: packets, last_bytes, bits, data (layers) */
     EVENT_UNEXPECTED, /* the first packet of a message without a posted receive: packets */
     EVENT_MISMATCH,   /* a posted receive differs in size from its message: packets, as sent */
     EVENT_CONTROL,    /* a greeting, its answer, or an abort: data is the packet */
@@ -46,7 +46,7 @@ typedef enum {
 typedef struct {
     event_kind kind;
     int64_t peer, step, message, packets;
-    int64_t sent, resent, probes, deferred, last_bytes;
+    int64_t sent, resent, probes, last_bytes;
     int64_t delivered, marked, lost;
     bool limited, waiting; /* the window was the limit; packets wait to be sent */
     int64_t tos, bytes, path;
@@ -103,8 +103,7 @@ typedef struct {
     const uint8_t *payload, *tail; /* bytes of `payload`, then those of `tail` */
     int64_t bytes, tail_bytes;
     const uint8_t *queue, *drop_class, *layer, *is_protected; /* tags, one of each per packet */
-    const uint8_t *deferred;      /* by packet, whether it is not sent; NULL: all are sent */
-    int64_t allowed, budget;      /* packets that may be lost, in all and at one switch */
+    int64_t allowed, budget;                                  /* packets that may be lost, in all and at one switch */
     bool bounded, immediate;      /* whether any may be lost; whether the receiver stops at the bound in any case */
     uint32_t seed, chunk, chunks; /* see dlcp_send_order */
     int64_t upper_packets;        /* after these packets `lower_coding` applies */
@@ -115,7 +114,6 @@ typedef struct {
     int64_t peer, step, message, packets;
     int64_t required; /* packets that meet the bound */
     bool immediate;
-    int64_t deferrable;     /* packets that the sender may defer */
     int64_t last_bytes;     /* of the last packet; 0: unknown */
     uint8_t *buffer, *tail; /* bytes beyond `bytes` go to `tail`; no buffer if every packet is added at once */
     int64_t bytes, tail_bytes;

@@ -15,9 +15,8 @@ enum { VERSION = 1, HEADER_BYTES = 32, QUEUES = 8, ORDINARY_QUEUE = 1, DATAGRAM_
 enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_ACK, ABORT };
 enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
 enum { SEGMENTS_MAX = 64 };
-/* Payload of a PROBE: whether its sender has more to send (1: do not complete without it yet), and in the next four
- * bytes how many packets it defers and will not send. Trailing zeros are omitted. */
-enum { QUESTION_BYTES = 5 };
+/* Payload of a PROBE: whether its sender has more to send (1: do not complete without it yet). A zero is omitted. */
+enum { QUESTION_BYTES = 1 };
 enum { ACK_BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, ACK_PATH = 0x7FFFFFFF };
 /* In the block of an acknowledgement's entry: the message is complete with every packet, so no probe is needed. */
 #define ACK_WHOLE 0x80000000u

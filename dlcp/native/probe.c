@@ -11,7 +11,7 @@
  * narrow for them or for the answers, with nobody to say so. Python finds out. */
 static void suspect_narrow_path(io *io, flow *to, const tx_message *self, double now_s) {
     double patience_s = NARROW_TIMEOUTS * flow_probe_timeout_s(to), since_s = fmax(to->full_s, to->narrow_s);
-    /* Without deferred packets, only a STOP without bitmaps is missing then. */
+    /* If every packet has arrived, only a STOP without bitmaps is missing. */
     if (to->local.out.bytes || self->delivered == self->packets || to->view.heard_s < since_s)
         return;
     if (now_s - since_s < patience_s)
@@ -37,8 +37,7 @@ void probe_send(io *io, flow *to, tx_message *self, double now_s) {
     io_write_header(io, datagram, PROBE, self->id.step, self->id.message, self->protected_packets, self->packets);
     put16(datagram + 6, (uint16_t)self->questions);
     payload[0] = self->unsent && !self->immediate;
-    put32(payload + 1, (uint32_t)(self->packets - self->to_send));
-    int64_t bytes = HEADER_BYTES + (self->to_send < self->packets ? QUESTION_BYTES : payload[0]);
+    int64_t bytes = HEADER_BYTES + payload[0];
     int tos = io->config.control_tos;
     int64_t way = path_for_control(to);
     if (behind) {
@@ -63,7 +62,7 @@ static double ask_due_s(const flow *to, tx_message *self, double timeout_s) {
     int idle = !self->unsent && !self->flying;
     if (!idle && !self->flying)
         return INFINITY;
-    if (idle && self->delivered < self->to_send && !self->probes_without_progress)
+    if (idle && self->delivered < self->packets && !self->probes_without_progress)
         return 0; /* missing packets may stay lost, if the receiver agrees */
     if (tx_wants_probe(to, self))
         return self->last_sent_s + fmin(timeout_s, flow_lateness_s(to));
@@ -159,7 +158,7 @@ void probe_take_answer(io *io, flow *to, const uint8_t *datagram, int64_t bytes,
     }
     int whole = is_stop && !size;
     int64_t count = whole ? self->packets : smaller(span, self->packets - first);
-    int fits = whole ? !first && self->to_send == self->packets : first % span == 0 && size == (count + 7) / 8;
+    int fits = whole ? !first : first % span == 0 && size == (count + 7) / 8;
     if (header_count(datagram) != self->packets || count < 1 || !fits) {
         io->view.counters.refused_malformed++;
         return;

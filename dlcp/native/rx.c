@@ -114,10 +114,9 @@ static void settle_in(receiver *rx, rx_message *self, const uint8_t *from) {
 static bool meets_bound(const rx_message *self) {
     if (self->required < 0)
         return false;
-    int64_t settled = self->arrived + self->deferred;
-    if (settled >= self->packets)
+    if (rx_is_whole(self))
         return true;
-    return (self->asked || self->immediate) && self->protected_packets >= 0 && settled >= self->required &&
+    return (self->asked || self->immediate) && self->protected_packets >= 0 && self->arrived >= self->required &&
            self->arrived_protected >= self->protected_packets;
 }
 
@@ -138,7 +137,6 @@ static bool complete(receiver *rx, rx_message *self, double now_s) {
         ack_send(rx->io, from, now_s);
     rx_close(rx, self);
     event *ev = io_message_event(rx->io, EVENT_ARRIVED, &self->id, self->packets, now_s);
-    ev->deferred = self->deferred;
     ev->last_bytes = self->last_bytes;
     ev->bits = whole ? NULL : self->bits;
     ev->data = self->layer;
@@ -195,11 +193,6 @@ int64_t rx_post(receiver *rx, const receive_request *request, double now_s) {
         settle_in(rx, self, early);
     give_early(rx, early, early_bytes);
     self->required = request->required;
-    self->deferrable = request->deferrable;
-    if (self->deferred > self->deferrable) {
-        rx->io->view.counters.refused_malformed++;
-        self->deferred = 0;
-    }
     self->immediate = request->immediate;
     if (request->last_bytes)
         self->last_bytes = request->last_bytes;
@@ -370,17 +363,8 @@ void rx_take_probe(receiver *rx, flow *from, const uint8_t *datagram, int64_t by
         rx->io->view.counters.refused_malformed++;
         return;
     }
-    uint8_t question[QUESTION_BYTES] = {0};
-    if (bytes > HEADER_BYTES)
-        memcpy(question, datagram + HEADER_BYTES, (size_t)smaller(bytes - HEADER_BYTES, QUESTION_BYTES));
-    int64_t deferred = get32(question + 1);
-    if (deferred > (self->required < 0 ? self->packets - 1 : self->deferrable)) {
-        rx->io->view.counters.refused_malformed++;
-        return;
-    }
-    if (deferred)
-        self->deferred = deferred;
-    if (!question[0]) {
+    bool has_more = bytes >= HEADER_BYTES + QUESTION_BYTES && datagram[HEADER_BYTES];
+    if (!has_more) {
         self->asked = true;
         self->protected_packets = header_index(datagram);
     }

@@ -13,8 +13,6 @@ struct rx_message {
     int64_t packets, arrived, arrived_protected;
     int64_t protected_packets; /* -1: unknown so far */
     int64_t required;          /* packets that meet the bound; -1: no receive is posted */
-    int64_t deferred;          /* packets that will not be sent, as announced so far */
-    int64_t deferrable;        /* packets that may be deferred */
     bool immediate, asked;
     int64_t last_bytes;
     bool active;    /* it accepts packets: it is in the table */

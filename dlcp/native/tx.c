@@ -103,15 +103,6 @@ void tx_free(io *io, flow *to, tx_message *self) {
     release(io, self);
 }
 
-/* Remove deferred packets from the order. */
-static void defer(tx_message *self, const uint8_t *deferred) {
-    int64_t kept = 0;
-    for (int64_t i = 0; i < self->packets; i++)
-        if (!deferred[self->order[i]])
-            self->order[kept++] = self->order[i];
-    self->to_send = self->unsent = kept;
-}
-
 /* Set packets' tags and order. */
 static void tag_packets(const io *io, const flow *to, tx_message *self, const send_request *request) {
     uint32_t packets = (uint32_t)self->packets;
@@ -125,8 +116,6 @@ static void tag_packets(const io *io, const flow *to, tx_message *self, const se
     for (uint32_t i = 0; request->coding && i < packets; i++)
         self->tags[i][0] |= i < request->upper_packets ? request->coding : request->lower_coding;
     dlcp_send_order(queue, droppable, packets, request->seed, request->chunk, request->chunks, self->order);
-    if (request->deferred)
-        defer(self, request->deferred);
     memset(self->state, UNSENT, packets);
     memset(self->path, 0, packets);
 }
@@ -154,7 +143,7 @@ tx_message *tx_make(io *io, flow *to, const send_request *request, double now_s)
     if (!self)
         return NULL;
     self->id = (msg_id){request->peer, request->step, request->message, NULL};
-    self->packets = self->to_send = self->unsent = request->packets;
+    self->packets = self->unsent = request->packets;
     self->active_s = self->last_sent_s = now_s;
     self->payload = request->payload;
     self->bytes = request->bytes;
@@ -212,7 +201,7 @@ static int64_t size_of(const io *io, const tx_message *self, uint32_t index) {
 void tx_gather(const io *io, tx_message *self, int64_t limit, burst *into) {
     uint32_t first = tx_next_packet(self); /* skips stale entries at the head of the ring */
     const uint8_t *tags = self->tags[first];
-    int64_t again = self->retransmit_count, available = again ? again : self->to_send - self->next;
+    int64_t again = self->retransmit_count, available = again ? again : self->packets - self->next;
     into->message = self;
     into->again = again;
     into->tos = tags[3];
@@ -301,7 +290,7 @@ void tx_note_sent(flow *to, const burst *sent, double now_s) {
 
 /* Schedule an immediate check of an incomplete message with nothing in flight or waiting. */
 static void note_idle(flow *to, const tx_message *self) {
-    if (!self->unsent && !self->flying && self->delivered < self->to_send)
+    if (!self->unsent && !self->flying && self->delivered < self->packets)
         to->look_s = -INFINITY;
 }
 
@@ -363,8 +352,6 @@ double tx_delivered(flow *to, tx_message *self, uint32_t index, double now_s) {
 /* Record that every packet arrived; return how many were not known to have arrived. */
 int64_t tx_all_delivered(flow *to, tx_message *self, double now_s) {
     int64_t before = self->delivered;
-    /* A message with deferred packets is never complete with every packet, so nobody reports it as such. */
-    assert(self->to_send == self->packets);
     for (uint32_t i = 0; self->delivered < self->packets; i++)
         if (self->state[i] != DELIVERED)
             tx_delivered(to, self, i, now_s);

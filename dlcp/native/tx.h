@@ -15,7 +15,6 @@ typedef struct {
 struct tx_message {
     msg_id id;
     int64_t packets, flying, sent, resent, delivered;
-    int64_t to_send;    /* all but the deferred ones */
     int64_t unsent;     /* packets that wait for transmission or retransmission */
     double active_s;    /* when a packet was last sent or found delivered */
     double last_sent_s; /* when a packet was last sent */

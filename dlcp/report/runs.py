@@ -69,11 +69,7 @@ class _Ledger(TypedDict):
     retransmitted: _Count
     violations: _Count
     max_message_ratio: _Amount
-    deferred: _Count
-    max_deferred_ratio: _Amount
-    max_deferred_steps: _Count
     bound: _Amount
-    deferral_bound: _Amount
     by_bits: dict[Annotated[str, Meta(pattern="^[0-9]+$")], tuple[_Count, _Count]]
     by_class: Annotated[list[Any], Meta(min_length=DROP_CLASSES, max_length=DROP_CLASSES)]
     by_layer: dict[str, Any]
@@ -300,14 +296,6 @@ def run_figures(run: Run, target: float | None) -> dict[str, Any]:
             "dropped_by_tail": switch["tail_drops"],
         },
         "loss": {key: ledger[key] for key in ("bound", "max_message_ratio", "violations")} if ledger else None,
-        "deferral": {
-            "bound": ledger["deferral_bound"],
-            "share": ledger["deferred"] / max(1, ledger["deferred"] + ledger["delivered"] + ledger["lost"]),
-            "max_message_ratio": ledger["max_deferred_ratio"],
-            "max_steps": ledger["max_deferred_steps"],
-        }
-        if ledger
-        else None,
         "precision": _precision(ledger["by_bits"]) if ledger else None,
     }
 

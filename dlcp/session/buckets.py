@@ -285,12 +285,6 @@ class Buckets:
             filling.fill_gaps()
         return waiting
 
-    @property
-    def all_sent(self) -> bool:
-        """Whether all planned buckets of this step have been sent; False before there is a plan."""
-        sent = sum(filling.sent for filling in self.filling.values())
-        return self.plan is not None and sent == len(self.plan.buckets)
-
     def lacking(self) -> list[str]:
         """Return the parameters that this step's open buckets still lack."""
         waiting = [filling for filling in self.filling.values() if not filling.sent]

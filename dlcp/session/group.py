@@ -341,7 +341,7 @@ class Group:
             self._session.begin_step(self.step)
 
     def flush(self) -> None:
-        """Send the next step in full, with everything lost or deferred before. All ranks must call this.
+        """Send the next step in full, with everything lost before. All ranks must call this.
 
         Call it before the last step, and before each step after which parameters are saved or tested.
 
@@ -388,11 +388,8 @@ class Group:
             values = bucket.value_type.widen(bucket.values).copy()
             weigh(values, weight)
             bucket.values[:] = bucket.value_type.narrow(values)
-        averager = session.averager
-        averaged = session.average(self.step, averager.first_sequence + filling.planned.sequence, bucket)
+        averaged = session.average(self.step, session.averager.first_sequence + filling.planned.sequence, bucket)
         filling.sent = True
-        if averager.autotuner and self._buckets and self._buckets.all_sent:
-            averager.autotuner.on_gradients_ready()
         averaged.add_done_callback(partial(self._on_averaged, filling))
 
     def _on_averaged(self, filling: FillingBucket, averaged: "Future[Any]") -> None:
@@ -430,9 +427,6 @@ class Group:
             buckets.end_step()
             self._started.clear()
             self.step += 1
-            tuner = self._session.averager.autotuner if self._session else None
-            if tuner and buckets.plan:
-                tuner.gradient_bytes = buckets.plan.nbytes
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:

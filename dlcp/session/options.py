@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from dlcp import configuration
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
-from dlcp.collectives.pipeline import check_server_defers, check_stages
+from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.error_text import closest
@@ -47,11 +47,6 @@ class Options:
         (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next step. Without it,
         ``auto`` is 32. With a compression that adds up, such as ``fp16`` or ``powersgd``, it applies to what that
         sends. No effect on float64, nor on messages of a few packets.
-    deferral_bound
-        The largest share of a message's packets that may be deferred to a later step, 0 to 1; 0, the default, defers
-        none. The packets with the smallest values are deferred, and only if a rank's port is far slower than the
-        others', or if a parameter server's port is congested (:mod:`dlcp.collectives.deferral`). A whole step defers at
-        most about two thirds of this share. Requires ``error_feedback``; has no effect with ``ring``.
     immediate
         End a message as soon as its bound is met, even without congestion, as the paper does.
     error_feedback
@@ -111,7 +106,7 @@ class Options:
         reduce-scatter; or ``auto``, the faster of the two. With ``auto`` the ranks time a few steps of each in turn
         (:mod:`dlcp.session.route`), but only where they exchange packets through a clean network. All ranks use the
         same one in a step. ``auto`` means ``dlcp`` without PyTorch, with the backend ``dlcp``, with a parameter server,
-        and with ``samples``, ``adapt``, ``phases``, ``compression``, another ``combine`` than ``average``, or a
+        and with ``samples``, ``phases``, ``compression``, another ``combine`` than ``average``, or a
         ``precision`` of 16 bits or less; ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
@@ -123,11 +118,6 @@ class Options:
     samples
         Number of samples that this rank's gradients are the mean of; call ``samples`` of the state or group when it
         changes. Every sample then has the same weight. With 0, the default, every rank has the same weight.
-    adapt
-        Measure during training, and choose bound, classes, compression, collective and deferral accordingly. The
-        options given are the starting point, and ``deferral_bound`` is a limit. The criterion is the time to the same
-        accuracy: settings are penalised by the additional steps that they cost (:mod:`dlcp.convergence`). All ranks
-        choose the same settings, between two steps.
     compression
         Compressor of gradients, such as ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default. With FSDP2
         only ``fp16`` and ``bf16``.
@@ -159,7 +149,6 @@ class Options:
 
     loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
     precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
-    deferral_bound: Annotated[Share, PACKETS, AGREED] = 0.0
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
     rescale: Annotated[bool | None, AGREED] = None
@@ -188,7 +177,6 @@ class Options:
     protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
     samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
-    adapt: Annotated[bool, AGREED, WHOLE_STEP] = False
     phases: Annotated[bool, AGREED, WHOLE_STEP] = False
     compression: Annotated[str, AGREED, WHOLE_STEP] = ""
     combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
@@ -228,8 +216,6 @@ class Options:
             votes = self.compression == "signsgd"
             what = "compression 'signsgd', which counts votes" if votes else f"combine {self.combine!r}"
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
-        if self.adapt and self.combine != "average":
-            raise ValueError(f"adapt supports only combine 'average', got {self.combine!r}: omit one of the two")
         if self.route == FRAMEWORK_ROUTE:
             without_effect = self.given(WHOLE_STEP) + ["collective"] * (self.collective == SERVER)
             without_effect += ["precision"] * self.is_coarse
@@ -241,8 +227,6 @@ class Options:
         check_stages(
             *(self.compression, self.combine, self.collective), fallback=self.fallback, precision=self.precision
         )
-        if self.collective == SERVER and self.deferral_bound:
-            check_server_defers(self.compression, self.layer_bounds)
         self.transport(1)
         try:
             LayerBounds.parse(self.layer_bounds)
@@ -261,8 +245,8 @@ class Options:
         return cls() if environment is None else configuration.build(cls, environment)
 
     def bound(self) -> LossBound:
-        """Return the loss and deferral bounds."""
-        return LossBound(self.loss_bound, self.immediate, self.deferral_bound)
+        """Return the loss bound."""
+        return LossBound(self.loss_bound, self.immediate)
 
     def reduction(self) -> ReduceOptions:
         """Return the all-reduce's part of the options: bounds, error feedback, rescaling and shards."""

@@ -50,7 +50,6 @@ from dlcp.transport.shared_memory import EXPORT_BYTES
 if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.session.snapshots import SnapshotWriter, StepMeter
     from dlcp.timeline import Timeline
-    from dlcp.tuning.rules import Settings
 
 log = logging.getLogger("dlcp")
 
@@ -374,9 +373,9 @@ class TrainingSession:
         self.averager.join(joined)
         self._begin(joined.endpoint)
 
-    def use(self, endpoint: Endpoint, make: "Callable[[Settings | None], Reducer]") -> None:
-        """Average over ``endpoint`` with the reducers of ``make``; see :meth:`StepAverager.use`."""
-        self.averager.use(make)
+    def use(self, endpoint: Endpoint, reducer: Reducer) -> None:
+        """Average over ``endpoint`` with ``reducer``."""
+        self.averager.use(reducer)
         self._begin(endpoint)
 
     def _begin(self, endpoint: Endpoint) -> None:
@@ -450,18 +449,18 @@ class TrainingSession:
         TransportError
             The metadata did not come.
         """
-        tuner = self.averager.autotuner
-        if tuner is None:
+        exchange = self.averager.exchange
+        if exchange is None:
             return 1.0
         self.begin_step(step)
         if self._metadata:
             limit_s = DEADLINE_FACTOR * self.options.deadline_s
             try:
-                tuner.read(self._metadata.result(limit_s).astype(np.float32))
+                exchange.read(self._metadata.result(limit_s).astype(np.float32))
             except FutureTimeoutError:
                 raise DeadlineError(f"step {step}: not all ranks' metadata came within {limit_s:g} s") from None
             self._metadata = None
-        return tuner.weight
+        return exchange.weight
 
     def route_of(self, step: int) -> Route:
         """Return what averages a step while DLCP works; the step begins with the first call.
@@ -481,7 +480,7 @@ class TrainingSession:
         return router.route
 
     def flush(self, step: int) -> None:
-        """Send a step in full that has not begun: nothing is lost or deferred, and all residual goes with it.
+        """Send a step in full that has not begun: nothing is lost, and all residual goes with it.
 
         All ranks must ask for the same step. Without DLCP every step is sent in full.
         """

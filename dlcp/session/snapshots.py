@@ -104,21 +104,18 @@ class RankSnapshot(TypedDict):
     waiting_s: dict[str, float]
     """Waiting time in those steps, by the rank that was waited for, or :data:`UNKNOWN`."""
     loss_bound: float
-    deferral_bound: float
     bound_exceeded: int
     """Number of messages that lost more than their bound."""
     worst_loss: float
     """The largest share of its packets that a message has lost."""
-    waited_steps: int
-    """The largest number of successive steps for which a packet was deferred."""
     bits: int
     """Bits of a value in the latest steps' messages; 32 for all, in any number format."""
     by_bits: dict[str, tuple[int, int]]
     """Packets of messages, and lost ones, by the bits of a value."""
     packets: dict[str, dict[str, int]]
     """Packet counts by receiver and the names in :data:`dlcp.ledger.COUNTS`."""
-    layers: list[tuple[int, list[str], int, int, int, int]]
-    """Position, module names, and packets, lost, deferred and encoded ones, of each layer from the model's input on."""
+    layers: list[tuple[int, list[str], int, int, int]]
+    """Position, module names, and packets, lost and encoded ones, of each layer from the model's input on."""
     peers: dict[str, dict[str, Any]]
     """Transport state per peer, see :func:`describe_peer`."""
     slow: SlowRank | None
@@ -370,18 +367,16 @@ class SnapshotWriter(SnapshotFile):
         totals = ledger.summary()
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
-        tuner = session.averager.autotuner
+        exchange = session.averager.exchange
         return {
             "reason": session.reason,
             "fallback": session.fallback.name,
             "route": session.route,
             "framework_steps": session.framework_steps,
             **found,
-            "loss_bound": tuner.bound.ratio if tuner else session.options.loss_bound,
-            "deferral_bound": tuner.settings.deferral_bound if tuner else session.options.deferral_bound,
+            "loss_bound": exchange.bound.ratio if exchange else session.options.loss_bound,
             "bound_exceeded": totals["violations"],
             "worst_loss": totals["max_message_ratio"],
-            "waited_steps": totals["max_deferred_steps"],
             "bits": ledger.latest_bits(),
             "by_bits": totals["by_bits"],
             "packets": {str(peer): counts for peer, counts in ledger.by_receiver().items()},
@@ -434,7 +429,7 @@ class WatchedRankWriter(SnapshotFile):
         """Return the steps and what they wait for. Of DLCP's packets there is nothing to say."""
         steps = sum(self._steps)
         nothing: dict[str, Any] = {"by_bits": {}, "packets": {}, "layers": [], "peers": {}, "bits": FULL_BITS}
-        zero = ("loss_bound", "deferral_bound", "bound_exceeded", "worst_loss", "waited_steps")
+        zero = ("loss_bound", "bound_exceeded", "worst_loss")
         return {
             "reason": "",
             "fallback": self._source.averages,

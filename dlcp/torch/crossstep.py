@@ -208,7 +208,7 @@ class CrossStep(Optimizer):
             self._averaged, self._dirty = True, False
 
     def flush(self) -> None:
-        """Send the coming step in full, with everything lost or deferred before. All ranks must call it.
+        """Send the coming step in full, with everything lost before. All ranks must call it.
 
         See :meth:`dlcp.torch.State.flush`.
 
@@ -463,11 +463,9 @@ def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequenc
     traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
     traffic.ledger.job = options.job
     traffic.average_in_order(group, len(groups))
-    parameters = [member.parameter for layers in groups for member in layers.members]
-    route = framework_route(group, parameters[0].device, options.deadline_s)
+    route = framework_route(group, groups[0].members[0].parameter.device, options.deadline_s)
     traffic.join(
         group,
-        parameters,
         lambda _: Fallback(FRAMEWORK, route=route),
         options,
         call="dlcp.torch.cross_step",

@@ -3,7 +3,7 @@
 
 FSDP2 lets its reduce-scatter be replaced, one parameter group at a time, and waits for each. A group is a bucket whose
 shards are what each rank keeps. It is copied to host memory in which every shard begins with a new packet. Lost and
-deferred values are residual of the parameter, wherever its shards are, and go into the next step.
+rounded-off values are residual of the parameter, wherever its shards are, and go into the next step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,6 @@ from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.framework import framework_route, scale_of
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
-from dlcp.tuning.rules import CODED_IN_PLACE
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -35,9 +34,10 @@ else:
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""
+CODED_IN_PLACE: Final = ("", "fp16", "bf16")
+"""Compressions that keep the values' places; with others, shards would have no packets of their own."""
 CODED_VALUE_BYTES: Final = 2
-"""Size of a value coded as fp16 or bf16, the compressions in :data:`dlcp.tuning.rules.CODED_IN_PLACE`. Others do not
-keep the values' places, so shards would have no packets of their own."""
+"""Size of a value coded as fp16 or bf16."""
 ZEROTH: Final = 0
 """The dimension along which parameters are sharded: only with this one is a shard contiguous in the parameter."""
 
@@ -252,11 +252,9 @@ def attach(state: State, model: torch.nn.Module) -> None:
 
     # FSDP2 decides what a rank owns.
     options = state.options.with_(collective=DIRECT, adaptive_shards=False)
-    parameters = [parameter for parameter in named.values() if parameter.requires_grad]
     route = framework_route(process_groups[0], next(iter(named.values())).device, options.deadline_s)
     session = state.join(
         process_groups[0],
-        parameters,
         lambda _: Fallback("FSDP2's own reduce-scatter", route=route),
         options,
         call="dlcp.torch.enable",

@@ -194,8 +194,7 @@ class State:
             watch, route = GlooWatch(group, agreement, deadline_s), framework_route(group, device, deadline_s)
             return Fallback(FRAMEWORK, average, watch, route)
 
-        parameters = [tensor for tensor in tensors.values() if tensor.requires_grad]
-        self.join(group, parameters, fallback, self.options, call=call)
+        self.join(group, fallback, self.options, call=call)
         self.attached = True
 
     def check_unattached(self) -> None:
@@ -210,7 +209,6 @@ class State:
     def join(
         self,
         group: dist.ProcessGroup | None,
-        parameters: Sequence[torch.Tensor],
         fallback: Callable[[Agreement], Fallback],
         options: Options,
         *,
@@ -221,8 +219,6 @@ class State:
 
         Parameters
         ----------
-        parameters
-            The parameters whose gradients are exchanged.
         fallback
             Makes the fallback, for ranks that have an agreement.
         options
@@ -242,7 +238,6 @@ class State:
             ledger=self.ledger,
             feedback=self.feedback,
             tagger=self.tagger,
-            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         )
         agreement = agreement_of(group, options)
         self.session = TrainingSession(averager, fallback(agreement))
@@ -319,7 +314,7 @@ class State:
         self.session.begin_step(self.step)
 
     def flush(self) -> None:
-        """Send the coming step in full, with everything lost or deferred before. All ranks must call it.
+        """Send the coming step in full, with everything lost before. All ranks must call it.
 
         Call it before the last step, and before a step after which the model is tested or saved without this state. The
         pending values need an optimizer step to be used, so there must be a backward pass.
@@ -405,8 +400,6 @@ class State:
                 self._unused.end_step()
             if self._reduced and self.group_ranks[0] == dist.get_rank():
                 self._reduced.warn_of_others(self.step)
-            if session is not None and session.averager.autotuner:
-                session.averager.autotuner.on_gradients_ready()
             self.end_step()
         return averaged
 

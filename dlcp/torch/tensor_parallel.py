@@ -29,7 +29,7 @@ def keep_copies_equal(model: torch.nn.Module, options: Options) -> Options:
     copied = undivided(model)
     if not copied:
         return options
-    conflicts = [name for name in ("compression", "adapt", "deferral_bound") if getattr(options, name)]
+    conflicts = ["compression"] * bool(options.compression)
     conflicts += ["precision"] * options.is_coarse
     if conflicts:
         raise ValueError(

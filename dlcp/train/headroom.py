@@ -10,8 +10,6 @@ from dlcp.train.launcher import Report, failures
 NONE: Final = "none"
 UNCHANGED: Final = "framework"
 DLCP: Final = "dlcp"
-ADVISED: Final = "advised"
-"""DLCP with the settings that ``dlcp advise`` has chosen."""
 WARM_UP_ROUNDS: Final = 3
 """Rounds that do not count: DDP rearranges its buckets after the first step, and rate control has to find its rate."""
 MEASURED_STEPS: Final = 60
@@ -40,7 +38,7 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     medians over steps; ``spread_s`` is the interquartile range.
     """
     measured = [report["measured"] for report in reports if report["measured"]]
-    steps = slowest_steps(reports)
+    steps = {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in (NONE, UNCHANGED, DLCP)}
     if not measured or len(steps[NONE]) < 2 or len(steps[UNCHANGED]) < 2:
         return None
     ways = {
@@ -63,13 +61,6 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     if DLCP in ways:
         found["speedup"] = framework / ways[DLCP]["step_s"]
     return found
-
-
-def slowest_steps(reports: Sequence[Report]) -> dict[str, list[float]]:
-    """Return the duration of each step on its slowest rank, in seconds, by the way of averaging."""
-    measured = [report["measured"] for report in reports if report["measured"]]
-    ways = (NONE, UNCHANGED, DLCP, ADVISED)
-    return {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in ways}
 
 
 def as_lines(found: dict[str, Any]) -> list[str]:

@@ -48,8 +48,6 @@ class TrainPlan:
         Leave averaging to the framework, and only compare the ranks.
     measure_steps
         Number of steps to measure, instead of training; 0 trains.
-    advise
-        Choose settings from the measurement, and try them.
     reports
         Folder for the worker's report; empty for no report.
     """
@@ -57,7 +55,6 @@ class TrainPlan:
     backend: bool = False
     watch_only: bool = False
     measure_steps: int = 0
-    advise: bool = False
     reports: str = ""
 
     def as_environment(self) -> dict[str, str]:

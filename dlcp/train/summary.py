@@ -115,7 +115,6 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
     if ranks == 1:
         return [f"{head} (torchrun's --nproc-per-node says how many)"]
     exceeded = f"{model['bound_exceeded']} TIMES" if model["bound_exceeded"] else "never"
-    deferred = f"at most {model['most_deferred']:.1%} of one message, {model['deferral_bound']:.1%} allowed"
     strange = sum(model["refused"].get(cause, 0) for cause in OF_OTHERS)
     encoded = coded(model["by_bits"])
     lower = sum(lost for _, lost in encoded.values())
@@ -130,8 +129,6 @@ def _about(model: dict[str, Any], found: dict[str, Any]) -> list[str]:
         f"  lost for this step {lost}; at most {model['worst']:.1%} of one message, {model['loss_bound']:.1%} allowed",
         *([f"    of these         {lower:,} held lower digits only: their values arrived rounded"] if lower else []),
         *([f"  precision          {precision} of the packets{rest}"] if encoded else []),
-        f"  deferred           {model['deferred']:,} to a later step; {deferred}",
-        *([f"  waited             {model['waited_steps']} steps at most"] if model["deferred"] else []),
         f"  retransmitted      {model['retransmitted']:,}",
         f"  bound exceeded     {exceeded}",
         *(
@@ -186,16 +183,11 @@ def _merge(parts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> dict[str, A
     """Add up the ranks' reports on one model; ``ranks`` are all that train it."""
     ledger = add_up([part["ledger"] for part in parts if part["ledger"]])
     return {
-        **{
-            name: parts[0][name]
-            for name in ("model", "parameters", "note", "on", "loss_bound", "deferral_bound", "route")
-        },
+        **{name: parts[0][name] for name in ("model", "parameters", "note", "on", "loss_bound", "route")},
         **{name: min(part[name] for part in parts) for name in ("steps", "framework_steps")},
-        **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted", "deferred")},
+        **{name: ledger[name] for name in ("sent", "delivered", "lost", "retransmitted")},
         "by_bits": ledger["by_bits"],
         "worst": ledger["max_message_ratio"],
-        "most_deferred": ledger["max_deferred_ratio"],
-        "waited_steps": ledger["max_deferred_steps"],
         "left_over": _share([part["last_step"] for part in parts if part["last_step"]]),
         "bound_exceeded": ledger["violations"],
         "refused": dict(sum((Counter(part["refused"]) for part in parts), Counter())),

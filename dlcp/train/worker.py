@@ -28,7 +28,7 @@ import dlcp.torch
 from dlcp.torch.hook import sparse_parameter, unsupported
 from dlcp.torch.watching import StepWatch, note_collectives
 from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
-from dlcp.train.measurement import AdvisedMeasurement, Measurement, MeasurementDoneError
+from dlcp.train.measurement import Measurement, MeasurementDoneError
 
 NOTE_EVERY_S: Final = 1.0
 """Interval between notes, which tell the launcher about a rank whose process is killed. As often as snapshots."""
@@ -78,7 +78,6 @@ class Model:
             "on": state is not None,
             "steps": state.step if state else 0,
             "loss_bound": state.options.loss_bound if state else None,
-            "deferral_bound": state.options.deferral_bound if state else None,
             "fallback": (state.reason or None) if state else None,
             "route": state.route if state else "",
             "framework_steps": state.framework_steps if state else 0,
@@ -92,9 +91,9 @@ class Model:
 
 
 def _last_step(state: dlcp.torch.State) -> dict[str, int]:
-    """Return the last step's packets, and how many of them were lost or deferred, with no later step to send them."""
+    """Return the last step's packets, and how many of them were lost, with no later step to send them."""
     records = state.ledger.of_step(state.step - 1)
-    left_over = sum(record.lost + record.deferred for record in records)
+    left_over = sum(record.lost for record in records)
     return {"packets": sum(record.packets for record in records), "left_over": left_over}
 
 
@@ -200,8 +199,7 @@ class ScriptSession:
                     self._enter(Model(model, None, why))
                     return
                 with self._own_hook():
-                    kind = AdvisedMeasurement if self.plan.advise else Measurement
-                    self._measurement = kind(model, self.plan.measure_steps)
+                    self._measurement = Measurement(model, self.plan.measure_steps)
             if model.require_backward_grad_sync:
                 self._measurement.before_step(model)
             return

@@ -57,7 +57,7 @@ from dlcp.transport.messages import (
     TransportError,
     at_step,
 )
-from dlcp.transport.options import PATHS_MAX, TransportOptions, weight_of
+from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.path_mtu import NarrowPath
 from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
 from dlcp.transport.shared_memory import SharedMemory
@@ -213,8 +213,6 @@ class Connection:
         size, packets = len(request.payload) + len(request.tail), len(request.tags.queue)
         if packets != self._packets(size) or not 0 < packets <= MESSAGE_PACKETS_MAX:
             raise ValueError(f"{size} bytes do not fit {packets} packets of {self.options.payload_bytes} bytes")
-        if request.deferred is not None:
-            request.check_deferred(request.deferred)
         now_s, bound = self._clock(), self._bound(request.peer, request.bound)
         if self._failure:
             _fail(fail, self._failure)
@@ -331,9 +329,7 @@ class Connection:
 
     def _bound(self, peer: int, bound: LossBound) -> LossBound:
         """Return a message's bound to or from a peer: for a local peer, ``bound`` without loss."""
-        if peer not in self.local_peers:
-            return bound
-        return LossBound(deferral=bound.deferral) if bound.deferral else RELIABLE
+        return RELIABLE if peer in self.local_peers else bound
 
     # Calls and shutdown -----------------------------------------------------------------------------------------------
 
@@ -369,9 +365,8 @@ class Connection:
             self.detach(peer.rank, key)
             peer.kept.append(sending)
             del peer.sending[key]
-            deferred = sending.request.deferred
-            delivered = np.ones(len(sending.request.tags.queue), np.bool_) if deferred is None else ~deferred
-            _finish(sending, Delivery(delivered, 0, 0, now_s - sending.started_s, deferred))
+            delivered = np.ones(len(sending.request.tags.queue), np.bool_)
+            _finish(sending, Delivery(delivered, 0, 0, now_s - sending.started_s))
 
     def fail(self, error: TransportError) -> None:
         """Give up: all pending and future requests fail with ``error``."""
@@ -486,11 +481,6 @@ class Connection:
         """Return the state of the paths to a rank on which packets have been sent."""
         return self.engine.paths_to(rank)
 
-    def set_flow_weight(self, flow_weight: float | None) -> None:
-        """Set the weight of each flow from now on; see ``TransportOptions.flow_weight``."""
-        for peer in self._peers.values():
-            peer.control.weight = weight_of(flow_weight, len(self._peers))
-
     # Events -----------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> None:
@@ -525,8 +515,7 @@ class Connection:
             if self.on_message is not None:
                 self.on_message(event.peer, event.now_s)
             seconds = event.now_s - sending.started_s
-            deferred = sending.request.deferred
-            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, deferred, event.probes)
+            delivery = Delivery(event.delivered, event.sent, event.resent, seconds, event.probes)
             if self.timeline is not None:
                 self._note_sent(self.timeline, event, sending, delivery)
             _finish(sending, delivery)
@@ -555,7 +544,7 @@ class Connection:
             counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
             self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
         seconds = event.now_s - receiving.started_s
-        _finish(receiving, Arrival(payload, event.delivered, event.layer, seconds, event.deferred))
+        _finish(receiving, Arrival(payload, event.delivered, event.layer, seconds))
 
     def _on_mismatch(self, event: Mismatch) -> None:
         receiving = self._peers[event.peer].receiving.pop(event.key, None)

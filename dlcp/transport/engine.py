@@ -10,9 +10,6 @@ arrive, and with the last one that the message is complete. A sender with nothin
 receiver answers with the packets it has (BITMAP), or that it needs no more (STOP). For an incomplete message it sends
 STOP without a probe, and repeats it until STOP_ACK. Control packets are self-contained: they may be lost, repeated or
 late.
-
-Deferred packets are not sent. A PROBE before the first packet announces their number, so that the receiver does not
-wait for them.
 """
 
 import contextlib
@@ -63,7 +60,6 @@ class Arrived(NamedTuple):
     delivered: NDArray[np.bool_]
     layer: Bytes
     last_bytes: int
-    deferred: int
     now_s: float
 
 
@@ -160,7 +156,7 @@ def _event_of(event: Any, peer: int) -> Event:
     if kind == lib.EVENT_SENT:
         return Sent(peer, key, delivered, event.sent, event.resent, event.probes, event.now_s)
     layer = np.frombuffer(ffi.buffer(event.data, packets)[:], np.uint8)
-    return Arrived(peer, key, delivered, layer, event.last_bytes, event.deferred, event.now_s)
+    return Arrived(peer, key, delivered, layer, event.last_bytes, event.now_s)
 
 
 def _unpacked(bits: Any, count: int) -> NDArray[np.bool_]:
@@ -395,7 +391,6 @@ class Engine:
         record.drop_class = ffi.from_buffer(drop_class)
         record.layer = ffi.from_buffer(layer)
         record.is_protected = ffi.from_buffer(protected)
-        record.deferred = ffi.NULL if request.deferred is None else ffi.from_buffer(request.deferred)
         record.allowed = allowed
         record.budget = min(0xFFFF, allowed // self._options.switch_hops)
         record.bounded = bound.ratio > 0
@@ -443,7 +438,6 @@ class Engine:
         record.packets = packets
         record.required = bound.required(packets)
         record.immediate = bound.immediate
-        record.deferrable = bound.deferrable(packets) if bound.deferral else 0
         record.last_bytes = 0 if size is None else size - (packets - 1) * self._options.payload_bytes
         record.buffer = ffi.from_buffer(buffer) if len(buffer) else ffi.NULL
         record.bytes = len(buffer)

@@ -22,7 +22,7 @@ Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
 SHARE: Final = Range(0, 1, below=True)
-"""Valid shares of a message to lose or defer; a part of it must arrive."""
+"""Valid shares of a message to lose; a part of it must arrive."""
 Share = Annotated[float, SHARE]
 
 
@@ -47,26 +47,17 @@ class LossBound:
     immediate
         Complete a message at the bound, even while the rest is in flight, as in the DLCP paper (arXiv 2008.08445). This
         discards up to ``ratio`` of every message.
-    deferral
-        The largest share of packets that the sender may defer to a later step, 0 to 1. The sender chooses them; they do
-        not count as lost.
     """
 
     ratio: float = 0.0
     immediate: bool = False
-    deferral: float = 0.0
 
     def __post_init__(self) -> None:
         SHARE.check("a loss bound", self.ratio)
-        SHARE.check("a deferral bound", self.deferral)
 
     def allowed(self, packets: int) -> int:
         """Return the number of ``packets`` that may be lost."""
         return math.floor(self.ratio * packets + 1e-9)
-
-    def deferrable(self, packets: int) -> int:
-        """Return the number of ``packets`` that may be deferred."""
-        return math.floor(self.deferral * packets + 1e-9)
 
     def required(self, packets: int) -> int:
         """Return the number of ``packets`` that must be delivered: ceil((1 - ratio) packets)."""
@@ -88,14 +79,11 @@ class SendRequest(NamedTuple):
     tags
         Its packets' tags.
     bound
-        Its bounds for loss and deferral.
+        Its loss bound.
     label
         Its name in error messages, such as its layers.
     order
         The order in which its packets are sent.
-    deferred
-        Mask of packets that are deferred and not sent, shape (packets,); None for none. Protected packets and the last
-        one, which carries the size, cannot be deferred.
     layout
         The layout of its values if they are encoded.
     """
@@ -108,26 +96,7 @@ class SendRequest(NamedTuple):
     label: str
     tail: Bytes = EMPTY
     order: ChunkOrder = AS_SEEDED
-    deferred: NDArray[np.bool_] | None = None
     layout: PlaneLayout | None = None
-
-    def check_deferred(self, deferred: NDArray[np.bool_]) -> None:
-        """Check the deferred packets.
-
-        Raises
-        ------
-        ValueError
-            Wrong shape, more packets than the bound admits, or packets that must be sent.
-        """
-        packets = len(self.tags.queue)
-        if deferred.shape != (packets,) or deferred.dtype != np.bool_ or not deferred.flags.c_contiguous:
-            given = f"{deferred.dtype} of shape {deferred.shape}"
-            raise ValueError(f"{self.label}: `deferred` must be {packets} bools, got {given}")
-        count, ceiling = int(np.count_nonzero(deferred)), self.bound.deferrable(packets)
-        if count > ceiling:
-            raise ValueError(f"{self.label}: {count} of {packets} packets are deferred, the bound admits {ceiling}")
-        if deferred[-1] or (deferred & self.tags.protected).any():
-            raise ValueError(f"{self.label}: protected packets and the last one cannot be deferred")
 
 
 class ReceiveRequest(NamedTuple):
@@ -190,23 +159,20 @@ class ReceiveRequest(NamedTuple):
 class Delivery(NamedTuple):
     """Outcome of a sent message, as its receiver acknowledged it.
 
-    ``delivered`` and ``deferred`` (None for none) are masks of packets, shape (packets,). ``sent`` counts all
-    transmissions, ``resent`` those after each packet's first, and ``probes`` the probes for missing packets that took
-    the packets' own queue.
+    ``delivered`` is a mask of packets, shape (packets,). ``sent`` counts all transmissions, ``resent`` those after each
+    packet's first, and ``probes`` the probes for missing packets that took the packets' own queue.
     """
 
     delivered: NDArray[np.bool_]
     sent: int
     resent: int
     seconds: float
-    deferred: NDArray[np.bool_] | None = None
     probes: int = 0
 
     @property
     def lost(self) -> int:
         """Number of packets that were sent but never arrived."""
-        deferred = 0 if self.deferred is None else np.count_nonzero(self.deferred)
-        return int(len(self.delivered) - np.count_nonzero(self.delivered) - deferred)
+        return int(len(self.delivered) - np.count_nonzero(self.delivered))
 
 
 class Arrival(NamedTuple):
@@ -215,15 +181,13 @@ class Arrival(NamedTuple):
     ``payload`` holds its bytes, without the tail. Missing packets read as zeros if the transport allocated the memory;
     otherwise the memory keeps its content there. For a message that was added to a reduction, ``payload`` is the buffer
     for packets out of turn, possibly empty, with meaningless content. ``delivered`` and ``layer``, the layer position
-    in each packet's header, have shape (packets,). ``deferred`` is the number of missing packets that the sender
-    deferred.
+    in each packet's header, have shape (packets,).
     """
 
     payload: Bytes
     delivered: NDArray[np.bool_]
     layer: Bytes
     seconds: float
-    deferred: int = 0
 
     @property
     def whole(self) -> bool:

@@ -79,12 +79,7 @@ class TransportOptions:
 
     def rate_control(self, senders: int) -> RateControl:
         """Return the window control of one flow to a receiver with ``senders`` senders."""
-        weight = weight_of(self.flow_weight, senders)
+        weight = self.flow_weight or 1 / max(1, senders)  # by default, the senders to one receiver share one flow
         if self.congestion == "cubic":
             return CubicWindow(weight)
         return DctcpWindow(weight, heed_delay=self.congestion == "dctcp")
-
-
-def weight_of(flow_weight: float | None, senders: int) -> float:
-    """Return the share of a flow that each flow counts as; by default, ``senders`` to one receiver share one."""
-    return flow_weight or 1 / max(1, senders)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dlcp.wire.header import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, Flag, PacketType
-from dlcp.wire.payloads import ACK_ENTRY, ACK_FIELD_BITS, ACK_PATH, GREETING, GREETING_PORT, QUESTION
+from dlcp.wire.payloads import ACK_ENTRY, ACK_FIELD_BITS, ACK_PATH, GREETING, GREETING_PORT
 
 DISSECTOR_PATH: Final = Path(__file__).with_suffix(".lua")
 _TEMPLATE_PATH: Final = Path(__file__).with_suffix(".template.lua")
@@ -141,7 +141,6 @@ def generate() -> str:
         "STOP": str(int(PacketType.STOP)),
         "HELLO": str(int(PacketType.HELLO)),
         "HELLO_ACK": str(int(PacketType.HELLO_ACK)),
-        "QUESTION_BYTES": str(QUESTION.size),
         "ENTRY_BYTES": str(ACK_ENTRY.size),
         "ACK_PATH": str(ACK_PATH),
         "PIECE": str(int(Flag.PIECE)),

@@ -78,9 +78,6 @@ local function describe_question(buffer, left)
     if captured > 0 and buffer(HEADER_BYTES, 1):uint() == 1 then
         text = text .. ", more to come"
     end
-    if left == @QUESTION_BYTES@ and captured == left then
-        text = text .. ", " .. buffer(HEADER_BYTES + 1, 4):uint() .. " deferred"
-    end
     return text
 end
 

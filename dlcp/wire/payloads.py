@@ -46,9 +46,9 @@ ACK_PATH: Final = (1 << 31) - 1
 """The block of an entry about a path. The entry's step is the path's number, its bits the number of marked packets on
 that path."""
 
-QUESTION: Final = struct.Struct(">BI")
-"""Payload of a PROBE. First byte: 1 if the sender still has packets to send, so the receiver must not complete the
-message yet. Then the number of packets that the sender defers. Trailing zeros may be omitted."""
+QUESTION: Final = struct.Struct(">B")
+"""Payload of a PROBE: 1 if the sender still has packets to send, so the receiver must not complete the message yet. A
+zero may be omitted."""
 
 GREETING: Final = struct.Struct(">II")
 """Message bytes per packet, and the packets that the sender of the greeting can receive at once."""

@@ -27,9 +27,8 @@ TABLE = {
     "tail": Entry("the same beside bursts of other traffic: growth with the tail", "allreduce", "TAIL"),
     "cpu": Entry("processor time of an all-reduce, beside Gloo's and the least possible", "allreduce", "CPU"),
     "step": Entry("training step of a 25-million-parameter model, against DDP over Gloo", "step"),
-    "advise": Entry("steps as `dlcp advise` says beside steps with the defaults, on three networks", "advise"),
     "mixed-speeds": Entry("ranks of unequal speed with equal and with balanced batches", "mixed_speeds"),
-    "convergence": Entry("what deferral, loss and lower precision cost in accuracy and steps: an hour", "convergence"),
+    "convergence": Entry("what loss and lower precision cost in accuracy and steps: an hour", "convergence"),
     "alternatives": Entry(
         "time to the same loss beside what people use instead: PyTorch's hooks and model averaging: hours",
         "alternatives",

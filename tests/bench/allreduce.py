@@ -9,9 +9,8 @@
 - ``paths``: two hosts that choose among four spines by addresses and ports, as an ECMP fabric does. TCP has one route
   for a connection, whichever its ports lead to; DLCP sends from several ports. So that neither is judged by one draw of
   ports, the ranks are started several times.
-- ``slow-path``: the last rank's port has a part of the others' rate. DLCP with a deferral bound runs beside DLCP
-  without any bound and Gloo. What is deferred is sent later in real training, so that a time alone says half: the
-  share of packets that were deferred is with it, and ``convergence`` says what that costs.
+- ``slow-path``: the last rank's port has a part of the others' rate. DLCP as it comes, which lowers the precision, runs
+  beside DLCP in full precision and Gloo. ``convergence`` says what lower precision costs.
 - ``tail``: OptiReduce (NSDI '25) describes an environment by the ratio of the 99th percentile of latency to the median,
   which background traffic sets, and asks how much longer a step takes where that ratio is larger. The latency is that
   of Gloo's ring for 2,000 values, as there. Round trips of 10 ms make the network, not the processor, decide about it.
@@ -36,8 +35,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant
-from dlcp.collectives.deferral import WHOLE_STEPS
-from dlcp.commands.common import DURATIONS, option, whole
+from dlcp.commands.common import DURATIONS, whole
 from dlcp.configuration import Range
 from dlcp.netlab import become_root
 from dlcp.transport.path_mtu import payload_for_mtu
@@ -410,41 +408,25 @@ PATHS: Final = Benchmark(
 
 # Behind a slow port ---------------------------------------------------------------------------------------------------
 
-DEFERRING: Final = "dlcp, deferral alone"
 _SLOW_BUCKETS: Final = 4
-_SLOW_CONTENDERS: Final = 7
+_SLOW_CONTENDERS: Final = 6
 
 
-def with_deferral(
-    path: RoutedPath, name: str, megabytes: float, turns: Turns, *, deferral_bound: float
-) -> list[BenchResult]:
+def behind_slow_port(path: RoutedPath, name: str, megabytes: float, turns: Turns) -> list[BenchResult]:
     """Measure ms of an all-reduce as it comes, which lowers the precision, beside one in full.
 
-    ``.gloo``: beside Gloo's best. ``.deferral``: with deferral, but in full precision, beside one without. There are so
-    many warm-ups at least that deferral may begin.
+    ``.gloo``: beside Gloo's best.
     """
     gloo = gloo_of(path)
     ours = [
         AllReduceContender(LOSSY, _SLOW_BUCKETS, bound=0.1),
-        AllReduceContender(DEFERRING, _SLOW_BUCKETS, bound=0, deferral=deferral_bound, precision="32"),
         AllReduceContender(LOSSLESS, _SLOW_BUCKETS, bound=0, precision="32"),
     ]
-    turns = replace(turns, warm_up=max(turns.warm_up, WHOLE_STEPS + 2))
     found = reduction.measure(path, values_in(megabytes), turns, ways=[*ours, *gloo])
-    packets = found.ledgers[DEFERRING]
-    # The ledger has the warm-ups, too; in the first of them nothing is deferred.
-    steps = len(found.costs[DEFERRING])
-    counted = (steps - WHOLE_STEPS) / steps
-    deferral = {
-        "path": path.words,
-        "packets": packets,
-        "deferred_share": significant(packets["deferred"] / counted / (packets["delivered"] + packets["deferred"])),
-    }
     details = {"path": path.words, "packets": found.ledgers[LOSSY]}
     return [
         against_best(name, "ms", found.samples, LOSSY, [LOSSLESS], details),
         against_best(f"{name}.gloo", "ms", found.samples, LOSSY, [way.name for way in gloo], details),
-        against_best(f"{name}.deferral", "ms", found.samples, DEFERRING, [LOSSLESS], deferral),
     ]
 
 
@@ -455,10 +437,10 @@ def _slow_path(arguments: argparse.Namespace) -> Sequence[BenchResult]:
         "slow_path.n{ranks}{size}",
         "one slow port",
         lambda ranks: RoutedPath(ranks, rate_bps=rate_bps, slowest_bps=slowest_bps),
-        partial(with_deferral, deferral_bound=arguments.deferral_bound),
+        behind_slow_port,
     )
     cells = Cells(arguments, [2, 4], 8.0)
-    return cells.measure([row], cells.has_time(_SLOW_CONTENDERS, rate_bps / arguments.slowness, WHOLE_STEPS + 2))
+    return cells.measure([row], cells.has_time(_SLOW_CONTENDERS, rate_bps / arguments.slowness))
 
 
 SLOW_PATH: Final = Benchmark(
@@ -466,12 +448,6 @@ SLOW_PATH: Final = Benchmark(
     {
         "--rate-mbps": rate_option(100.0),
         "--slowness": float_option(3.0, "how many times slower one port is", Range(1.0, 1000), "TIMES"),
-        "--deferral-bound": {
-            "type": option("deferral_bound"),
-            "default": 0.75,
-            "metavar": "SHARE",
-            "help": "(default: 0.75)",
-        },
         **sweep_options("8", "2 4"),
     },
     rounds=7,

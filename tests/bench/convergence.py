@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deferral, loss and lower precision cost in accuracy and in steps: five small models, two optimizers, some seeds.
+"""What loss and lower precision cost in accuracy and in steps: five small models, two optimizers, some seeds.
 
-Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step that may defer defers as much
-as it may, and every step but the first has the lower precision. That is the worst case: in real training only steps
+Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step loses as much
+as it may, or but for the first has the lower precision. That is the worst case: in real training only steps
 behind a congested port do. Runs of one seed share data, initialisation and batches, so what differs between them is due
 to what was missing. Each is compared with the run of its seed that lacked nothing:
 
@@ -140,7 +140,6 @@ class PairedRuns:
             "steps_factor_error": round(standard_error(factors), 3),
             "reached_target": sum(taken is not None for taken, _ in self.steps()),
             "loss_mean": round(loss, 4) if math.isfinite(loss) else None,  # JSON has no other numbers
-            "averages_deferred": round(statistics.fmean(run.deferred for run in self.runs), 3),
         }
         name = f"convergence.{first.task}.{first.optimizer}.{first.shortfall}"
         return result(name, "accuracy", ours, others, smaller_is_better=False, details=details)
@@ -206,7 +205,6 @@ def measure(
     tasks: Sequence[str],
     seeds: int,
     first_seed: int = 0,
-    ceilings: Sequence[float],
     losses: Sequence[float],
     bits: Sequence[int] = (),
     length: int = 1,
@@ -224,8 +222,8 @@ def measure(
         Names of ``TASKS``.
     seeds, first_seed
         How many, and the first of them.
-    ceilings, losses
-        Shares to defer and to lose, above 0 and below 1.
+    losses
+        Shares to lose, above 0 and below 1.
     bits
         Precisions, from 2 to 31 bits per value. PyTorch's bfloat16 hook and ``LOWER_LOST`` are run beside them.
     length
@@ -249,14 +247,11 @@ def measure(
     for name in tasks:
         if name not in TASKS:
             raise BenchError(f"there is no task {name!r}{nearest(name, TASKS)}")
-    if min(seeds, length) < 1 or not all(0 < share < 1 for share in (*ceilings, *losses)):
+    if min(seeds, length) < 1 or not all(0 < share < 1 for share in losses):
         raise BenchError("--seeds and --length must be 1 or more, and shares above 0 and below 1")
     if not all(2 <= each < FULL_BITS for each in bits):
         raise BenchError(f"--bits must be from 2 to {FULL_BITS - 1}")
     families = {
-        "deferral": [Shortfall(deferred=share) for share in ceilings],
-        "deferral_servers": [Shortfall(deferred=share, servers=True) for share in ceilings],
-        "deferral_at_random": [Shortfall(deferred=share, at_random=True) for share in ceilings],
         "loss": [Shortfall(lost=share) for share in losses],
         "loss_for_good": [Shortfall(lost=share, at_random=True, feedback=False) for share in losses],
         "precision": [Shortfall(bits=each) for each in bits],
@@ -312,10 +307,6 @@ class _FinishedRuns:
 
 
 _WORDS: Final = {
-    "deferral": "the least valuable packets deferred, of contributions to one of the ranks and of all averages",
-    "deferral_servers": "the least valuable packets deferred, of contributions to parameter servers and of all "
-    "averages",
-    "deferral_at_random": "packets deferred at random, of contributions to one of the ranks and of all averages",
     "loss": "the least valuable packets of contributions lost, sent with the next step instead (error feedback)",
     "loss_for_good": "packets of contributions lost at random, sums divided by how many ranks' packets came, nothing "
     "sent again later",
@@ -359,14 +350,13 @@ BENCHMARK: Final = Benchmark(
     lambda arguments: measure(
         **{
             name: getattr(arguments, name)
-            for name in ("runs", "tasks", "seeds", "first_seed", "ceilings", "losses", "bits", "length", "curves")
+            for name in ("runs", "tasks", "seeds", "first_seed", "losses", "bits", "length", "curves")
         }
     ),
     {
         "--tasks": {"nargs": "+", "metavar": "TASK", "default": list(TASKS), "help": f"(default: {' '.join(TASKS)})"},
         "--seeds": int_option(5, "runs of each", most=10_000),
         "--first-seed": int_option(0, "seed of the first run", least=0),
-        "--ceilings": floats_option((0.25, 0.5, 0.75), "to defer", _SHARES, "SHARE", nargs="*"),
         "--losses": floats_option((0.1, 0.3), "to lose", _SHARES, "SHARE", nargs="*"),
         "--bits": {
             "type": int,

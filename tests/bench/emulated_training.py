@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training by four ranks in one process, of whose gradients some come late or never: no network, but the real rules.
 
-What a rank defers, what a switch drops first, how values are encoded, how an owner averages what it got, and what
-becomes residual are the direct all-reduce's own functions (:mod:`dlcp.collectives.direct`). Only the network's part is
-played: it always asks for as much as it may, which a real one does while a port is congested.
+What a switch drops first, how values are encoded, how an owner averages what it got, and what becomes residual are the
+direct all-reduce's own functions (:mod:`dlcp.collectives.direct`). Only the network's part is played: it always drops
+as much as it may, which a real one does while a port is congested.
 """
 
 import hashlib
@@ -19,8 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dlcp.collectives.deferral import STEP_PART, Deferral
-from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
@@ -39,14 +37,11 @@ from dlcp.examples.learning_tasks import (
 )
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import CODED_BITS, FULL_BITS, PlaneLayout
-from dlcp.slow_ports import REFRESH_STEPS, share_to_defer
 from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 EMULATED_RANKS: Final = 4
-_SLOW: Final = EMULATED_RANKS - 1
-"""Whose port is slow, so that contributions to its shard are deferred."""
 _PER_PACKET: Final = 360
 """Float32 values of a packet that fits an MTU of 1500."""
 TEST_EVERY: Final = 4
@@ -59,9 +54,6 @@ class Shortfall:
 
     Parameters
     ----------
-    deferred
-        The share of packets that are deferred, in every step that may: of contributions to the slow rank's shard, and
-        of all averages. 0: none. It takes a deferral bound one and a half times as large (``STEP_PART``).
     lost
         The share of each contribution's packets that the network loses; with fewer bits, of the packets of its lower
         plane, at random.
@@ -70,27 +62,22 @@ class Shortfall:
     feedback
         What is missing is residual, and comes with the next step. Else it is gone, and owners divide by how many ranks'
         packets came, not by how many there are.
-    servers
-        Parameter servers own the shards, and every rank's contribution to each of them is deferred. Of what a server
-        defers of an average each rank owes its own contribution.
     bits
-        Bits of each value of contributions and averages, from the second step on. Without deferral.
+        Bits of each value of contributions and averages, from the second step on.
     bf16_hook
         Gradients are averaged as by PyTorch's ``bf16_compress_hook`` instead: in bfloat16, without error feedback.
     """
 
-    deferred: float = 0.0
     lost: float = 0.0
     at_random: bool = False
     feedback: bool = True
-    servers: bool = False
     bits: int = FULL_BITS
     bf16_hook: bool = False
 
     @property
     def share(self) -> float:
-        """The share that does not come: of each value's bits, or of packets, deferred or lost."""
-        return 1 - self.bits / FULL_BITS or self.deferred or self.lost
+        """The share that does not come: of each value's bits, or of packets."""
+        return 1 - self.bits / FULL_BITS or self.lost
 
     @property
     def name(self) -> str:
@@ -99,13 +86,8 @@ class Shortfall:
             return "bf16.hook"
         if not self.share:
             return "whole"
-        suffixes = {
-            ".random": self.at_random,
-            ".gone": not self.feedback,
-            ".servers": self.servers,
-        }
-        bits = self.bits if self.bits < FULL_BITS else 0
-        amounts = {"bits": bits, "deferred": self.deferred, "lost": self.lost}
+        suffixes = {".random": self.at_random, ".gone": not self.feedback}
+        amounts = {"bits": self.bits if self.bits < FULL_BITS else 0, "lost": self.lost}
         kinds = ".".join(f"{kind}{amount:g}" for kind, amount in amounts.items() if amount)
         return kinds + "".join(suffix for suffix, holds in suffixes.items() if holds)
 
@@ -129,21 +111,15 @@ class EmulatedRanks:
     ----------
     residuals
         What each rank has still to send.
-    averages_sent, averages_deferred
-        Packets of averages so far, in all, and those that were deferred.
     """
 
     def __init__(self, segments: Sequence[Segment], shortfall: Shortfall, seed: int) -> None:
         ranks = range(EMULATED_RANKS)
         self.shortfall = shortfall
         self.residuals = [Residual() for _ in ranks]
-        self.averages_sent = self.averages_deferred = 0
         self._segments, self._size = segments, segments[-1].stop
         self._bounds = shard_bounds(self._size, _PER_PACKET, dict.fromkeys(ranks, 1.0))
-        ceiling = min(shortfall.deferred / STEP_PART, 1 - 1 / REFRESH_STEPS)
-        self._deferrals = [Deferral(rank, ranks, ceiling) for rank in ranks]
         self._taggers = [Tagger() for _ in ranks]
-        self._small = self._taggers[0].small_layer_packets(segments, self._size, _PER_PACKET)
         self._random = np.random.default_rng(seed)
         self._step = 0
 
@@ -155,9 +131,8 @@ class EmulatedRanks:
         gradients
             One of each rank, of the size of the bucket; changed in place.
         """
-        for values, residual, deferral in zip(gradients, self.residuals, self._deferrals, strict=True):
+        for values, residual in zip(gradients, self.residuals, strict=True):
             residual.apply(values, self._segments)
-            deferral.begin_step({}, set(), {})
         loses_values = self.shortfall.lost and self.shortfall.bits == FULL_BITS
         tags = [self._tag(rank, values) for rank, values in enumerate(gradients)] if loses_values else None
         averaged = np.empty(self._size, np.float32)
@@ -173,10 +148,8 @@ class EmulatedRanks:
         delivered = {}
         for rank, values in enumerate(shard):
             missing = np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
-            if self.shortfall.servers or (rank != owner and owner == _SLOW):
-                missing |= self._deferred(REDUCE_SCATTER, rank, owner, values)
             if rank != owner and tags is not None:
-                missing |= self._lost(tags[rank], owner)
+                missing = self._lost(tags[rank], owner)
             self._take_out(missing, values, rank, owner)
             if rank != owner:
                 self._round(values, rank, owner, lower_lost=self.shortfall.lost)
@@ -186,31 +159,7 @@ class EmulatedRanks:
         contributions, rescale = dict(enumerate(shard)), not self.shortfall.feedback
         mean = average(contributions, delivered, ValueType.FLOAT32, _PER_PACKET, rescale=rescale)
         self._round(mean, owner, owner, EMULATED_RANKS)
-        deferred = self._deferred(ALL_GATHER, owner, owner, mean)
-        self.averages_sent += len(deferred)
-        self.averages_deferred += int(np.count_nonzero(deferred))
-        if self.shortfall.servers:
-            for rank, values in enumerate(shard):
-                self._take_out(deferred & delivered[rank], values, rank, owner)
-            mean[np.repeat(deferred, _PER_PACKET)[: len(mean)]] = 0
-        else:  # the next contribution is divided by how many ranks there are
-            self._take_out(deferred, mean, owner, owner, EMULATED_RANKS)
         return mean
-
-    def _deferred(self, phase: int, rank: int, owner: int, values: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which packets of a message with ``values`` of a shard a rank defers."""
-        deferral, none = self._deferrals[rank], np.zeros(-(-len(values) // _PER_PACKET), np.bool_)
-        if not deferral.is_allowed:
-            return none
-        magnitudes = packet_magnitudes(values, ValueType.FLOAT32, _PER_PACKET)
-        if self.shortfall.at_random:
-            magnitudes = self._random.permutation(magnitudes)
-        packets = self._packets(owner)
-        matters = self._small[packets] | deferral.due(packets.start, len(magnitudes), self._step)
-        matters[-1] = True  # tells the size
-        limit = LossBound(deferral=deferral.ceiling).deferrable(len(magnitudes))
-        chosen = deferral.choose((phase, owner), magnitudes, ~matters, self.shortfall.deferred, limit)
-        return none if chosen is None else chosen
 
     def _tag(self, rank: int, values: NDArray[np.float32]) -> PacketTags:
         return self._taggers[rank].tag(values, ValueType.FLOAT32, self._segments, _PER_PACKET)
@@ -225,14 +174,13 @@ class EmulatedRanks:
         lost[np.lexsort((self._random.random(len(classes)), -classes.astype(int)))[:count]] = True
         return lost
 
-    def _take_out(
-        self, packets: NDArray[np.bool_], values: NDArray[np.floating], rank: int, owner: int, factor: int = 1
-    ) -> None:
-        """Replace packets of a shard by zeros, and note them, multiplied, as what a rank owes."""
+    def _take_out(self, packets: NDArray[np.bool_], values: NDArray[np.floating], rank: int, owner: int) -> None:
+        """Replace packets of a shard by zeros, and note them as what a rank owes."""
         if not packets.any():
             return
         positions = np.flatnonzero(np.repeat(packets, _PER_PACKET)[: len(values)])
-        self._owe(positions, values * np.float32(factor), rank, owner)
+        if self.shortfall.feedback:
+            self.residuals[rank].add_at(positions + self._bounds[owner][0], values[positions], self._segments)
         values[positions] = 0
 
     def _round(
@@ -254,10 +202,6 @@ class EmulatedRanks:
         if self.shortfall.feedback:
             rest = (exact - values) * np.float32(factor)
             self.residuals[rank].add_range(self._bounds[owner][0], rest, self._segments)
-
-    def _owe(self, positions: NDArray[np.int64], values: NDArray[np.floating], rank: int, owner: int) -> None:
-        if self.shortfall.feedback:
-            self.residuals[rank].add_at(positions + self._bounds[owner][0], values[positions], self._segments)
 
     def _packets(self, owner: int) -> slice:
         start, stop = self._bounds[owner]
@@ -300,8 +244,6 @@ class TrainingRun:
         What was trained, how and for how long; ``shortfall`` by its name.
     accuracy
         The share of test samples that were right after the last step.
-    deferred
-        The share of averages' packets that were deferred.
     losses
         The test loss after every fourth step.
     """
@@ -313,7 +255,6 @@ class TrainingRun:
     seed: int
     length: int
     accuracy: float
-    deferred: float
     losses: list[float]
 
     @property
@@ -351,8 +292,8 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
         schedule.step()
         if step % TEST_EVERY == 0:
             losses.append(evaluate(model, data)[1])
-    accuracy, deferred = evaluate(model, data)[0], ranks.averages_deferred / max(1, ranks.averages_sent)
-    return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, deferred, losses)
+    accuracy = evaluate(model, data)[0]
+    return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, losses)
 
 
 def segments_of(model: nn.Module) -> list[Segment]:
@@ -378,8 +319,8 @@ def gradient(
 def sources_digest() -> str:
     """Return a hash of the sources that decide how a run ends, of the text that ships with Python, and of PyTorch."""
     rules = (
-        *(EmulatedRanks, LearningTask, Deferral, share_to_defer),
-        *(average, Residual, shard_bounds, Tagger, packet_magnitudes, PlaneLayout),
+        *(EmulatedRanks, LearningTask, average, Residual, shard_bounds),
+        *(Tagger, packet_magnitudes, PlaneLayout),
     )
     found = hashlib.sha256(f"{torch.__version__} {text_digest()}".encode())
     for rule in rules:

@@ -80,7 +80,7 @@ def snapshot_ms(count: int = 300) -> float:
     plain = np.zeros(len(layers), np.uint8)
     tags = PacketTags(queue=plain, drop_class=plain, protected=plain.astype(bool), layer=layers)
     for peer in range(1, 64):
-        delivery = Delivery(np.ones(len(layers), bool), len(layers), 0, 0.01, None)
+        delivery = Delivery(np.ones(len(layers), bool), len(layers), 0, 0.01)
         ledger.record(MessageKey(0, peer), peer, "fc", tags, LossBound(0.1), delivery)
     averager = StepAverager(options, 0, range(64), ledger=ledger, feedback=Residual(), tagger=Tagger(options.classes()))
     session = TrainingSession(averager, Fallback("nothing"))

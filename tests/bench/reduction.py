@@ -66,8 +66,7 @@ MEMORY_DIVIDED: Final = f"dlcp through memory, {_BUCKETS} buckets"
 class AllReduceContender:
     """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``.
 
-    DLCP's packets go through sockets, or through ``memory``; of those the share ``deferral`` may be put off. Its values
-    have the ``precision``.
+    DLCP's packets go through sockets, or through ``memory``. Its values have the ``precision``.
     """
 
     name: str
@@ -75,7 +74,6 @@ class AllReduceContender:
     bound: float | None = None
     control: str | None = None
     memory: bool = False
-    deferral: float = 0.0
     precision: str = AUTO_PRECISION
 
 
@@ -213,9 +211,7 @@ class AllReduceRank:
                     RankContext(
                         self._endpoints[contender.memory].connection,
                         range(self.plan.ranks),
-                        ReduceOptions(
-                            LossBound(contender.bound, deferral=contender.deferral), precision=contender.precision
-                        ),
+                        ReduceOptions(LossBound(contender.bound), precision=contender.precision),
                     )
                 )
 
@@ -268,7 +264,7 @@ class AllReduceRank:
         error = float(np.linalg.norm(self._values - expected) / np.linalg.norm(expected))
         reducer = self._reducers.get(contender.name)
         ledger = reducer.context.ledger.summary() if reducer else {}
-        counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted", "deferred")}
+        counts = {name: ledger.get(name, 0) for name in ("sent", "delivered", "lost", "retransmitted")}
         by_bits = ledger.get("by_bits", {})
         counts["encoded"] = sum(packets for bits, (packets, _) in by_bits.items() if int(bits) < FULL_BITS)
         return RankOutcome(inexact, zlib.crc32(self._values.view(np.uint8).data), counts, error)
@@ -450,7 +446,7 @@ def _run_once(ranks: Ranks, plan: AllReducePlan, contender: AllReduceContender, 
     outcomes: list[RankOutcome] = ranks.call("outcome", contender)
     total = {name: sum(outcome.ledger[name] for outcome in outcomes) for name in outcomes[0].ledger}
     before = found.ledgers.get(contender.name, dict.fromkeys(total, 0))
-    missing = sum(total[name] - before[name] for name in ("lost", "deferred"))
+    missing = total["lost"] - before["lost"]
     found.ledgers[contender.name] = total
     rounded = total["encoded"] > before["encoded"]
     excused = plan.values if rounded else missing * plan.payload_bytes // VALUE_BYTES
@@ -472,7 +468,7 @@ def check(name: str, outcomes: Sequence[RankOutcome], excused: int) -> int:
     outcomes
         What the ranks found.
     excused
-        How many values may differ: those in packets that the ledger counts as lost or deferred.
+        How many values may differ: those in packets that the ledger counts as lost.
 
     Raises
     ------

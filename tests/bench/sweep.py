@@ -168,9 +168,9 @@ class Cells:
                     say(f"left out: {ranks} ranks, {size_words(megabytes)}, which would take too long here")
         return found
 
-    def has_time(self, runs_a_round: int, rate_bps: float, warm_up: int = 0) -> Callable[[int, float], bool]:
+    def has_time(self, runs_a_round: int, rate_bps: float) -> Callable[[int, float], bool]:
         """Return whether the fewest rounds fit the budget of a cell twice over, at the rate of the slowest port."""
-        runs = runs_a_round * (LEAST_ROUNDS + max(warm_up, self.turns.warm_up))
+        runs = runs_a_round * (LEAST_ROUNDS + self.turns.warm_up)
         budget_s = self.turns.budget_s or CELL_S
         return lambda ranks, megabytes: runs * line_seconds(ranks, megabytes, rate_bps) <= _OVERRUN * budget_s
 

@@ -145,7 +145,7 @@ def test_a_row_stands_below_its_head():
     times = [1.5, 1.6, 1.7]
     details = {"bytes": 4_000_000, "peer_spread": 0.1, "algbw_gb_per_s": 2.5, "busbw_gb_per_s": 3.75}
     details |= {"peer_algbw_gb_per_s": 1.25, "peer_busbw_gb_per_s": 1.875}
-    details["packets"] = {"delivered": 7, "lost": 1, "deferred": 2, "encoded": 0}
+    details["packets"] = {"delivered": 8, "lost": 2, "encoded": 0}
     found = BenchResult("x", median(times), "ms", 3.2, 2.0, 3, 0.05, details)
     row = table_row(found)
     assert row.split() == ["4", "MB", "1.6", "ms", "5%", "2.50", "3.75", "3.2", "ms", "10%", "1.25", "1.88", "2.00x"]

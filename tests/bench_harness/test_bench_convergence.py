@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from dlcp.bench.results import BenchError
-from dlcp.collectives.deferral import REFRESH_STEPS, WHOLE_STEPS
 from dlcp.convergence import read, write
 from dlcp.examples.learning_tasks import TASKS, batches_of
 from dlcp.planes import CODED_BITS, PlaneLayout
@@ -67,9 +66,6 @@ def owed(ranks):
 @pytest.mark.parametrize(
     "shortfall",
     [
-        Shortfall(deferred=0.5),
-        Shortfall(deferred=0.75, at_random=True),
-        Shortfall(deferred=0.5, servers=True),
         Shortfall(lost=0.1),
         Shortfall(lost=0.3),
         Shortfall(bits=8),
@@ -79,7 +75,7 @@ def owed(ranks):
     ids=lambda each: each.name,
 )
 def test_what_does_not_come_is_owed(shortfall):
-    ranks, given, averages = steps_of(shortfall, WHOLE_STEPS + 2 * REFRESH_STEPS if shortfall.deferred else 4)
+    ranks, given, averages = steps_of(shortfall, 4)
     sent = np.sum(averages, axis=0, dtype=np.float64) * EMULATED_RANKS
     assert np.abs(owed(ranks)).max() > 0
     np.testing.assert_allclose(sent + owed(ranks), np.sum(given, axis=(0, 1), dtype=np.float64), atol=2e-2)
@@ -88,34 +84,6 @@ def test_what_does_not_come_is_owed(shortfall):
 def test_what_is_lost_for_good_is_owed_by_nobody():
     ranks, *_ = steps_of(Shortfall(lost=0.3, at_random=True, feedback=False), 4)
     assert not any(residual.size for residual in ranks.residuals)
-
-
-def test_first_steps_are_whole_and_later_ones_defer_their_ceiling():
-    ranks, given, averages = steps_of(Shortfall(deferred=0.5), WHOLE_STEPS)
-    assert not ranks.averages_deferred
-    for gradients, average in zip(given, averages, strict=True):
-        np.testing.assert_array_equal(average, sum(gradients) / np.float32(EMULATED_RANKS))
-    ranks, _, averages = steps_of(Shortfall(deferred=0.5), WHOLE_STEPS + REFRESH_STEPS)
-    zero = np.mean([average == 0 for average in averages[WHOLE_STEPS:]])
-    assert 0.47 < zero <= 0.5
-    small = slice(SIZES["conv.weight"], SIZES["conv.weight"] + SIZES["conv.bias"])
-    assert all((average[small] != 0).all() for average in averages), "small layers are whole"
-    waiting = np.all([average == 0 for average in averages[-REFRESH_STEPS:]], axis=0)
-    assert not waiting.any(), "each packet has its turn"
-
-
-def test_what_servers_defer_every_rank_owes_of_its_own():
-    ranks, _, averages = steps_of(Shortfall(deferred=0.5, servers=True), WHOLE_STEPS + REFRESH_STEPS)
-    assert 0.45 < np.mean(averages[-1] == 0) <= 0.5
-    assert all(residual.size for residual in ranks.residuals), "not to the slow rank alone"
-
-
-def test_the_least_valuable_are_missing_unless_chosen_at_random():
-    for shortfall, least in ((Shortfall(deferred=0.5), True), (Shortfall(deferred=0.5, at_random=True), False)):
-        _, given, averages = steps_of(shortfall, WHOLE_STEPS + 1)
-        zero = averages[-1] == 0
-        size = np.abs(np.mean(given[-1], axis=0))
-        assert bool(size[zero].mean() < 0.5 * size[~zero].mean()) is least
 
 
 @pytest.mark.parametrize("bits", CODED_BITS)
@@ -166,7 +134,6 @@ def test_a_shortfall_has_a_name():
         "bits8.lost0.2": Shortfall(bits=8, lost=0.2),
         "bf16.hook": Shortfall(bf16_hook=True),
         "lost0.1.random.gone": Shortfall(lost=0.1, at_random=True, feedback=False),
-        "deferred0.5.servers": Shortfall(deferred=0.5, servers=True),
     }
     assert {name: each.name for name, each in names.items()} == {name: name for name in names}
     assert Shortfall(bits=8).share == 0.75
@@ -194,17 +161,14 @@ def test_without_shortfall_it_is_plain_training_bit_by_bit(short):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_seed_gives_one_run_and_a_ceiling_of_zero_the_whole_one(short, optimizer):
-    shortfall = Shortfall(deferred=0.5, at_random=True)
+def test_a_seed_gives_one_run_and_a_loss_of_zero_the_whole_one(short, optimizer):
+    shortfall = Shortfall(lost=0.3, at_random=True)
     run = train("table", optimizer, shortfall, 1)
     assert run == train("table", optimizer, shortfall, 1)
-    assert run.deferred > 0
     assert run.losses != train("table", optimizer, shortfall, 2).losses
     whole = train("table", optimizer, Shortfall(), 1)
-    assert train("table", optimizer, Shortfall(deferred=0.0), 1) == whole
-    before = WHOLE_STEPS // emulated_training.TEST_EVERY
-    assert run.losses[:before] == whole.losses[:before]
-    assert run.losses[before + 1 :] != whole.losses[before + 1 :]
+    assert train("table", optimizer, Shortfall(lost=0.0), 1) == whole
+    assert run.losses != whole.losses
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -224,7 +188,7 @@ def test_data_and_models_fit_each_other(name):
 
 
 def run_of(losses, accuracy=0.9, shortfall="whole"):
-    return TrainingRun("", "table", "sgd", shortfall, 0, 1, accuracy, 0.0, losses)
+    return TrainingRun("", "table", "sgd", shortfall, 0, 1, accuracy, losses)
 
 
 def test_steps_to_a_loss_are_interpolated():
@@ -239,9 +203,9 @@ def test_steps_to_a_loss_are_interpolated():
 
 def test_a_run_is_compared_with_the_whole_one_of_its_seed():
     whole = run_of([float(loss) for loss in range(12, 0, -1)])
-    slower = run_of([12, 12, 12, 11.5, 11, 10.5, 10, 9.5, 9, 8.5, 8, 7.5], 0.88, "deferred0.5")
-    never = run_of([12.0] * 12, 0.5, "deferred0.5")
-    nan = run_of([float("nan")] * 12, 0.1, "deferred0.5")
+    slower = run_of([12, 12, 12, 11.5, 11, 10.5, 10, 9.5, 9, 8.5, 8, 7.5], 0.88, "lost0.5")
+    never = run_of([12.0] * 12, 0.5, "lost0.5")
+    nan = run_of([float("nan")] * 12, 0.1, "lost0.5")
     found = convergence.PairedRuns([slower, never, nan], [whole] * 3)
     assert found.factors() == [2, 3, 3]
     assert found.points() == pytest.approx([-2, -40, -80])
@@ -254,11 +218,11 @@ def test_a_curve_says_up_to_where_every_run_gets_there():
     whole = run_of([float(loss) for loss in range(12, 0, -1)])
     slower = run_of([12, 12, 12, 11.5, 11, 10.5, 10, 9.5, 9, 8.5, 8, 7.5], 0.88)
     never = run_of([12.0] * 12, 0.5)
-    shares = {share: Shortfall(deferred=share) for share in (0.25, 0.5, 0.75)}
+    shares = {share: Shortfall(lost=share) for share in (0.25, 0.5, 0.75)}
 
     def curve(runs):
         pairs = {shares[share]: [convergence.PairedRuns(made, [whole] * 2)] for share, made in runs.items()}
-        return convergence._curve("deferral", "sgd", pairs)
+        return convergence._curve("loss", "sgd", pairs)
 
     good, bad = [slower, slower], [slower, never]
     assert curve({0.25: good, 0.5: good})["reached"] == 0.5
@@ -286,7 +250,7 @@ def test_lower_precision_is_compared_with_the_hook(late, accuracy, good):
 
 def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     runs, curves, said = tmp_path / "deep" / "runs.jsonl", tmp_path / "curves.json", []
-    sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "ceilings": [0.5], "losses": [0.1], "bits": [8]}
+    sweep = {"runs": runs, "tasks": ["table"], "seeds": 2, "losses": [0.1], "bits": [8]}
     sweep["curves"] = curves
     other = {"name": "other", "measured": True, "source": "here", "points": [[0.0, 1.0]]}
     write(curves, [other, other | {"name": "loss_sgd"}])
@@ -295,15 +259,12 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         measure(**sweep, progress=lambda words: said.append(words) or (len(said) == 3 and 1 / 0))
     first = measure(**sweep)
-    assert len(made) == 2 * 2 * 9
+    assert len(made) == 2 * 2 * 6
     assert measure(**sweep) == first
-    assert len(made) == 36, "nothing is repeated"
-    assert said[1].startswith("table, sgd, deferred0.5, seed 0: ")
+    assert len(made) == 24, "nothing is repeated"
+    assert said[1].startswith("table, sgd, lost0.1, seed 0: ")
     names = [
         "whole",
-        "deferred0.5",
-        "deferred0.5.servers",
-        "deferred0.5.random",
         "lost0.1",
         "lost0.1.random.gone",
         "bits8",
@@ -316,23 +277,23 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     ]
     assert first[0].ratio == first[0].details["steps_factor"] == 1
     written = read(curves)
-    families = ("deferral", "deferral_servers", "deferral_at_random", "loss", "loss_for_good", "precision")
+    families = ("loss", "loss_for_good", "precision")
     names = [f"{family}_{by}" for family in families for by in ("sgd", "adamw")]
     assert list(written) == ["other", *names], "other curves are kept"
     assert all("seeds 0 to 1" in written[name].source for name in names)
     assert written["precision_sgd"].reaches == 0.75
-    assert written["deferral_sgd"].steps_factor(0.5) == pytest.approx(first[1].details["steps_factor"])
+    assert written["loss_sgd"].steps_factor(0.1) == pytest.approx(first[1].details["steps_factor"])
     monkeypatch.setattr(convergence, "sources_digest", lambda: "other")
     measure(**sweep | {"seeds": 1, "curves": None})
-    assert len(made) == 54, "what depends on other sources is"
+    assert len(made) == 36, "what depends on other sources is"
 
 
 def test_nonsense_is_refused(tmp_path, capsys):
-    usual = {"runs": tmp_path / "runs", "tasks": ["table"], "seeds": 1, "ceilings": [0.5], "losses": []}
+    usual = {"runs": tmp_path / "runs", "tasks": ["table"], "seeds": 1, "losses": [0.1]}
     for wrong, words in (
         ({"tasks": ["tabel"]}, "table"),
         ({"seeds": 0}, "seeds"),
-        ({"ceilings": [1.0]}, "below 1"),
+        ({"losses": [1.0]}, "below 1"),
         ({"bits": [32]}, "from 2 to 31"),
     ):
         with pytest.raises(BenchError, match=words):

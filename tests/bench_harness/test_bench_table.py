@@ -30,7 +30,6 @@ def test_without_a_name_the_table_is_printed(capsys):
         ("tail", "--ranks", ("x", "1", "1.5")),
         ("tail", "--warm-up", ("-1", "x", HUGE)),
         ("slow-path", "--cell-seconds", ("0", "x", "inf")),
-        ("slow-path", "--deferral-bound", ("1", "nan")),
         ("step", "--rounds", ("0", "-1", "x", HUGE)),
         ("sim", "--bytes", ("0", "-1", "x", HUGE)),
         ("convergence", "--seeds", ("0", "x", HUGE)),

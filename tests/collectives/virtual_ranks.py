@@ -32,13 +32,13 @@ class Ranks:
 
     def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=None, adaptive_shards=False, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
-                 deferral_bound=0.0, precision="32", **fields):  # fmt: skip
+                 precision="32", **fields):  # fmt: skip
         self.count, self.value_type = count, value_type
         rescale = not error_feedback if rescale is None else rescale
         self.network = network(count + server, lose, **fields)
         self.connections = self.network.ranks[:]
         options = self.options = ReduceOptions(
-            LossBound(bound, immediate, deferral_bound), error_feedback, rescale, adaptive_shards, precision=precision
+            LossBound(bound, immediate), error_feedback, rescale, adaptive_shards, precision=precision
         )
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [

@@ -26,7 +26,6 @@ HELP = [[*words, "--help"] for words in _actions(cli.parser_of(cli.COMMANDS))]
 INSTALL = {
     "train script.py": "PyTorch is not installed: pip install 'dlcp[torch]'",
     "train --live 9465 script.py": "--live: prometheus_client is missing: pip install 'dlcp[live]'",
-    "advise script.py": "pip install 'dlcp[torch]'",
     "doctor script.py": "pip install 'dlcp[torch]'",
     "plan vgg16 --workers 4 --rate-mbps 100": "pip install 'dlcp[sim]'",
     "live snapshots": "pip install 'dlcp[live]'",

@@ -43,14 +43,14 @@ def make_run(name, seed=1, steps=120):
     lost = sum(row[1] for row in by_class)
     sent = steps * 4 * 4 * 360
     scale = sent / sum(row[0] for row in by_class)
-    by_class = [[int(n * scale), int(k * scale), 0, int(n * scale) // 2] for n, k in by_class]
+    by_class = [[int(n * scale), int(k * scale), int(n * scale) // 2] for n, k in by_class]
     lost = sum(row[1] for row in by_class)
     values = sum(count for _, count in LAYERS.values())
     by_layer = {}
     for position, (_, count) in LAYERS.items():
         packets = max(1, round(sent * count / values))
         rate = 0 if count < 1024 or not tagged else lost / sent * (1.3 - position / 255 * 0.8)
-        by_layer[str(position)] = [packets, int(packets * rate), 0, packets // 2 if tagged else 0]
+        by_layer[str(position)] = [packets, int(packets * rate), packets // 2 if tagged else 0]
     spread = {"plain": lambda p: 0.45 + 0.4 * (1 - p / 255), "dlcp": lambda p: 0.35 + 0.45 * p / 255}
     order = spread.get("dlcp" if tagged else name)
     policy = int(lost * 0.9) if tagged else 0
@@ -89,13 +89,9 @@ def make_run(name, seed=1, steps=120):
             "by_bits": {"8": [6 * sent // 10, 3 * lost // 4], "32": [4 * sent // 10, lost - 3 * lost // 4]}
             if tagged
             else {"32": [sent, 0]},
-            "by_class": by_class if tagged else [[sent, 0, 0, 0], *[[0, 0, 0, 0]] * 7],
+            "by_class": by_class if tagged else [[sent, 0, 0], *[[0, 0, 0]] * 7],
             "by_layer": by_layer,
             "bound": 0.1 if tagged else 0.0,
-            "deferred": sent // 10 if tagged else 0,
-            "max_deferred_ratio": 0.49 if tagged else 0.0,
-            "max_deferred_steps": 3 if tagged else 0,
-            "deferral_bound": 0.5 if tagged else 0.0,
         },
         "layer_names": {str(position): layer for position, (layer, _) in LAYERS.items()},
         "layer_seconds": None

@@ -213,8 +213,8 @@ def test_a_run_without_drops_loss_or_layer_times_still_has_a_page(runs, tmp_path
         run["background"]["samples"] = []
         run["switch"] |= {"tail_drops": 0, "policy_drops": 0, "by_queue": {}}
         if run["ledger"]:
-            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0, 0, 0]] * 8}
-            run["ledger"] |= {"by_layer": {"0": [9, 0, 0, 0]}, "by_bits": {"32": [80, 0]}}
+            run["ledger"] |= {"lost": 0, "max_message_ratio": 0.0, "by_class": [[10, 0, 0]] * 8}
+            run["ledger"] |= {"by_layer": {"0": [9, 0, 0]}, "by_bits": {"32": [80, 0]}}
     page = page_of(runs, tmp_path)
     assert page.ids >= FIGURES - {"layers"}
     assert "layers" not in page.ids

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from dlcp.session import NotJoinedError, Options
-from dlcp.tuning.rules import Settings
 from tests.faults.bad_network import BadNetwork, Weather
 from tests.group.group_ranks import together
 from tests.transport.free_ports import free_udp_ports
@@ -96,32 +95,10 @@ def test_gradients_are_summed():
                 np.testing.assert_allclose(sums[name], 2 * expected(step, [1, 1], name), atol=1e-5)
 
 
-def test_settings_that_adapt_leave_replicas_identical():
-    options = Options(adapt=True, phases=True, loss_bound=0.1)
+def test_a_bound_by_phases_leaves_replicas_identical():
+    options = Options(phases=True, loss_bound=0.1)
     results = together(2, lambda group: train(group, steps=20), options)
     for step in range(20):
         for name in SHAPES:
             np.testing.assert_allclose(results[0][step][name], expected(step, [1, 1], name), atol=2e-3)
             np.testing.assert_array_equal(results[0][step][name], results[1][step][name])
-
-
-def test_another_collective_gives_flows_another_weight():
-    """Around a ring one flow goes into each rank, and counts as one; else all into a rank share that."""
-
-    def weights(group):
-        connection = group.endpoint.connection
-        found = [sorted(peer.control.weight for peer in connection._peers.values())]
-        for collective in ("ring", "direct"):
-            group._session.averager.autotuner.settings = Settings(collective=collective)
-            group.average({"w": np.ones(100, np.float32)})
-            group.barrier()
-            found.append(sorted(peer.control.weight for peer in connection._peers.values()))
-        assert group._session.averager.autotuner.settings.collective == "direct"
-        return found
-
-    def run(group):
-        group.register(["w"])
-        return weights(group)
-
-    for found in together(3, run, Options(shared_memory=False, adapt=True)):
-        assert found == [[0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]

@@ -17,7 +17,7 @@ from tests.transport.free_ports import free_port
 
 SHAPE = (400, 100)
 STEPS = 5
-"""Deferral leaves the first three steps whole."""
+"""The first two are in full precision."""
 
 
 def named(server):
@@ -70,7 +70,7 @@ def test_it_takes_all_options_from_its_workers():
         join = server._join
         server._join = lambda told: invitations.append(told) or join(told)
         asked = options(
-            named(server), job=7, deferral_bound=0.75, loss_bound=0.2, tagged=False, congestion="cubic",
+            named(server), job=7, precision="8", loss_bound=0.2, tagged=False, congestion="cubic",
             payload_bytes=512, deadline_s=20.0, fallback=False,
         )  # fmt: skip
 

@@ -204,7 +204,6 @@ WITHOUT_CHOICE = [
     {"compression": "fp16"},
     {"combine": "sum", "fallback": False},
     {"samples": 4},
-    {"adapt": True},
     {"phases": True},
     {"collective": "server", "server": "10.0.0.9:53696"},
 ]
@@ -220,7 +219,7 @@ def test_where_more_than_an_average_is_wanted_there_is_no_choice(chosen):
 
 def test_otherwise_the_ranks_choose_unless_told():
     assert may_choose(Options())
-    assert may_choose(Options(deferral_bound=0.5, error_feedback=False, fallback=False, collective="ring"))
+    assert may_choose(Options(error_feedback=False, fallback=False, collective="ring"))
     assert not may_choose(Options(route="dlcp"))
     with pytest.raises(ValueError, match="route must be one of auto, dlcp, framework, got 'gloo'"):
         Options(route="gloo")

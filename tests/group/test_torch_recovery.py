@@ -42,7 +42,7 @@ def state(monkeypatch):
     shared = {"ledger": made.ledger, "feedback": made.feedback, "tagger": made.tagger}
     made.session = TrainingSession(StepAverager(made.options, 0, range(2), **shared), fallback)
     made.reducer = FakeReducer(0)
-    made.session.use(FakeEndpoint(), lambda settings: made.reducer)
+    made.session.use(FakeEndpoint(), made.reducer)
     yield made
     made.close()
 

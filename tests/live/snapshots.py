@@ -5,7 +5,7 @@ import json
 
 from dlcp.session.snapshots import SNAPSHOT_SUFFIX, STEP_EDGES_S
 
-COUNTS = {"sent": 1000, "delivered": 940, "lost": 50, "retransmitted": 30, "deferred": 10}
+COUNTS = {"sent": 1000, "delivered": 950, "lost": 50, "retransmitted": 30}
 MODULES = [["embedding"], ["blocks.0.attention", "blocks.0.mlp"], ["head"]]
 
 
@@ -39,15 +39,13 @@ def snapshot(rank=0, ranks=2, steps=10, **changes):
         "step_s": 0.1 * steps,
         "waiting_s": {str(slowest): 0.018 * steps, "": 0.002 * steps},
         "loss_bound": 0.1,
-        "deferral_bound": 0.5,
         "bound_exceeded": 0,
         "worst_loss": 0.08,
-        "waited_steps": 7,
         "bits": 8,
         "by_bits": {"8": [600 * steps * len(peers), 30 * steps * len(peers)], "32": [400 * steps * len(peers), 0]},
         "packets": {str(peer): {name: steps * count for name, count in COUNTS.items()} for peer in peers},
         "layers": [
-            [128 * place, names, *(count * steps for count in (300, (40, 10, 0)[place], (0, 5, 5)[place], 150))]
+            [128 * place, names, *(count * steps for count in (300, (40, 10, 0)[place], 150))]
             for place, names in enumerate(MODULES)
         ],
         "peers": {str(peer): {**path, "worst_path_loss": 0.03} for peer in peers},

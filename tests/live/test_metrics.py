@@ -52,7 +52,6 @@ def test_they_say_what_ranks_told():
     assert value(found, "dlcp_rank_peer_paths", **zero, peer="1") == 12
     assert value(found, "dlcp_rank_peer_paths_left", **zero, peer="1") == 1
     assert value(found, "dlcp_rank_snapshot_timestamp_seconds", **zero) == 1.75e9 + 10
-    assert value(found, "dlcp_rank_waited_steps", **zero) == 7
     assert value(found, "dlcp_rank_precision_bits", **zero) == 8
     assert value(found, "dlcp_rank_precision_packets_total", **zero, bits="8") == 12000
     assert value(found, "dlcp_rank_precision_packets_total", **zero, bits="32") == 8000

@@ -186,7 +186,7 @@ def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser)
 
 
 def test_what_ranks_say_is_text_whatever_it_is(watched, browser):
-    names = [[0, [HOSTILE], 10, 1, 0, 0]]
+    names = [[0, [HOSTILE], 10, 1, 0]]
     watched.tell(snapshot(0, steps=3, host=HOSTILE, session=HOSTILE, layers=names), snapshot(1, steps=3, session="b"))
     watched.tell(snapshot(1, steps=4, session=HOSTILE, phase="failed", reason=HOSTILE, host=HOSTILE))
     until(lambda: HOSTILE in text(browser, "note"))
@@ -203,11 +203,11 @@ def test_of_several_sessions_the_reader_chooses_one(watched, browser):
 
 
 def test_many_ranks_and_layers_are_cut_to_what_matters(watched, browser):
-    layers = [[place, [f"layer{place}"], 100, place % 50, 0, 0] for place in range(200)]
+    layers = [[place, [f"layer{place}"], 100, place % 50, 0] for place in range(200)]
     watched.train(ranks=40, points=2, layers=layers)
     browser.evaluate("draw()")
     assert browser.evaluate("document.querySelectorAll('#waiting svg').length") == 0
-    assert "The 32 of 200 layers with the most packets lost or deferred." in text(browser, "layers")
+    assert "The 32 of 200 layers with the most packets lost." in text(browser, "layers")
     assert "The 32 slowest of 1,560." in text(browser, "paths")
     assert browser.evaluate("document.documentElement.scrollWidth") <= SIZES["wide"][0]
 

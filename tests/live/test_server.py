@@ -177,7 +177,7 @@ def say_or_nothing(server):
 
 def test_a_client_that_reads_nothing_is_hung_up_on(tmp_path, monkeypatch):
     monkeypatch.setattr(module._Handler, "timeout", 0.2)
-    write(tmp_path, snapshot(0, layers=[[position, ["x" * 2000], 1, 0, 0, 0] for position in range(256)]))
+    write(tmp_path, snapshot(0, layers=[[position, ["x" * 2000], 1, 0, 0] for position in range(256)]))
     with LiveServer([tmp_path], "0") as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.server_address[:2])
@@ -187,7 +187,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(tmp_path, monkeypatch):
 
 
 def test_the_end_does_not_wait_for_a_client_that_hangs(tmp_path):
-    write(tmp_path, snapshot(0, layers=[[position, ["x" * 2000], 1, 0, 0, 0] for position in range(256)]))
+    write(tmp_path, snapshot(0, layers=[[position, ["x" * 2000], 1, 0, 0] for position in range(256)]))
     with socket.socket() as client:
         with LiveServer([tmp_path], "0") as server:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -58,12 +58,12 @@ def test_ranks_are_shown_with_what_they_do_at_present(tmp_path):
 
 
 def test_layers_are_those_of_all_ranks_from_the_input_on(tmp_path):
-    write(tmp_path, snapshot(0), snapshot(1, layers=[[255, [], 10, 1, 2, 0], [128, ["blocks.0.mlp"], 100, 0, 0, 60]]))
+    write(tmp_path, snapshot(0), snapshot(1, layers=[[255, [], 10, 1, 0], [128, ["blocks.0.mlp"], 100, 0, 60]]))
     watched = Training([tmp_path])
     watched.refresh()
     layers = only_session(watched)["layers"]
     assert [layer["position"] for layer in layers] == [0, 128, 255, 256]
-    counts = {"packets": 3000, "lost": 400, "deferred": 0, "encoded": 1500}
+    counts = {"packets": 3000, "lost": 400, "encoded": 1500}
     assert layers[0] == {"position": 0, "names": ["embedding"], **counts}
     assert (layers[1]["packets"], layers[1]["encoded"]) == (3100, 1560)
     assert layers[2]["names"] == []
@@ -85,7 +85,7 @@ def test_the_past_is_as_long_as_training_and_never_more_than_so_many_points(tmp_
     for point in history:
         assert point.step_s == pytest.approx(0.1)
         assert (point.computing_least_s, point.computing_most_s) == (pytest.approx(0.08), pytest.approx(0.08))
-        assert (point.lost, point.retransmitted, point.deferred) == pytest.approx((0.05, 0.03, 0.01))
+        assert (point.lost, point.retransmitted) == pytest.approx((0.05, 0.03))
         assert point.encoded == pytest.approx(0.6)
 
 
@@ -99,8 +99,8 @@ def test_the_past_tells_who_computes_longest(tmp_path, clock):
 
 
 def test_two_points_become_one():
-    first, second = HistoryPoint(1, 2, 0.5, 1.5, 0.2, 0, 0, 1), HistoryPoint(3, 4, 1, 1.25, 0.4, 0, 0.1, 0)
-    assert first.merged(second) == HistoryPoint(3, 3, 0.5, 1.5, pytest.approx(0.3), 0, 0.05, 0.5)
+    first, second = HistoryPoint(1, 2, 0.5, 1.5, 0.2, 0, 1), HistoryPoint(3, 4, 1, 1.25, 0.4, 0.1, 0)
+    assert first.merged(second) == HistoryPoint(3, 3, 0.5, 1.5, pytest.approx(0.3), 0.05, 0.5)
 
 
 def test_a_rank_that_writes_no_more_is_silent_unless_it_has_ended(tmp_path, clock):

@@ -43,7 +43,7 @@ def enter(session, receiver, packets, lost, layout=None):
     zeros = np.zeros(packets, np.uint8)
     tags = PacketTags(queue=zeros, drop_class=zeros, layer=zeros, protected=zeros.astype(bool))
     delivered = np.arange(packets) >= lost
-    delivery = Delivery(delivered, packets + 2, 2, 0.01, None)
+    delivery = Delivery(delivered, packets + 2, 2, 0.01)
     session.averager.ledger.record(MessageKey(0, receiver), receiver, "fc", tags, LossBound(0.5), delivery, layout)
 
 
@@ -61,9 +61,9 @@ def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monke
     writer.close("ready", "the test is over")
     found = read(tmp_path / "made")
     assert (found["ended"], found["phase"], found["gave_up"]) == (True, "ready", "the test is over")
-    assert found["packets"]["0"] == {"sent": 12, "delivered": 9, "lost": 1, "retransmitted": 2, "deferred": 0}
+    assert found["packets"]["0"] == {"sent": 12, "delivered": 9, "lost": 1, "retransmitted": 2}
     assert found["packets"]["2"]["delivered"] == 20
-    assert found["layers"] == [[0, [], 30, 1, 0, 20]]
+    assert found["layers"] == [[0, [], 30, 1, 20]]
     assert (found["bits"], found["by_bits"]) == (8, {"8": [20, 0], "32": [10, 1]})
     assert session.averager.ledger.summary()["sent"] == 34, "totals of a ledger are the sums over its receivers"
     assert [path.suffix for path in (tmp_path / "made").iterdir()] == [".snapshot"]

@@ -44,8 +44,7 @@ typedef struct {
 
 typedef struct {
     int from, to, sent, confirmed, posted, arrived, excused; /* excused: it need not arrive, nor be what was sent */
-    int64_t number, step, packets, bytes, tail, allowed, immediate, seed, deferrable;
-    uint8_t *deferred; /* NULL: nothing is */
+    int64_t number, step, packets, bytes, tail, allowed, immediate, seed;
     uint8_t *whole, *payload, *copy, *into, *into_tail, *tags;
     uint64_t *bits; /* what has arrived */
     sum *sum;
@@ -277,8 +276,7 @@ static void check_outgoing(const flow *to) {
             flying[one->path[i]] += one->state[i] == FLYING;
         }
         REQUIRE(one->flying == states[FLYING] && one->delivered == states[DELIVERED]);
-        int64_t deferred = one->packets - one->to_send;
-        REQUIRE(one->unsent == states[UNSENT] - deferred + states[RETRANSMIT]);
+        REQUIRE(one->unsent == states[UNSENT] + states[RETRANSMIT]);
         REQUIRE(one->next == one->packets - states[UNSENT]);
         REQUIRE(states[ABANDONED] <= one->allowed);
         REQUIRE(tx_find(to, one->id.step, one->id.message));
@@ -366,13 +364,6 @@ static message *add_message(int from, int to, int64_t bytes) {
         self->tags[3 * packets + i] = kind & 64 && i % 8 == 0;
     }
     memcpy(self->tags + packets * 4, self->whole + head, (size_t)self->tail);
-    if (kind & 128) {
-        self->deferred = make((size_t)packets, 0);
-        for (int64_t i = 1; i < packets - 1; i += 2) {
-            self->deferred[i] = !self->tags[3 * packets + i];
-            self->deferrable += self->deferred[i];
-        }
-    }
     return self;
 }
 
@@ -393,7 +384,6 @@ static void send_message(message *self) {
                             tags + packets,
                             tags + packets * 2,
                             tags + packets * 3,
-                            self->deferred,
                             self->allowed,
                             smaller(self->allowed, 0xFFFF),
                             self->allowed > 0,
@@ -429,7 +419,6 @@ static void post_receive(message *self, int oddly) {
                                packets,
                                packets - smaller(self->allowed, packets),
                                self->immediate,
-                               self->deferrable,
                                unknown ? 0 : bytes - (packets - 1) * size,
                                self->into,
                                self->into_tail,
@@ -455,8 +444,7 @@ static void free_into(message *self) {
 static void free_payload(message *self) {
     free(self->copy);
     free(self->tags);
-    free(self->deferred);
-    self->copy = self->tags = self->deferred = NULL;
+    self->copy = self->tags = NULL;
 }
 
 static void check_content(const message *self) {
@@ -505,7 +493,7 @@ static void take_arrival(message *self, const event *ev) {
     for (int64_t i = 0; i < packets; i++)
         if (!ev->bits || has_bit(ev->bits, i))
             set_bit(self->bits, i), arrived++;
-    REQUIRE(arrived + self->allowed + self->deferrable >= packets && ev->last_bytes <= world.payload_bytes);
+    REQUIRE(arrived + self->allowed >= packets && ev->last_bytes <= world.payload_bytes);
     world.quiet += ev->data[packets - 1];
     if (world.fair && !self->excused && !self->sum)
         check_content(self);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that learn: their models miss exactly the values of lost and deferred packets."""
+"""Jobs that learn: their models miss exactly the values of lost packets."""
 
 import msgspec
 import numpy as np
@@ -12,7 +12,6 @@ from dlcp.phases import TIGHT_RATIO, Phases
 from dlcp.planes import PlaneLayout
 from dlcp.sim import learning, training_run
 from dlcp.sim.collectives import RESULT_MESSAGE
-from dlcp.sim.deferral import DeferralSpec
 from dlcp.sim.experiment import ExperimentRun, RunSetting
 from dlcp.sim.graph import Graph
 from dlcp.sim.learning import (
@@ -33,7 +32,6 @@ from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.training import TrainingJob
 from dlcp.sim.transports import DctcpTransport, DlcpTransport
-from dlcp.slow_ports import REFRESH_STEPS
 
 WORKERS, PER_PACKET, PACKETS = 3, 10, 20
 VALUES = PER_PACKET * PACKETS
@@ -79,13 +77,10 @@ def one_shard(owner: int = -1) -> list[ShardMessages]:
     return [ShardMessages(0, 4 * VALUES, owner, nodes, nodes, WORKERS + nodes)]
 
 
-def outcome(lacking: dict, *, sent: dict | None = None) -> StepOutcome:
+def outcome(lacking: dict) -> StepOutcome:
     sizes = np.zeros(2 * WORKERS, MESSAGE_SIZE)
     sizes["packets"] = PACKETS
-    packets = sizes["packets"].copy()
-    for node, count in (sent or {}).items():
-        packets[node] = count
-    return StepOutcome(sizes, packets, 32, lacking)
+    return StepOutcome(sizes, 32, lacking)
 
 
 def exchange(**changes: object) -> GradientExchange:
@@ -107,7 +102,7 @@ def lose(*positions: int, classes: list[int] | None = None) -> np.ndarray:
 def test_lost_packets_are_missing_once_and_come_with_the_next_step(gradients: np.ndarray) -> None:
     ours, whole = exchange(), gradients.copy()
     # The last packet by drop class takes the place of the one with the smallest magnitude.
-    found = ours.average(gradients.copy(), one_shard(), outcome({1: lose(PACKETS - 1)}), 0)
+    found = ours.average(gradients.copy(), one_shard(), outcome({1: lose(PACKETS - 1)}))
     least = int(packet_magnitudes(whole[1], ValueType.FLOAT32, PER_PACKET).argmin())
     lost = slice(least * PER_PACKET, (least + 1) * PER_PACKET)
     delivered = whole.copy()
@@ -115,7 +110,7 @@ def test_lost_packets_are_missing_once_and_come_with_the_next_step(gradients: np
     np.testing.assert_array_equal(found, delivered.sum(0) / np.float32(WORKERS))
     np.testing.assert_array_equal(ours.residual[1, lost], whole[1, lost])
     assert np.count_nonzero(ours.residual) == PER_PACKET
-    later = ours.average(np.zeros_like(gradients), one_shard(), outcome({}), 1)
+    later = ours.average(np.zeros_like(gradients), one_shard(), outcome({}))
     np.testing.assert_array_equal(later[lost], whole[1, lost] / np.float32(WORKERS))
     assert not np.delete(later, np.arange(VALUES)[lost]).any()
     assert not ours.residual.any()
@@ -126,7 +121,7 @@ def test_averages_are_those_of_real_ranks(gradients: np.ndarray) -> None:
     for feedback in (True, False):
         ours = exchange(error_feedback=feedback)
         lacking = {0: lose(19, 12), 2: lose(17)}
-        found = ours.average(gradients.copy(), one_shard(), outcome(lacking), 0)
+        found = ours.average(gradients.copy(), one_shard(), outcome(lacking))
         delivered = {}
         for rank, row in enumerate(gradients):
             order = np.argsort(-packet_magnitudes(row, ValueType.FLOAT32, PER_PACKET), kind="stable")
@@ -141,29 +136,13 @@ def test_averages_are_those_of_real_ranks(gradients: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("owner", [-1, 1])
-def test_deferred_packets_are_the_least_valuable_and_nothing_gets_lost(gradients: np.ndarray, owner: int) -> None:
-    ours = exchange()
-    sent = dict.fromkeys((0, 2), PACKETS - 5) | dict.fromkeys(range(WORKERS, 2 * WORKERS), PACKETS - 4)
-    found = ours.average(gradients.copy(), one_shard(owner), outcome({}, sent=sent), 0)
-    magnitudes = packet_magnitudes(gradients[0], ValueType.FLOAT32, PER_PACKET)
-    magnitudes[::REFRESH_STEPS] = np.inf  # their turn
-    kept_back = np.flatnonzero(ours.residual[0].reshape(PACKETS, PER_PACKET).any(1))
-    assert set(np.argsort(magnitudes)[:5]) <= set(kept_back)
-    assert np.count_nonzero(~found.reshape(PACKETS, PER_PACKET).any(1)) == 4
-    # All that was computed is in the average or still to be sent.
-    total = WORKERS * found.astype(float) + ours.residual.sum(0) + WORKERS * ours.rounded_off
-    np.testing.assert_allclose(total, gradients.sum(0, dtype=float), atol=1e-5)
-
-
-@pytest.mark.parametrize("owner", [-1, 1])
 def test_rounding_is_sent_later(gradients: np.ndarray, owner: int) -> None:
     ours, given = exchange(), outcome({})
     layout = PlaneLayout(VALUES, 8, 4 * PER_PACKET)
     given.sizes["packets"], given.sizes["upper"] = 2 * layout.packets, layout.packets
-    given.packets[:] = 2 * layout.packets
     upper = [(0, True)] * layout.packets
     lower = np.array([*upper, *[(3, True)] * (layout.packets - 1), (7, False)], PACKET_OUTCOME)
-    found = ours.average(gradients.copy(), one_shard(owner), StepOutcome(given.sizes, given.packets, 8, {0: lower}), 0)
+    found = ours.average(gradients.copy(), one_shard(owner), StepOutcome(given.sizes, 8, {0: lower}))
     mean = gradients.mean(0, dtype=float)
     assert 0 < np.abs(found - mean).max() < 0.2
     total = WORKERS * found.astype(float) + ours.residual.sum(0) + WORKERS * ours.rounded_off
@@ -194,19 +173,18 @@ def test_nothing_lost_is_plain_training() -> None:
     [
         {},
         {"transport": "gone"},
-        {"collective": "direct", "servers": 0, "workers": 6, "deferral": DeferralSpec(ceiling=0.5, ports="all")},
-        {"precision": "auto", "deferral": DeferralSpec(ceiling=0.5)},
+        {"precision": "auto"},
+        {"collective": "direct", "servers": 0, "workers": 6, "precision": 8},
     ],
-    ids=["loss", "without feedback", "deferral", "precision"],
+    ids=["loss", "without feedback", "precision", "direct"],
 )
 def test_both_engines_train_the_same(changes: dict) -> None:
     given = setting(**{"steps": 3, **changes})
     kernel, reference = trained(given), trained(given, "reference")
     assert kernel["jobs"] == reference["jobs"]
     assert kernel["metrics"] == reference["metrics"]
-    assert ("deferral" in changes) == (kernel["metrics"].get("deferred_contributions_ratio", 0) > 0)
     assert ("precision" in changes) == (8 in kernel["jobs"][0].get("bits", []))
-    assert "deferral" in changes or kernel["metrics"]["loss_ratio"] > 0
+    assert "precision" in changes or kernel["metrics"]["loss_ratio"] > 0
 
 
 def test_messages_divide_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

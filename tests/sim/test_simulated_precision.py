@@ -10,23 +10,61 @@ from dlcp.convergence import curve
 from dlcp.document import DocumentError
 from dlcp.planes import PlaneLayout
 from dlcp.precision import AUTO_BITS, CLEAR_STEPS, PRECISIONS, RATE_MAX_BPS
-from dlcp.sim.collectives import RESULT_MESSAGE
-from dlcp.sim.deferral import DeferralSpec
+from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
 from dlcp.sim.experiment import RunSetting, read
-from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.graph import NODE_RECORD, GraphBuilder
+from dlcp.sim.models import StepProfile, TimedLayer
+from dlcp.sim.packet_engine import counts_by_name
 from dlcp.sim.plan import PROFILE_CELLS
-from dlcp.sim.precision import Precision, SimulatedPrecision
+from dlcp.sim.precision import Precision, SimulatedPrecision, _seconds_under_way
 from dlcp.sim.running import run
+from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.topology import Star
+from dlcp.sim.step_graph import class_shares
+from dlcp.sim.topology import LinkSpec, Star
+from dlcp.sim.training import TrainingJob, place_jobs
+from dlcp.sim.training_run import Progress, training
 from dlcp.sim.transports import DlcpTransport
 from dlcp.tags import plain_tags
 from dlcp.wire import DROP_CLASSES
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
-from tests.sim.test_simulated_deferral import DIRECT, SERVERS, SLOW_PORT, Outcome, Submitted
 
 PAYLOAD = 1440
 VALUES = 100_000
+LAYERS = tuple(TimedLayer(f"layer{i}", 40_000, 2e-5, 4e-5) for i in range(3))
+PROFILE = StepProfile("small", LAYERS, 1, "made up for this test")
+SERVERS = {"collective": "parameter_server", "servers": 2}
+DIRECT = {"collective": "direct"}
+SLOW_PORT = {"host0": LinkSpec(rate_gbps=2.5)}
+
+
+class Outcome:
+    """A job's run: its steps with their bits, the engine's counts, its messages with records, and each link's bytes."""
+
+    def __init__(self, *, engine="kernel", rate_gbps=10.0, host_links=None, **fields):
+        fields = {"workers": 4, "steps": 5, "scheduler": "dlcp", "transport": "t", "jitter": 0.1} | fields
+        job = TrainingJob(name="job", loss_bound=0.1, **fields)
+        setting = RunSetting(
+            topology=Star(
+                hosts=job.workers + job.servers, host_link=LinkSpec(rate_gbps=rate_gbps), host_links=host_links or {}
+            ),
+            switches=SwitchSpec(discipline="dlcp", buffer="queue", buffer_packets=40),
+            transports={"t": DlcpTransport()},
+            training=(job,),
+        )
+        kept = []
+        simulation = Simulation(
+            setting, engine=engine, class_shares=class_shares(), on_records=lambda *closed: kept.append(closed)
+        )
+        progress = Progress(place_jobs([job], job.workers + job.servers, 1)[0], PROFILE)
+        simulation.process(training(simulation, progress))
+        simulation.run()
+        self.job, self.step_s, self.bits = progress.job, progress.step_s, progress.bits
+        self.counts = counts_by_name(simulation.engine.counts)
+        self.nodes = np.concatenate([submitted.graph.nodes for submitted, _ in kept])
+        self.records = np.concatenate([records for _, records in kept])
+        self.whole = np.concatenate([submitted.packets for submitted, _ in kept])
+        self.link_bytes = simulation.engine.port_bytes()["sent_bytes"].tolist()
 
 
 def encoded(bits, value_bytes=4, loss_bound=0.1):
@@ -85,6 +123,29 @@ def test_precisions_are_those_of_real_ranks():
     assert tuple(map(str, get_args(Precision))) == PRECISIONS
 
 
+class Submitted:
+    """A step of an all-reduce, as its submitter has it; every packet is of 1,000 bytes."""
+
+    def __init__(self, ranks, servers=()):
+        builder = GraphBuilder()
+        spec = AllReduceSpec(ranks, 100_000 * (len(servers) or len(ranks)), 0)
+        all_reduce(builder, "parameter_server" if servers else "direct", spec, servers=servers)
+        self.graph, self.number = builder.build(), 0
+        self.packets = -(-self.graph.nodes["size_bytes"] // 1000)
+        self.sizes = {"packets": self.packets}
+        self.results = (self.graph.nodes["message"] & RESULT_MESSAGE) != 0
+
+    def records(self, contribution_s, average_s):
+        """Return records in which all messages of a half begin at once; times are by the receiver."""
+        records = np.zeros(len(self.graph), NODE_RECORD)
+        records["packets"] = self.packets
+        for node in np.flatnonzero(self.packets):
+            target = int(self.graph.nodes["target"][node])
+            begin, took = (100.0, average_s(target)) if self.results[node] else (0.0, contribution_s(target))
+            records["begin_ps"][node], records["end_ps"][node] = begin * 1e12, (begin + took) * 1e12
+        return records
+
+
 class Chosen(Submitted):
     """All-reduces in which each rank's packets take a second to arrive, and ``slow_s`` at the last rank."""
 
@@ -138,12 +199,11 @@ def test_some_jobs_keep_their_precision():
     [
         (SERVERS, {"precision": "auto"}),
         (SERVERS, {"precision": 16}),
-        (SERVERS, {"precision": "auto", "deferral": DeferralSpec(ceiling=0.5)}),
         (DIRECT, {"precision": 8}),
         (DIRECT, {"precision": 4}),
         (DIRECT, {"precision": "auto", "host_links": SLOW_PORT}),
     ],
-    ids=["servers, auto", "servers, 16", "servers, deferral", "direct, 8", "direct, 4", "slow port"],
+    ids=["servers, auto", "servers, 16", "direct, 8", "direct, 4", "slow port"],
 )
 def test_engines_agree_at_lower_precision(kind, fields):
     pytest.importorskip("numba")
@@ -157,6 +217,49 @@ def test_engines_agree_at_lower_precision(kind, fields):
         assert kernel.link_bytes == other.link_bytes
         np.testing.assert_array_equal(kernel.records, other.records)
     assert min(kernel.bits) < 32
+
+
+@pytest.mark.parametrize("engine", ["kernel", "reference"])
+def test_what_has_begun_keeps_its_packets(engine):
+    if engine == "kernel":
+        pytest.importorskip("numba")
+    setting = RunSetting(topology=Star(hosts=2), transports={"t": DlcpTransport()})
+    simulation = Simulation(setting, engine=engine)
+    builder = GraphBuilder()
+    first = builder.messages(0, 1, 144_000, transport=0, watched=True)
+    later = builder.messages(0, 1, [144_000, 144_000], transport=0, loss_bound=0.1, delay_ps=1000)
+    builder.follow(builder.delays(1_000_000), later[0])
+    builder.follow(first, later[1])
+    running = simulation.submit(builder.build())
+    assert running.packets.tolist() == [100, 100, 100, 0]
+    kept = []
+
+    def resize(*packets):
+        sizes = running.sizes[: len(packets)].copy()
+        sizes["packets"] = packets
+        simulation.resize(running, np.arange(len(packets)), sizes)
+
+    def resizing():
+        yield simulation.env.timeout(500_000)
+        resize(50, 60, 70)
+        yield running.nodes[0]
+        resize(10, 10, 80)
+        yield running.closed
+        resize(10)
+        kept.append(simulation.records(running))
+
+    simulation.process(resizing())
+    simulation.run()
+    assert kept[0]["packets"].tolist() == [100, 60, 80, 0]
+    assert kept[0]["missing_packets"].tolist() == [0] * 4
+    assert kept[0]["sent_packets"].tolist() == [100, 60, 80, 0]
+
+
+def test_time_under_way_counts_once():
+    records = np.zeros(4, NODE_RECORD)
+    records["begin_ps"], records["end_ps"] = [5, 0, 1, 10], [6, 4, 2, 12]
+    assert _seconds_under_way(records) == 7e-12
+    assert _seconds_under_way(records[:0]) == 0
 
 
 def test_auto_shortens_steps_under_congestion():
@@ -193,14 +296,6 @@ def test_lost_packets_are_of_the_lower_plane():
     assert (bounded.records["missing_packets"] <= 0.1 * bounded.records["packets"]).all()
     one_plane = Outcome(precision=4, **SERVERS)
     assert one_plane.counts["drops_policy"] == one_plane.records["missing_packets"].sum() == 0
-
-
-def test_planes_of_the_same_values_are_deferred_together():
-    eight, both = (Outcome(precision=8, deferral=each, **SERVERS) for each in (None, DeferralSpec(ceiling=0.5)))
-    assert np.mean(both.step_s[1:]) < 0.8 * np.mean(eight.step_s[1:])
-    later = (both.whole > 0) & (both.nodes["step"] > 0)
-    assert both.records["packets"][later].sum() < 0.8 * eight.records["packets"][later].sum()
-    assert not (both.records["packets"][later] % 2).any()
 
 
 # Time to accuracy -----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def waits_for_its_own_layer(worker):
     traffic = optimizer.traffic
     shared = {"ledger": traffic.ledger, "feedback": traffic.feedback, "tagger": traffic.tagger}
     traffic.session = TrainingSession(StepAverager(traffic.options, 0, [0], **shared), Fallback(FRAMEWORK))
-    traffic.session.use(FakeEndpoint(), lambda settings: network)
+    traffic.session.use(FakeEndpoint(), network)
     found = {}
     before = weights(net)
 

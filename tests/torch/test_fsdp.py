@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dlcp.torch
-from dlcp.collectives import deferral
+from dlcp.ledger import coded
 from dlcp.torch.fsdp import groups_of
 from tests.torch.ddp_models import ALL_DROPPABLE, OPTIMIZERS, Linear, gradients_of, make
 from tests.torch.ddp_models import train as train_replicated
@@ -88,7 +88,7 @@ def test_on_a_clean_network_training_is_the_same_to_the_bit(case, way):
     for theirs, ours, steps, summary in values(launch(2, clean, case, environment=WAYS[way])):
         assert steps == STEPS
         assert summary["delivered"] > 0
-        assert summary["lost"] == summary["deferred"] == 0
+        assert summary["lost"] == 0
         for name in theirs:
             assert torch.equal(theirs[name], ours[name]), name
 
@@ -96,24 +96,17 @@ def test_on_a_clean_network_training_is_the_same_to_the_bit(case, way):
 LOSSY = {"loss_bound": 0.3, "immediate": True, "tag_policy": ALL_DROPPABLE}
 
 
-DEFERRING = {"loss_bound": 0.0, "deferral_bound": 0.75}
-
-
-def defer_to_the_next(worker):
-    """Behave as if the next rank's port were slow."""
-    deferral.WHOLE_STEPS = 0
-    deferral.Deferral.shares = lambda self, *_, **__: {(worker.rank + 1) % worker.count: 0.5}
+ROUNDED = {"loss_bound": 0.0, "precision": "8"}
 
 
 def checkpoint_and_resume(worker, fields):
     """Two steps that leave something out, and one of gradients that are 0 and whole, from a state that was saved."""
     from torch.distributed.fsdp import fully_shard
 
-    defer_to_the_next(worker)
     wanted, nothing = gradients_of(worker.rank), [torch.zeros_like(part) for part in gradients_of(worker.rank)]
     options = worker.options(**fields)
     taken, state, summaries, steps = [], None, [], []
-    whole_steps = {"loss_bound": 0.0, "deferral_bound": 0.0}
+    whole_steps = {"loss_bound": 0.0, "precision": "32"}
     for changes, gradients, count in (({}, wanted, 2), (whole_steps, nothing, 1)):
         model = fully_shard(Linear())
         state = dlcp.torch.enable(model, options.with_(**changes), state=state)
@@ -129,15 +122,15 @@ def checkpoint_and_resume(worker, fields):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(("fields", "counted"), [(LOSSY, "lost"), (DEFERRING, "deferred")], ids=["lost", "deferred"])
-def test_what_is_left_out_comes_in_a_later_step_also_from_a_checkpoint(count, fields, counted):
+@pytest.mark.parametrize("fields", [LOSSY, ROUNDED], ids=["lost", "rounded"])
+def test_what_is_left_out_comes_in_a_later_step_also_from_a_checkpoint(count, fields):
     given = [sum(parts) for parts in zip(*map(gradients_of, range(count)), strict=True)]
     results = values(launch(count, checkpoint_and_resume, fields))
-    assert sum(first[counted] for *_, (first, _) in results) > 0
+    assert sum(first["lost"] + len(coded(first["by_bits"])) for *_, (first, _) in results) > 0
     for taken, steps, owed, (first, last) in results:
         assert steps == [2, 3]
         assert owed == 0
-        assert first["violations"] == last["lost"] == last["deferred"] == 0
+        assert first["violations"] == last["lost"] == 0
         assert any(part.abs().max() > 0 for part in taken[-1]), "something was left to send"
         for part, total in enumerate(given):
             torch.testing.assert_close(count * sum(step[part] for step in taken), 2 * total, rtol=0, atol=5e-5)
@@ -147,7 +140,6 @@ def flushed(worker, fields):
     """Return how much is left to send after a step that leaves something out, and after a flushed one."""
     from torch.distributed.fsdp import fully_shard
 
-    defer_to_the_next(worker)
     model = fully_shard(Linear())
     state = dlcp.torch.enable(model, worker.options(**fields))
     owed = []
@@ -161,8 +153,8 @@ def flushed(worker, fields):
 
 @pytest.mark.parametrize(
     ("fields", "ranks"),
-    [(LOSSY, 1), (LOSSY | {"compression": "bf16"}, 1), (DEFERRING, 2)],
-    ids=["lost", "lost in half precision", "deferred"],
+    [(LOSSY, 1), (LOSSY | {"compression": "bf16"}, 1), (ROUNDED, 2)],
+    ids=["lost", "lost in half precision", "rounded"],
 )
 def test_a_flushed_step_takes_along_what_is_left(fields, ranks):
     before, after_flush = zip(*values(launch(2, flushed, fields)), strict=True)

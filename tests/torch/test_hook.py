@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.collectives.deferral import Deferral
 from dlcp.tags import TagPolicy
 from dlcp.torch.state import State
 from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make
@@ -81,12 +80,9 @@ def test_the_first_rank_says_how_dlcp_averages_or_logs_it_if_the_script_logs():
 def flushing(worker):
     wanted = gradients_of(worker.rank)
     model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
-    options = worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, deferral_bound=0.75)
+    options = worker.options(loss_bound=0.3, immediate=True, tag_policy=ALL_DROPPABLE, precision="8")
     state = dlcp.torch.enable(model, options)
-    # No port is slow here: the rule says so in the network's place.
-    other = 1 - worker.rank
-    Deferral.shares = lambda self, rates, **_: {other: 0.5} if self.is_allowed else {}
-    taken, sizes, deferred = [0.0, 0.0], [], []
+    taken, sizes, encoded = [0.0, 0.0], [], []
     for step in range(8):
         if step in (5, 7):
             state.flush()
@@ -94,7 +90,7 @@ def flushing(worker):
         model(*wanted).backward()
         taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
         sizes.append(state.feedback.size)
-        deferred.append(sum(record.deferred for record in state.ledger.of_step(step)))
+        encoded.append(any(record.bits == 8 for record in state.ledger.of_step(step)))
 
     def flush_too_late(gradient):
         with pytest.raises(RuntimeError, match="flush\\(\\) is too late for step 8: call it before backward"):
@@ -106,17 +102,16 @@ def flushing(worker):
     state.close()
     with pytest.raises(RuntimeError, match="a state in use"):
         state.flush()
-    return taken, sizes, deferred
+    return taken, sizes, encoded
 
 
 def test_after_a_flush_all_gradients_are_in_the_averages_and_nothing_is_left():
     results = values(launch(2, flushing))
     total = [8 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
-    for taken, sizes, deferred in results:
-        assert min(sizes[4], sizes[6]) > 1000, "deferral leaves something to send"
+    for taken, sizes, encoded in results:
+        assert min(sizes[4], sizes[6]) > 1000, "rounding leaves something to send"
         assert (sizes[5], sizes[7]) == (0, 0)
-        assert min(deferred[4], deferred[6]) > 0
-        assert (deferred[5], deferred[7]) == (0, 0)
+        assert encoded == [True] * 5 + [False, True, False]
         for got, given in zip(taken, total, strict=True):
             torch.testing.assert_close(2 * got, given, rtol=0, atol=2e-4)
 

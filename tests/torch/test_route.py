@@ -85,24 +85,6 @@ def test_sums_are_exact_although_steps_lose_gradients_and_change_routes(turns, r
         assert sum(owed[0] for _, owed, *_ in results) > 1000
 
 
-def deferring_turns(worker):
-    from dlcp.collectives.deferral import Deferral
-
-    other = 1 - worker.rank
-    Deferral.shares = lambda self, rates, **_: {other: 0.5} if self.is_allowed else {}
-    return lossy_turns(worker, {**LOSSY, "deferral_bound": 0.75}, {6, 9}, 12)
-
-
-def test_what_was_deferred_goes_with_the_framework():
-    results = values(launch(2, deferring_turns))
-    total = [12 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
-    for taken, owed, *_ in results:
-        assert min(owed[5], owed[8]) > 1000
-        assert owed[6] == owed[9] == 0
-        for got, given in zip(taken, total, strict=True):
-            torch.testing.assert_close(2 * got, given, rtol=0, atol=3e-4)
-
-
 def choosing(worker, way):
     """Train in a way until the ranks have chosen, with step times of our own: the machine's are not reproducible."""
     observe = RouteChooser.observe

@@ -16,13 +16,10 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0, by_bits=None):
         "lost": lost,
         "retransmitted": 5,
         "probes": 0,
-        "deferred": 3,
-        "max_deferred_ratio": worst / 2,
-        "max_deferred_steps": 1,
         "max_message_ratio": worst,
         "violations": violations,
         "by_bits": by_bits or {"32": [sent, lost]},
-        "by_class": [[0, 0, 0, 0]] * 8,
+        "by_class": [[0, 0, 0]] * 8,
         "by_layer": {},
     }
 
@@ -48,7 +45,6 @@ def report(
         "on": True,
         "steps": 10 + rank,
         "loss_bound": 0.1,
-        "deferral_bound": 0.5,
         "fallback": None,
         "route": "",
         "framework_steps": 0,
@@ -87,8 +83,6 @@ def test_the_summary_adds_up_what_the_ranks_counted():
     assert "DLCP  Net, 10 steps, 2 ranks" in text
     assert "packets sent       1,500, through sockets" in text
     assert "21 (1.400%); at most 8.0% of one message, 10.0% allowed" in text
-    assert "deferred           6 to a later step; at most 4.0% of one message, 50.0% allowed" in text
-    assert "waited             1 steps at most" in text
     assert "left over" not in text
     assert "bound exceeded     never" in text
     assert "fallback           none" in text

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.transport import LossBound, MessageKey, SendRequest
+from dlcp.transport import LossBound, MessageKey
 from dlcp.transport.path_mtu import WIDER_AFTER_S
 from dlcp.wire import Flag, PacketType
 from tests.transport.bare_engine import KEY, SIZE, BareEngine, tags_of
-from tests.transport.exchanges import datagram, deliver, exchange, payload_of, receive, send
-from tests.transport.network import Network, all_done, outcome_of, plain_tags
+from tests.transport.exchanges import datagram, deliver, exchange, payload_of, send
+from tests.transport.network import Network
 
 WHOLE = wire.HEADER_BYTES + 1440
 QUICKLY_S = 3.0
@@ -68,19 +68,6 @@ def test_large_answers_cross_a_path_that_is_narrow_only_for_them(caplog):
     for step in range(1, 3):
         assert network.seconds_of(1440 * 3000, step, bound=LossBound(0.1)) < 2 * QUICKLY_S
     assert [record.getMessage()[:14] for record in caplog.records] == ["job 1, rank 0:"], "the other direction is wide"
-
-
-def test_a_sender_learns_what_was_deferred_over_a_path_that_is_narrow_for_answers():
-    packets, bound = 6000, LossBound(deferral=0.5)
-    network = NarrowingNetwork(2, rate_bps=1e9, depth=4000)
-    network.widest, network.to = 600, 0
-    payload, deferred = np.ones(1440 * packets, np.uint8), np.arange(packets) % 3 == 1
-    deferred[-1] = False
-    request = SendRequest(1, KEY, memoryview(payload), plain_tags(packets), bound, "fc", deferred=deferred)
-    delivery = outcome_of(network.ranks[0].send, request)
-    arrival = receive(network, len(payload), key=KEY, bound=bound, into=np.zeros(len(payload), np.uint8))
-    network.run(all_done(delivery, arrival), limit_s=2 * QUICKLY_S)
-    assert delivery.result().deferred.sum() == deferred.sum()
 
 
 def test_two_ranks_that_probe_each_other_come_to_an_end():

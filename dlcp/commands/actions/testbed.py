@@ -140,7 +140,6 @@ def _setup(arguments: argparse.Namespace, state: TestbedState, fabric: Fabric) -
         rate_bps=port.rate_bps,
         depth_packets=port.depth_packets,
         loss_bound=arguments.loss_bound,
-        deferral_bound=arguments.deferral_bound,
         precision=arguments.precision,
         collective="server" if collective == "ps" else "direct",
         switch=state.layout.kind,

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import dlcp.torch
-from tests.advise.weighted_training import SIZES, by_one, by_ranks
+from tests.session.weighted_training import SIZES, by_one, by_ranks
 from tests.torch.workers import launch, values
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,8 +106,6 @@ def test_wrong_use_is_an_error_that_says_so():
 
 
 def test_options_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="adapt supports only combine 'average'"):
-        dlcp.torch.Options(adapt=True, combine="sum", fallback=False)
     with pytest.raises(ValueError, match="samples must be a whole number"):
         dlcp.torch.Options(samples=-1)
     with pytest.raises(ValueError, match="a layer's bound"):
