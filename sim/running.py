@@ -56,7 +56,7 @@ _INDIFFERENT: Final = (
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
     *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
-    *("phases.py", "planes.py", "precision.py", "slow_ports.py", "tags.py"),
+    *("arms.py", "phases.py", "planes.py", "slow_ports.py", "tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
 """Parts of DLCP itself that change results: they define packets, tags, loss bounds, precision and its

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from dlcp.convergence import COST_OF_PRECISION, curve
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_PRECISION
 from dlcp.sim.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.learning import TRAINED_MODEL, LearningSpec
 from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
@@ -192,14 +191,11 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 "change one of them"
             )
         if self.precision != FULL_BITS and (
-            self.collective not in ("parameter_server", "direct")
-            or self.compression > 1
-            or (self.precision == AUTO_PRECISION and self.steps < 2)
+            self.collective not in ("parameter_server", "direct") or self.compression > 1
         ):
             raise ValueError(
-                f"precision is for parameter_server and direct without compression, and auto begins with the second "
-                f"step; got precision {self.precision}, collective {self.collective!r}, compression "
-                f"{self.compression:g} and {self.steps} steps"
+                f"precision is for parameter_server and direct without compression; got precision {self.precision}, "
+                f"collective {self.collective!r} and compression {self.compression:g}"
             )
         if self.pipeline:
             self._check_pipeline()

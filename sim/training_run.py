@@ -127,7 +127,8 @@ def training(
             if precision:
                 progress.bits.append(precision.bits)
                 yield env.any_of([running.nodes[node] for node in worker_ends.tolist()])
-                precision.learn(running, simulation.records(running), step)
+                taken_s, compute_s = (int(env.now) - before) / 1e12, progress.compute_s * float(factors[step].max())
+                precision.learn(running, simulation.records(running), step, taken_s, compute_s)
                 precision.apply(simulation, running)
             yield running.nodes[end]
             progress.step_s.append((int(env.now) - before) / 1e12)
@@ -153,8 +154,6 @@ def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | N
     return SimulatedPrecision(
         spec.precision,
         spec.bytes_per_value,
-        transport.packet_bytes - transport.header_bytes,
-        job.workers,
         has_servers=bool(job.servers),
         error_feedback=transport.error_feedback,
     )

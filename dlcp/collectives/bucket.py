@@ -114,8 +114,6 @@ class ContributionTail(NamedTuple):
         Number of values.
     gradients
         Whether they are gradients, to which the server may add what it rounded off earlier averages.
-    congested
-        Whether packets of the sender were lost or marked in this step or the last.
     revocable
         Whether a later contribution may name ranges of these values as revoked.
     revoked
@@ -126,7 +124,6 @@ class ContributionTail(NamedTuple):
     bits: int
     values: int
     gradients: bool
-    congested: bool
     revocable: bool = False
     revoked: tuple[tuple[int, int], ...] = ()
 
@@ -137,7 +134,7 @@ class ContributionTail(NamedTuple):
 
     def encode(self) -> NDArray[np.uint8]:
         """Return the bytes."""
-        flags = int(self.gradients) | int(self.congested) << 1 | int(self.revocable) << 2
+        flags = int(self.gradients) | int(self.revocable) << 1
         data = _TAIL.pack(self.values, FORMATS.index(self.value_type), self.bits, flags, len(self.revoked))
         return np.frombuffer(np.array(self.revoked, _REVOKED).tobytes() + data, np.uint8)
 
@@ -162,7 +159,7 @@ class ContributionTail(NamedTuple):
         revoked = tuple(zip(ends[::2], ends[1::2], strict=True))
         if any(not start < stop <= values for start, stop in revoked):
             raise ValueError(f"a contribution of {values} values names the ranges {revoked}")
-        return cls(FORMATS[number], bits, values, bool(flags & 1), bool(flags & 2), bool(flags & 4), revoked)
+        return cls(FORMATS[number], bits, values, bool(flags & 1), bool(flags & 2), revoked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +282,6 @@ class ReduceOptions:
         Give smaller shards to ranks that receive slowly because their port is congested.
     layers
         Bounds of individual layers.
-    precision
-        Bits of each value: ``auto``, ``32``, ``16``, ``8`` or ``4`` (:mod:`dlcp.precision`).
 
     Raises
     ------
@@ -299,7 +294,6 @@ class ReduceOptions:
     rescale: bool = False
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
-    precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.rescale and self.error_feedback:
@@ -399,8 +393,14 @@ class Strategy(Protocol):
 class Reducer(Strategy, Protocol):
     """Averages the buckets of one rank, step by step."""
 
-    def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
+        """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived.
+
+        Parameters
+        ----------
+        bits
+            Bits of each value on the wire, where the step's messages can have fewer than all.
+        """
 
 
 class BucketRun(ABC):

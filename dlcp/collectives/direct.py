@@ -29,7 +29,6 @@ from dlcp.collectives.shards import (
     COPY_BYTES_PER_S,
     PATIENCE_S,
     AveragedShard,
-    CongestionReport,
     ShardAccumulator,
     inbound_rates,
     shard_bounds,
@@ -37,8 +36,7 @@ from dlcp.collectives.shards import (
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.precision import PrecisionChooser
-from dlcp.tags import ChunkOrder, PacketTags, plain_tags
+from dlcp.tags import ChunkOrder, PacketTags
 from dlcp.transport import (
     EMPTY,
     RELIABLE,
@@ -87,34 +85,31 @@ class DirectAllReduce:
         self.between_ranks = weights is None
         self._one_hop = one_hop and self.between_ranks and len(context.contributors) == 2
         self.adaptive = context.options.adaptive_shards and self.between_ranks
-        self.precision = PrecisionChooser(context.options.precision, error_feedback=context.options.error_feedback)
+        self.bits = FULL_BITS
         self._has_server = weights is not None
         self._steps = 0
-        self._scattered_step = -1
         self._slow: set[int] = set()
         self.rates_bps: dict[int, NDArray[np.generic]] = {}
         """Each rank's rates, from the latest bucket of the step."""
-        self._reached_bps: dict[int, float] = {}
         self._reported_with: dict[int, int] = {}
         """The bucket of each report, since results may arrive out of order."""
         self._runs: dict[tuple[int, int], DirectRun | PairRun] = {}
         self._plans: dict[int, DirectPlan] = {}
         """By the bucket's number."""
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """Refuse packets of steps before ``step`` from now on, and divide buckets by the rates of the last step.
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
         from dlcp.slow_ports import weights_for_rates  # needed once training has begun
 
-        congested, slowest_bps = CongestionReport.of(self.rates_bps, self.context.contributors)
         rates = self.received_bps(self._slow)
         if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             if self.adaptive:
                 self.weights = weights_for_rates(rates)
-        self.precision.begin_step(congested or bool(self._slow) if congested is not None else None, slowest_bps)
+        self.bits = bits
         self.rates_bps, self._reported_with = {}, {}
         self._steps += 1
         connection = self.context.connection
@@ -148,15 +143,11 @@ class DirectAllReduce:
 
             pair = self._runs[step, sequence] = PairRun(self, step, sequence, bucket)
             return pair
-        run = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket, bits)
-        if bucket.scattered:
-            # Averages carry rates in other buckets. The choice of precision needs them once a step.
-            is_first, self._scattered_step = step != self._scattered_step, step
-            run.exchanges_rates = is_first and self.precision.is_auto
-        return run
+        direct = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket, bits)
+        return direct
 
     def _bits_of(self, bucket: Bucket) -> int:
-        bits = self.precision.bits
+        bits = self.bits
         # A server keeps what it rounds off by bucket, so it waits until DDP has rebuilt its buckets.
         if bits == FULL_BITS or (self._has_server and self._steps <= SERVER_WHOLE_STEPS):
             return FULL_BITS
@@ -196,16 +187,11 @@ class DirectAllReduce:
 
     def rates_to_tell(self) -> NDArray[np.generic]:
         """Return this rank's rates to all contributors, as in :func:`dlcp.collectives.shards.inbound_rates`."""
-        connection, reached = self.context.connection, self._reached_bps
-        known = {peer: connection.rate_to(peer) or reached.get(peer, 0.0) for peer in self.context.peers}
+        connection = self.context.connection
+        known = {peer: connection.rate_to(peer) for peer in self.context.peers}
         signed = {peer: rate if connection.is_congested(peer) else -rate for peer, rate in known.items()}
-        sign = 1.0 if connection.met_congestion else -1.0
-        signed[self.context.rank] = float(np.copysign(connection.inbound_bps, sign))
+        signed[self.context.rank] = connection.inbound_bps
         return np.array([signed[rank] for rank in self.context.contributors], RATE)
-
-    def note_reached(self, peer: int) -> None:
-        """Cache a peer's rate after its last message: by the next bucket it would be too old to report."""
-        self._reached_bps[peer] = self.context.connection.rate_to(peer)
 
     def note_rates(self, rank: int, sequence: int, rates_bps: NDArray[np.generic]) -> None:
         """Record the rates that a rank reported with a bucket, unless a later bucket's are known."""
@@ -356,11 +342,10 @@ class DirectRun(BucketRun):
         self.phase = BucketPhase.EXCHANGING
         self.shards = {owner: Shard.ACCUMULATING if owner == self.rank else Shard.CONTRIBUTING for owner in plan.labels}
         self.awaited = len(self.shards)
-        """Number of unfinished shards, and of ranks whose rates are sent separately and have not arrived."""
+        """Number of unfinished shards."""
         self.accumulator: ShardAccumulator | None = None
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
         """This rank's shard, once averaged."""
-        self.exchanges_rates = False
         self.latest = self.rank
         """The rank whose average arrived last."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
@@ -378,8 +363,6 @@ class DirectRun(BucketRun):
 
     def begin(self) -> None:
         """Post receives for contributions to this rank's shard, and contribute to the others'."""
-        if self.exchanges_rates:
-            self._exchange_rates()
         if self.rank in self.shards:
             self._accumulate()
         for owner in self.shards:
@@ -532,7 +515,6 @@ class DirectRun(BucketRun):
             self.plan.bits,
             len(bucket.values),
             not bucket.exact,
-            self.context.connection.met_congestion,
             residual.revocable,
             tuple(ranges),
         )
@@ -550,13 +532,13 @@ class DirectRun(BucketRun):
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
         if self.bucket.scattered:
-            self.reducer.note_reached(owner)
             self._have(owner, Shard.DELIVERED)
             self._advance()
             return
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites data that may have been needed for a retransmission, or is lost.
-        tail = np.zeros(len(context.contributors) * RATE.itemsize, np.uint8)
+        rates = len(context.contributors) if self.reducer.between_ranks else 0  # a server tells none
+        tail = np.zeros(rates * RATE.itemsize, np.uint8)
         into = self._bytes(owner) if layout is None else context.connection.buffers.take(layout.bytes)
         key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
         request = ReceiveRequest(owner, key, size, RELIABLE, label, into=into, tail=tail)
@@ -573,7 +555,8 @@ class DirectRun(BucketRun):
             layout.decode_as(self.bucket.value_type, arrival.payload, shard)
             self.context.connection.buffers.give(arrival.payload)
         self._have(owner)
-        self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
+        if len(tail):
+            self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
         self._advance()
 
     def _have(self, owner: int, state: Shard = Shard.AVERAGED) -> None:
@@ -590,26 +573,6 @@ class DirectRun(BucketRun):
         sent = request.label, request.tags, request.bound
         self.context.ledger.record(request.key, peer, *sent, delivery, request.layout)
         self.own.unconfirmed.discard(peer)
-        self._advance()
-
-    def _exchange_rates(self) -> None:
-        """Send the others this rank's rates to them, which averages carry in other buckets."""
-        connection, rates_bps = self.context.connection, self.reducer.rates_to_tell()
-        self.reducer.note_rates(self.rank, self.sequence, rates_bps)
-        for peer in self.context.peers:
-            payload, into = rates_bps.view(np.uint8).data, np.zeros(rates_bps.nbytes, np.uint8)
-            tags = plain_tags(-(-len(into) // connection.options.payload_bytes))
-            label = f"the rates beside {self.label}"
-            self.awaited += 1
-            key = self._key(ALL_GATHER, self.rank)
-            request = ReceiveRequest(peer, key, len(into), RELIABLE, label, into=into)
-            connection.receive(request, partial(self._on_rates, peer), self.fail)
-            rates = SendRequest(peer, self._key(ALL_GATHER, peer), payload, tags, RELIABLE, label)
-            connection.send(rates, lambda _: None, self.fail)
-
-    def _on_rates(self, peer: int, arrival: Arrival) -> None:
-        self.reducer.note_rates(peer, self.sequence, arrival.payload.view(RATE))
-        self.awaited -= 1
         self._advance()
 
     # Completion -------------------------------------------------------------------------------------------------------

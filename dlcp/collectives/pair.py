@@ -18,8 +18,7 @@ from dlcp.collectives.message_numbers import REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
 from dlcp.dtypes import ValueType
-from dlcp.tags import PacketTags
-from dlcp.transport import EMPTY, Arrival, Delivery, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport import Arrival, Delivery, MessageKey, ReceiveRequest, SendRequest
 
 if TYPE_CHECKING:
     from dlcp.collectives.direct import DirectAllReduce
@@ -35,10 +34,8 @@ class PairRun(BucketRun):
         self.plan = reducer.plan_of(sequence, bucket, {self.peer: 1.0})
         if self.context.options.error_feedback:
             self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
-        self.rates = reducer.rates_to_tell() if reducer.precision.is_auto else EMPTY
-        """What this rank reports to the peer, for the choice of the next step's precision."""
-        self.peer_rates = np.zeros_like(self.rates)
-        self.tags = self._tags(bucket, step)
+        tags = self.plan.tag(self.context, bucket, step)
+        self.tags = self.plan.tags_of(self.peer, tags)
         self.delivery: Delivery | None = None
         """The peer's acknowledgement of this rank's contribution; None until it arrives."""
         self.arrival: Arrival | None = None
@@ -51,22 +48,11 @@ class PairRun(BucketRun):
         """Post the receive, and contribute."""
         peer, plan, connection = self.peer, self.plan, self.context.connection
         contribution, bound, label = self.bucket.values.view(np.uint8), plan.loss_bounds[peer], plan.labels[peer]
-        size, into = len(contribution) + self.rates.nbytes, self.peer_rates.view(np.uint8)
-        theirs = ReceiveRequest(peer, self._key(self.rank), size, bound, label, tail=into)
+        theirs = ReceiveRequest(peer, self._key(self.rank), len(contribution), bound, label)
         connection.receive(theirs, self._on_contribution, self.fail)
-        tail, order = self.rates.view(np.uint8), plan.orders[peer]
-        ours = SendRequest(peer, self._key(peer), contribution.data, self.tags, bound, label, tail, order)
+        order = plan.orders[peer]
+        ours = SendRequest(peer, self._key(peer), contribution.data, self.tags, bound, label, order=order)
         connection.send(ours, self._on_contributed, self.fail)
-
-    def _tags(self, bucket: Bucket, step: int) -> PacketTags:
-        """Return the packets' tags; the last packet must arrive if rates are in it."""
-        tags, payload_bytes = self.plan.tag(self.context, bucket, step), self.context.connection.options.payload_bytes
-        more = -(-(bucket.values.nbytes + self.rates.nbytes) // payload_bytes) - len(tags.queue)
-        tags = self.plan.tags_of(self.peer, tags, more)
-        if len(self.rates) and not tags.protected[-1]:
-            tags = tags._replace(protected=tags.protected.copy(), drop_class=tags.drop_class.copy())
-            tags.protected[-1], tags.drop_class[-1] = True, 0
-        return tags
 
     def _key(self, receiver: int) -> MessageKey:
         return self.context.key(self.step, self.sequence, REDUCE_SCATTER, receiver)
@@ -89,9 +75,6 @@ class PairRun(BucketRun):
     def _average(self, delivery: Delivery, arrival: Arrival) -> None:
         """Average what has arrived on both sides, in the order of ranks, and give the caller the bucket."""
         bucket, ours, options = self.bucket, self.bucket.values, self.context.options
-        if len(self.rates):
-            self.reducer.note_rates(self.rank, self.sequence, self.rates)
-            self.reducer.note_rates(self.peer, self.sequence, self.peer_rates)
         theirs = arrival.payload.view(ours.dtype)
         if delivery.lost:
             positions = self._positions(~delivery.delivered, len(ours))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.arms import AUTO_PRECISION, is_coarse
 from dlcp.collectives import choice
 from dlcp.collectives.bucket import Bucket, RankContext, Reducer, Strategy
 from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Costs, Topology
@@ -30,7 +31,6 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, REDUCTION_RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_PRECISION
 
 if TYPE_CHECKING:
     from dlcp.compress import Compressor
@@ -81,7 +81,7 @@ class AutoAllReduce:
         self.costs = costs or Costs()
         self.chosen: Counter[str] = Counter()
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """Refuse packets of steps before ``step`` from now on, and choose by the rates of the last step.
 
         All results of the last step have arrived, so all ranks choose alike.
@@ -93,7 +93,7 @@ class AutoAllReduce:
             rates_bps = {rank: rate for rank, rate in rates.items() if rate > 0}
             self.topology = replace(self.topology, rates_bps=rates_bps)
         for reducer in self.reducers.values():
-            reducer.begin_step(step)
+            reducer.begin_step(step, bits)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the ranks; the future's result is ``bucket.values``, written in place."""
@@ -146,11 +146,11 @@ class Pipeline:
         self._plain: dict[tuple[int, int], int] = {}
         """Numbers of uncompressed buckets, by step and the number that ``plain`` uses for them."""
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
         last = max((name[0] for name in self._plain), default=step)  # another rank may not have finished it
         self._plain = {name: sequence for name, sequence in self._plain.items() if name[0] == last}
-        self.plain.begin_step(step)
+        self.plain.begin_step(step, bits)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Reduce a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
@@ -301,15 +301,12 @@ def check_stages(
         raise ValueError(
             f"the result of compression {compression!r} is a vote, which an average cannot replace: set {wanted}"
         )
-    if int(precision if precision != AUTO_PRECISION else FULL_BITS) < FULL_BITS:
-        bypass = f"combine {combine!r}" if combine == ADASUM else ""
-        if compressor and not compressor.reduces:
-            bypass = f"compression {compression!r}"
-        if bypass:
-            raise ValueError(
-                f"{bypass} sends gradients in a format of its own, to which precision {precision} does not apply: "
-                f"omit one of the two"
-            )
+    if is_coarse(precision) and has_own_format(compression, combine):
+        what = f"combine {combine!r}" if combine == ADASUM else f"compression {compression!r}"
+        raise ValueError(
+            f"{what} sends gradients in a format of its own, to which precision {precision} does not apply: omit one "
+            "of the two"
+        )
     if combine == ADASUM and collective == SERVER:
         raise ValueError(f"a parameter server can only average; with combine {combine!r} set collective to {DIRECT!r}")
     if compressor and combine == ADASUM and compressor.rounds > 1:
@@ -319,6 +316,15 @@ def check_stages(
             f"a parameter server adds up uncompressed gradients; with compression {compression!r} set collective to "
             f"{AUTO}, {DIRECT} or {RING}"
         )
+
+
+def has_own_format(compression: str, combine: str) -> bool:
+    """Return whether gradients are sent in a format to which no precision applies."""
+    if not compression:
+        return combine == ADASUM
+    from dlcp.compress import make_compressor  # most jobs do not compress
+
+    return combine == ADASUM or not make_compressor(compression).reduces
 
 
 def _plain(

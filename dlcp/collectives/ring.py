@@ -27,7 +27,6 @@ Behind a slow port, a direct all-reduce is better (``docs/decisions.md``). So th
 carries the rate from the rank that computed it to the next one.
 """
 
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -46,7 +45,6 @@ from dlcp.dtypes import ValueType
 from dlcp.error_text import describe
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.precision import PrecisionChooser
 from dlcp.tags import PacketTags
 from dlcp.transport import (
     EMPTY,
@@ -137,13 +135,11 @@ class RingAllReduce:
 
     def __init__(self, context: RankContext, *, order: Sequence[int] | None = None, tells_rates: bool = False) -> None:
         self.context = context
-        self.precision = PrecisionChooser(context.options.precision, error_feedback=context.options.error_feedback)
-        self.tells_rates = tells_rates or self.precision.is_auto
+        self.bits = FULL_BITS
+        self.tells_rates = tells_rates
         self.rates_bps: dict[int, float] = {}
         self._told_with: dict[int, tuple[int, int]] = {}
         """The bucket and piece with which the latest rate arrived."""
-        self._clear: dict[int, bool] = {}
-        """Whether the rank that sends to a rank met no congestion, by that rank."""
         self.order = list(context.contributors if order is None else order)
         if sorted(self.order) != context.contributors:
             raise ValueError(f"a ring of ranks {context.contributors} cannot have the order {self.order}")
@@ -154,11 +150,9 @@ class RingAllReduce:
         self._runs: dict[tuple[int, int], RingRun] = {}
         self._aborted = False
 
-    def begin_step(self, step: int) -> None:
-        """Refuse packets of steps before ``step`` from now on."""
-        known_bps = filter(None, self.rates_bps.values())
-        self.precision.begin_step(self._is_congested(), min(known_bps, default=0.0))
-        self.rates_bps, self._told_with, self._clear = {}, {}, {}
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
+        """See :meth:`dlcp.collectives.Reducer.begin_step`."""
+        self.bits, self.rates_bps, self._told_with = bits, {}, {}
         connection = self.context.connection
         connection.call(lambda: connection.begin_step(step))
 
@@ -169,20 +163,9 @@ class RingAllReduce:
         return snap_to_fastest(self.rates_bps, slow) if len(self.rates_bps) == self.ranks else {}
 
     def note_rate(self, receiver: int, piece: tuple[int, int], rate_bps: float) -> None:
-        """Record a rank's receive rate that arrived with a piece, unless a later piece's is known.
-
-        It is negative, the sign of 0 included, if the sender met no congestion.
-        """
+        """Record a rank's receive rate that arrived with a piece, unless a later piece's is known."""
         if piece >= self._told_with.get(receiver, piece):
-            self.rates_bps[receiver], self._told_with[receiver] = abs(rate_bps), piece
-            self._clear[receiver] = math.copysign(1, rate_bps) < 0
-
-    def _is_congested(self) -> bool | None:
-        """Return whether a rank reported congestion, or receives slowly; None without reports."""
-        if not self._clear:
-            return None
-        rates = self.received_bps()
-        return not all(self._clear.values()) or min(rates.values(), default=0) < max(rates.values(), default=0)
+            self.rates_bps[receiver], self._told_with[receiver] = rate_bps, piece
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
@@ -244,7 +227,7 @@ class RingRun(BucketRun):
         )
         if options.error_feedback:
             context.residual.apply(bucket.values, bucket.segments, self.value_type)
-        bits, itemsize = bucket.bits_at(reducer.precision.bits), bucket.values.itemsize
+        bits, itemsize = bucket.bits_at(reducer.bits), bucket.values.itemsize
         self.layouts = {
             piece: layout
             for piece in self.pieces
@@ -401,8 +384,7 @@ class RingRun(BucketRun):
     def _begin_average(self, piece: Piece, payload: Bytes) -> None:
         """Send an average that this rank has computed."""
         self._note_final(piece)
-        sign = 1.0 if self.connection.met_congestion else -1.0
-        rate = np.array([math.copysign(self.connection.rate_to(self.reducer.next), sign)], RATE).view(np.uint8)
+        rate = np.array([self.connection.rate_to(self.reducer.next)], RATE).view(np.uint8)
         self._note_rate(piece, rate)
         self._send_average(piece, 0, payload, rate)
 

@@ -17,14 +17,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import RATE, Bucket, ContributionTail, RankContext, ReduceOptions
+from dlcp.collectives.bucket import Bucket, ContributionTail, RankContext, ReduceOptions
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.step_metadata import read_table, samples_of
 from dlcp.ledger import Ledger
-from dlcp.planes import PlaneLayout
+from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import PacketTags, Segment, queue_of_layer
 from dlcp.transport import RELIABLE, Arrival, Connection, Delivery, MessageKey, ReceiveRequest, SendRequest
 
@@ -60,11 +60,11 @@ class AllReduceInParts:
         """Parts by bucket number, with their layout; every step has the same buckets."""
         self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """Refuse packets of steps before ``step`` from now on."""
         last = max((name[0] for name in self._started), default=step)  # another worker may not have finished it
         self._started = {name: each for name, each in self._started.items() if name[0] == last}
-        self.plain.begin_step(step)
+        self.plain.begin_step(step, bits)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
         """Average a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
@@ -265,10 +265,7 @@ class ParameterServer:
             rest = layout.round(np.asarray(mean, np.float32), content)
             if self.options.error_feedback:
                 self._rounded[sequence] = rest
-        # In place of rates, which no worker needs, they learn of congestion on any path.
-        congested = self.connection.met_congestion or any(each.congested for each in tails.values())
-        report = np.full(len(self.workers), float(congested), RATE)
-        payload = memoryview(content.tobytes() + report.tobytes())
+        payload = memoryview(content.tobytes())
         tags = _tags_of(bucket, -(-len(payload) // payload_bytes))
         for worker in self.workers:
             reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
@@ -338,6 +335,6 @@ def _tags_of(bucket: dict[int, Arrival], packets: int) -> PacketTags:
     layer: NDArray[np.uint8] = np.zeros(len(arrivals[0].layer), np.uint8)
     for arrival in arrivals:
         layer = np.where(arrival.delivered, arrival.layer, layer)
-    layer = np.pad(layer, (0, packets - len(layer)), "edge")
+    layer = layer[:packets]  # a contribution has a tail
     nothing = np.zeros(packets, np.uint8)
     return PacketTags(queue_of_layer(layer), nothing, layer, nothing.astype(np.bool_))

@@ -4,7 +4,6 @@
 Reducers of gradients and the collectives of a process group use it.
 """
 
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, cast
@@ -71,8 +70,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     ----------
     reported_bps
         Each rank's report: its rates to all ranks, in the order of ranks; 0 if unknown, and negative without signs of
-        congestion. Its own entry is its fastest inbound rate, with a negative sign (that of 0 included) if none of its
-        packets in this step and the last was lost or marked.
+        congestion. Its own entry is its fastest inbound rate.
     slow
         Ranks that were slow before.
 
@@ -84,7 +82,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     """
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
-    seen = np.abs(table.diagonal())
+    seen = table.diagonal().copy()
     np.fill_diagonal(table, 0)
     clear: NDArray[np.bool_] = np.all(table <= 0, axis=0)
     table = np.abs(table)
@@ -100,45 +98,6 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
 
     levelled = snap_to_fastest(dict(zip(ranks, rates.tolist(), strict=True)), slow)
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
-
-
-class CongestionReport(NamedTuple):
-    """What the ranks' reports of a step say together.
-
-    Parameters
-    ----------
-    congested
-        Whether a rank met congestion; None without reports.
-    slowest_bps
-        The lowest rate from one rank to another, in bit/s; 0 if none is known.
-    """
-
-    congested: bool | None
-    slowest_bps: float
-
-    @classmethod
-    def of(cls, reported_bps: Mapping[int, NDArray[np.generic]], ranks: Sequence[int]) -> "CongestionReport":
-        """Combine the reports of a step.
-
-        Parameters
-        ----------
-        reported_bps
-            Each rank's report (:func:`inbound_rates`). A parameter server reports a positive number under congestion,
-            else 0.
-        ranks
-            All ranks that contribute, in the order of reports.
-        """
-        if not reported_bps:
-            return cls(None, 0.0)
-        congested, known_bps = False, []
-        for reporter, report in reported_bps.items():
-            rates = report.tolist()
-            if reporter not in ranks:
-                congested |= any(rates)
-                continue
-            congested |= math.copysign(1, rates.pop(ranks.index(reporter))) > 0
-            known_bps += [abs(rate) for rate in rates if rate]
-        return cls(congested, min(known_bps, default=0.0))
 
 
 class Branch(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from dlcp.arms import AUTO_PRECISION
 from dlcp.demo.background import BURST_S, BackgroundBurst, schedule
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_PRECISION
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 BACKGROUND_FLOWS: Final = 2

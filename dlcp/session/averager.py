@@ -18,6 +18,7 @@ from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reduce
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import check_samples
 from dlcp.ledger import Ledger
+from dlcp.planes import FULL_BITS
 from dlcp.session.joining import Joined
 from dlcp.session.options import Options
 from dlcp.tags import Tagger
@@ -46,6 +47,10 @@ class StepAverager:
         The latest step whose metadata this rank has sent; -1 for none.
     flush_step
         The step that is sent in full; -1 for none.
+    bits
+        Bits of each value on the wire in the current step.
+    exchanges_reports
+        Whether ranks report on steps beside the buckets (:mod:`dlcp.session.choosing`).
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class StepAverager:
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.exchange: StepExchange | None = None
         self.metadata_step = self.flush_step = -1
+        self.bits, self.exchanges_reports = FULL_BITS, False
         self._reducer: Reducer | None = None
         self._step = -1
 
@@ -107,9 +113,14 @@ class StepAverager:
     # A step's metadata ------------------------------------------------------------------------------------------------
 
     @property
+    def metadata_number(self) -> int:
+        """The number of the bucket of metadata."""
+        return int(self.exchanges_reports)
+
+    @property
     def first_sequence(self) -> int:
-        """The number of a step's first bucket of gradients: metadata has number 0."""
-        return int(self.exchange is not None and self.exchange.sends)
+        """The number of a step's first bucket of gradients: reports and metadata have the numbers before."""
+        return self.metadata_number + int(self.exchange is not None and self.exchange.sends)
 
     def set_samples(self, count: int) -> None:
         """Set how many samples this rank's gradients are the mean of, from the next step on.
@@ -141,7 +152,7 @@ class StepAverager:
         assert self._reducer
         if step > self._step:
             self._step = step
-            self._reducer.begin_step(step)
+            self._reducer.begin_step(step, self.bits)
         if self.exchange and not bucket.exact:
             bucket = replace(bucket, bound=self.exchange.bound, samples=self.exchange.samples)
         if step == self.flush_step and not bucket.exact:

@@ -304,6 +304,8 @@ class Joined:
         Which ranks share a host, and which rank is the server.
     link
         Rank 0's connection to the parameter server, if there is one.
+    remote
+        Whether any rank reaches another one through a network, and not through memory; the same on all ranks.
     """
 
     endpoint: Endpoint
@@ -311,6 +313,7 @@ class Joined:
     remark: str
     topology: Topology
     link: "ServerLink | None"
+    remote: bool
 
     def close(self, reason: str | None = None) -> None:
         """Leave the peers; with a ``reason``, tell them that this rank gives up."""
@@ -442,14 +445,14 @@ def _connect(
     else:
         payload_bytes, remark = _probe_paths(options, agreement, sock, peers, token)
         options = options.with_(payload_bytes=payload_bytes)
-    shared = None
+    shared, remote = None, True
     names = {peer: entry["memory"] for peer, entry in entries.items() if entry["memory"]}
     if len(names) > 1:  # the same on all ranks, so all or none take part
-        shared = _share_memory(agreement, memory, names, options.job, token, undo)
+        shared, remote = _share_memory(agreement, memory, names, options.job, token, undo)
     transport = options.transport(size, topology)
     endpoint = open_endpoint(peers, job=options.job, token=token, options=transport, shared=shared)
     undo.pop_all()  # the endpoint and joined own the socket, memory and link now
-    joined = Joined(endpoint, options, remark, topology, link)
+    joined = Joined(endpoint, options, remark, topology, link, remote)
     undo.callback(joined.close, "the ranks have agreed not to use DLCP")
     endpoint.greet(max(1.0, agreement.left_s))
     return joined
@@ -494,8 +497,13 @@ def _share_memory(
     job: int,
     token: int,
     undo: ExitStack,
-) -> SharedMemory:
-    """Map the memory of the ranks on this host; keep only mappings that both ranks of a pair have."""
+) -> tuple[SharedMemory, bool]:
+    """Map the memory of the ranks on this host; keep only mappings that both ranks of a pair have.
+
+    Returns
+    -------
+    The mappings, and whether any rank lacks the memory of another one.
+    """
     rank, shared = agreement.rank, SharedMemory()
     if memory:
         others = {peer: name for peer, name in names.items() if peer != rank}
@@ -506,7 +514,7 @@ def _share_memory(
     agreement.publish("local peers", sorted(shared.ranks))
     local_peers = _collect_from_all(agreement, "local peers", "has not published which ranks share its memory")
     shared.keep([peer for peer in shared.ranks if rank in local_peers[peer]])
-    return shared
+    return shared, any(len(ranks) < agreement.size - 1 for ranks in local_peers.values())
 
 
 def _why_silent(agreement: Agreement, call: str, rank: int) -> str | None:

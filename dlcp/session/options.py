@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from dlcp import configuration
+from dlcp.arms import AUTO_PRECISION, EXACT, PRECISIONS, bits_allowed, is_coarse
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
-from dlcp.collectives.pipeline import check_stages
+from dlcp.collectives.pipeline import check_stages, has_own_format
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.error_text import closest
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_PRECISION, PRECISIONS
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
@@ -41,12 +41,13 @@ class Options:
         The largest share of a message's packets that may be lost, 0 to 1. Losses are accepted only under congestion.
         0.1 does not harm convergence (DLCP, arXiv 2008.08445). With error feedback, lost gradients are sent later.
     precision
-        Bits of each value on the wire: ``32`` (all, for any number format), ``16``, ``8``, ``4``, or ``auto``: all, but
-        8 while a path drops or marks packets, or a rank's port is far slower than the others'
-        (:mod:`dlcp.precision`). Values are rounded in blocks of 32 that share a scale
-        (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next step. Without it,
-        ``auto`` is 32. With a compression that adds up, such as ``fp16`` or ``powersgd``, it applies to what that
-        sends. No effect on float64, nor on messages of a few packets.
+        What may be taken from gradients: ``exact`` (nothing: all bits, and no losses), ``auto`` (what costs no more
+        steps than bfloat16), or ``fast`` (also 4 bits, for models that bear it). With ``auto`` and ``fast`` the ranks
+        time the ways to average that are left, and use the fastest (:mod:`dlcp.arms`). A number fixes the bits of each
+        value on the wire: ``32`` (all, for any number format), ``16``, ``8`` or ``4``. Values are rounded in blocks of
+        32 that share a scale (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next
+        step. Without it, ``auto`` and ``fast`` are 32. With a compression that adds up, such as ``fp16`` or
+        ``powersgd``, it applies to what that sends. No effect on float64, nor on messages of a few packets.
     immediate
         End a message as soon as its bound is met, even without congestion, as the paper does.
     error_feedback
@@ -103,11 +104,10 @@ class Options:
         its store. If off, that is an error.
     route
         Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
-        reduce-scatter; or ``auto``, the faster of the two. With ``auto`` the ranks time a few steps of each in turn
-        (:mod:`dlcp.session.route`), but only where they exchange packets through a clean network. All ranks use the
-        same one in a step. ``auto`` means ``dlcp`` without PyTorch, with the backend ``dlcp``, with a parameter server,
-        and with ``samples``, ``phases``, ``compression``, another ``combine`` than ``average``, or a
-        ``precision`` of 16 bits or less; ``framework`` is then an error.
+        reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.arms`). ``auto``
+        means ``dlcp`` without PyTorch, between ranks that share memory, with the backend ``dlcp``, with a parameter
+        server, and with ``samples``, ``phases``, ``compression``, another ``combine`` than ``average``, or a
+        ``precision`` of 16 bits or less; but for ranks that share memory, ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
     protected_share
@@ -246,7 +246,13 @@ class Options:
 
     def bound(self) -> LossBound:
         """Return the loss bound."""
-        return LossBound(self.loss_bound, self.immediate)
+        return LossBound(0.0 if self.precision == EXACT else self.loss_bound, self.immediate)
+
+    def bits_allowed(self) -> tuple[int, ...]:
+        """Return the precisions that a step may have, the most exact first."""
+        if has_own_format(self.compression, self.combine):
+            return (FULL_BITS,)
+        return bits_allowed(self.precision, error_feedback=self.error_feedback)
 
     def reduction(self) -> ReduceOptions:
         """Return the all-reduce's part of the options: bounds, error feedback, rescaling and shards."""
@@ -256,7 +262,6 @@ class Options:
             not self.error_feedback if self.rescale is None else self.rescale,
             self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
-            self.precision,
         )
 
     def classes(self) -> TagPolicy:
@@ -270,7 +275,7 @@ class Options:
     @property
     def is_coarse(self) -> bool:
         """Whether all steps have a lower precision."""
-        return self.precision not in (AUTO_PRECISION, str(FULL_BITS))
+        return is_coarse(self.precision)
 
     @property
     def weighted(self) -> bool:

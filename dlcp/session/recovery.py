@@ -17,9 +17,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from dlcp.arms import Route
 from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
 from dlcp.error_text import describe
-from dlcp.session.route import Route
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 

@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.arms import Route
 from dlcp.closing import ExitCallback, ending_error, exiting
 from dlcp.collectives import Bucket, Reducer
 from dlcp.collectives.partial_result import RecoveryChannel
 from dlcp.error_text import describe
 from dlcp.session.averager import StepAverager
+from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
 from dlcp.session.recovery import HangWatchdog, Recovery
-from dlcp.session.route import FrameworkRoute, Route, StepRouter, may_choose
 from dlcp.tags import Segment
 from dlcp.transport import (
     DeadlineError,
@@ -299,8 +300,8 @@ class TrainingSession:
         This rank's endpoint; None if DLCP could not be used.
     hosts
         The number of hosts that the ranks are on; 0 without DLCP.
-    router
-        Tells each step's route; None if DLCP averages all steps.
+    chooser
+        Tells each step's arm; None before the ranks have joined, and without DLCP.
     compared
         Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
     """
@@ -312,7 +313,7 @@ class TrainingSession:
         self.table = BucketTable()
         self.endpoint: Endpoint | None = None
         self.hosts = 0
-        self.router: StepRouter | None = None
+        self.chooser: StepChooser | None = None
         self._joined: Joined | None = None
         self._recoverable = False
         self._metadata: Future[NDArray[np.generic]] | None = None
@@ -371,31 +372,29 @@ class TrainingSession:
         if self._snapshots:
             self._snapshots.label = label_of(joined.options.job, joined.endpoint.connection.token)
         self.averager.join(joined)
-        self._begin(joined.endpoint)
+        self._begin(joined.endpoint, remote=joined.remote)
 
     def use(self, endpoint: Endpoint, reducer: Reducer) -> None:
         """Average over ``endpoint`` with ``reducer``."""
         self.averager.use(reducer)
         self._begin(endpoint)
 
-    def _begin(self, endpoint: Endpoint) -> None:
+    def _begin(self, endpoint: Endpoint, *, remote: bool = True) -> None:
         self.endpoint = endpoint
         watch = self.fallback.watch
         self._recoverable = watch is not None and self.options.fallback and watch.open()
-        self.router = self._make_router(endpoint)
+        self.chooser = self._make_chooser(endpoint, remote=remote)
         self.phase = SessionPhase.READY
         if watch is not None:
             self._watcher = threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True)
             self._watcher.start()
 
-    def _make_router(self, endpoint: Endpoint) -> StepRouter | None:
-        framework, fixed = self.fallback.route, self.options.route == FRAMEWORK_ROUTE
-        if framework is None or not (fixed or may_choose(self.options)):
-            return None
-        exchange = None if fixed else framework.open_exchange()
-        if exchange is None and not fixed:
-            return None
-        return StepRouter(framework, exchange, self.table, endpoint.connection)
+    def _make_chooser(self, endpoint: Endpoint, *, remote: bool) -> StepChooser:
+        framework = self.fallback.route
+        arms = arms_of(self.options, framework is not None, remote=remote)
+        exchange = ReportExchange(endpoint, self.ranks, self.options) if len(arms) > 1 else None
+        self.averager.exchanges_reports = exchange is not None
+        return StepChooser(arms, framework, exchange, self.table, endpoint)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
         """Fall back from the beginning."""
@@ -415,13 +414,13 @@ class TrainingSession:
 
     @property
     def route(self) -> str:
-        """The current route and the reason for it, as one sentence; ``""`` if DLCP averages all steps."""
-        return self.router.decision if self.router else ""
+        """What averages now and the reason for it, as one sentence; ``""`` if there is no choice."""
+        return self.chooser.decision if self.chooser else ""
 
     @property
     def framework_steps(self) -> int:
         """Number of steps that the framework has averaged while DLCP worked."""
-        return self.router.framework_steps if self.router else 0
+        return self.chooser.framework_steps if self.chooser else 0
 
     @property
     def timeline(self) -> "Timeline | None":
@@ -439,7 +438,7 @@ class TrainingSession:
         """Send this rank's metadata to all ranks, if the options ask for it; further calls in a step do nothing."""
         metadata = self.averager.metadata_of(step)
         if metadata is not None:
-            self._metadata = self.average(step, 0, metadata)
+            self._metadata = self.average(step, self.averager.metadata_number, metadata)
 
     def weight(self, step: int) -> float:
         """Return the factor on this rank's gradients of a step, once all ranks' metadata is here.
@@ -467,17 +466,18 @@ class TrainingSession:
 
         It is the same on all ranks, also on those that have left DLCP: there the step waits until all have.
         """
-        router = self.router
-        if router is None:
+        chooser = self.chooser
+        if chooser is None:
             return Route.DLCP
-        if step > router.step:
+        if step > chooser.step:
             try:
-                router.begin_step(step, listen=self.phase is SessionPhase.READY)
-            except RuntimeError as error:
+                chooser.begin_step(step, listen=self.phase is SessionPhase.READY)
+            except TransportError as error:
                 where = at_step(self.options.job, step)
                 self.leave(PeerSilentError(f"{where}: rank {self.rank} has no report of the others: {describe(error)}"))
                 return Route.DLCP
-        return router.route
+            self.averager.bits = chooser.arm.bits
+        return chooser.arm.route
 
     def flush(self, step: int) -> None:
         """Send a step in full that has not begun: nothing is lost, and all residual goes with it.
@@ -737,8 +737,6 @@ class TrainingSession:
         if self._watcher:  # a daemon thread inside PyTorch's store when Python ends aborts the process
             self._watcher.join(self.options.silence_s)
         self.averager.close()
-        if self.router:
-            self.router.close()
         if self.fallback.watch is not None:
             self.fallback.watch.close()
         ended_as, self.phase = self.phase, SessionPhase.CLOSED

@@ -463,7 +463,7 @@ def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequenc
     traffic.tagger.policy = replace(options.tag_policy, small_layer_values=small)
     traffic.ledger.job = options.job
     traffic.average_in_order(group, len(groups))
-    route = framework_route(group, groups[0].members[0].parameter.device, options.deadline_s)
+    route = framework_route(group, groups[0].members[0].parameter.device)
     traffic.join(
         group,
         lambda _: Fallback(FRAMEWORK, route=route),

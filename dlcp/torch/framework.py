@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,9 +21,9 @@ from torch.autograd import profiler
 
 from dlcp.configuration import Trait
 from dlcp.session.addresses import OwnAddresses, bind
+from dlcp.session.choosing import FrameworkRoute
 from dlcp.session.joining import Agreement, join, next_number
 from dlcp.session.options import Options
-from dlcp.session.route import FrameworkRoute, MaxExchange
 from dlcp.session.secret import configured_secret
 from dlcp.session.session import LEFT, PeerWatch
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
@@ -290,57 +290,10 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-# Choosing the route ---------------------------------------------------------------------------------------------------
-
-
-def framework_route(group: dist.ProcessGroup | None, device: torch.device, deadline_s: float) -> FrameworkRoute:
-    """Describe a process group that may average tensors of a device instead of DLCP.
-
-    Parameters
-    ----------
-    deadline_s
-        Time limit of each exchange between the ranks.
-    """
-    name = str(dist.get_backend(group))
+def framework_route(group: dist.ProcessGroup | None, device: torch.device) -> FrameworkRoute:
+    """Describe a process group that may average tensors of a device instead of DLCP."""
     # The future of an all-reduce on a GPU is resolved when it has been queued there.
-    return FrameworkRoute(name, functools.partial(_open_exchange, group, deadline_s), device.type == "cpu")
-
-
-def _open_exchange(group: dist.ProcessGroup | None, deadline_s: float) -> "GlooExchange | None":
-    try:
-        return GlooExchange(own_gloo_group(group, deadline_s))
-    except (RuntimeError, ValueError) as problem:
-        log.info("DLCP has no Gloo group to compare step times over, and averages all steps: %s", problem)
-        return None
-
-
-class GlooExchange(MaxExchange):
-    """Exchanges numbers over a Gloo group of the model's ranks, made for this purpose only.
-
-    The model's own group would not do: it takes operations in one order on all ranks, and its tensors may have to be on
-    a GPU, which the host would then have to wait for.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def start(self, values: Sequence[float]) -> Callable[[], Sequence[float]]:
-        """Start an all-reduce."""
-        maxima = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(maxima, dist.ReduceOp.MAX, self._group, async_op=True)
-        assert work is not None
-
-        def result() -> Sequence[float]:
-            work.wait()
-            found: list[float] = maxima.tolist()
-            return found
-
-        return result
-
-    def close(self) -> None:
-        """Destroy the group."""
-        destroy_group(self._group)
-        del self._group
+    return FrameworkRoute(str(dist.get_backend(group)), device.type == "cpu")
 
 
 # Operations ----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
+from dlcp.arms import Route
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
 from dlcp.configuration import Trait
 from dlcp.session.options import Options
-from dlcp.session.route import Route
 from dlcp.session.session import DEADLINE_FACTOR, Fallback, PendingBucket
 from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.framework import framework_route, scale_of
@@ -171,7 +171,7 @@ class ShardedGradients:
         bucket = Bucket(*as_array(host.view(-1)), layout.segments, exact=not whole, scattered=True, factor=factor)
         limit_s = DEADLINE_FACTOR * session.options.deadline_s
         try:
-            session.average(step, sequence, bucket).result(limit_s)
+            session.average(step, session.averager.first_sequence + sequence, bucket).result(limit_s)
         except FutureTimeoutError:
             layers = bucket.label(0, len(bucket.values))
             raise DeadlineError(
@@ -252,7 +252,7 @@ def attach(state: State, model: torch.nn.Module) -> None:
 
     # FSDP2 decides what a rank owns.
     options = state.options.with_(collective=DIRECT, adaptive_shards=False)
-    route = framework_route(process_groups[0], next(iter(named.values())).device, options.deadline_s)
+    route = framework_route(process_groups[0], next(iter(named.values())).device)
     session = state.join(
         process_groups[0],
         lambda _: Fallback("FSDP2's own reduce-scatter", route=route),

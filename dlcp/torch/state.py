@@ -190,9 +190,8 @@ class State:
 
         def fallback(agreement: Agreement) -> Fallback:
             average = partial(averager.average_on_host, device)
-            deadline_s = self.options.deadline_s
-            watch, route = GlooWatch(group, agreement, deadline_s), framework_route(group, device, deadline_s)
-            return Fallback(FRAMEWORK, average, watch, route)
+            watch = GlooWatch(group, agreement, self.options.deadline_s)
+            return Fallback(FRAMEWORK, average, watch, framework_route(group, device))
 
         self.join(group, fallback, self.options, call=call)
         self.attached = True
@@ -246,6 +245,8 @@ class State:
         except NotJoinedError:
             self.close()
             raise
+        if self._by_framework:
+            self._by_framework.first = self.session.averager.first_sequence
         leave_with_group(self.session, group)
         return self.session
 
@@ -568,10 +569,16 @@ class FrameworkAverager:
     count
         The number of buckets in a step, if ranks may have them in different orders: the highest number goes first, as
         in backward. None if all ranks have the same order.
+
+    Attributes
+    ----------
+    first
+        The lowest number.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, feedback: Residual, count: int | None = None) -> None:
         self._group, self._feedback, self._count = group, feedback, count
+        self.first = 0
         self._waiting: dict[int, tuple[PendingBucket, torch.Tensor, Done]] = {}
         self._step, self._next = -1, 0
 
@@ -581,7 +588,7 @@ class FrameworkAverager:
             self._all_reduce(pending, tensor, done)
             return
         if pending.step > self._step:
-            self._step, self._next = pending.step, self._count - 1
+            self._step, self._next = pending.step, self.first + self._count - 1
             self._waiting.clear()
         self._waiting[pending.sequence] = pending, tensor, done
         while self._next in self._waiting:

@@ -180,7 +180,6 @@ class Connection:
         self._later_serial = 0
         self._failure: TransportError | None = None
         self._inbound_before = 0.0
-        self._last_step_s = self._this_step_s = now_s
         self._window = max(1, receive_packets // max(1, len(peers) - len(self.local_peers)))
         controls = {
             peer: NoWindow() if peer in self.local_peers else options.rate_control(len(peers)) for peer in peers
@@ -303,7 +302,7 @@ class Connection:
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; receives still posted for them fail."""
         if step > self.first_step:
-            self.first_step, self._last_step_s, self._this_step_s = step, self._this_step_s, self._clock()
+            self.first_step = step
             view = self.engine.view
             self._inbound_before, view.inbound_peak = view.inbound_peak, 0.0
         self.engine.begin_step(step, self._clock())
@@ -458,11 +457,6 @@ class Connection:
         if self.is_clear(rank):
             return self._clock() - self._peers[rank].queued_s <= QUEUED_MEMORY_S if rank in self._peers else False
         return True
-
-    @property
-    def met_congestion(self) -> bool:
-        """Whether packets to any rank were lost or marked in this step or the last one."""
-        return any(peer.congested_s >= self._last_step_s for peer in self._peers.values())
 
     def has_queued(self, rank: int, within_s: float) -> bool:
         """Return whether packets to a rank queued in the last ``within_s`` seconds; callable from any thread."""

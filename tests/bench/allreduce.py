@@ -9,7 +9,7 @@
 - ``paths``: two hosts that choose among four spines by addresses and ports, as an ECMP fabric does. TCP has one route
   for a connection, whichever its ports lead to; DLCP sends from several ports. So that neither is judged by one draw of
   ports, the ranks are started several times.
-- ``slow-path``: the last rank's port has a part of the others' rate. DLCP as it comes, which lowers the precision, runs
+- ``slow-path``: the last rank's port has a part of the others' rate. DLCP at 8 bits runs
   beside DLCP in full precision and Gloo. ``convergence`` says what lower precision costs.
 - ``tail``: OptiReduce (NSDI '25) describes an environment by the ratio of the 99th percentile of latency to the median,
   which background traffic sets, and asks how much longer a step takes where that ratio is larger. The latency is that
@@ -34,6 +34,7 @@ from operator import add, attrgetter
 from pathlib import Path
 from typing import Any, Final
 
+from dlcp.arms import AUTO_BITS
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant
 from dlcp.commands.common import DURATIONS, whole
 from dlcp.configuration import Range
@@ -413,14 +414,14 @@ _SLOW_CONTENDERS: Final = 6
 
 
 def behind_slow_port(path: RoutedPath, name: str, megabytes: float, turns: Turns) -> list[BenchResult]:
-    """Measure ms of an all-reduce as it comes, which lowers the precision, beside one in full.
+    """Measure ms of an all-reduce at 8 bits, beside one in full.
 
     ``.gloo``: beside Gloo's best.
     """
     gloo = gloo_of(path)
     ours = [
-        AllReduceContender(LOSSY, _SLOW_BUCKETS, bound=0.1),
-        AllReduceContender(LOSSLESS, _SLOW_BUCKETS, bound=0, precision="32"),
+        AllReduceContender(LOSSY, _SLOW_BUCKETS, bound=0.1, bits=AUTO_BITS),
+        AllReduceContender(LOSSLESS, _SLOW_BUCKETS, bound=0),
     ]
     found = reduction.measure(path, values_in(megabytes), turns, ways=[*ours, *gloo])
     details = {"path": path.words, "packets": found.ledgers[LOSSY]}
@@ -498,7 +499,7 @@ def beside_bursts(
 
     ``tail.growth``: by how many per cent the mean grows from the second to the third ratio, beside the ring's.
     """
-    ours = [AllReduceContender(LOSSY, 1, bound=0.1), AllReduceContender(LOSSLESS, 1, bound=0, precision="32")]
+    ours = [AllReduceContender(LOSSY, 1, bound=0.1), AllReduceContender(LOSSLESS, 1, bound=0)]
     gloo = [AllReduceContender(f"gloo, {control}", 1, control=control) for control in path.controls]
     ring, suffix = gloo[0], name.removeprefix("tail")
     tried = _try_lengths(path, ring, turns, probes, seed)

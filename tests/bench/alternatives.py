@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from dlcp.arms import AUTO_BITS, AUTO_PRECISION
 from dlcp.bench.results import BenchError, BenchResult, median, processor, result, say, significant
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
@@ -51,7 +52,6 @@ from dlcp.examples.learning_tasks import (
 )
 from dlcp.netlab import become_root
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_BITS, AUTO_PRECISION
 from tests.bench.convergence import SMOOTH, TARGET_BY, LossCurve
 from tests.bench.emulated_training import EMULATED_RANKS, TEST_EVERY
 from tests.bench.harness import Benchmark, FailedError, Turns, int_option, scratch

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp import convergence
+from dlcp.arms import AUTO_BITS
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
 from dlcp.examples.learning_tasks import OPTIMIZER_MAKERS, TASKS
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_BITS
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
     TEST_EVERY,

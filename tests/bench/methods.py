@@ -15,9 +15,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.arms import AUTO_BITS, AUTO_PRECISION, LAG, WARM_UP, Route, trial_steps
 from dlcp.demo.run import JOB
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_BITS, AUTO_PRECISION
 from dlcp.transport.path_mtu import payload_for_mtu
 
 _BUCKET_MB: Final = 0.5
@@ -26,8 +26,8 @@ _ONE_BUCKET_MB: Final = 1e4
 """PyTorch's PowerSGD hook with several buckets deadlocks on Gloo."""
 _START: Final = 2
 """Steps before PowerSGD and model averaging begin: the fewest that PyTorch's PowerSGD hook allows."""
-_NOTICED: Final = 3
-"""Steps until DLCP has noticed congestion, and has lowered the precision."""
+_CHOICE_STEPS: Final = WARM_UP + trial_steps(3) + LAG
+"""Steps after which DLCP has chosen what averages."""
 
 
 class Method(ABC):
@@ -169,8 +169,8 @@ def dlcp_options(precision: str, compression: str, bind: str) -> dlcp.torch.Opti
         job=JOB,
         payload_bytes=payload_for_mtu(1500),
         shared_memory=False,
-        route="dlcp",  # another route or the fallback would show Gloo's figures as DLCP's
-        fallback=False,
+        route="auto" if precision == AUTO_PRECISION and not compression else "dlcp",
+        fallback=False,  # it would show Gloo's figures as DLCP's
     )
 
 
@@ -182,7 +182,7 @@ class Dlcp(Method):
         family, _, amount = compression.partition(":")
         self.family = f"dlcp-{family}" if family else "dlcp"
         self.amount = ":".join(filter(None, (amount, "" if precision == AUTO_PRECISION else precision)))
-        self.first = _NOTICED if precision == AUTO_PRECISION else 0
+        self.first = _CHOICE_STEPS if precision == AUTO_PRECISION else 0
 
     @property
     def row(self) -> str:
@@ -198,8 +198,10 @@ class Dlcp(Method):
         state = dlcp.torch.enable(model, dlcp_options(self.precision, self.compression, bind))
 
         def end() -> int:
+            chooser = state.session.chooser if state.session else None
+            by_framework = chooser is not None and chooser.arm.route is Route.FRAMEWORK
             state.close()
-            return state.ledger.latest_bits()
+            return FULL_BITS if by_framework else state.ledger.latest_bits()
 
         return end
 

@@ -25,7 +25,6 @@ from dlcp.bench.results import BenchResult, significant
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
 from dlcp.dtypes import ValueType
 from dlcp.planes import FULL_BITS
-from dlcp.precision import AUTO_PRECISION
 from dlcp.tags import Layer, Segment
 from dlcp.transport import (
     Address,
@@ -66,7 +65,7 @@ MEMORY_DIVIDED: Final = f"dlcp through memory, {_BUCKETS} buckets"
 class AllReduceContender:
     """A way to do the all-reduce: by DLCP with a loss ``bound``, or by Gloo over TCP with a congestion ``control``.
 
-    DLCP's packets go through sockets, or through ``memory``. Its values have the ``precision``.
+    DLCP's packets go through sockets, or through ``memory``. Its values have ``bits`` bits.
     """
 
     name: str
@@ -74,7 +73,7 @@ class AllReduceContender:
     bound: float | None = None
     control: str | None = None
     memory: bool = False
-    precision: str = AUTO_PRECISION
+    bits: int = FULL_BITS
 
 
 def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[AllReduceContender, ...]:
@@ -90,7 +89,7 @@ def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[AllRed
     ours = [
         AllReduceContender(LOSSY, 1, bound=_BOUND),
         AllReduceContender(DIVIDED, _BUCKETS, bound=_BOUND),
-        AllReduceContender(LOSSLESS, 1, bound=0, precision="32"),
+        AllReduceContender(LOSSLESS, 1, bound=0),
     ]
     if memory:
         ours += [
@@ -211,7 +210,7 @@ class AllReduceRank:
                     RankContext(
                         self._endpoints[contender.memory].connection,
                         range(self.plan.ranks),
-                        ReduceOptions(LossBound(contender.bound), precision=contender.precision),
+                        ReduceOptions(LossBound(contender.bound)),
                     )
                 )
 
@@ -241,7 +240,7 @@ class AllReduceRank:
             return time.perf_counter() - began_s
         reducer = self._reducers[contender.name]
         self._step += 1
-        reducer.begin_step(self._step)
+        reducer.begin_step(self._step, contender.bits)
         running = []
         for sequence, (start, stop) in enumerate(ends):
             bucket = Bucket(self._values[start:stop], ValueType.FLOAT32, layers[sequence])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a 25-million-parameter model: DDP over Gloo, DDP with DLCP's hook, and cross-step scheduling.
 
-DLCP's hook trains in two ways: over DLCP in all steps, and by the route that the ranks choose. With ``--precision`` it
-trains at that precision, too, and PyTorch's hook for bfloat16 does, over Gloo.
+DLCP's hook trains in two ways: over DLCP with all bits, and as it comes, with what the ranks choose. With
+``--precision`` it trains at that precision, too, and PyTorch's hook for bfloat16 does, over Gloo.
 
 All ways train the same model on the same data in the same processes, some steps of one at a time. What a step takes
 without any communication shows the head-room.
@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.arms import AUTO_PRECISION, LAG, WARM_UP, trial_steps
 from dlcp.bench.results import BenchResult, median, result, significant
 from dlcp.commands.common import MBPS, option, real
 from dlcp.ledger import Ledger
 from dlcp.netlab import become_root
-from dlcp.precision import AUTO_PRECISION
-from dlcp.session.route import LAG, TRIAL, WARM_UP
+from dlcp.planes import FULL_BITS
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport.path_mtu import payload_for_mtu
 from tests.bench.harness import MTU, Benchmark, Turns, against_best, int_option, scratch
@@ -34,8 +34,8 @@ from tests.bench.ranks import Ranks, join_gloo
 
 _BLOCK_STEPS: Final = 5
 """Steps of one way at a time, so that steps have others of their kind to overlap with."""
-_CHOICE_STEPS: Final = WARM_UP + len(TRIAL) + LAG
-"""Steps after which the ranks have chosen a route."""
+_CHOICE_STEPS: Final = WARM_UP + trial_steps(3) + LAG
+"""Steps after which the ranks have chosen how to average."""
 _WIDTH: Final = 512
 _DEPTH: Final = 8
 _HEADS: Final = 8
@@ -107,6 +107,7 @@ def measure(
             shared_memory=shared_memory,
             fallback=False,  # it would show Gloo's figures as DLCP's
             route="dlcp",  # likewise
+            precision=str(FULL_BITS),
         )
         ways = _WAYS if precision == AUTO_PRECISION else _WAYS + _COARSE_WAYS
         arguments = [hosts, path.interface, str(folder / "store"), width, depth, options, ways, precision]
@@ -209,7 +210,10 @@ class TrainingWay:
         elif name == _BF16:
             ddp.register_comm_hook(None, bf16_hook)
         elif name in (_HOOK, _AUTO, _COARSE):
-            changes: dict[str, str] = {_AUTO: {"route": "auto"}, _COARSE: {"precision": precision}}.get(name, {})
+            changes: dict[str, str] = {
+                _AUTO: {"route": "auto", "precision": AUTO_PRECISION},
+                _COARSE: {"precision": precision},
+            }.get(name, {})
             state = self.state = dlcp.torch.enable(ddp, options.with_(**changes))
             self.ledger, self.local_peers, self.close = state.ledger, state.local_peers, state.close
 

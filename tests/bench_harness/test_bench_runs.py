@@ -55,7 +55,7 @@ def test_on_a_clean_path_nothing_is_lost_and_no_gradient_changes():
 
 @pytest.mark.usefixtures("bench_namespaces")
 def test_over_a_lossy_path_results_stay_within_the_bound_and_are_exact_without_one():
-    ways = [AllReduceContender(LOSSY, 2, bound=0.3), AllReduceContender(LOSSLESS, 1, bound=0.0, precision="32")]
+    ways = [AllReduceContender(LOSSY, 2, bound=0.3, bits=8), AllReduceContender(LOSSLESS, 1, bound=0.0)]
     with RoutedPath(2, 0.05) as path:
         found = reduction.measure(path, MEGABYTE, Turns(2, 0), ways=ways)
     assert 0.03 < found.path_loss < 0.07

@@ -148,7 +148,18 @@ def test_the_network_of_the_rendezvous_is_used_where_names_lead_to_another(tmp_p
         return "".join(f"{addresses['slow']} {name}\n" for name, addresses in interfaces.items())
 
     with Nodes(tmp_path, interfaces, hosts) as nodes:
-        words = [sys.executable, "-m", "dlcp.cli", "train", "--nnodes", "2", "--nproc-per-node", "1"]
+        words = [
+            sys.executable,
+            "-m",
+            "dlcp.cli",
+            "train",
+            "--option",
+            "precision=32",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+        ]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.72.0.1:{PORT}", "--rdzv-id", "x"]
         running = [
             nodes.popen(name, [*words, "--rdzv-conf", f"is_host={name == 'node-a'}", "--", tmp_path / "script.py"])

@@ -123,7 +123,7 @@ class Chosen(RingRanks):
                 RankContext(
                     self.connections[rank],
                     range(count),
-                    ReduceOptions(LossBound(bound), precision="32"),
+                    ReduceOptions(LossBound(bound)),
                     ledger=self.ledgers[rank],
                 ),
                 topology=topology,
@@ -133,7 +133,7 @@ class Chosen(RingRanks):
         ]
         if server:
             self.server = ParameterServer(
-                self.connections[count], range(count), options=ReduceOptions(LossBound(bound), precision="32")
+                self.connections[count], range(count), options=ReduceOptions(LossBound(bound))
             )
 
 
@@ -202,7 +202,7 @@ class Recording:
     def __init__(self):
         self.started = []
 
-    def begin_step(self, step):
+    def begin_step(self, step, bits=32):
         self.step = step
 
     def received_bps(self, slow):

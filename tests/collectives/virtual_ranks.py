@@ -33,13 +33,11 @@ class Ranks:
     def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=None, adaptive_shards=False, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
                  precision="32", **fields):  # fmt: skip
-        self.count, self.value_type = count, value_type
+        self.count, self.value_type, self.bits = count, value_type, int(precision)
         rescale = not error_feedback if rescale is None else rescale
         self.network = network(count + server, lose, **fields)
         self.connections = self.network.ranks[:]
-        options = self.options = ReduceOptions(
-            LossBound(bound, immediate), error_feedback, rescale, adaptive_shards, precision=precision
-        )
+        options = self.options = ReduceOptions(LossBound(bound, immediate), error_feedback, rescale, adaptive_shards)
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
             DirectAllReduce(
@@ -81,7 +79,7 @@ class Ranks:
         layouts = [self._layout(names, gradients[0]) for names in buckets]
 
         def begin(rank):
-            self.reducers[rank].begin_step(step)
+            self.reducers[rank].begin_step(step, self.bits)
             for number, (names, segments) in enumerate(zip(buckets, layouts, strict=True)):
                 values = np.concatenate([gradients[rank][name] for name in names])
                 bucket = Bucket(values, self.value_type, segments, **fields)

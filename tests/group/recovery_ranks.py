@@ -56,7 +56,7 @@ class FakeReducer:
         self.running = {}
         self.refuses = None
 
-    def begin_step(self, step):
+    def begin_step(self, step, bits=32):
         self.steps.append(step)
 
     def start(self, step, sequence, bucket):

@@ -160,11 +160,11 @@ def test_a_server_of_another_version_refuses(monkeypatch):
     lines = []
     with serving(lines.append) as server:
         join = server._join
-        monkeypatch.setattr(server, "_join", lambda told: join(told | {"version": "0.0"}))
         said = rf"server at {named(server)} refuses: it has DLCP .* and the workers 0.0; install the same everywhere"
-        with pytest.raises(NotJoinedError, match=said):
-            together(2, train, options(named(server), fallback=False))
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(server, "_join", lambda told: join(told | {"version": "0.0"}))
+            with pytest.raises(NotJoinedError, match=said):
+                together(2, train, options(named(server), fallback=False))
         assert_exact(together(2, train, options(named(server), loss_bound=0.0, fallback=False)))
     assert lines[0].startswith("refused: it has DLCP")
 

@@ -6,17 +6,17 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from dlcp.arms import AUTO_BITS, PRECISIONS
 from dlcp.convergence import curve
 from dlcp.document import DocumentError
 from dlcp.planes import PlaneLayout
-from dlcp.precision import AUTO_BITS, CLEAR_STEPS, PRECISIONS, RATE_MAX_BPS
 from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
 from dlcp.sim.experiment import RunSetting, read
 from dlcp.sim.graph import NODE_RECORD, GraphBuilder
 from dlcp.sim.models import StepProfile, TimedLayer
 from dlcp.sim.packet_engine import counts_by_name
 from dlcp.sim.plan import PROFILE_CELLS
-from dlcp.sim.precision import Precision, SimulatedPrecision, _seconds_under_way
+from dlcp.sim.precision import Precision, SimulatedPrecision
 from dlcp.sim.running import run
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
@@ -120,7 +120,7 @@ def test_drop_classes_are_those_of_real_messages():
 
 
 def test_precisions_are_those_of_real_ranks():
-    assert tuple(map(str, get_args(Precision))) == PRECISIONS
+    assert ("exact", *map(str, get_args(Precision))) == PRECISIONS, "exact is precision 32 with loss bound 0 here"
 
 
 class Submitted:
@@ -146,48 +146,34 @@ class Submitted:
         return records
 
 
-class Chosen(Submitted):
-    """All-reduces in which each rank's packets take a second to arrive, and ``slow_s`` at the last rank."""
-
-    def __init__(self, servers=(), *, error_feedback=True, precision="auto", payload_bytes=1000):
-        super().__init__((0, 1, 2, 3), servers)
-        self.one = SimulatedPrecision(
-            precision, 4, payload_bytes, (0, 1, 2, 3), has_servers=bool(servers), error_feedback=error_feedback
-        )
-
-    def after(self, *, congested=False, slow_s=1.0):
-        """Return the bits of the step after one."""
-        records = self.records(*[lambda target: slow_s if target == 3 else 1.0] * 2)
-        records["congested"][np.flatnonzero(self.packets)[0]] = congested
-        self.one.learn(self, records, 0)
-        return self.one.bits
+def choices(steps=60, *, congested=False, compute_s=0.1, step_s=lambda bits: 0.2, **fields):
+    """Return the bits of steps, of which each takes as long as ``step_s`` says."""
+    submitted = Submitted((0, 1, 2, 3), ())
+    records = submitted.records(lambda _: 1.0, lambda _: 1.0)
+    records["congested"] = congested
+    fixed = {"precision": "auto", "value_bytes": 4, "has_servers": False, "error_feedback": True}
+    one = SimulatedPrecision(**fixed | fields)
+    bits = []
+    for step in range(steps):
+        bits.append(one.bits)
+        submitted.graph.nodes["step"] = step
+        one.learn(submitted, records, step, step_s(one.bits), compute_s)
+    return bits
 
 
-@pytest.mark.parametrize("servers", [(), (4, 5)])
-def test_auto_lowers_the_precision_while_packets_are_lost_or_marked(servers):
-    chosen = Chosen(servers)
-    assert chosen.one.bits == chosen.after() == 32
-    assert chosen.after(congested=True) == AUTO_BITS
-    # The report of the next step still has the congestion of this one.
-    assert [chosen.after() for _ in range(CLEAR_STEPS + 1)] == [AUTO_BITS] * CLEAR_STEPS + [32]
-
-
-def test_auto_keeps_all_bits_where_encoding_takes_longer_than_it_saves():
-    fast = Chosen(payload_bytes=int(RATE_MAX_BPS))
-    assert fast.after(congested=True) == 32
-    assert Chosen((4, 5), payload_bytes=int(RATE_MAX_BPS)).after(congested=True) == AUTO_BITS, "no rates are known"
-
-
-def test_auto_lowers_the_precision_for_a_slow_rank():
-    assert Chosen().after(slow_s=3.0) == AUTO_BITS
-    assert Chosen().after(slow_s=1.5) == 32
-    assert Chosen((4, 5)).after(slow_s=3.0) == 32, "a worker behind servers reports no rates"
+def test_auto_begins_with_few_bits_and_ends_with_what_is_fastest():
+    assert choices()[0] == AUTO_BITS
+    assert choices()[-1] == 32, "both are alike, so the more exact one"
+    assert choices(step_s=lambda bits: 0.1 + 0.005 * bits)[-1] == AUTO_BITS
+    assert set(choices(congested=True)) == {AUTO_BITS}, "more would take longer"
+    assert choices(congested=True, compute_s=0.2)[-1] == 32, "computing hides it"
 
 
 def test_some_jobs_keep_their_precision():
-    assert Chosen(error_feedback=False).after(congested=True) == 32
-    assert Chosen(precision=4).after() == 4
-    half = SimulatedPrecision(16, 2, PAYLOAD, (0, 1), has_servers=False, error_feedback=True)
+    assert set(choices(error_feedback=False)) == {32}
+    assert set(choices(has_servers=True)) == {AUTO_BITS}
+    assert set(choices(precision=4)) == {4}
+    half = SimulatedPrecision(16, 2, has_servers=False, error_feedback=True)
     assert half.bits == 16
 
 
@@ -255,28 +241,14 @@ def test_what_has_begun_keeps_its_packets(engine):
     assert kept[0]["sent_packets"].tolist() == [100, 60, 80, 0]
 
 
-def test_time_under_way_counts_once():
-    records = np.zeros(4, NODE_RECORD)
-    records["begin_ps"], records["end_ps"] = [5, 0, 1, 10], [6, 4, 2, 12]
-    assert _seconds_under_way(records) == 7e-12
-    assert _seconds_under_way(records[:0]) == 0
-
-
 def test_auto_shortens_steps_under_congestion():
     plain, auto, eight = (Outcome(precision=precision, **SERVERS) for precision in (32, "auto", 8))
     assert plain.records["congested"].any()
     assert plain.records["missing_packets"].any()
     assert plain.bits == []
-    assert (auto.bits, eight.bits) == ([32, 8, 8, 8, 8], [8] * 5)
-    assert np.mean(plain.step_s[1:]) / np.mean(auto.step_s[1:]) > 2.5
-    assert np.mean(auto.step_s[1:]) == pytest.approx(np.mean(eight.step_s[1:]), rel=0.05)
-
-
-def test_auto_changes_nothing_on_a_clear_path():
-    plain, auto = (Outcome(rate_gbps=400.0, precision=precision, **DIRECT) for precision in (32, "auto"))
-    assert auto.bits == [32] * 5
-    assert (auto.step_s, auto.counts, auto.link_bytes) == (plain.step_s, plain.counts, plain.link_bytes)
-    np.testing.assert_array_equal(auto.records, plain.records)
+    assert (auto.bits, eight.bits) == ([8] * 5, [8] * 5)
+    assert np.mean(plain.step_s) / np.mean(auto.step_s) > 2.5
+    assert auto.step_s == eight.step_s
 
 
 @pytest.mark.parametrize("kind", [SERVERS, DIRECT], ids=["servers", "direct"])
@@ -324,18 +296,16 @@ def test_a_run_says_what_precision_costs(tmp_path):
     ("old", "new", "message"),
     [
         ("precision: 8", "precision: 12", "there is no precision 12"),
-        ("precision: 8", "precision: mixed", "there is no precision 'mixed'; it has auto, 32"),
+        ("precision: 8", "precision: mixed", "there is no precision 'mixed'; it has auto, fast"),
         ("precision: 8", "precison: 8", "there is no field 'precison'; did you mean"),
         ("collective: direct", "collective: ring", "precision is for parameter_server and direct"),
         ("precision: 8", "precision: 8, compression: 4", "without compression"),
-        ("fifo, transport: dlcp, steps: 2", "fifo, transport: dlcp, steps: 1", "auto begins with the second step"),
         ("fifo, transport: dlcp", "fifo, transport: tcp", "needs a transport of kind dlcp, but 'tcp' is cubic"),
     ],
 )
 def test_mistakes_are_reported(tmp_path, old, new, message):
-    text = LOWER.replace("precision: 8", "precision: auto") if message.startswith("auto") else LOWER
-    assert old in text
-    path = write_experiment(tmp_path, text.replace(old, new, 1))
+    assert old in LOWER
+    path = write_experiment(tmp_path, LOWER.replace(old, new, 1))
     with pytest.raises(DocumentError, match=message) as error:
         read(path)
     assert str(error.value).startswith(f"{path}:10:")

@@ -73,7 +73,7 @@ class OnDemand:
         self.sent = []
         self.futures = {}
 
-    def begin_step(self, step):
+    def begin_step(self, step, bits=32):
         assert all(future.done() for future in self.futures.values()), "an average of the last step is still missing"
         self.futures = {}
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.torch.workers import ROUTE, start_module
+from tests.torch.workers import FIXED, start_module
 from tests.transport.free_ports import free_port
 
 LIMIT_S = 100
@@ -23,7 +23,7 @@ def run(tmp_path):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(steps))}
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DLCP_SHARED_MEMORY": "0"}
-        environment |= {"DLCP_BIND": "127.0.0.1:0", "DLCP_SILENCE_S": str(SILENCE_S), "DLCP_FALLBACK": "0", **ROUTE}
+        environment |= {"DLCP_BIND": "127.0.0.1:0", "DLCP_SILENCE_S": str(SILENCE_S), "DLCP_FALLBACK": "0", **FIXED}
         outputs = [tmp_path / f"rank {rank}" for rank in range(len(steps))]
         processes = [
             start_module(

@@ -85,7 +85,7 @@ def test_a_variable_that_holds_nonsense_is_named(name, text, wanted):
         ({"samples": 8, "combine": "adasum", "fallback": False}, "do not apply to combine 'adasum'"),
         ({"precision": 8, "combine": "adasum", "fallback": False}, "combine 'adasum' sends .* precision 8 does not"),
         ({"precision": "4", "compression": "topk:0.1"}, "compression 'topk:0.1' sends .* precision 4 does not"),
-        ({"precision": 12}, "precision must be one of auto, 32, 16, 8, 4, got '12'"),
+        ({"precision": 12}, "precision must be one of exact, auto, fast, 32, 16, 8, 4, got '12'"),
         ({"samples": 8, "compression": "signsgd", "fallback": False}, "do not apply to compression 'signsgd'"),
     ],
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training over two routes in turn, in real processes: nothing is lost on the way over, and failures are noticed."""
+"""Training with one arm after the other, in real processes: nothing is lost on the way, and failures are noticed."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -14,8 +15,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
+from dlcp.arms import LAG, WARM_UP, Arm, ArmChooser, Route, trial_steps
 from dlcp.session.recovery import Recovery
-from dlcp.session.route import LAG, TRIAL, WARM_UP, Route, RouteChooser
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport import DeadlineError
 from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, OPTIMIZERS, Linear, gradients_of, make, train
@@ -24,22 +25,21 @@ from tests.torch.workers import launch, values
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(110)
-STEPS = WARM_UP + len(TRIAL) + LAG + 3
+STEPS = WARM_UP + trial_steps(3) + LAG + 3
+"""Until all arms have been compared, and some more."""
 LOSSY = {"loss_bound": 0.3, "immediate": True, "tag_policy": ALL_DROPPABLE}
-FASTER = {Route.DLCP: 0.1, Route.FRAMEWORK: 0.05}
+FASTER = {"dlcp 8": 0.1, "dlcp 32": 0.09, "framework 32": 0.05}
 
 
 def take_turns(session, by_framework):
     """Let the framework average these steps."""
 
-    class Scripted(RouteChooser):
-        def wants(self, step):
-            return False
+    def begin_step(step, *, listen):
+        chooser.arm = Arm(Route.FRAMEWORK if step in by_framework else Route.DLCP)
+        chooser.step, chooser.framework_steps = step, chooser.framework_steps + (step in by_framework)
 
-        def route(self, step):
-            return Route.FRAMEWORK if step in by_framework else Route.DLCP
-
-    session.router._chooser = Scripted("gloo")
+    chooser = session.chooser
+    chooser.begin_step = begin_step
 
 
 def lossy_turns(worker, options, by_framework, steps):
@@ -56,7 +56,7 @@ def lossy_turns(worker, options, by_framework, steps):
         taken = [total + p.grad for total, p in zip(taken, model.module.parameters(), strict=True)]
         owed.append(state.feedback.size)
         same.append([p.grad.sum().item() for p in model.module.parameters()])
-    counts, active = state.session.router.framework_steps, state.active
+    counts, active = state.session.chooser.framework_steps, state.active
     state.close()
     return taken, owed, same, counts, active
 
@@ -85,16 +85,26 @@ def test_sums_are_exact_although_steps_lose_gradients_and_change_routes(turns, r
         assert sum(owed[0] for _, owed, *_ in results) > 1000
 
 
-def choosing(worker, way):
+def name_of(arm):
+    return f"{arm.route.value} {arm.bits}"
+
+
+def choosing(worker, way, fastest):
     """Train in a way until the ranks have chosen, with step times of our own: the machine's are not reproducible."""
-    observe = RouteChooser.observe
+    seconds = FASTER | {fastest: 0.05}
+    chosen, choose, observe = {}, ArmChooser.choose, ArmChooser.observe
 
-    def observe_faster(self, step, report):
-        observe(self, step, report._replace(step_s=FASTER[self.route(step)], lossy=False, queued=False))
+    def choose_and_note(self, step):
+        chosen[step] = choose(self, step)
+        return chosen[step]
 
-    RouteChooser.observe = observe_faster
+    def observe_ours(self, step, report):
+        ours = report._replace(step_s=seconds[name_of(chosen[step])], waited_s=0.02, lossy=False, queued=False)
+        observe(self, step, ours)
+
+    ArmChooser.choose, ArmChooser.observe = choose_and_note, observe_ours
     wanted = gradients_of(worker.rank)
-    options = worker.options(route="auto", fallback=way != "ddp", **LOSSY | {"immediate": False})
+    options = worker.options(route="auto", precision="auto", fallback=way != "ddp", **LOSSY | {"immediate": False})
     if way == "cross_step":
         model = Linear()
         optimizer = cross_step(model, torch.optim.SGD(model.parameters(), lr=1.0), options)
@@ -104,30 +114,33 @@ def choosing(worker, way):
         state = dlcp.torch.enable(model, options)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         step = optimizer.step
-    routes = []
-    for _ in range(STEPS):
+    arms = []
+    for number in range(STEPS):
+        if number == STEPS - 1:
+            (optimizer if way == "cross_step" else state).flush()
         optimizer.zero_grad()
         model(*wanted).backward()
         step()
-        routes.append(state.session.router.route.value)
+        arms.append(name_of(state.session.chooser.arm))
     if way == "cross_step":
         optimizer.synchronize()
     trained = [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()]
-    said, count = state.route, state.session.router.framework_steps
+    said, count = state.route, state.session.chooser.framework_steps
     (optimizer if way == "cross_step" else state).close()
-    return routes, said, count, trained
+    return arms, said, count, trained
 
 
+@pytest.mark.parametrize("fastest", FASTER)
 @pytest.mark.parametrize("way", ["ddp", "cross_step", "fsdp"])
-def test_ranks_take_the_faster_route_together(way):
-    results = values(launch(2, choosing, way))
-    expected = ["dlcp"] * WARM_UP + [route.value for route in TRIAL] + ["framework"] + ["framework"] * (LAG + 2)
-    expected[WARM_UP + len(TRIAL)] = "dlcp"  # its trial is not judged yet
+def test_ranks_take_the_fastest_arm_together_and_lose_nothing(way, fastest):
+    results = values(launch(2, choosing, way, fastest))
     total = [STEPS * sum(parts) / 2 for parts in zip(*(gradients_of(rank) for rank in range(2)), strict=True)]
-    for routes, said, count, trained in results:
-        assert routes == expected
-        assert count == expected.count("framework")
-        assert said == f"framework since step {WARM_UP + len(TRIAL) + 1}: gloo 50 ms a step, DLCP 100 ms"
+    for arms, said, count, trained in results:
+        assert arms == results[0][0]
+        assert set(arms[:WARM_UP]) == {"dlcp 8"}
+        assert arms[-1] == fastest
+        assert count == arms.count("framework 32")
+        assert re.match(r"(gloo|\d+ bits) since step \d+: 50 ms a step; ", said)
         for got, given in zip(trained, total, strict=True):
             torch.testing.assert_close(-got, given, rtol=0, atol=2e-3)
 
@@ -135,26 +148,23 @@ def test_ranks_take_the_faster_route_together(way):
 def in_memory(worker):
     net = make()
     model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
-    state = dlcp.torch.enable(model, worker.options(route="auto"))
-    before = state.route
-    train(model, OPTIMIZERS["sgd"](net.parameters()), worker.rank, STEPS)
-    said, count = state.route, state.session.router.framework_steps
+    state = dlcp.torch.enable(model, worker.options(route="auto", precision="auto"))
+    train(model, OPTIMIZERS["sgd"](net.parameters()), worker.rank, 3)
+    found = state.route, state.session.chooser.arm.bits, state.session.chooser.framework_steps
     state.close()
-    return before, said, count
+    return found
 
 
-def test_through_memory_all_steps_go_over_dlcp():
-    for before, said, count in values(launch(2, in_memory, environment={"DLCP_SHARED_MEMORY": "1"})):
-        assert before == "DLCP until it has been compared with gloo"
-        assert said == "DLCP since step 0: all ranks exchange packets through memory"
-        assert count == 0
+def test_through_memory_all_steps_go_over_dlcp_in_full():
+    for found in values(launch(2, in_memory, environment={"DLCP_SHARED_MEMORY": "1"})):
+        assert found == ("", 32, 0)
 
 
-def leaving_dlcp(worker, fallback):
-    """DLCP fails while the framework averages."""
+def leaving_dlcp(worker, fallback, chosen):
+    """DLCP fails while the framework averages, or while ranks report on steps."""
     wanted = gradients_of(worker.rank)
     model = DistributedDataParallel(Linear(), bucket_cap_mb=BUCKET_MB)
-    state = dlcp.torch.enable(model, worker.options(route="framework", fallback=fallback))
+    state = dlcp.torch.enable(model, worker.options(**chosen, fallback=fallback))
     taken = [0.0, 0.0]
     for step in range(6):
         if step == 2 and worker.rank == 1:
@@ -172,16 +182,17 @@ def leaving_dlcp(worker, fallback):
     return taken, reason
 
 
-def test_dlcp_that_fails_while_the_framework_averages_does_no_harm():
+@pytest.mark.parametrize("chosen", [{"route": "framework"}, {"route": "auto", "precision": "auto"}])
+def test_dlcp_that_fails_while_the_framework_averages_or_ranks_choose_does_no_harm(chosen):
     total = [6 * sum(parts) for parts in zip(*(gradients_of(rank) for rank in range(3)), strict=True)]
-    for taken, reason in values(launch(3, leaving_dlcp, True)):
+    for taken, reason in values(launch(3, leaving_dlcp, True, chosen)):
         assert reason == "a test"
         for got, given in zip(taken, total, strict=True):
             torch.testing.assert_close(3 * got, given, rtol=0, atol=3e-4)
 
 
 def test_without_fallback_it_is_an_error():
-    first, second = values(launch(2, leaving_dlcp, False))
+    first, second = values(launch(2, leaving_dlcp, False, {"route": "framework"}))
     assert "a test" in second
     assert isinstance(first, str), "that of Gloo, or that another rank has left"
 

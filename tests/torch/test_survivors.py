@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.torch.workers import CONTEXT, ROUTE, WAYS
+from tests.torch.workers import CONTEXT, FIXED, WAYS
 from tests.transport.free_ports import free_ports
 
 
@@ -52,7 +52,7 @@ def by_group(rank, port, options):
 def live(way, rank, ports, pipe):
     """Meet the other rank once on each port, one after the other."""
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"})
-    os.environ.update(WAYS["sockets"] | ROUTE)
+    os.environ.update(WAYS["sockets"] | FIXED)
     from dlcp.session.options import Options
 
     for port in ports:

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arm of each step on this rank (:mod:`dlcp.arms`): measures steps, tells the other ranks, and asks the chooser."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.arms import Arm, ArmChooser, Route, StepReport, steps_factor_of
+from dlcp.collectives.choice import AUTO, RING, SERVER, Costs
+from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
+from dlcp.configuration import Trait
+from dlcp.session.options import AUTO_ROUTE, FRAMEWORK_ROUTE, Options
+from dlcp.tags import plain_tags
+from dlcp.transport import RELIABLE, Arrival, Endpoint, MessageKey, ReceiveRequest, SendRequest, TransportError
+
+if TYPE_CHECKING:
+    from dlcp.session.session import BucketTable
+
+log = logging.getLogger("dlcp")
+
+REPORT_BUCKET: Final = 0
+"""The number among a step's buckets that reports have, where ranks choose."""
+LABEL: Final = "the report on the last step"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkRoute:
+    """What a session needs to know of a framework that can average while DLCP could, too.
+
+    Parameters
+    ----------
+    name
+        What averages, for messages: ``gloo``.
+    reports_end
+        Whether the end of an average is known on the host. If not, waiting time cannot be told from computation.
+    """
+
+    name: str
+    reports_end: bool = True
+
+
+def arms_of(options: Options, framework: bool, *, remote: bool) -> tuple[Arm, ...]:
+    """Return the arms that ranks choose from, the preferred ones first.
+
+    Parameters
+    ----------
+    framework
+        Whether there is a framework that can average.
+    remote
+        Whether any rank reaches another one through a network, and not through memory.
+    """
+    if options.route == FRAMEWORK_ROUTE:
+        return (Arm(Route.FRAMEWORK),)
+    differs = options.given(Trait.WHOLE_STEP) or options.collective == SERVER or options.is_coarse
+    may_leave = framework and remote and options.route == AUTO_ROUTE and not differs
+    first, *coarse = (Arm(Route.DLCP, bits, steps_factor_of(bits)) for bits in options.bits_allowed())
+    if options.collective == SERVER and coarse:  # all gradients pass its port, and workers tell each other nothing
+        return (coarse[-1],)
+    return first, *([Arm(Route.FRAMEWORK)] if may_leave else []), *(coarse if remote else [])
+
+
+class ReportExchange:
+    """How ranks tell each other a few numbers beside a step's buckets; all must do so in the same steps.
+
+    Parameters
+    ----------
+    endpoint, ranks
+        This rank's endpoint, and all ranks.
+    options
+        The session's options.
+    """
+
+    def __init__(self, endpoint: Endpoint, ranks: Sequence[int], options: Options) -> None:
+        self._connection, self._deadline_s = endpoint.connection, options.deadline_s
+        self._rank, self._peers = endpoint.connection.rank, [each for each in ranks if each != endpoint.connection.rank]
+        self._ranks, self._shared = max(ranks) + 1, options.collective in (AUTO, RING)
+
+    @property
+    def cost_s(self) -> float:
+        """About how much processor time an exchange takes."""
+        return 2 * len(self._peers) * Costs().message_s
+
+    def start(self, step: int, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Send this rank's numbers in a step.
+
+        Returns
+        -------
+        A function that waits and returns each number's maximum over all ranks. It raises a TransportError if a rank has
+        ended, or is late by more than the session's deadline.
+        """
+        mine = np.array(values, np.float64)
+        theirs = {peer: np.zeros_like(mine) for peer in self._peers}
+        done: Future[None] = Future()
+        self._connection.call(partial(self._begin, step, mine, theirs, done))
+
+        def maxima() -> list[float]:
+            try:
+                done.result(self._deadline_s)
+            except FutureTimeoutError:
+                raise TransportError(f"it did not come within {self._deadline_s:g} s") from None
+            found: list[float] = np.max([mine, *theirs.values()], axis=0).tolist()
+            return found
+
+        return maxima
+
+    def _begin(
+        self, step: int, mine: NDArray[np.float64], theirs: dict[int, NDArray[np.float64]], done: "Future[None]"
+    ) -> None:
+        connection, awaited = self._connection, set(self._peers)
+
+        def arrived(peer: int, _: Arrival) -> None:
+            awaited.discard(peer)
+            if not awaited and not done.done():
+                done.set_result(None)
+
+        def fail(error: Exception) -> None:
+            if not done.done():
+                done.set_exception(error)
+
+        try:
+            connection.begin_step(step)
+            tags = plain_tags(-(-mine.nbytes // connection.options.payload_bytes))
+            for peer in self._peers:
+                into = theirs[peer].view(np.uint8)
+                receive = ReceiveRequest(peer, self._key(step, self._rank), len(into), RELIABLE, LABEL, into=into)
+                connection.receive(receive, partial(arrived, peer), fail)
+                payload = mine.view(np.uint8).data
+                connection.send(
+                    SendRequest(peer, self._key(step, peer), payload, tags, RELIABLE, LABEL), lambda _: None, fail
+                )
+        except TransportError as error:
+            fail(error)
+
+    def _key(self, step: int, receiver: int) -> MessageKey:
+        number = two_hop_number(REPORT_BUCKET, ALL_GATHER, receiver, self._ranks, shared=self._shared)
+        return MessageKey(step, number)
+
+
+class StepChooser:
+    """Tells the arm of each step on this rank; the same on all ranks.
+
+    Parameters
+    ----------
+    arms
+        What the ranks choose from (:func:`arms_of`).
+    framework
+        The framework, if it is among them.
+    exchange
+        How ranks tell each other their reports; None if there is no choice.
+    table
+        Knows when the step's latest bucket was ready, and averaged.
+    endpoint
+        Knows the paths to the other ranks.
+
+    Attributes
+    ----------
+    step, arm
+        The current step, and its arm.
+    framework_steps
+        The number of steps that the framework has averaged.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        framework: FrameworkRoute | None,
+        exchange: ReportExchange | None,
+        table: "BucketTable",
+        endpoint: Endpoint,
+    ) -> None:
+        self.step, self.framework_steps = -1, 0
+        self.arm = arms[-1]
+        self._arms, self._framework, self._exchange = arms, framework, exchange
+        self._table, self._connection = table, endpoint.connection
+        self._chooser: ArmChooser | None = None
+        self._began_s = 0.0
+        self._reported: tuple[int, Callable[[], list[float]]] | None = None
+        """A step, and the function that returns the report on it."""
+
+    @property
+    def decision(self) -> str:
+        """The arm outside of trials, and the reason for it, for the user; ``""`` if there is no choice."""
+        if self._chooser is not None:
+            return self._chooser.decision
+        return "framework, as the option route says" if self.arm.route is Route.FRAMEWORK else ""
+
+    def begin_step(self, step: int, *, listen: bool) -> None:
+        """Set :attr:`arm` to that of a new step, whose first bucket is ready.
+
+        Parameters
+        ----------
+        listen
+            Whether all ranks still exchange reports. If not, this rank has left DLCP, or is about to: the others do not
+            finish this step before they have left it, too.
+
+        Raises
+        ------
+        TransportError
+            The other ranks' reports did not come.
+        """
+        now_s = time.monotonic()
+        if self._exchange is not None:
+            if listen:
+                self._choose(self._exchange, step, now_s)
+            else:
+                self.arm = self._arms[0]
+        self.step, self._began_s = step, now_s
+        self.framework_steps += self.arm.route is Route.FRAMEWORK
+
+    def _choose(self, exchange: ReportExchange, step: int, now_s: float) -> None:
+        chooser = self._chooser
+        if chooser is None:
+            name = self._framework.name if self._framework else ""
+            chooser = self._chooser = ArmChooser(self._arms, name, report_s=exchange.cost_s, first_step=step)
+        if self._reported is not None:
+            before = chooser.decision
+            reported, report = self._reported
+            self._reported = None
+            chooser.observe(reported, StepReport.from_maxima(report()))
+            if self._connection.rank == 0 and chooser.decision != before:
+                log.info("DLCP: %s", chooser.decision)
+        if self.step >= 0 and chooser.wants(self.step):
+            self._reported = self.step, exchange.start(step, self._report(now_s).to_maxima())
+        self.arm = chooser.choose(step)
+
+    def _report(self, now_s: float) -> StepReport:
+        """Return this rank's report on the step that ends now."""
+        connection, table, step_s = self._connection, self._table, now_s - self._began_s
+        known = self.arm.route is Route.DLCP or (self._framework is not None and self._framework.reports_end)
+        remote = [peer for peer in connection.peers if peer not in connection.local_peers]
+        return StepReport(
+            step_s=step_s,
+            waited_s=max(0.0, table.averaged_s - table.ready_s) if known else step_s,
+            lossy=not all(connection.is_clear(peer) for peer in remote),
+            # Of ranks that share hosts, only those that reach others through a network see its queues.
+            queued=not remote or any(connection.has_queued(peer, step_s) for peer in remote),
+        )
