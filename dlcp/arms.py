@@ -13,7 +13,7 @@ opposite mistake costs several times a step. After some steps the ranks ask whic
 
 Steps with the others are timed in turns, so that a load that comes or goes does not decide. An arm that is slower in
 every step is given up at once. At the end, the fastest arm stays in force; a less exact one must be clearly faster.
-What it takes is measured further. When that changes, the ranks ask again, and otherwise ever less often.
+Its steps are still timed. If they become longer or shorter, the ranks compare again soon; otherwise ever more rarely.
 """
 
 import math
@@ -34,7 +34,8 @@ FAST: Final = "fast"
 PRECISIONS: Final = (EXACT, AUTO_PRECISION, FAST, str(FULL_BITS), *map(str, CODED_BITS))
 AUTO_BITS: Final = 8
 """The fewest bits that need no more steps than bfloat16 (``python -m tests.bench convergence``), with error feedback.
-16 bits are left out of the choice: they are never both faster than 32 and more exact than 8 in what training needs."""
+16 are left out of the choice: where the network is the bottleneck they take longer than 8, and elsewhere 32 do as well.
+"""
 FAST_BITS: Final = 4
 
 
@@ -96,6 +97,16 @@ class Arm(NamedTuple):
     route: Route
     bits: int = FULL_BITS
     steps_factor: float = 1.0
+
+
+def arms_over_dlcp(precision: str, *, error_feedback: bool, has_server: bool = False) -> tuple[Arm, ...]:
+    """Return the ways to average over DLCP, the most exact first; see :func:`bits_allowed`.
+
+    With a server there is only the one with the fewest bits: all gradients pass its port, and workers do not report to
+    each other.
+    """
+    bits = bits_allowed(precision, error_feedback=error_feedback)
+    return tuple(Arm(Route.DLCP, each, steps_factor_of(each)) for each in (bits[-1:] if has_server else bits))
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -236,6 +247,11 @@ class ArmTrial:
         """Whether no report is missing after the last turn."""
         return not self._steps
 
+    def costs(self) -> dict[Arm, list[float]]:
+        """Return what steps took, times the number of steps to the same loss; of arms with at least a turn."""
+        timed = {arm: taken for arm, taken in self.reports.items() if len(taken) >= TURN - 1}
+        return {arm: [arm.steps_factor * each.step_s for each in taken] for arm, taken in timed.items()}
+
     def observe(self, step: int, report: StepReport) -> None:
         """Take the report on a step of the trial; give up arms that are clearly slower in every step."""
         arm, place = self._steps.pop(step)
@@ -251,11 +267,11 @@ class ArmTrial:
             if self._slow.met(report, usual, COLD if place == 0 else SLOW):
                 self._refuse(arm, report.step_s)
                 return
-        timed = {each: taken for each, taken in self.reports.items() if len(taken) >= TURN - 1}
-        shortest_s = min((max(each.step_s for each in taken) for taken in timed.values()), default=math.inf)
-        for each, taken in timed.items():
-            if MARGIN * min(one.step_s for one in taken) > shortest_s:
-                self._refuse(each, usual_s(taken))
+        costs = self.costs()
+        least = min(map(max, costs.values()), default=math.inf)
+        for each, taken in costs.items():
+            if MARGIN * min(taken) > least:
+                self._refuse(each, usual_s(self.reports[each]))
 
     def _refuse(self, arm: Arm, step_s: float) -> None:
         """Give up an arm, and those that send as much and have not been tried."""
@@ -387,10 +403,10 @@ class ArmChooser:
         self._back_off = min(2 * self._back_off, LONGEST)
 
     def _conclude(self, step: int, trial: ArmTrial) -> None:
-        timed = {arm: arm.steps_factor * usual_s(trial.reports[arm]) for arm in self.arms if arm in trial.reports}
-        chosen = next(iter(timed))
-        for arm, step_s in timed.items():
-            if step_s < MARGIN * timed[chosen]:
+        costs = {arm: median(taken) for arm, taken in trial.costs().items()}
+        chosen, *others = (arm for arm in self.arms if arm in costs)
+        for arm in others:
+            if costs[arm] < MARGIN * costs[chosen]:
                 chosen = arm
         taken = {arm: usual_s(reports) for arm, reports in trial.reports.items()} | trial.refused
         if chosen is not self.settled or chosen is not self._fewest:  # it has won, or proved itself over a period

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.arms import Arm, ArmChooser, Route, StepReport, bits_allowed, steps_factor_of
+from dlcp.arms import ArmChooser, StepReport, arms_over_dlcp
 from dlcp.sim.simulation import Simulation, SubmittedGraph
 
 Precision = Literal["auto", "fast", 32, 16, 8, 4]
@@ -35,8 +35,7 @@ class SimulatedPrecision:
     """
 
     def __init__(self, precision: Precision, value_bytes: int, *, has_servers: bool, error_feedback: bool) -> None:
-        allowed = bits_allowed(str(precision), error_feedback=error_feedback)
-        arms = [Arm(Route.DLCP, bits, steps_factor_of(bits)) for bits in (allowed[-1:] if has_servers else allowed)]
+        arms = arms_over_dlcp(str(precision), error_feedback=error_feedback, has_server=has_servers)
         self._chooser = ArmChooser(arms)
         self._value_bytes = value_bytes
         self._arm = self._chooser.choose(0)

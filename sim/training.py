@@ -109,7 +109,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Whether ``direct`` gives ranks with slow links smaller shards (`dlcp.slow_ports`), as real ranks do.
     precision
         Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
-        fewer under congestion, from the second step on.
+        and ``fast``, what is fastest, from few bits on (`dlcp.arms`).
     pipeline
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
         (`dlcp.sim.pipeline`); by default, every worker has the whole model.

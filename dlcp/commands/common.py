@@ -164,7 +164,7 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
     add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
     add_steps(parser, steps)
     add(parser, "--loss-bound", "SHARE", option("loss_bound"), "share of a message that may be lost", default=0.1)
-    bits = "bits of a value: 32, 16, 8, 4, or auto, which is 32, and 8 under congestion"
+    bits = "bits of a value: 32, 16, 8, 4, or what is fastest: exact, auto (8 or 32), fast (also 4)"
     add(parser, "--precision", "BITS", option("precision"), bits, default="auto")
     only = "only these runs: gloo plain dlcp dlcp_priority; the page needs all of them but gloo, the figures do not"
     add(parser, "--only", "RUN", str, only, nargs="+")

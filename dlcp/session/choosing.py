@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.arms import Arm, ArmChooser, Route, StepReport, steps_factor_of
+from dlcp.arms import Arm, ArmChooser, Route, StepReport, arms_over_dlcp
 from dlcp.collectives.choice import AUTO, RING, SERVER, Costs
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
+from dlcp.collectives.pipeline import has_own_format
 from dlcp.configuration import Trait
+from dlcp.planes import FULL_BITS
 from dlcp.session.options import AUTO_ROUTE, FRAMEWORK_ROUTE, Options
 from dlcp.tags import plain_tags
 from dlcp.transport import RELIABLE, Arrival, Endpoint, MessageKey, ReceiveRequest, SendRequest, TransportError
@@ -61,9 +63,11 @@ def arms_of(options: Options, framework: bool, *, remote: bool) -> tuple[Arm, ..
         return (Arm(Route.FRAMEWORK),)
     differs = options.given(Trait.WHOLE_STEP) or options.collective == SERVER or options.is_coarse
     may_leave = framework and remote and options.route == AUTO_ROUTE and not differs
-    first, *coarse = (Arm(Route.DLCP, bits, steps_factor_of(bits)) for bits in options.bits_allowed())
-    if options.collective == SERVER and coarse:  # all gradients pass its port, and workers tell each other nothing
-        return (coarse[-1],)
+    first, *coarse = arms_over_dlcp(
+        str(FULL_BITS) if has_own_format(options.compression, options.combine) else options.precision,
+        error_feedback=options.error_feedback,
+        has_server=options.collective == SERVER,
+    )
     return first, *([Arm(Route.FRAMEWORK)] if may_leave else []), *(coarse if remote else [])
 
 
@@ -126,7 +130,7 @@ class ReportExchange:
                 done.set_exception(error)
 
         try:
-            connection.begin_step(step)
+            connection.begin_step(step)  # which no reducer does in a step of the framework's
             tags = plain_tags(-(-mine.nbytes // connection.options.payload_bytes))
             for peer in self._peers:
                 into = theirs[peer].view(np.uint8)
@@ -155,6 +159,8 @@ class StepChooser:
         The framework, if it is among them.
     exchange
         How ranks tell each other their reports; None if there is no choice.
+    remote
+        See :func:`arms_of`.
     table
         Knows when the step's latest bucket was ready, and averaged.
     endpoint
@@ -175,22 +181,27 @@ class StepChooser:
         exchange: ReportExchange | None,
         table: "BucketTable",
         endpoint: Endpoint,
+        *,
+        remote: bool = True,
     ) -> None:
         self.step, self.framework_steps = -1, 0
         self.arm = arms[-1]
         self._arms, self._framework, self._exchange = arms, framework, exchange
         self._table, self._connection = table, endpoint.connection
         self._chooser: ArmChooser | None = None
+        self._remote = remote
         self._began_s = 0.0
         self._reported: tuple[int, Callable[[], list[float]]] | None = None
         """A step, and the function that returns the report on it."""
 
     @property
     def decision(self) -> str:
-        """The arm outside of trials, and the reason for it, for the user; ``""`` if there is no choice."""
+        """The arm outside of trials, and the reason for it, for the user; ``""`` if the options fix it."""
         if self._chooser is not None:
             return self._chooser.decision
-        return "framework, as the option route says" if self.arm.route is Route.FRAMEWORK else ""
+        if self.arm.route is Route.FRAMEWORK:
+            return "framework, as the option route says"
+        return "" if self._remote else f"{self.arm.bits} bits: all ranks exchange packets through memory"
 
     def begin_step(self, step: int, *, listen: bool) -> None:
         """Set :attr:`arm` to that of a new step, whose first bucket is ready.

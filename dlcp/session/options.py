@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from dlcp import configuration
-from dlcp.arms import AUTO_PRECISION, EXACT, PRECISIONS, bits_allowed, is_coarse
+from dlcp.arms import AUTO_PRECISION, EXACT, PRECISIONS, is_coarse
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
-from dlcp.collectives.pipeline import check_stages, has_own_format
+from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
 from dlcp.error_text import closest
-from dlcp.planes import FULL_BITS
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
@@ -247,12 +246,6 @@ class Options:
     def bound(self) -> LossBound:
         """Return the loss bound."""
         return LossBound(0.0 if self.precision == EXACT else self.loss_bound, self.immediate)
-
-    def bits_allowed(self) -> tuple[int, ...]:
-        """Return the precisions that a step may have, the most exact first."""
-        if has_own_format(self.compression, self.combine):
-            return (FULL_BITS,)
-        return bits_allowed(self.precision, error_feedback=self.error_feedback)
 
     def reduction(self) -> ReduceOptions:
         """Return the all-reduce's part of the options: bounds, error feedback, rescaling and shards."""

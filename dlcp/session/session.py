@@ -394,7 +394,7 @@ class TrainingSession:
         arms = arms_of(self.options, framework is not None, remote=remote)
         exchange = ReportExchange(endpoint, self.ranks, self.options) if len(arms) > 1 else None
         self.averager.exchanges_reports = exchange is not None
-        return StepChooser(arms, framework, exchange, self.table, endpoint)
+        return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
         """Fall back from the beginning."""

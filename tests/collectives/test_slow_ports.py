@@ -58,7 +58,7 @@ def take_steps(ranks, steps=STEPS):
 
 
 def test_shares_stay_as_they_are_while_ports_do():
-    """A rank that owns nothing gets averages of few ranks at a time, each of which has more of its port then."""
+    """A rank without a shard receives averages from few ranks at a time, so each of these has more of its port."""
     ranks = ManyValues(8, network=SlowPort, **PORTS)
     seconds = take_steps(ranks, 5)[2]
     assert max(seconds[1:]) < 1.1 * min(seconds[1:])

@@ -147,7 +147,7 @@ class Submitted:
 
 
 def choices(steps=60, *, congested=False, compute_s=0.1, step_s=lambda bits: 0.2, **fields):
-    """Return the bits of steps, of which each takes as long as ``step_s`` says."""
+    """Return the bits that are chosen step by step, if a step with ``bits`` takes ``step_s(bits)`` seconds."""
     submitted = Submitted((0, 1, 2, 3), ())
     records = submitted.records(lambda _: 1.0, lambda _: 1.0)
     records["congested"] = congested

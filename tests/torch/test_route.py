@@ -157,7 +157,7 @@ def in_memory(worker):
 
 def test_through_memory_all_steps_go_over_dlcp_in_full():
     for found in values(launch(2, in_memory, environment={"DLCP_SHARED_MEMORY": "1"})):
-        assert found == ("", 32, 0)
+        assert found == ("32 bits: all ranks exchange packets through memory", 32, 0)
 
 
 def leaving_dlcp(worker, fallback, chosen):
