@@ -34,7 +34,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from dlcp.arms import AUTO_BITS, AUTO_PRECISION
 from dlcp.bench.results import BenchError, BenchResult, median, processor, result, say, significant
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
@@ -376,8 +375,8 @@ def machine() -> str:
 
 def trained_by(names: Iterable[str]) -> list[str]:
     """Return the names of the methods that have to be trained to the end, for methods that are compared."""
-    methods = [METHODS[name].trained(bits) for name in (PLAIN, *names) for bits in (FULL_BITS, AUTO_BITS)]
-    return list(dict.fromkeys(method.name for method in methods))
+    methods = [METHODS[name] for name in (PLAIN, *names)]
+    return list(dict.fromkeys(each.trained(bits).name for each in methods for bits in each.bits))
 
 
 def train_all(cells: CellFile, tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> dict[str, str]:
@@ -529,7 +528,7 @@ def _figure(entry: BenchResult | None) -> str:
         return ""
     method = METHODS[entry.details["method"]]
     notes = [method.name.removeprefix(method.row).strip(":")]
-    if method.precision == AUTO_PRECISION:
+    if len(method.bits) > 1:
         notes.append("/".join(map(str, sorted(set(entry.details["bits"])))) + " bits")
     if None in entry.details["steps"]:
         notes.append(f"{entry.details['steps'].count(None)} never")

@@ -15,7 +15,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.arms import AUTO_BITS, AUTO_PRECISION, LAG, WARM_UP, Route, trial_steps
+from dlcp.arms import AUTO_PRECISION, FAST, LAG, WARM_UP, Route, bits_allowed, trial_steps
 from dlcp.demo.run import JOB
 from dlcp.planes import FULL_BITS
 from dlcp.transport.path_mtu import payload_for_mtu
@@ -26,8 +26,8 @@ _ONE_BUCKET_MB: Final = 1e4
 """PyTorch's PowerSGD hook with several buckets deadlocks on Gloo."""
 _START: Final = 2
 """Steps before PowerSGD and model averaging begin: the fewest that PyTorch's PowerSGD hook allows."""
-_CHOICE_STEPS: Final = WARM_UP + trial_steps(3) + LAG
-"""Steps after which DLCP has chosen what averages."""
+_CHOSEN: Final = (AUTO_PRECISION, FAST)
+"""The precisions of DLCP with which it chooses what averages each step."""
 
 
 class Method(ABC):
@@ -45,11 +45,14 @@ class Method(ABC):
         Size of DDP's buckets.
     precision
         Of DLCP's values, ``""`` without DLCP.
+    bits
+        The numbers of bits that its values may have.
     """
 
     family: str
     amount = ""
     precision = ""
+    bits: tuple[int, ...] = (FULL_BITS,)
     first = 0
     period = 1
     bucket_mb = _BUCKET_MB
@@ -169,7 +172,7 @@ def dlcp_options(precision: str, compression: str, bind: str) -> dlcp.torch.Opti
         job=JOB,
         payload_bytes=payload_for_mtu(1500),
         shared_memory=False,
-        route="auto" if precision == AUTO_PRECISION and not compression else "dlcp",
+        route="auto" if precision in _CHOSEN and not compression else "dlcp",
         fallback=False,  # it would show Gloo's figures as DLCP's
     )
 
@@ -179,10 +182,12 @@ class Dlcp(Method):
 
     def __init__(self, precision: str = AUTO_PRECISION, compression: str = "") -> None:
         self.precision, self.compression = precision, compression
+        self.bits = bits_allowed(precision, error_feedback=True)
         family, _, amount = compression.partition(":")
         self.family = f"dlcp-{family}" if family else "dlcp"
         self.amount = ":".join(filter(None, (amount, "" if precision == AUTO_PRECISION else precision)))
-        self.first = _CHOICE_STEPS if precision == AUTO_PRECISION else 0
+        until_chosen = WARM_UP + trial_steps(len(self.bits) + 1) + LAG
+        self.first = until_chosen if precision in _CHOSEN else 0
 
     @property
     def row(self) -> str:
@@ -191,7 +196,7 @@ class Dlcp(Method):
 
     def trained(self, bits: int) -> Method:
         """Return DLCP with a fixed precision, so that a step does not depend on the network."""
-        return Dlcp(str(bits), self.compression) if self.precision == AUTO_PRECISION else self
+        return Dlcp(str(bits), self.compression) if self.precision in _CHOSEN else self
 
     def attach(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, bind: str) -> Callable[[], int]:
         """Enable DLCP."""
@@ -213,6 +218,7 @@ class DlcpLocalSgd(Method):
 
     def __init__(self, period: int, precision: str = AUTO_PRECISION) -> None:
         self.period, self.precision = period, precision
+        self.bits = bits_allowed(precision, error_feedback=True)
         self.amount = str(period) if precision == AUTO_PRECISION else f"{period}:{precision}"
 
     def trained(self, bits: int) -> Method:
@@ -245,7 +251,7 @@ METHODS: Final[dict[str, Method]] = {
         *map(PowerSgdHook, (1, 2, 4, 8)),
         *(LocalSgd(period, first) for first in (_START, 0) for period in (4, 8, 16, 32)),
         Dlcp(),
-        *(Dlcp(str(bits)) for bits in (32, 8, 4)),
+        *(Dlcp(precision) for precision in (FAST, "32", "8", "4")),
         Dlcp(compression="bf16"),
         *(Dlcp(compression=f"powersgd:{rank}") for rank in (1, 2, 4, 8)),
         *map(DlcpLocalSgd, (4, 8, 16, 32)),
@@ -253,7 +259,5 @@ METHODS: Final[dict[str, Method]] = {
 }
 PLAIN: Final = "gloo"
 """The method that others are compared with."""
-TRAINED: Final = {
-    method.name: method for each in METHODS.values() for method in map(each.trained, (FULL_BITS, AUTO_BITS))
-}
+TRAINED: Final = {method.name: method for each in METHODS.values() for method in map(each.trained, each.bits)}
 """Every method whose steps are counted."""

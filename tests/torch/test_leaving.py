@@ -57,7 +57,7 @@ def test_the_last_step_is_not_lost_with_a_rank_that_ends(run, way, ending):
         pytest.skip("a group of its own has no process group")
     statuses, printed = run(way, ending, [STEPS] * 3)
     assert statuses == [0] * 3, "\n".join(printed)
-    assert "Error" not in "".join(printed)
+    assert "Traceback" not in "".join(printed)  # PyTorch's C++ code itself prints the C++ frames of a lost connection
 
 
 @pytest.mark.parametrize("way", ["ddp", "cross_step", "fsdp"])
