@@ -168,6 +168,8 @@ class StepChooser:
 
     Attributes
     ----------
+    arms
+        What the ranks choose from.
     step, arm
         The current step, and its arm.
     framework_steps
@@ -186,7 +188,7 @@ class StepChooser:
     ) -> None:
         self.step, self.framework_steps = -1, 0
         self.arm = arms[-1]
-        self._arms, self._framework, self._exchange = arms, framework, exchange
+        self.arms, self._framework, self._exchange = tuple(arms), framework, exchange
         self._table, self._connection = table, endpoint.connection
         self._chooser: ArmChooser | None = None
         self._remote = remote
@@ -202,6 +204,10 @@ class StepChooser:
         if self.arm.route is Route.FRAMEWORK:
             return "framework, as the option route says"
         return "" if self._remote else f"{self.arm.bits} bits: all ranks exchange packets through memory"
+
+    def fix(self, arm: Arm) -> None:
+        """Use this arm from the next step on, and do not choose any more; all ranks must call it before that step."""
+        self._exchange, self.arm = None, arm
 
     def begin_step(self, step: int, *, listen: bool) -> None:
         """Set :attr:`arm` to that of a new step, whose first bucket is ready.
@@ -222,7 +228,7 @@ class StepChooser:
             if listen:
                 self._choose(self._exchange, step, now_s)
             else:
-                self.arm = self._arms[0]
+                self.arm = self.arms[0]
         self.step, self._began_s = step, now_s
         self.framework_steps += self.arm.route is Route.FRAMEWORK
 
@@ -230,7 +236,7 @@ class StepChooser:
         chooser = self._chooser
         if chooser is None:
             name = self._framework.name if self._framework else ""
-            chooser = self._chooser = ArmChooser(self._arms, name, report_s=exchange.cost_s, first_step=step)
+            chooser = self._chooser = ArmChooser(self.arms, name, report_s=exchange.cost_s, first_step=step)
         if self._reported is not None:
             before = chooser.decision
             reported, report = self._reported

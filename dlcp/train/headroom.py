@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result of a measurement: the share of communication in a step, DLCP's gain, and its largest possible gain."""
+"""Result of a measurement: the share of communication in a step, the gain of each of DLCP's ways, and the largest
+possible gain."""
 
 from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, Final
 
+from dlcp.arms import fastest
 from dlcp.train.launcher import Report, failures
 
 NONE: Final = "none"
 UNCHANGED: Final = "framework"
-DLCP: Final = "dlcp"
 WARM_UP_ROUNDS: Final = 3
 """Rounds that do not count: DDP rearranges its buckets after the first step, and rate control has to find its rate."""
-MEASURED_STEPS: Final = 60
-FEWEST_STEPS: Final = 9
+MEASURED_STEPS: Final = 80
+FEWEST_STEPS: Final = 12
 LITTLE: Final = 0.05
 """A smaller share of a step is not worth saving. Not tuned."""
 
@@ -38,8 +39,12 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     medians over steps; ``spread_s`` is the interquartile range.
     """
     measured = [report["measured"] for report in reports if report["measured"]]
-    steps = {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in (NONE, UNCHANGED, DLCP)}
-    if not measured or len(steps[NONE]) < 2 or len(steps[UNCHANGED]) < 2:
+    if not measured:
+        return None
+    factors: dict[str, float] = measured[0]["steps_factors"]
+    names = dict.fromkeys([NONE, UNCHANGED, *factors])
+    steps = {way: _slowest([each["seconds"].get(way, []) for each in measured]) for way in names}
+    if len(steps[NONE]) < 2 or len(steps[UNCHANGED]) < 2:
         return None
     ways = {
         way: {"step_s": median(seconds), "spread_s": _spread(seconds), "steps": len(seconds)}
@@ -58,8 +63,10 @@ def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
         "speedup_at_most": framework / floor,
         "why_not": measured[0]["why_not"],
     }
-    if DLCP in ways:
-        found["speedup"] = framework / ways[DLCP]["step_s"]
+    costs = {way: factor * ways[way]["step_s"] for way, factor in factors.items() if way in ways}
+    if costs:
+        found["chosen"] = chosen = fastest(costs)
+        found["speedup"] = framework / costs[chosen]
     return found
 
 
@@ -76,11 +83,13 @@ def as_lines(found: dict[str, Any]) -> list[str]:
         _line(f"{backend}, unchanged", framework, f"{found['communication_share']:.0%} of a step is communication"),
     ]
     possible_s = framework["step_s"] - floor["step_s"]
-    if DLCP in ways:
-        gained = framework["step_s"] - ways[DLCP]["step_s"]
-        lines.append(_line("DLCP", ways[DLCP], _gain(found["speedup"], gained, possible_s)))
-    else:
+    for name in [name for name in ways if name not in (NONE, UNCHANGED)]:
+        lines.append(_line(f"DLCP, {name}", ways[name], _gain(framework["step_s"], ways[name]["step_s"], possible_s)))
+    if found["why_not"]:
         lines.append(f"  DLCP was not measured: {found['why_not']}")
+    elif "chosen" in found:
+        chosen = f"leaves averaging to {backend}" if found["chosen"] == UNCHANGED else f"uses {found['chosen']}"
+        lines.append(f"  As these options are, DLCP {chosen} here, as long as steps take this long.")
     lines.append(f"  {_verdict(found, possible_s, noise_s)}")
     return [*lines, "  This was a measurement: the model was not trained properly. Discard what the script saved."]
 
@@ -111,7 +120,8 @@ def _verdict(found: dict[str, Any], possible_s: float, noise_s: float) -> str:
     return f"DLCP can gain at most {found['speedup_at_most']:.2f}x here, more while other traffic congests the network."
 
 
-def _gain(speedup: float, gained_s: float, possible_s: float) -> str:
+def _gain(framework_s: float, step_s: float, possible_s: float) -> str:
+    speedup, gained_s = framework_s / step_s, framework_s - step_s
     if gained_s <= 0:
         return f"{speedup:.2f}x: slower by {-gained_s * 1e3:.1f} ms"
     share = f", {min(1.0, gained_s / possible_s):.0%} of what can be saved" if possible_s > 0 else ""

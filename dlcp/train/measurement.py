@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the steps of an unchanged script, averaging gradients in turn with the framework, with DLCP, and not at all.
+"""Time the steps of an unchanged script, averaging gradients in turn with the framework, in each of DLCP's ways, and
+not at all.
 
 Without averaging every rank keeps its own gradients, so the replicas drift apart. This is therefore no training, and
 the script ends after the last step.
@@ -17,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.session.options import DLCP_ROUTE
-from dlcp.train.headroom import DLCP, NONE, UNCHANGED, WARM_UP_ROUNDS
+from dlcp.arms import Arm, Route
+from dlcp.session.options import DLCP_ROUTE, FRAMEWORK_ROUTE
+from dlcp.train.headroom import NONE, UNCHANGED, WARM_UP_ROUNDS
 
 
 class MeasurementDoneError(SystemExit):
@@ -33,7 +35,7 @@ class Measurement:
     model
         A model without a communication hook.
     steps
-        Number of steps to time, a third of them each way.
+        Number of steps to time, equally many each way.
     """
 
     def __init__(self, model: DistributedDataParallel, steps: int) -> None:
@@ -41,8 +43,12 @@ class Measurement:
         self.backend = dist.get_backend(model.process_group)
         self.seconds: dict[str, list[float]] = {}
         self.why_not: str | None = None
+        self._arms: dict[str, Arm] = {}
+        """DLCP's ways, by name."""
+        self.steps_factors: dict[str, float] = {}
+        """What DLCP chooses from without a measurement, the preferred way first: how many more steps each takes."""
         self._state = self._join()
-        self._ways = in_turn([NONE, UNCHANGED, *([DLCP] if self._state else [])], steps)
+        self._ways = in_turn([NONE, UNCHANGED, *self._arms], steps)
         self._way: str | None = None
         self._counts = False
         self._began_s = 0.0
@@ -65,6 +71,8 @@ class Measurement:
         if following is None:
             raise MeasurementDoneError(0)
         self._way, self._counts = following
+        if self._way in self._arms and self._state and self._state.session and self._state.session.chooser:
+            self._state.session.chooser.fix(self._arms[self._way])
         # Without averaging ranks run ahead of each other; the next step must not include that.
         dist.barrier(model.process_group)
         self._began_s = self._now_s()
@@ -76,12 +84,13 @@ class Measurement:
             return
         if not state.active:  # all ranks fell back during the measurement: the times are not DLCP's
             self.why_not = state.reason
-            self.seconds.pop(DLCP, None)
+            self.seconds = {way: seconds for way, seconds in self.seconds.items() if way not in self._arms}
         state.close(reason)
 
     def _join(self) -> dlcp.torch.State | None:
         """Return the state that averages with DLCP; on failure return None and set :attr:`why_not`."""
-        state = dlcp.torch.State(dlcp.torch.Options().with_(route=DLCP_ROUTE))
+        options = dlcp.torch.Options()
+        state = dlcp.torch.State(options.with_(route=DLCP_ROUTE) if options.route == FRAMEWORK_ROUTE else options)
         try:
             state.attach(self.model)
         except ValueError as error:
@@ -91,6 +100,13 @@ class Measurement:
             self.why_not = state.reason
             state.close()
             return None
+        assert state.session
+        assert state.session.chooser
+        for arm in state.session.chooser.arms:
+            name = UNCHANGED if arm.route is Route.FRAMEWORK else f"{arm.bits} bits"
+            self.steps_factors[name] = arm.steps_factor
+            if arm.route is Route.DLCP:
+                self._arms[name] = arm
         return state
 
     def report(self) -> dict[str, Any]:
@@ -101,13 +117,14 @@ class Measurement:
             "gradient_bytes": sum(each.numel() * each.element_size() for each in trained),
             "backend": self.backend,
             "seconds": self.seconds,
+            "steps_factors": self.steps_factors,
             "why_not": self.why_not,
         }
 
     def _average(self, _: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._way == NONE:
             return dlcp.torch.noop_hook(None, bucket)
-        if self._way == DLCP and self._state:
+        if self._way in self._arms and self._state:
             return dlcp.torch.hook(self._state, bucket)
         return allreduce_hook(self.model.process_group, bucket)
 

@@ -301,9 +301,16 @@ def test_a_plan_travels_in_the_environment(tmp_path):
     assert TrainPlan.from_environment({}) == TrainPlan()
 
 
-def measured(none, framework, dlcp=(), why_not=None):
-    seconds = {"none": list(none), "framework": list(framework), "dlcp": list(dlcp)}
-    return {"model": "Net", "gradient_bytes": 4_000_000, "backend": "gloo", "seconds": seconds, "why_not": why_not}
+def measured(none, framework, whole=(), coarse=(), *, factor=1.0, why_not=None):
+    seconds = {"none": none, "framework": framework, "32 bits": whole, "8 bits": coarse}
+    return {
+        "model": "Net",
+        "gradient_bytes": 4_000_000,
+        "backend": "gloo",
+        "seconds": {name: list(times) for name, times in seconds.items()},
+        "steps_factors": {} if why_not else {"32 bits": 1.0, "framework": 1.0, "8 bits": factor},
+        "why_not": why_not,
+    }
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
@@ -325,9 +332,18 @@ def test_what_can_be_won_is_said():
     text = lines([0.060] * 4, [0.100] * 4, [0.080] * 4)
     assert "no communication        60.0" in text
     assert "40% of a step is communication" in text
+    assert "DLCP, 32 bits           80.0" in text
     assert "1.25x: saves 20.0 ms, 50% of what can be saved" in text
+    assert "DLCP uses 32 bits here" in text
     assert "DLCP can gain at most 1.67x here" in text
     assert "was not trained properly" in text
+
+
+def test_what_dlcp_would_choose_is_said():
+    assert "DLCP uses 8 bits here" in lines([0.060] * 4, [0.100] * 4, [0.080] * 4, [0.070] * 4)
+    assert "DLCP uses 32 bits here" in lines([0.060] * 4, [0.100] * 4, [0.080] * 4, [0.079] * 4)
+    assert "DLCP uses 32 bits here" in lines([0.060] * 4, [0.100] * 4, [0.080] * 4, [0.070] * 4, factor=1.2)
+    assert "DLCP leaves averaging to gloo here" in lines([0.060] * 4, [0.070] * 4, [0.080] * 4, [0.075] * 4)
 
 
 def test_a_loss_is_said_as_plainly_as_a_win():

@@ -329,7 +329,8 @@ def measuring(worker):
         train(DistributedDataParallel(make(width=2000)), 1000)
         return "never reached"
 
-    return in_session(worker, script, TrainPlan(measure_steps=12))
+    os.environ |= {"DLCP_PRECISION": "auto", "DLCP_ROUTE": "auto"}
+    return in_session(worker, script, TrainPlan(measure_steps=16))
 
 
 def test_a_script_that_fails_is_reported_and_its_error_goes_on():
@@ -379,13 +380,13 @@ def test_a_fallback_is_reported_even_where_the_script_closes_its_state():
             assert report["error"] is None, "training went on"
 
 
-def test_without_peers_two_ways_are_measured_and_the_third_is_explained():
+def test_without_peers_two_ways_are_measured_and_the_others_are_explained():
     ((_, report),) = values(launch(1, measuring))
-    assert {way: len(seconds) for way, seconds in report["measured"]["seconds"].items()} == {"none": 6, "framework": 6}
+    assert {way: len(seconds) for way, seconds in report["measured"]["seconds"].items()} == {"none": 8, "framework": 8}
     assert "group of one" in report["measured"]["why_not"]
 
 
-def test_a_measurement_takes_the_three_ways_in_turn_and_ends_the_script():
+def test_a_measurement_takes_all_ways_in_turn_and_ends_the_script():
     results = values(launch(2, measuring))
     for ended, report in results:
         assert isinstance(ended, SystemExit)
@@ -394,8 +395,10 @@ def test_a_measurement_takes_the_three_ways_in_turn_and_ends_the_script():
         assert {way: len(seconds) for way, seconds in report["measured"]["seconds"].items()} == {
             "none": 4,
             "framework": 4,
-            "dlcp": 4,
+            "32 bits": 4,
+            "8 bits": 4,
         }
+        assert list(report["measured"]["steps_factors"]) == ["32 bits", "framework", "8 bits"]
         assert report["measured"]["gradient_bytes"] == 4 * (32 * 2000 + 2000 + 2000 * 10 + 10)
     found = headroom.evaluate([report for _, report in results])
     assert (found["ranks"], found["ranks_measured"], found["backend"]) == (2, 2, "gloo")
