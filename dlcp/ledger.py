@@ -46,6 +46,10 @@ class MessageRecord(NamedTuple):
     bits: int = FULL_BITS
 
 
+_Counted = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""Layers and drop classes of a message's packets."""
+
+
 class Ledger:
     """The records of one rank's messages. Thread-safe.
 
@@ -70,8 +74,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._totals: dict[int, list[int]] = {}
         """By receiver, in the order of :data:`COUNTS`."""
-        self._uncounted: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
-        """Layers and classes of packets that are not counted yet."""
+        self._uncounted: tuple[list[_Counted], list[_Counted]] = [], []
+        """Packets that are not counted yet: those in full precision, and the others."""
         self._uncounted_packets = 0
         self._by_layer = np.zeros((LAYER_POSITIONS, 3), np.int64)
         self._by_class = np.zeros((DROP_CLASSES, 3), np.int64)
@@ -122,15 +126,12 @@ class Ledger:
             totals = self._totals.setdefault(receiver, [0] * len(COUNTS))
             totals[:] = map(add, totals, (delivery.sent, arrived, lost, delivery.resent))
             self.probes += delivery.probes
-            self._uncounted.append((tags.layer, tags.drop_class))
+            self._uncounted[bits < FULL_BITS].append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
                 self._count()
             of_bits = self._by_bits.setdefault(bits, [0, 0])
             of_bits[:] = of_bits[0] + packets, of_bits[1] + lost
-            if bits < FULL_BITS:
-                for table, index in ((self._by_layer, tags.layer), (self._by_class, tags.drop_class)):
-                    table[:, 2] += np.bincount(index, minlength=len(table))
             if lost:
                 error = self._note_lost(entry, tags, bound, delivery)
         if self._sink:
@@ -191,11 +192,12 @@ class Ledger:
 
     def _count(self) -> None:
         """Count pending packets by layer and class."""
-        if self._uncounted:
-            for table, parts in zip((self._by_layer, self._by_class), zip(*self._uncounted, strict=True), strict=True):
-                table[:, 0] += np.bincount(np.concatenate(parts), minlength=len(table))
-            self._uncounted.clear()
-            self._uncounted_packets = 0
+        for columns, uncounted in zip(([0], [0, 2]), self._uncounted, strict=True):
+            parts_by_table = zip(*uncounted, strict=True)  # none if nothing is uncounted
+            for table, parts in zip((self._by_layer, self._by_class), parts_by_table, strict=False):
+                table[:, columns] += np.bincount(np.concatenate(parts), minlength=len(table))[:, None]
+            uncounted.clear()
+        self._uncounted_packets = 0
 
 
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ The bytes are defined in :mod:`dlcp.wire.payloads`, and written and read in C (`
 """
 
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,7 @@ class PlaneLayout:
     per_packet: int = field(init=False)
     packets: int = field(init=False)
     bytes: int = field(init=False)
+    _record: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         digit_bits = PLANE_DIGIT_BITS[self.bits]
@@ -67,13 +68,15 @@ class PlaneLayout:
         per_packet = self.payload_bytes // (1 + digit_bytes)
         packets = -(-blocks // per_packet)
         last = (blocks - (packets - 1) * per_packet) * (digit_bytes + (planes == 1))
-        for name, value in {
+        derived = {
             "digit_bits": digit_bits,
             "planes": planes,
             "per_packet": per_packet * PLANE_BLOCK_VALUES,
             "packets": packets,
             "bytes": (planes * packets - 1) * self.payload_bytes + last,
-        }.items():
+        }
+        record = ffi.new("plane_layout *", {"values": self.values, "payload_bytes": self.payload_bytes, **derived})
+        for name, value in {**derived, "_record": record}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -96,8 +99,7 @@ class PlaneLayout:
     def encode(self, values: NDArray[np.float32], code: NDArray[np.uint8]) -> None:
         """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN."""
         self._check(code, values)
-        record = self._record()
-        lib.dlcp_planes_encode(record, ffi.from_buffer("float[]", values), ffi.from_buffer("uint8_t[]", code))
+        lib.dlcp_planes_encode(self._record, ffi.from_buffer("float[]", values), ffi.from_buffer("uint8_t[]", code))
 
     def round(self, values: NDArray[np.float32], code: NDArray[np.uint8], weight: float = 1.0) -> NDArray[np.float32]:
         """Encode values as :meth:`encode` does, and replace them by the encoded ones.
@@ -109,7 +111,7 @@ class PlaneLayout:
         self._check(code, values)
         rest = np.empty(self.values, np.float32)
         floats = [ffi.from_buffer("float[]", each) for each in (values, rest)]
-        lib.dlcp_planes_round(self._record(), floats[0], ffi.from_buffer("uint8_t[]", code), weight, floats[1])
+        lib.dlcp_planes_round(self._record, floats[0], ffi.from_buffer("uint8_t[]", code), weight, floats[1])
         return rest
 
     def decode(
@@ -213,10 +215,6 @@ class PlaneLayout:
         if values.dtype != np.float32 or values.shape != (self.values,):
             raise ValueError(f"expected {self.values} float32 values, got {values.dtype} of shape {values.shape}")
 
-    def _record(self) -> object:
-        fields = ("values", "digit_bits", "planes", "per_packet", "packets", "payload_bytes", "bytes")
-        return ffi.new("plane_layout *", {name: getattr(self, name) for name in fields})
-
     def _decode(
         self,
         operation: int,
@@ -230,4 +228,4 @@ class PlaneLayout:
             raise ValueError(f"`delivered` must have {self.planes * self.packets} bools, got {len(delivered)}")
         mask = ffi.NULL if delivered is None else ffi.from_buffer("uint8_t[]", delivered)
         floats = [ffi.NULL if each is None else ffi.from_buffer("float[]", each) for each in (values, rest)]
-        lib.dlcp_planes_decode(self._record(), ffi.from_buffer("uint8_t[]", code), mask, operation, *floats)
+        lib.dlcp_planes_decode(self._record, ffi.from_buffer("uint8_t[]", code), mask, operation, *floats)

@@ -261,6 +261,7 @@ class DirectPlan:
         self.bound = options.bound_of(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
+        self._whole_encoded: dict[tuple[int, int], PacketTags] = {}
 
     def fits(self, bucket: Bucket, weights: Mapping[int, float], bits: int) -> bool:
         """Return whether the plan fits a bucket divided by these weights, with this precision."""
@@ -291,6 +292,26 @@ class DirectPlan:
                     magnitudes[self.packets[owner]] = found
         tags = context.tagger.tag_magnitudes(magnitudes, count, bucket.segments, per_packet)
         layers.protect(tags, bucket.segments, per_packet, bound, seed=step)
+        return tags
+
+    def encoded_tags(
+        self, owner: int, per_packet: int, tail_bytes: int, code: Bytes, may_drop: NDArray[np.bool_] | None
+    ) -> PacketTags:
+        """Return the tags of an encoded shard's packets and of a tail; see :meth:`dlcp.planes.PlaneLayout.tags`.
+
+        Parameters
+        ----------
+        per_packet
+            Values in a packet that is not encoded.
+        """
+        found = self._whole_encoded.get((owner, tail_bytes)) if may_drop is None else None
+        if found is not None:
+            return found
+        layout = self.layouts[owner]
+        more = -(-(layout.bytes + tail_bytes) // layout.payload_bytes) - layout.planes * layout.packets
+        tags = layout.tags(self.tags_of(owner, self.whole), per_packet, code, may_drop, more)
+        if may_drop is None:
+            self._whole_encoded[owner, tail_bytes] = tags
         return tags
 
     def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
@@ -693,10 +714,10 @@ class DirectRun(BucketRun):
 
     def _encoded_tags(self, owner: int, code: Bytes, tail_bytes: int = 0, *, droppable: bool = False) -> PacketTags:
         """Return the tags of a shard's packets in an encoded message; see :meth:`_tags`."""
-        layout, plain = self.plan.layouts[owner], self.plan.tags_of(owner, self.plan.whole)
-        more = -(-(layout.bytes + tail_bytes) // layout.payload_bytes) - layout.planes * layout.packets
-        may_drop = self._may_drop(layout, self._packets(owner)) if droppable else None
-        return layout.tags(plain, self.values_per_packet, code, may_drop, more)
+        # As in DirectPlan.tag, drop classes wait for the first sign of possible loss.
+        at_risk = droppable and (self.plan.bound.immediate or not self.context.connection.is_clear(owner))
+        may_drop = self._may_drop(self.plan.layouts[owner], self._packets(owner)) if at_risk else None
+        return self.plan.encoded_tags(owner, self.values_per_packet, tail_bytes, code, may_drop)
 
     def _wide(self, owner: int) -> NDArray[np.float32]:
         """Return a shard's values as float32; not a copy if they are."""

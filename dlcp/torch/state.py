@@ -101,7 +101,10 @@ class State:
         """The number of buckets of this step so far; above 0, the backward pass has begun."""
         self._alone = False
         self._layers: dict[int, Layer] = {}
-        self._layer_seconds: dict[int, deque[float]] = {}
+        self._segments: dict[tuple[int, ...], Sequence[Segment]] = {}
+        """Where parameters are in a bucket, by its parameters: DDP regroups them, but lays out the same ones alike."""
+        self._seconds: dict[tuple[int, ...], deque[float]] = {}
+        """How long after a step's first bucket each bucket was averaged, by its parameters."""
         self._step_began_s = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -393,8 +396,10 @@ class State:
             tensor.zero_()
         elif weight != 1:
             tensor.mul_(weight)
-        segments = segments_of(bucket, self._layers)
-        averaged = self.average(self._sequence, segments, tensor, partial(self._note_time, segments))
+        held = tuple(map(id, bucket.parameters()))
+        if held not in self._segments:
+            self._segments[held] = segments_of(bucket, self._layers)
+        averaged = self.average(self._sequence, self._segments[held], tensor, partial(self._note_time, held))
         self._sequence += 1
         if bucket.is_last():
             if self._unused is not None:
@@ -486,12 +491,14 @@ class State:
 
         Times are in seconds since the step's first bucket was ready, one for each of the latest steps.
         """
-        return {str(position): list(seconds) for position, seconds in sorted(self._layer_seconds.items())}
+        found: dict[int, list[float]] = {}
+        for held, seconds in list(self._seconds.items()):
+            for position in {segment.layer.position for segment in self._segments[held]}:
+                found.setdefault(position, []).extend(seconds)
+        return {str(position): seconds for position, seconds in sorted(found.items())}
 
-    def _note_time(self, segments: Sequence[Segment], _: torch.Tensor) -> None:
-        seconds = time.monotonic() - self._step_began_s
-        for position in {segment.layer.position for segment in segments}:
-            self._layer_seconds.setdefault(position, deque(maxlen=STEPS_KEPT)).append(seconds)
+    def _note_time(self, held: tuple[int, ...], _: torch.Tensor) -> None:
+        self._seconds.setdefault(held, deque(maxlen=STEPS_KEPT)).append(time.monotonic() - self._step_began_s)
 
 
 def joining_unsupported(model: DistributedDataParallel) -> str:
@@ -631,7 +638,7 @@ class FrameworkAverager:
 
 def add_residual(feedback: Residual, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
     """Add the residual of these layers where nothing is lost, so that this is the last time."""
-    if all(feedback.of(segment.layer.name) is None for segment in segments):
+    if not feedback.size:
         return
     residual = np.zeros(tensor.numel(), np.float64)
     feedback.apply(residual, segments)
@@ -655,7 +662,7 @@ def as_tensor(bucket: Bucket) -> torch.Tensor:
 
 
 def segments_of(bucket: GradBucket, layers: dict[int, Layer]) -> Sequence[Segment]:
-    """Return where each parameter is in a bucket. DDP regroups its buckets, so this is not cached."""
+    """Return where each parameter is in a bucket."""
     base, size = bucket.buffer().data_ptr(), bucket.buffer().element_size()
     found = [
         Segment(layers[id(parameter)], start := (gradient.data_ptr() - base) // size, start + gradient.numel())

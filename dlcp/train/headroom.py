@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result of a measurement: the share of communication in a step, the gain of each of DLCP's ways, and the largest
-possible gain."""
+"""Result of a measurement: the share of communication in a step, each of DLCP's ways, and the largest gain."""
 
 from collections.abc import Sequence
 from statistics import median, quantiles
@@ -83,8 +82,11 @@ def as_lines(found: dict[str, Any]) -> list[str]:
         _line(f"{backend}, unchanged", framework, f"{found['communication_share']:.0%} of a step is communication"),
     ]
     possible_s = framework["step_s"] - floor["step_s"]
-    for name in [name for name in ways if name not in (NONE, UNCHANGED)]:
-        lines.append(_line(f"DLCP, {name}", ways[name], _gain(framework["step_s"], ways[name]["step_s"], possible_s)))
+    lines += [
+        _line(f"DLCP, {name}", way, _gain(framework["step_s"], way["step_s"], possible_s))
+        for name, way in ways.items()
+        if name not in (NONE, UNCHANGED)
+    ]
     if found["why_not"]:
         lines.append(f"  DLCP was not measured: {found['why_not']}")
     elif "chosen" in found:

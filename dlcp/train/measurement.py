@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the steps of an unchanged script, averaging gradients in turn with the framework, in each of DLCP's ways, and
-not at all.
+"""Time the steps of an unchanged script: gradients are averaged by the framework, in DLCP's ways, and not at all.
 
 Without averaging every rank keeps its own gradients, so the replicas drift apart. This is therefore no training, and
 the script ends after the last step.

@@ -114,9 +114,7 @@ class _Trainings:
         return sum(part * max(self._trainees.call("block", part)) for part in parts) / steps
 
 
-def compare(
-    name: str, phases: Sequence[NetworkPhase], steps: int, turns: Turns, *, busy_loops: int = 0
-) -> BenchResult:
+def compare(name: str, phases: Sequence[NetworkPhase], steps: int, turns: Turns, *, busy_loops: int = 0) -> BenchResult:
     """Return the time of a training that chooses beside the oracle's."""
     times: dict[str, list[list[float]]] = {}
     with ExitStack() as stack:
