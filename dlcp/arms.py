@@ -11,8 +11,9 @@ opposite mistake costs several times a step. After some steps the ranks ask whic
 - Fewer bits are not tried where no rank waits for averages, because there communication hides behind computing.
 - The framework is not tried while packets are lost, which stalls TCP.
 
-Steps with the others are timed in turns, so that a load that comes or goes does not decide. An arm that is slower in
-every step is given up at once. At the end, the fastest arm stays in force; a less exact one must be clearly faster.
+Steps with the others are timed in turns, so that a load that comes or goes does not decide. An arm is given up as soon
+as its steps are clearly longer than those of another one. Arms that differ less take more turns, which cost little. At
+the end, the fastest arm stays in force; a less exact one must be faster by more than what steps vary.
 Its steps are still timed. If they become longer or shorter, the ranks compare again soon; otherwise ever more rarely.
 """
 
@@ -119,27 +120,31 @@ LAG: Final = 2
 travels during that one."""
 TURN: Final = 4
 """Steps of a turn. The first one does not count, because connections and caches are cold."""
-TURNS: Final = 2
-"""Turns of each arm in a trial."""
+TURNS: Final = 6
+"""The most turns of each arm in a trial: 18 steps that count. Where processors are the bottleneck, steps vary by 12 %
+(four ranks on two cores), and medians of so many by 4 %."""
+CLEARLY: Final = 1.96
+"""Standard normal deviate of the Mann-Whitney test at which an arm is given up. Three steps that are all longer than
+each of three others reach it."""
 LOOK: Final = 3
 """Reports that must agree before a sign of the network counts: all that are there at the end of the warm-up."""
 RECENT: Final = 8
 """Reports whose median is an arm's usual step."""
 MARGIN: Final = 0.97
-"""A less exact arm must need less than this part of a more exact one's time. Medians of six steps vary by about as
-much."""
+"""A less exact arm must need less than this part of a more exact one's time: medians vary by about as much."""
 SLOW: Final = 1.5
-"""A step that takes this many times the usual one, because all ranks wait, ends an arm's turn, or its time in force."""
-COLD: Final = 2.0
-"""The same for the first step of a turn."""
+"""Two steps in a row that take this many times the usual one, because all ranks wait, end an arm's turn, or its time in
+force. A single one may be noise: where processors are the bottleneck, one in 300 takes so long."""
+VERY_SLOW: Final = 2.0
+"""So does a single step that takes this many times the usual one."""
 JITTER_S: Final = 0.02
-"""A single slow step must exceed the usual one by this; a smaller excess counts in the second step in a row. On a busy
-host a process waits for a core about as long: two ranks on two cores, with steps of 4 ms, had single ones of 10 ms."""
+"""A single slow step must also exceed the usual one by this. On a busy host a process waits for a core about as long:
+two ranks on two cores, with steps of 4 ms, had single ones of 10 ms."""
 SPREAD: Final = 1.2
 """The usual step has changed if its median is longer or shorter by this factor than when the arm was chosen."""
 FIRST_PERIOD: Final = 200
-"""Steps from the first trial to the second; each later distance is four times the last. A trial has eight steps of each
-slower arm, so trials take 2 % of the first thousand steps, and less later. Each costs only the difference."""
+"""Steps from the first trial to the second; each later distance is four times the last. An arm that is a third slower
+has about eight steps in a trial, so trials cost 2 % of the first thousand steps, and less later."""
 PERIOD_GROWTH: Final = 4
 FIRST_BACK_OFF: Final = 16
 """Steps until the ranks ask again after the arm in force has become slow, or has changed; twice as many each time."""
@@ -150,7 +155,7 @@ REPORTS_SHARE: Final = 0.005
 
 
 def trial_steps(arms: int) -> int:
-    """Return the number of steps in a trial of some arms, if none is given up."""
+    """Return the most steps that a trial of some arms takes."""
     return TURN * TURNS * arms + (1 + LAG) * (arms - 1)
 
 
@@ -204,6 +209,13 @@ def usual_s(reports: Sequence[StepReport]) -> float:
     return median(report.step_s for report in reports)
 
 
+def are_longer(these: Sequence[float], those: Sequence[float]) -> bool:
+    """Return whether some times are longer than others, by the test of Mann and Whitney (1947)."""
+    n, m = len(these), len(those)
+    longer = sum((each > other) + (each == other) / 2 for each in these for other in those)
+    return longer - n * m / 2 >= CLEARLY * math.sqrt(n * m * (n + m + 1) / 12)
+
+
 @dataclass(slots=True)
 class _SlowSteps:
     """Detects steps that take far longer than usual because all ranks wait for the network."""
@@ -211,12 +223,13 @@ class _SlowSteps:
     before: bool = False
     """Whether the step before was one."""
 
-    def met(self, report: StepReport, usual: Sequence[StepReport], factor: float) -> bool:
-        """Return whether a step took ``factor`` times the usual, waited for half of the excess, and was not jitter."""
+    def met(self, report: StepReport, usual: Sequence[StepReport]) -> bool:
+        """Return whether a step was very slow, or the second slow one, and all ranks waited for half of the excess."""
         excess_s = report.step_s - usual_s(usual)
         waited_s = report.waited_s - median(each.waited_s for each in usual)
-        before, self.before = self.before, excess_s > (factor - 1) * usual_s(usual) and waited_s > excess_s / 2
-        return self.before and (before or excess_s > JITTER_S)
+        before, self.before = self.before, excess_s > (SLOW - 1) * usual_s(usual) and waited_s > excess_s / 2
+        very_slow = excess_s > max(JITTER_S, (VERY_SLOW - 1) * usual_s(usual))
+        return self.before and (before or very_slow)
 
 
 class ArmTrial:
@@ -265,7 +278,7 @@ class ArmTrial:
         return {arm: [arm.steps_factor * each.step_s for each in taken] for arm, taken in timed.items()}
 
     def observe(self, step: int, report: StepReport) -> None:
-        """Take the report on a step of the trial; give up arms that are clearly slower in every step."""
+        """Take the report on a step of the trial; give up arms whose steps are clearly longer."""
         arm, place = self._steps.pop(step)
         if arm not in self.reports:
             return
@@ -276,13 +289,13 @@ class ArmTrial:
             self.reports[arm].append(report)
         if arm is not first and compared:
             usual = min(compared, key=usual_s)
-            if self._slow.met(report, usual, COLD if place == 0 else SLOW):
+            if self._slow.met(report, usual):
                 self._refuse(arm, report.step_s)
                 return
         costs = self.costs()
-        least = min(map(max, costs.values()), default=math.inf)
+        least = min(costs.values(), key=median, default=[])
         for each, taken in costs.items():
-            if MARGIN * min(taken) > least:
+            if taken is not least and are_longer([MARGIN * cost for cost in taken], least):
                 self._refuse(each, usual_s(self.reports[each]))
 
     def _refuse(self, arm: Arm, step_s: float) -> None:
@@ -399,7 +412,7 @@ class ArmChooser:
     def _watch(self, step: int, report: StepReport) -> None:
         """Take a report on the arm in force, outside of trials."""
         recent = self._recent
-        if len(recent) >= LOOK and self._slow.met(report, recent, SLOW) and self.settled is not self._fewest:
+        if len(recent) >= LOOK and self._slow.met(report, recent) and self.settled is not self._fewest:
             usually, slow = _shown(usual_s(recent)), _shown(report.step_s)
             self._settle(step, self._fewest, f"a step with {self.name(self.settled)} took {slow}, usually {usually}")
             self._ask_again(step)
