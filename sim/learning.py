@@ -516,7 +516,7 @@ class SimulatedLearning:
 
     def finish_step(
         self, nodes: NDArray[Any], outcome: StepOutcome | None, step: int, seconds: float, *, last: bool
-    ) -> float:
+    ) -> None:
         """Train a step, and test the model if its turn has come or the step is the last one.
 
         Parameters
@@ -525,10 +525,6 @@ class SimulatedLearning:
             The graph that has the step, and what became of its messages; without an exchange, neither is used.
         seconds
             When the step ended, counted from the job's start.
-
-        Returns
-        -------
-        The norm of the average gradient.
         """
         gradients = self.trainer.gradients()
         if self.exchange is None or outcome is None:
@@ -540,7 +536,6 @@ class SimulatedLearning:
         self._steps += 1
         if last or self._steps % self.spec.test_every == 0:
             self._test(seconds)
-        return float(np.linalg.norm(average.astype(np.float64)))
 
     def _test(self, seconds: float) -> None:
         accuracy, loss = self.trainer.test()

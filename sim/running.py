@@ -56,7 +56,7 @@ _INDIFFERENT: Final = (
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
     *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
-    *("arms.py", "phases.py", "planes.py", "slow_ports.py", "tags.py"),
+    *("arms.py", "planes.py", "slow_ports.py", "tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
 """Parts of DLCP itself that change results: they define packets, tags, loss bounds, precision and its
@@ -380,7 +380,6 @@ def _document(
                 "step_s": [significant(seconds) for seconds in job.step_s],
                 **({"skipped_steps": job.skipped} if job.skipped else {}),
                 **({"bits": job.bits} if job.bits else {}),
-                **({"bounds": job.bounds} if job.bounds else {}),
                 **({"pipeline": job.pipeline} if job.pipeline else {}),
                 **({"curve": _rounded_curve(job)} if job.curve else {}),
                 "profile": job.profile.source,
@@ -439,8 +438,6 @@ def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: Messag
             found[lost], found[sent] = messages.loss_ratios[half], messages.sent_ratios[half]
     if bits := [each for job in jobs for each in steady(job.bits)]:
         found["bits_per_value"] = fmean(bits)
-    if bounds := [each for job in jobs for each in job.bounds]:
-        found["loss_bound"] = fmean(bounds)
     every_job: list[AnyProgress] = [*jobs, *traced]
     counted = {job.name: steady(job.step_s) for job in every_job if job.step_s}
     if counted:

@@ -113,8 +113,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pipeline
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
         (`dlcp.sim.pipeline`); by default, every worker has the whole model.
-    phases
-        Whether jobs with ``learn`` lower their loss bound in critical regimes, as real ranks do (`dlcp.phases`).
     optimizer
         Selects the curve of additional steps that precision costs, which is measured by optimizer. With ``learn``, also
         trains.
@@ -159,7 +157,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     adaptive_shards: bool = False
     precision: Precision = FULL_BITS
     pipeline: str = ""
-    phases: bool = False
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learn: LearningSpec | None = None
     steps: Annotated[int, Meta(ge=1, le=STEPS_MAX)] = 3
@@ -249,10 +246,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     def _check_learning(self) -> None:
-        if self.phases and not (self.learn and self.loss_bound):
-            raise ValueError(
-                "phases lowers the loss bound by the gradients of a job with `learn`: add learn and loss_bound"
-            )
         if self.learn is None:
             if self.model == TRAINED_MODEL:
                 raise ValueError(f"model {self.model!r} is the network that `learn` trains; add `learn`")

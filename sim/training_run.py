@@ -3,23 +3,19 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
-from dlcp.phases import PHASE_STEPS, Phases
 from dlcp.planes import FULL_BITS
 from dlcp.sim.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
 from dlcp.sim.models import StepProfile
 from dlcp.sim.precision import SimulatedPrecision
-from dlcp.sim.run_size import STEPS_PER_GRAPH, step_nodes, steps_per_graph
+from dlcp.sim.run_size import step_nodes, steps_per_graph
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
 from dlcp.sim.step_graph import pieces_of, step_graph
 from dlcp.sim.training import PlacedJob, computing_factors
 from dlcp.sim.transports import DlcpTransport
-
-assert PHASE_STEPS % STEPS_PER_GRAPH == 0
 
 
 @dataclass(slots=True)
@@ -34,8 +30,6 @@ class Progress:
         Steps that were not simulated.
     bits
         Bits per value of each step; empty in full precision.
-    bounds
-        Loss bound of each step of a job with ``phases``.
     minibatches
         Minibatches that all workers together compute in the simulated steps.
     pipeline
@@ -48,7 +42,6 @@ class Progress:
     profile: StepProfile
     step_s: list[float] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
     skipped: int = 0
     minibatches: int = 0
     pipeline: str = ""
@@ -99,19 +92,13 @@ def training(
     weights = spec.shard_weights(job.workers, simulation.topology)
     precision = _precision(simulation, job)
     learning = _learning(simulation, progress) if spec.learn else None
-    phases = Phases() if spec.phases else None
     together = steps_per_graph(step_nodes(job, progress.profile, parts))
     yield from simulation.until(job.start_s)
     began = before = int(env.now)
     first = 0
     while first < spec.steps:
-        bounded = job
-        if phases:
-            # Graphs end where windows do, since their steps divide those of a window.
-            bounded = replace(job, spec=msgspec.structs.replace(spec, loss_bound=phases.bound(spec.loss_bound)))
-            progress.bounds += [bounded.spec.loss_bound] * len(factors[first : first + together])
         steps = step_graph(
-            bounded,
+            job,
             progress.profile,
             parts,
             factors[first : first + together],
@@ -136,9 +123,7 @@ def training(
             if learning:
                 outcome = _step_outcome(simulation, running, step, progress.bits[-1] if progress.bits else FULL_BITS)
                 nodes, seconds = running.graph.nodes, (before - began) / 1e12
-                norm = learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
-                if phases:
-                    phases.add(norm)
+                learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
         yield running.done
         if skip_steps:
             skip_steps(progress)

@@ -207,7 +207,6 @@ def test_of_all_ranks_the_longest_step_counts_and_the_shortest_wait(one, two):
 LEAVES_NOTHING = [
     {"combine": "sum", "fallback": False},
     {"samples": 4},
-    {"phases": True},
     {"collective": "server", "server": "10.0.0.9:53696"},
 ]
 

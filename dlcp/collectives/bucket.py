@@ -50,10 +50,9 @@ class Bucket:
     exported
         Whether ``values`` are in exported memory (``Connection.exported``), which local peers read in place. The caller
         gets them back once no peer reads them.
-    bound
-        Overrides the loss bound of ``ReduceOptions``. The same on all ranks, as are the fields below.
     exact
-        Whether it holds other data than gradients, which arrives without loss or rounding.
+        Whether it holds other data than gradients, which arrives without loss or rounding. The same on all ranks, as
+        are the fields below.
     flush
         Whether this step's gradients are sent in full, with everything pending: nothing is lost or left out.
     samples
@@ -72,7 +71,6 @@ class Bucket:
     segments: Sequence[Segment]
     magnitudes: NDArray[np.float32] | None = None
     exported: bool = False
-    bound: LossBound | None = None
     exact: bool = False
     flush: bool = False
     samples: Mapping[int, int] | None = None
@@ -304,7 +302,7 @@ class ReduceOptions:
 
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return the loss bound of layers that have none of their own."""
-        return RELIABLE if bucket.whole else bucket.bound or self.bound
+        return RELIABLE if bucket.whole else self.bound
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
         """Return the loss bound of a bucket's values from ``start`` to before ``stop``."""

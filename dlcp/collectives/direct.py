@@ -270,7 +270,7 @@ class DirectPlan:
     @staticmethod
     def _what_it_fits(bucket: Bucket, weights: Mapping[int, float], bits: int) -> tuple[Any, ...]:
         size = len(bucket.values), bucket.value_type, bits
-        return *size, bucket.bound, bucket.whole, weights, tuple(bucket.segments)
+        return *size, bucket.whole, weights, tuple(bucket.segments)
 
     def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
         """Return the tags of a bucket's packets: by magnitude if any may be lost."""

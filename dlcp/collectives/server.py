@@ -22,7 +22,7 @@ from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
-from dlcp.collectives.step_metadata import read_table, samples_of
+from dlcp.collectives.step_metadata import read_samples
 from dlcp.ledger import Ledger
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import PacketTags, Segment, queue_of_layer
@@ -257,7 +257,7 @@ class ParameterServer:
                 raise ValueError(f"step {key.step}, {self._label(key)}: the contribution of rank {worker} has {size}")
         mean = self._mean(key, bucket, tail, layout)
         if self.weighted and sequence == 0:
-            self._samples = key.step, samples_of(read_table(mean, self.workers))
+            self._samples = key.step, read_samples(mean, self.workers)
         if layout is None:
             content = np.ascontiguousarray(tail.value_type.narrow(mean)).view(np.uint8)
         else:

@@ -105,7 +105,7 @@ class Options:
         Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
         reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.arms`). ``auto``
         means ``dlcp`` without PyTorch, between ranks that share memory, with the backend ``dlcp``, with a parameter
-        server, and with ``samples``, ``phases``, ``compression``, another ``combine`` than ``average``, or a
+        server, and with ``samples``, ``compression``, another ``combine`` than ``average``, or a
         ``precision`` of 16 bits or less; but for ranks that share memory, ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
@@ -123,9 +123,6 @@ class Options:
     combine
         How the ranks' gradients are combined: ``average``, ``sum`` or ``adasum``
         (:mod:`dlcp.collectives.reduction_rules`).
-    phases
-        Lower the loss bound to 0.6 % while the gradient's norm changes by half or more
-        (:class:`dlcp.phases.Phases`).
     trace
         Folder in which each rank records its events (:mod:`dlcp.timeline`), for ``dlcp trace``; none by default.
     live
@@ -176,7 +173,6 @@ class Options:
     protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
     samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
-    phases: Annotated[bool, AGREED, WHOLE_STEP] = False
     compression: Annotated[str, AGREED, WHOLE_STEP] = ""
     combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
     trace: Annotated[str, OWN] = ""

@@ -403,7 +403,6 @@ class TrainingSession:
         if self.options.weighted and not agreement.all_publish(WEIGHTED):
             raise NotJoinedError(f"{problem}. Not all ranks set samples=..., so none can weigh by them") from None
         self.phase, self.reason = SessionPhase.FALLBACK, str(problem)
-        self.averager.weigh_only()
         if agreement.speaker():
             log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
 
@@ -435,7 +434,7 @@ class TrainingSession:
     # Averaging --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Send this rank's metadata to all ranks, if the options ask for it; further calls in a step do nothing."""
+        """Send this rank's metadata to all ranks, if it has ``samples``; further calls in a step do nothing."""
         metadata = self.averager.metadata_of(step)
         if metadata is not None:
             self._metadata = self.average(step, self.averager.metadata_number, metadata)
@@ -448,18 +447,15 @@ class TrainingSession:
         TransportError
             The metadata did not come.
         """
-        exchange = self.averager.exchange
-        if exchange is None:
-            return 1.0
         self.begin_step(step)
         if self._metadata:
             limit_s = DEADLINE_FACTOR * self.options.deadline_s
             try:
-                exchange.read(self._metadata.result(limit_s).astype(np.float32))
+                self.averager.read_metadata(self._metadata.result(limit_s).astype(np.float32))
             except FutureTimeoutError:
                 raise DeadlineError(f"step {step}: not all ranks' metadata came within {limit_s:g} s") from None
             self._metadata = None
-        return exchange.weight
+        return self.averager.weight
 
     def route_of(self, step: int) -> Route:
         """Return what averages a step while DLCP works; the step begins with the first call.
@@ -559,7 +555,6 @@ class TrainingSession:
             self._on_failure(pending, error)
             return
         assert pending.bucket
-        self.averager.on_averaged(pending.bucket)
         timeline = self.timeline
         if timeline is not None:
             timeline.note("averaged", *pending.id)

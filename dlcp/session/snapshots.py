@@ -367,14 +367,13 @@ class SnapshotWriter(SnapshotFile):
         totals = ledger.summary()
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
-        exchange = session.averager.exchange
         return {
             "reason": session.reason,
             "fallback": session.fallback.name,
             "route": session.route,
             "framework_steps": session.framework_steps,
             **found,
-            "loss_bound": exchange.bound.ratio if exchange else session.options.loss_bound,
+            "loss_bound": session.options.bound().ratio,
             "bound_exceeded": totals["violations"],
             "worst_loss": totals["max_message_ratio"],
             "bits": ledger.latest_bits(),

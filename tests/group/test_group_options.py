@@ -93,12 +93,3 @@ def test_gradients_are_summed():
         for step, sums in enumerate(got):
             for name in SHAPES:
                 np.testing.assert_allclose(sums[name], 2 * expected(step, [1, 1], name), atol=1e-5)
-
-
-def test_a_bound_by_phases_leaves_replicas_identical():
-    options = Options(phases=True, loss_bound=0.1)
-    results = together(2, lambda group: train(group, steps=20), options)
-    for step in range(20):
-        for name in SHAPES:
-            np.testing.assert_allclose(results[0][step][name], expected(step, [1, 1], name), atol=2e-3)
-            np.testing.assert_array_equal(results[0][step][name], results[1][step][name])

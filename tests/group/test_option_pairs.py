@@ -34,7 +34,6 @@ VALUES = {
     "rescale": [None, True, False],
     "adaptive_shards": [True, False],
     "samples": [0, 16],
-    "phases": [False, True],
     "shared_memory": [True, False],
     "paths": [12, 1],
     "payload_bytes": [512, 1024],

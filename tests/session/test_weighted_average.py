@@ -67,13 +67,12 @@ class WeighingServer(Weighing, Ranks):
         self.serve(weighted=True)
 
     def start(self, step, gradients, buckets=None, delays_s=None):
-        from dlcp.collectives.step_metadata import StepMetadata, bucket_of, table_of
+        from dlcp.collectives.step_metadata import bucket_of
 
         told = []
         for rank in range(self.count):
             self.reducers[rank].begin_step(step)
-            table = table_of(StepMetadata(self.samples[rank]), rank, self.count)
-            told.append(self.reducers[rank].start(step, 0, bucket_of(table)))
+            told.append(self.reducers[rank].start(step, 0, bucket_of(self.samples[rank], rank, self.count)))
         self.network.run(lambda: all(each.done() for each in told))
         return super().start(step, gradients)
 

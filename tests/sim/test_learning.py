@@ -8,12 +8,9 @@ import pytest
 from dlcp.collectives.reduction_rules import average as real_average
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
-from dlcp.phases import TIGHT_RATIO, Phases
 from dlcp.planes import PlaneLayout
-from dlcp.sim import learning, training_run
-from dlcp.sim.collectives import RESULT_MESSAGE
+from dlcp.sim import learning
 from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.graph import Graph
 from dlcp.sim.learning import (
     GradientExchange,
     LearningError,
@@ -28,7 +25,6 @@ from dlcp.sim.models import TASK_LAYERS
 from dlcp.sim.packet_engine import MESSAGE_SIZE, PACKET_OUTCOME
 from dlcp.sim.running import run
 from dlcp.sim.scenario import SwitchSpec
-from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.topology import LinkSpec, Star
 from dlcp.sim.training import TrainingJob
 from dlcp.sim.transports import DctcpTransport, DlcpTransport
@@ -241,38 +237,3 @@ def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LearningError, match=r"need PyTorch, which is not installed: pip install 'dlcp\[sim,demo\]'"):
         TaskTrainer(job.learn, "sgd", 4, 6, 1)
-
-
-def test_the_bound_follows_the_norms_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In windows of 4 steps, by the rule of real ranks; what messages carry is what files say."""
-    norms, bounds = [], []
-
-    class ShortPhases(Phases):
-        def __init__(self) -> None:
-            super().__init__(4)
-
-        def add(self, norm: float) -> None:
-            norms.append(norm)
-            super().add(norm)
-
-    def note(self: Simulation, graph: Graph, label: object = None, *, keeps_outcomes: bool = False) -> SubmittedGraph:
-        nodes = graph.nodes[(graph.nodes["size_bytes"] > 0) & ((graph.nodes["message"] & RESULT_MESSAGE) == 0)]
-        bounds.extend(
-            {(int(step), float(bound)) for step, bound in zip(nodes["step"], nodes["loss_bound"], strict=True)}
-        )
-        return submit(self, graph, label, keeps_outcomes=keeps_outcomes)
-
-    submit = Simulation.submit
-    monkeypatch.setattr(training_run, "Phases", ShortPhases)
-    monkeypatch.setattr(Simulation, "submit", note)
-    found = trained(setting(phases=True, steps=24))
-    expected, rule = [], Phases(4)
-    for norm in norms:
-        expected.append(rule.bound(0.1))
-        rule.add(norm)
-    assert len(norms) == 24
-    assert found["jobs"][0]["bounds"] == expected == [bound for _, bound in sorted(bounds)]
-    assert set(expected) == {TIGHT_RATIO, 0.1}
-    assert found["metrics"]["loss_bound"] == pytest.approx(np.mean(expected))
-    with pytest.raises(ValueError, match="add learn and loss_bound"):
-        setting(phases=True, loss_bound=0.0)

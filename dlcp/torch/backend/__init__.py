@@ -2,7 +2,7 @@
 """The ``torch.distributed`` backend ``dlcp``: ``dist.init_process_group("dlcp")`` after ``import dlcp.torch``.
 
 Everything arrives in full; only after :func:`allow_loss` may a sum or average of floats lose packets. A group has no
-steps and no layers: ``samples``, ``phases``, ``compression`` and ``combine`` are for
+steps and no layers: ``samples``, ``compression`` and ``combine`` are for
 :func:`dlcp.torch.enable`. Given to a group they are an error; from the environment, which may mean the hook, they are
 mentioned once.
 """
