@@ -273,32 +273,25 @@ class ReduceOptions:
         The loss bound of the first hop.
     error_feedback
         Send lost values with the next step.
-    rescale
-        Divide each sum by the number of its contributions, not by the number of ranks, so that loss does not shrink it.
-        Only without error feedback: both at once are not stable over many steps (:class:`dlcp.session.Options`).
     adaptive_shards
         Give smaller shards to ranks that receive slowly because their port is congested.
     layers
         Bounds of individual layers.
-
-    Raises
-    ------
-    ValueError
-        Both ``rescale`` and ``error_feedback`` are set.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     error_feedback: bool = True
-    rescale: bool = False
     adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
 
-    def __post_init__(self) -> None:
-        if self.rescale and self.error_feedback:
-            raise ValueError(
-                "rescale needs error_feedback=False: together they are not stable over many steps "
-                "(see dlcp.session.Options)"
-            )
+    @property
+    def rescale(self) -> bool:
+        """Whether each sum is divided by the number of its contributions, not of ranks: loss does not shrink it.
+
+        Beside error feedback this would diverge: the next step would subtract what the division had added. If only one
+        of four ranks delivered a packet in every step, its average would change sign and triple from step to step.
+        """
+        return not self.error_feedback
 
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return the loss bound of layers that have none of their own."""

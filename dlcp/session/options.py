@@ -50,12 +50,8 @@ class Options:
     immediate
         End a message as soon as its bound is met, even without congestion, as the paper does.
     error_feedback
-        Send lost gradients with the next step.
-    rescale
-        Divide each sum by the number of ranks whose contributions arrived. The default, None, does so if
-        ``error_feedback`` is off. The two cannot be combined, because together they diverge: the next step would
-        subtract what the division had added. If only one of four ranks delivers a packet in every step, its average
-        would change sign and triple from step to step.
+        Send lost gradients with the next step. Without it, each sum is divided by the number of ranks whose
+        contributions arrived.
     adaptive_shards
         Give ranks behind a congested port smaller shards to sum. No effect with FSDP2, which assigns the shards itself.
     collective
@@ -147,7 +143,6 @@ class Options:
     precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
-    rescale: Annotated[bool | None, AGREED] = None
     adaptive_shards: Annotated[bool, AGREED] = True
     collective: Annotated[str, OneOf(COLLECTIVES), AGREED] = "direct"
     bind: Annotated[str, HostPort(), OWN] = ""
@@ -244,11 +239,10 @@ class Options:
         return LossBound(0.0 if self.precision == EXACT else self.loss_bound, self.immediate)
 
     def reduction(self) -> ReduceOptions:
-        """Return the all-reduce's part of the options: bounds, error feedback, rescaling and shards."""
+        """Return the all-reduce's part of the options: bounds, error feedback and shards."""
         return ReduceOptions(
             self.bound(),
             self.error_feedback,
-            not self.error_feedback if self.rescale is None else self.rescale,
             self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
         )

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, ReduceOptions
+from dlcp.collectives import Bucket
 from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 
@@ -16,10 +16,3 @@ def test_a_part_is_named_by_its_first_and_last_layer(start, stop, words):
     ends = np.cumsum(list(sizes.values())).tolist()
     segments = [Segment(Layer(name, 0), end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)]
     assert Bucket(np.zeros(10, np.float32), ValueType.FLOAT32, segments).label(start, stop) == words
-
-
-def test_sums_are_not_rescaled_beside_error_feedback():
-    with pytest.raises(ValueError, match=r"rescale needs error_feedback=False.* not stable over many steps"):
-        ReduceOptions(rescale=True)
-    assert ReduceOptions(error_feedback=False, rescale=True).rescale
-    assert not ReduceOptions().rescale

@@ -69,7 +69,8 @@ def check_that_nothing_is_lost_for_good(ranks):
     assert all(ledger.violations == 0 for ledger in ranks.ledgers)
 
 
-def test_rescaling_divides_by_what_was_delivered():
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_sums_are_rescaled_without_error_feedback(error_feedback):
     def lose(network, source, header):
         return (
             header.type is PacketType.DATA
@@ -78,17 +79,16 @@ def test_rescaling_divides_by_what_was_delivered():
             and header.index == 4
         )
 
-    for rescale in (True, False):
-        ranks = ranks_with_server(bound=0.3, rescale=rescale, error_feedback=False, policy=NOTHING_PROTECTED, lose=lose,
-                                  value_type=ValueType.FLOAT64)  # fmt: skip
-        gradients = ranks.gradients(2, {"fc.weight": 180 * 20})
-        one, two, three = (rank["fc.weight"] for rank in gradients)
-        got = ranks.reduce(0, gradients, [["fc.weight"]])[2]["fc.weight"]
-        lost = slice(180 * 4, 180 * 5)
-        np.testing.assert_allclose(got[lost], (one + three)[lost] / (2 if rescale else 3), rtol=1e-12)
-        kept = np.delete(np.arange(len(got)), np.arange(len(got))[lost])
-        np.testing.assert_allclose(got[kept], (one + two + three)[kept] / 3, rtol=1e-12)
-        assert ranks.lost == 1
+    ranks = ranks_with_server(bound=0.3, error_feedback=error_feedback, policy=NOTHING_PROTECTED, lose=lose,
+                              value_type=ValueType.FLOAT64)  # fmt: skip
+    gradients = ranks.gradients(2, {"fc.weight": 180 * 20})
+    one, two, three = (rank["fc.weight"] for rank in gradients)
+    got = ranks.reduce(0, gradients, [["fc.weight"]])[2]["fc.weight"]
+    lost = slice(180 * 4, 180 * 5)
+    np.testing.assert_allclose(got[lost], (one + three)[lost] / (3 if error_feedback else 2), rtol=1e-12)
+    kept = np.delete(np.arange(len(got)), np.arange(len(got))[lost])
+    np.testing.assert_allclose(got[kept], (one + two + three)[kept] / 3, rtol=1e-12)
+    assert ranks.lost == 1
 
 
 def test_results_are_tagged_like_the_gradients_they_are_made_of():

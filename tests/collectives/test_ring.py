@@ -18,7 +18,6 @@ from tests.collectives.virtual_ranks import (
     LAYERS,
     NOTHING_PROTECTED,
     ONE_BUCKET,
-    RESCALING_AND_ERROR_FEEDBACK,
     SIZES,
     assert_identical,
 )
@@ -223,12 +222,12 @@ def lose_partial_sum(hop_lost, packets, source_lost):
     return lose
 
 
-@RESCALING_AND_ERROR_FEEDBACK
+@pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("hop", [0, 1, 2])
-def test_what_rescaling_and_error_feedback_do(hop, rescale, error_feedback):
+def test_sums_are_rescaled_without_error_feedback(hop, error_feedback):
     """Packets 2 and 5 of one hop are lost, and with them the sum of ``hop + 1`` ranks."""
     source = 1
-    ranks = RingRanks(4, bound=0.9, rescale=rescale, error_feedback=error_feedback, policy=NOTHING_PROTECTED,
+    ranks = RingRanks(4, bound=0.9, error_feedback=error_feedback, policy=NOTHING_PROTECTED,
                       lose=lose_partial_sum(hop, (2, 5), source), value_type=ValueType.FLOAT64)  # fmt: skip
     gradients = ranks.gradients(8, {"conv1.weight": 180 * 40})
     parts = [rank["conv1.weight"] for rank in gradients]
@@ -243,7 +242,7 @@ def test_what_rescaling_and_error_feedback_do(hop, rescale, error_feedback):
         lost[start : start + 180] = True
     dropped = sum(parts[(block + place) % 4] for place in range(hop + 1))
     rest = sum(parts) - dropped
-    expected = np.where(lost, rest / (3 - hop if rescale else 4), sum(parts) / 4)
+    expected = np.where(lost, rest / (4 if error_feedback else 3 - hop), sum(parts) / 4)
     np.testing.assert_allclose(averages[0]["conv1.weight"], expected, rtol=1e-9, atol=1e-12)
 
     owed = [reducer.context.residual.of("conv1.weight") for reducer in ranks.reducers]
@@ -322,7 +321,7 @@ def test_short_formats_owe_what_they_lose(value_type):
 @pytest.mark.parametrize("size", [1, 361, 720, 1081, 1440 * 5 + 7])
 @EVERY_FORMAT
 def test_buffers_that_do_not_divide(size, value_type):
-    ranks = RingRanks(5, value_type=value_type, bound=0.5, loss=0.1, seed=size, error_feedback=False, rescale=False)
+    ranks = RingRanks(5, value_type=value_type, bound=0.5, loss=0.1, seed=size, error_feedback=False)
     gradients = ranks.gradients(12, {"fc.weight": size})
     averages = ranks.reduce(0, gradients, [["fc.weight"]])
     assert_identical(averages)

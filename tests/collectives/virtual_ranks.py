@@ -17,27 +17,19 @@ SMALL_SIZES = {"conv1.weight": 4000, "conv1.bias": 40, "conv2.weight": 8000, "co
 LAYERS = layers_in_order(list(SIZES))
 ONE_BUCKET = [list(SIZES)]
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
-RESCALING_AND_ERROR_FEEDBACK = pytest.mark.parametrize(
-    ("rescale", "error_feedback"), [(True, False), (False, True), (False, False)]
-)
-
 
 class Ranks:
-    """``count`` workers, and with ``server`` a parameter server as one more rank.
-
-    By default sums are rescaled where error feedback is off, as sessions do it.
-    """
+    """``count`` workers, and with ``server`` a parameter server as one more rank."""
 
     sizes = SIZES
 
-    def __init__(self, count, *, bound=0.0, error_feedback=True, rescale=None, adaptive_shards=False, immediate=False,
+    def __init__(self, count, *, bound=0.0, error_feedback=True, adaptive_shards=False, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
                  precision="32", **fields):  # fmt: skip
         self.count, self.value_type, self.bits = count, value_type, int(precision)
-        rescale = not error_feedback if rescale is None else rescale
         self.network = network(count + server, lose, **fields)
         self.connections = self.network.ranks[:]
-        options = self.options = ReduceOptions(LossBound(bound, immediate), error_feedback, rescale, adaptive_shards)
+        options = self.options = ReduceOptions(LossBound(bound, immediate), error_feedback, adaptive_shards)
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
             DirectAllReduce(

@@ -32,7 +32,7 @@ class AtOnce(Executor):
 
 
 class CompressedRanks:
-    """``count`` ranks that compress, or combine, or both. Sums are rescaled where sessions do so."""
+    """``count`` ranks that compress, or combine, or both."""
 
     def __init__(self, count, compression="", combine="average", *, bound=0.1, error_feedback=True,
                  collective="direct", value_type=ValueType.FLOAT32, policy=NOTHING_PROTECTED, network=Network,
@@ -49,7 +49,7 @@ class CompressedRanks:
                 RankContext(
                     self.connections[rank],
                     range(count),
-                    ReduceOptions(LossBound(bound), error_feedback, not error_feedback, adaptive_shards=False),
+                    ReduceOptions(LossBound(bound), error_feedback, adaptive_shards=False),
                     Tagger(policy),
                     self.ledgers[rank],
                     self.residuals[rank],

@@ -31,7 +31,6 @@ VALUES = {
     "loss_bound": [0.1, 0.0],
     "immediate": [False, True],
     "error_feedback": [True, False],
-    "rescale": [None, True, False],
     "adaptive_shards": [True, False],
     "samples": [0, 16],
     "shared_memory": [True, False],
@@ -47,7 +46,7 @@ NOT_OPTIONS = "value_type", "flush"
 
 def given(combination):
     """Return a combination's options; what it does not say is the default, or whatever does not rule the rest out."""
-    open_choices = {"fallback": False, "error_feedback": not combination.get("rescale")}
+    open_choices = {"fallback": False}
     options = open_choices | {name: combination[name] for name in combination if name not in NOT_OPTIONS}
     if options.get("collective") == "server":
         options["server"] = "127.0.0.1:9"

@@ -20,7 +20,6 @@ def test_every_simple_option_can_be_set_by_the_environment():
             "DLCP_LOSS_BOUND": "0.25",
             "DLCP_IMMEDIATE": "1",
             "DLCP_ERROR_FEEDBACK": "0",
-            "DLCP_RESCALE": "False",
             "DLCP_ADAPTIVE_SHARDS": "true",
             "DLCP_COLLECTIVE": "server",
             "DLCP_BIND": "10.0.0.1:53700",
@@ -41,7 +40,6 @@ def test_every_simple_option_can_be_set_by_the_environment():
         loss_bound=0.25,
         immediate=True,
         error_feedback=False,
-        rescale=False,
         adaptive_shards=True,
         collective="server",
         bind="10.0.0.1:53700",
@@ -168,12 +166,6 @@ def test_options_can_be_changed_and_pickled():
     options = Options(job=3, tag_policy=TagPolicy(memory=0.25)).with_(loss_bound=0.3)
     assert (options.job, options.loss_bound) == (3, 0.3)
     assert pickle.loads(pickle.dumps(options)) == options
-
-
-@pytest.mark.parametrize(("feedback", "rescales"), [(True, False), (False, True)])
-def test_sums_are_rescaled_only_where_nothing_is_sent_again(feedback, rescales):
-    assert Options(error_feedback=feedback).reduction().rescale is rescales
-    assert not Options(error_feedback=feedback, rescale=False).reduction().rescale
 
 
 def test_a_mistyped_option_is_an_error_with_a_suggestion():
