@@ -105,8 +105,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     loss_bound
         The share of a contribution's packets that may be lost, if the transport bounds loss. Results are always
         delivered whole.
-    adaptive_shards
-        Whether ``direct`` gives ranks with slow links smaller shards (`dlcp.slow_ports`), as real ranks do.
     precision
         Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
         and ``fast``, what is fastest, from few bits on (`dlcp.arms`).
@@ -154,7 +152,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     bytes_per_value: Literal[1, 2, 4] = 4
     compression: Annotated[float, Meta(ge=1, le=FACTOR_MAX)] = 1.0
     loss_bound: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    adaptive_shards: bool = False
     precision: Precision = FULL_BITS
     pipeline: str = ""
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -182,11 +179,6 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(
                 f"hierarchical: {self.workers} workers do not fill groups of {self.group}; use a multiple of it"
             )
-        if self.adaptive_shards and (self.collective != "direct" or self.pipeline):
-            raise ValueError(
-                f"adaptive_shards is for the collective direct, without pipeline; got collective {self.collective!r}; "
-                "change one of them"
-            )
         if self.precision != FULL_BITS and (
             self.collective not in ("parameter_server", "direct") or self.compression > 1
         ):
@@ -209,14 +201,17 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.group if self.collective == "hierarchical" else 1
 
     def shard_weights(self, hosts: Sequence[int], topology: NetworkTopology) -> tuple[float, ...]:
-        """Return each worker's share of a buffer as an owner; empty if shares are equal."""
-        if not self.adaptive_shards:
+        """Return each worker's share of a buffer as an owner; empty if shares are equal.
+
+        With ``direct``, workers with slow links own less (`dlcp.slow_ports`), as real ranks do.
+        """
+        if self.collective != "direct" or self.pipeline:
             return ()
         rates: dict[int, float] = dict.fromkeys(hosts, 0.0)
         for link in topology.links:
             if link.target in rates:
                 rates[link.target] = max(rates[link.target], link.spec.rate_gbps)
-        return tuple(weights_for_rates(rates).values())
+        return tuple(weights_for_rates(rates).values()) if len(set(rates.values())) > 1 else ()
 
     def _check_pipeline(self) -> None:
         if self.servers or self.precision != FULL_BITS:

@@ -61,7 +61,7 @@ class Bucket:
         of the others.
     scattered
         Whether it is a reduce-scatter: each owner keeps the average of its shard, and the other shards' values become
-        meaningless. Only for the direct all-reduce, with equal shards, owned by the contributors in ascending order.
+        meaningless. Only for the direct all-reduce; shards are equal, owned by the contributors in ascending order.
     factor
         Factor on averages of a scattered bucket; the number of ranks turns them into sums.
     """
@@ -273,15 +273,12 @@ class ReduceOptions:
         The loss bound of the first hop.
     error_feedback
         Send lost values with the next step.
-    adaptive_shards
-        Give smaller shards to ranks that receive slowly because their port is congested.
     layers
         Bounds of individual layers.
     """
 
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     error_feedback: bool = True
-    adaptive_shards: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
 
     @property

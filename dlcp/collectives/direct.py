@@ -84,7 +84,6 @@ class DirectAllReduce:
         self.weights = dict(weights or dict.fromkeys(context.contributors, 1.0))
         self.between_ranks = weights is None
         self._one_hop = one_hop and self.between_ranks and len(context.contributors) == 2
-        self.adaptive = context.options.adaptive_shards and self.between_ranks
         self.bits = FULL_BITS
         self._has_server = weights is not None
         self._steps = 0
@@ -107,8 +106,7 @@ class DirectAllReduce:
         rates = self.received_bps(self._slow)
         if rates:
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
-            if self.adaptive:
-                self.weights = weights_for_rates(rates)
+            self.weights = weights_for_rates(rates)
         self.bits = bits
         self.rates_bps, self._reported_with = {}, {}
         self._steps += 1
@@ -351,10 +349,10 @@ class DirectRun(BucketRun):
         self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket, bits: int = FULL_BITS
     ) -> None:
         super().__init__(reducer.context, step, sequence, bucket)
-        if bucket.scattered and reducer.adaptive:
-            raise ValueError(f"step {step}, bucket {sequence}: scattered, so adaptive_shards must be off")
         self.reducer, self.rank, self.values = reducer, reducer.context.rank, bucket.values
-        plan = self.plan = reducer.plan_of(sequence, bucket, reducer.weights, bits)
+        # The caller of a scattered bucket has assigned the shards.
+        weights = dict.fromkeys(self.context.contributors, 1.0) if bucket.scattered else reducer.weights
+        plan = self.plan = reducer.plan_of(sequence, bucket, weights, bits)
         self.bounds = plan.bounds
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)

@@ -52,11 +52,9 @@ class Options:
     error_feedback
         Send lost gradients with the next step. Without it, each sum is divided by the number of ranks whose
         contributions arrived.
-    adaptive_shards
-        Give ranks behind a congested port smaller shards to sum. No effect with FSDP2, which assigns the shards itself.
     collective
-        ``direct`` (every rank sums a shard), ``ring``, ``server`` (a parameter server sums), or ``auto`` (direct or
-        ring, whichever is faster for the size).
+        ``direct`` (every rank sums a shard, a smaller one behind a congested port), ``ring``, ``server`` (a parameter
+        server sums), or ``auto`` (direct or ring, whichever is faster for the size).
     bind
         Address of this rank's UDP socket, ``host:port``; port 0 means the first free DLCP port. The default is that
         port at the addresses that the kernel's routes to the rendezvous and to the other ranks use
@@ -143,7 +141,6 @@ class Options:
     precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
-    adaptive_shards: Annotated[bool, AGREED] = True
     collective: Annotated[str, OneOf(COLLECTIVES), AGREED] = "direct"
     bind: Annotated[str, HostPort(), OWN] = ""
     advertise: Annotated[str, HostPort(), OWN] = ""
@@ -239,11 +236,10 @@ class Options:
         return LossBound(0.0 if self.precision == EXACT else self.loss_bound, self.immediate)
 
     def reduction(self) -> ReduceOptions:
-        """Return the all-reduce's part of the options: bounds, error feedback and shards."""
+        """Return the all-reduce's part of the options: bounds and error feedback."""
         return ReduceOptions(
             self.bound(),
             self.error_feedback,
-            self.adaptive_shards,
             LayerBounds.parse(self.layer_bounds),
         )
 

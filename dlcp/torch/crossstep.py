@@ -321,7 +321,7 @@ class CrossStep(Optimizer):
             return
         if self._closed:
             raise RuntimeError("this optimizer is closed; call cross_step again to continue")
-        # All averages of the last step have arrived, so ranks divide alike (adaptive shards) and may refuse its
+        # All averages of the last step have arrived, so ranks divide buckets alike and may refuse its
         # packets.
         self._finish()
         self.traffic.settle()

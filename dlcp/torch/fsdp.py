@@ -250,8 +250,7 @@ def attach(state: State, model: torch.nn.Module) -> None:
     if len(ranks) != 1:
         raise ValueError(f"parameters are sharded over different ranks, {sorted(ranks)}: DLCP supports one such group")
 
-    # FSDP2 decides what a rank owns.
-    options = state.options.with_(collective=DIRECT, adaptive_shards=False)
+    options = state.options.with_(collective=DIRECT)
     route = framework_route(process_groups[0], next(iter(named.values())).device)
     session = state.join(
         process_groups[0],

@@ -7,7 +7,7 @@ import pytest
 from dlcp.collectives import Bucket
 from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
-from tests.collectives.test_slow_ports import MBIT, EvenPorts
+from tests.collectives.test_slow_ports import MBIT, EvenPorts, SlowPort
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, Ranks
 
 SHARDS = {"conv1.weight": 15_000, "conv1.bias": 40, "conv2.weight": 60_000, "fc.weight": 20_345}
@@ -108,6 +108,13 @@ def test_each_owner_has_its_shard_of_the_average_or_sum(value_type, factor):
         tolerance = {"rtol": 1e-12 if exact else 2e-6 if value_type is ValueType.FLOAT32 else 1e-2, "atol": 1e-4}
         np.testing.assert_allclose(widen(averages[0][name]), total, **tolerance)
     assert not sum(reducer.context.residual.size for reducer in ranks.reducers)
+
+
+def test_shards_stay_equal_behind_a_slow_port():
+    ranks, *told, _ = train(4, steps=4, network=SlowPort)
+    weights = ranks.reducers[0].weights
+    assert weights[3] < weights[0], "other buckets would be divided like this"
+    ranks.assert_sums_kept(*told, 1e-2)
 
 
 @pytest.mark.parametrize(("bound", "immediate"), [(0.0, False), (0.2, False), (0.2, True)])

@@ -16,7 +16,7 @@ from tests.transport.exchanges import Selective
 MBIT = 1e6
 SIZES = {"conv1.weight": 45_000, "conv1.bias": 40, "conv2.weight": 200_000, "conv2.bias": 100, "fc.weight": 100_345}
 STEPS = 8
-PORTS = {"adaptive_shards": True, "rate_bps": 32 * MBIT, "depth": 96}
+PORTS = {"rate_bps": 32 * MBIT, "depth": 96}
 
 
 class SlowPort(Selective):

@@ -23,13 +23,13 @@ class Ranks:
 
     sizes = SIZES
 
-    def __init__(self, count, *, bound=0.0, error_feedback=True, adaptive_shards=False, immediate=False,
+    def __init__(self, count, *, bound=0.0, error_feedback=True, immediate=False,
                  policy=None, server=False, value_type=ValueType.FLOAT32, lose=None, network=Selective,
                  precision="32", **fields):  # fmt: skip
         self.count, self.value_type, self.bits = count, value_type, int(precision)
         self.network = network(count + server, lose, **fields)
         self.connections = self.network.ranks[:]
-        options = self.options = ReduceOptions(LossBound(bound, immediate), error_feedback, adaptive_shards)
+        options = self.options = ReduceOptions(LossBound(bound, immediate), error_feedback)
         self.ledgers = [Ledger(1) for _ in range(count)]
         self.reducers = [
             DirectAllReduce(

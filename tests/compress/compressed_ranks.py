@@ -49,7 +49,7 @@ class CompressedRanks:
                 RankContext(
                     self.connections[rank],
                     range(count),
-                    ReduceOptions(LossBound(bound), error_feedback, adaptive_shards=False),
+                    ReduceOptions(LossBound(bound), error_feedback),
                     Tagger(policy),
                     self.ledgers[rank],
                     self.residuals[rank],

@@ -31,7 +31,6 @@ VALUES = {
     "loss_bound": [0.1, 0.0],
     "immediate": [False, True],
     "error_feedback": [True, False],
-    "adaptive_shards": [True, False],
     "samples": [0, 16],
     "shared_memory": [True, False],
     "paths": [12, 1],
