@@ -199,7 +199,7 @@ class Group:
             range(self.size),
             ledger=self.ledger,
             feedback=feedback,
-            tagger=Tagger(options.classes()),
+            tagger=Tagger(options.tag_policy),
         )
         self._session = TrainingSession(averager, store_fallback(self._watch, feedback))
         agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)

@@ -18,7 +18,6 @@ from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import Share
 from dlcp.transport.options import Congestion, FlowWeight, PathCount, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
-from dlcp.wire import DROP_CLASSES
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
@@ -103,9 +102,6 @@ class Options:
         ``precision`` of 16 bits or less; but for ranks that share memory, ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
-    protected_share
-        Share of each layer's packets that are protected from loss: those with the largest values. The rest is divided
-        evenly among the drop classes. Below 0, the default (-1), ``tag_policy`` determines the shares.
     layer_bounds
         Loss bounds of single layers, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
     samples
@@ -162,7 +158,6 @@ class Options:
     fallback: Annotated[bool, AGREED] = True
     route: Annotated[str, OneOf(ROUTES), AGREED] = AUTO_ROUTE
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
-    protected_share: Annotated[float, Range(-1.0, 1), Unit("of a layer's packets")] = -1.0
     layer_bounds: Annotated[str, AGREED] = ""
     samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
     compression: Annotated[str, AGREED, WHOLE_STEP] = ""
@@ -242,14 +237,6 @@ class Options:
             self.error_feedback,
             LayerBounds.parse(self.layer_bounds),
         )
-
-    def classes(self) -> TagPolicy:
-        """Return the tag policy, with ``protected_share`` applied."""
-        if self.protected_share < 0:
-            return self.tag_policy
-        rest = (1 - self.protected_share) / (DROP_CLASSES - 1)
-        shares = (self.protected_share, *([rest] * (DROP_CLASSES - 1)))
-        return replace(self.tag_policy, front_shares=shares, back_shares=shares)
 
     @property
     def is_coarse(self) -> bool:

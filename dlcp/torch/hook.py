@@ -83,7 +83,7 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
         state = State(options or Options())
     elif options is not None:
         state.options = options
-        state.tagger.policy = options.classes()
+        state.tagger.policy = options.tag_policy
         state.ledger.job = options.job
     if "torch.distributed.tensor" in sys.modules:  # otherwise no tensor parallelism is in use
         from dlcp.torch.tensor_parallel import keep_copies_equal  # most jobs do not need it

@@ -90,7 +90,7 @@ class State:
         self._residual = Residual()
         self._unused: UnusedParameters | None = None
         self._unsettled = False
-        self.tagger = Tagger(options.classes())
+        self.tagger = Tagger(options.tag_policy)
         self.session: TrainingSession | None = None
         self.group_ranks: tuple[int, ...] = ()
         self.attached = False

@@ -15,7 +15,6 @@ from dlcp.transport import LossBound, TransportOptions
 
 SENSELESS = {
     "loss_bound": ("nan", "-0.1", "1", "inf", "-inf"),
-    "protected_share": ("nan", "-1.1", "1.1", "inf", "-inf"),
     "flow_weight": ("nan", "-1", "inf", "1e300"),
     "switch_hops": ("0", "-1", "65536", "9" * 100),
     "paths": ("0", "-1", "65"),

@@ -35,7 +35,6 @@ VALUES = {
     "shared_memory": [True, False],
     "paths": [12, 1],
     "payload_bytes": [512, 1024],
-    "protected_share": [-1.0, 0.5],
     "tagged": [True, False],
     "fallback": [True, False],
     "flush": [False, True],

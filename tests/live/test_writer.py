@@ -24,7 +24,7 @@ np = pytest.importorskip("numpy")
 @pytest.fixture
 def session():
     options = Options()
-    parts = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger(options.classes())}
+    parts = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger(options.tag_policy)}
     return TrainingSession(StepAverager(options, 1, range(3), **parts), Fallback("nothing"))
 
 

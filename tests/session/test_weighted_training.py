@@ -110,6 +110,3 @@ def test_options_that_do_not_go_together_are_refused():
         dlcp.torch.Options(samples=-1)
     with pytest.raises(ValueError, match="a layer's bound"):
         dlcp.torch.Options(layer_bounds="embed")
-    with pytest.raises(ValueError, match=r"protected_share must lie in \[-1, 1\], got 1\.5"):
-        dlcp.torch.Options(protected_share=1.5)
-    assert dlcp.torch.Options(protected_share=0.3).classes().front_shares[0] == 0.3
