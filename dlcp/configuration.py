@@ -134,6 +134,50 @@ class OneOf:
             raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {short(value)}")
 
 
+@dataclass(frozen=True, slots=True)
+class ByPattern:
+    """An option's number, and others for names that match patterns: ``0.1`` or ``0.1, embed*=0, head.*=0.01``.
+
+    Parameters
+    ----------
+    range
+        The range of all these numbers.
+    """
+
+    range: Range
+
+    def parse(self, name: str, value: object) -> tuple[float, tuple[tuple[str, float], ...]]:
+        """Return the number of all other names, and pairs of a pattern and its number.
+
+        Raises
+        ------
+        ValueError
+            The value is not such a number or text; the message has the ``name`` and the entry.
+        """
+        if not isinstance(value, str):
+            self.range.check(name, value)
+            return float(cast(float, value)), ()
+        found: list[tuple[str, float]] = []
+        for entry in map(str.strip, value.split(",")):
+            pattern, equals, number = entry.rpartition("=")
+            pattern = pattern.strip()
+            try:
+                if bool(pattern) is not bool(found) or bool(pattern) is not bool(equals):
+                    raise ValueError  # only the first has no pattern
+                found.append((pattern, float(number)))
+            except ValueError:
+                raise ValueError(
+                    f"{name} must be a number, or a number and then others by pattern, such as 0.1, embed*=0; "
+                    f"got {short(entry)}"
+                ) from None
+            self.range.check(f"{name}: {pattern}" if pattern else name, found[-1][1])
+        return found[0][1], tuple(found[1:])
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ValueError with the name if a value is not such a number or text."""
+        self.parse(name, value)
+
+
 _PORTS: Final = 1 << 16
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -201,13 +245,16 @@ class Option:
     type: type[_Simple]
     default: object
     optional: bool
-    allowed: Range | HostPort | OneOf | None
+    allowed: Range | HostPort | OneOf | ByPattern | None
     unit: str
     traits: frozenset[Trait]
 
     def check(self, where: str, value: object) -> None:
         """Raise ValueError with ``where`` if a value is not allowed."""
         if self.allowed is None or (value is None and self.optional):
+            return
+        if isinstance(self.allowed, ByPattern):
+            self.allowed.check(where, value)
             return
         if self.type is int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
             raise ValueError(f"{where} must be a whole number, got {short(value)}")
@@ -228,6 +275,9 @@ class Option:
                 return _TRUTHS[text.lower()]
             value = int(text, 0) if self.type is int else self.type(text)
         except (KeyError, ValueError):
+            if isinstance(self.allowed, ByPattern):
+                self.check(where, text)
+                return text
             raise ValueError(f"{where} must be {_EXPECTED[self.type]}, got {short(text)}") from None
         self.check(where, value)
         return value
@@ -237,6 +287,8 @@ class Option:
         match self.allowed:
             case Range():
                 allowed = f"in {self.allowed} {self.unit}".rstrip()
+            case ByPattern(limits):
+                allowed = f"in {limits} {self.unit}".rstrip() + ", and others by pattern: `0.1, embed*=0`"
             case OneOf(words):
                 allowed = f"one of `{'`, `'.join(words)}`"
             case HostPort():
@@ -254,7 +306,7 @@ def _fields_of(cls: Hashable) -> dict[str, Option]:
     for entry in fields(cast(Any, cls)):
         kind, marks, optional = _parts(hints[entry.name])
         if kind in _EXPECTED:
-            allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort | OneOf)), None)
+            allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort | OneOf | ByPattern)), None)
             unit = next((mark.name for mark in marks if isinstance(mark, Unit)), "")
             traits = frozenset(mark for mark in marks if isinstance(mark, Trait))
             found[entry.name] = Option(entry.name, kind, entry.default, optional, allowed, unit, traits)
@@ -269,9 +321,8 @@ def _parts(hint: Any) -> tuple[Any, list[Any], bool]:
         return bare, more + marks, optional
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         others = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        if len(others) == 1:
-            bare, marks, _ = _parts(others[0])
-            return bare, marks, True
+        bare, marks, _ = _parts(others[0])
+        return bare, marks, types.NoneType in typing.get_args(hint)
     return hint, [], False
 
 
@@ -456,7 +507,8 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Opti
         wanted = declared[name].type
         if wanted is float and type(value) is int:
             value = float(value)
-        if type(value) is not wanted:
+        text_too = isinstance(declared[name].allowed, ByPattern) and isinstance(value, str)
+        if type(value) is not wanted and not text_too:
             expected = "true or false" if wanted is bool else _EXPECTED[wanted]
             raise ValueError(f"{path}: {name} must be {expected}, got {value!r}")
         found[name] = value

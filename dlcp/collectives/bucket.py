@@ -29,7 +29,6 @@ from dlcp.ledger import Ledger
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, TransportError
-from dlcp.transport.messages import SHARE
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks report after an average, in bit/s; 0 if unknown."""
@@ -172,31 +171,6 @@ class LayerBounds:
     """
 
     rules: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        for pattern, ratio in self.rules:
-            if not pattern or ratio not in SHARE:
-                raise ValueError(f"a layer's bound must lie in {SHARE} and have a pattern, got {pattern!r}={ratio}")
-
-    @classmethod
-    def parse(cls, text: str) -> "LayerBounds":
-        """Parse bounds written like ``embed*=0, *.norm?.*=0, head.*=0.01``.
-
-        Raises
-        ------
-        ValueError
-            A part is not a pattern with a bound; the message names it.
-        """
-        rules = []
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            pattern, equals, ratio = part.rpartition("=")
-            try:
-                if not equals:
-                    raise ValueError
-                rules.append((pattern.strip(), float(ratio)))
-            except ValueError:
-                raise ValueError(f"a layer's bound is written PATTERN=SHARE, such as embed*=0, not {part!r}") from None
-        return cls(tuple(rules))
 
     def __bool__(self) -> bool:
         return bool(self.rules)

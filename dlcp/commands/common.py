@@ -160,10 +160,12 @@ def add_out(parser: _Parser, default: Path) -> None:
 
 def add_training(parser: _Parser, steps: int, out: Path) -> None:
     """Declare the options that ``dlcp demo`` and ``dlcp testbed run`` have in common."""
+    from dlcp.transport.messages import SHARE  # few commands need it
+
     parser.add_argument("--collective", choices=["direct", "ps"], help="all-reduce (the default) or parameter server")
     add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
     add_steps(parser, steps)
-    add(parser, "--loss-bound", "SHARE", option("loss_bound"), "share of a message that may be lost", default=0.1)
+    add(parser, "--loss-bound", "SHARE", real(SHARE), "share of a message that may be lost", default=0.1)
     bits = "bits of a value: 32, 16, 8, 4, or what is fastest: exact, auto (8 or 32), fast (also 4)"
     add(parser, "--precision", "BITS", option("precision"), bits, default="auto")
     only = "only these runs: gloo plain dlcp dlcp_priority; the page needs all of them but gloo, the figures do not"

@@ -11,18 +11,18 @@ from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
-from dlcp.configuration import HostPort, OneOf, Range, Trait, Unit
+from dlcp.configuration import ByPattern, HostPort, OneOf, Range, Trait, Unit
 from dlcp.error_text import closest
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
-from dlcp.transport.messages import Share
+from dlcp.transport.messages import SHARE
 from dlcp.transport.options import Congestion, FlowWeight, PathCount, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 Token = Annotated[int, Range(0, (1 << 64) - 1)]
 AGREED, SET_ALIKE, OWN, WHOLE_STEP = Trait.AGREED, Trait.SET_ALIKE, Trait.OWN, Trait.WHOLE_STEP
-PACKETS = Unit("of a message's packets")
+BOUNDS = ByPattern(SHARE)
 ROUTES = AUTO_ROUTE, DLCP_ROUTE, FRAMEWORK_ROUTE = "auto", "dlcp", "framework"
 
 
@@ -38,6 +38,7 @@ class Options:
     loss_bound
         The largest share of a message's packets that may be lost, 0 to 1. Losses are accepted only under congestion.
         0.1 does not harm convergence (DLCP, arXiv 2008.08445). With error feedback, lost gradients are sent later.
+        Layers may have other bounds, by name: ``0.1, embed*=0, *.norm?.*=0, head.*=0.01``. The first match counts.
     precision
         What may be taken from gradients: ``exact`` (nothing: all bits, and no losses), ``auto`` (what costs no more
         steps than bfloat16), or ``fast`` (also 4 bits, for models that bear it). With ``auto`` and ``fast`` the ranks
@@ -102,8 +103,6 @@ class Options:
         ``precision`` of 16 bits or less; but for ranks that share memory, ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.tags.TagPolicy`.
-    layer_bounds
-        Loss bounds of single layers, by name: ``embed*=0, *.norm?.*=0, head.*=0.01``.
     samples
         Number of samples that this rank's gradients are the mean of; call ``samples`` of the state or group when it
         changes. Every sample then has the same weight. With 0, the default, every rank has the same weight.
@@ -133,7 +132,7 @@ class Options:
         There is no such option.
     """
 
-    loss_bound: Annotated[Share, PACKETS, AGREED] = 0.1
+    loss_bound: Annotated[float | str, BOUNDS, Unit("of a message's packets"), AGREED] = 0.1
     precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
@@ -158,7 +157,6 @@ class Options:
     fallback: Annotated[bool, AGREED] = True
     route: Annotated[str, OneOf(ROUTES), AGREED] = AUTO_ROUTE
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
-    layer_bounds: Annotated[str, AGREED] = ""
     samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
     compression: Annotated[str, AGREED, WHOLE_STEP] = ""
     combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
@@ -183,6 +181,10 @@ class Options:
     def _check(self) -> None:
         object.__setattr__(self, "precision", str(self.precision))  # 8 is as clear as "8"
         configuration.check(self)
+        ratio, layers = BOUNDS.parse("loss_bound", self.loss_bound)
+        # Ranks must agree on it, however they write it.
+        text = ", ".join([str(ratio), *(f"{pattern}={share}" for pattern, share in layers)])
+        object.__setattr__(self, "loss_bound", text if layers else ratio)
         if self.collective == SERVER and not self.server:
             raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
         if self.server and self.collective != SERVER:
@@ -210,11 +212,6 @@ class Options:
             *(self.compression, self.combine, self.collective), fallback=self.fallback, precision=self.precision
         )
         self.transport(1)
-        try:
-            LayerBounds.parse(self.layer_bounds)
-        except ValueError as error:
-            raise ValueError(f"layer_bounds: {error}") from None
-        self.reduction()
 
     def __reduce__(self) -> tuple[Any, ...]:
         protecting = {each.name for each in configuration.options_of(Options).values() if Trait.PROTECTS in each.traits}
@@ -227,16 +224,21 @@ class Options:
         return cls() if environment is None else configuration.build(cls, environment)
 
     def bound(self) -> LossBound:
-        """Return the loss bound."""
-        return LossBound(0.0 if self.precision == EXACT else self.loss_bound, self.immediate)
+        """Return the loss bound of layers that have none of their own."""
+        return LossBound(self._bounds()[0], self.immediate)
+
+    def _bounds(self) -> tuple[float, LayerBounds]:
+        ratio, layers = (0.0, ()) if self.precision == EXACT else BOUNDS.parse("loss_bound", self.loss_bound)
+        return ratio, LayerBounds(layers)
+
+    def describe_bounds(self) -> str:
+        """Return the loss bounds in force, for people: ``10%, embed* 0%``."""
+        ratio, layers = self._bounds()
+        return ", ".join(f"{pattern} {100 * share:g}%".lstrip() for pattern, share in (("", ratio), *layers.rules))
 
     def reduction(self) -> ReduceOptions:
         """Return the all-reduce's part of the options: bounds and error feedback."""
-        return ReduceOptions(
-            self.bound(),
-            self.error_feedback,
-            LayerBounds.parse(self.layer_bounds),
-        )
+        return ReduceOptions(self.bound(), self.error_feedback, self._bounds()[1])
 
     @property
     def is_coarse(self) -> bool:

@@ -114,7 +114,7 @@ def _announce(model: torch.nn.Module, state: State) -> None:
     options, ranks = state.options, len(state.group_ranks)
     text = (
         f"averages the gradients of {type(model).__name__} ({parameters:,} parameters) over {ranks} ranks: "
-        f"loss bound {options.loss_bound:.0%}, precision {options.precision}, route {options.route}"
+        f"loss bound {options.describe_bounds()}, precision {options.precision}, route {options.route}"
     )
     if log.hasHandlers():
         log.info("DLCP %s", text)

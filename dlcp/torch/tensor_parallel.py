@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from dlcp.arms import EXACT
 from dlcp.planes import FULL_BITS
 from dlcp.session.options import Options
 
@@ -27,7 +28,7 @@ def keep_copies_equal(model: torch.nn.Module, options: Options) -> Options:
         An option would let them drift apart; the message names it and a parameter.
     """
     copied = undivided(model)
-    if not copied:
+    if not copied or options.precision == EXACT:
         return options
     conflicts = ["compression"] * bool(options.compression)
     conflicts += ["precision"] * options.is_coarse
@@ -38,7 +39,8 @@ def keep_copies_equal(model: torch.nn.Module, options: Options) -> Options:
         )
     bounds = options.reduction().layers
     exact = [f"{glob.escape(name)}=0" for name in copied if bounds.of(name) != 0]
-    return options.with_(precision=str(FULL_BITS), layer_bounds=", ".join([*exact, options.layer_bounds]).strip(", "))
+    others, *layers = str(options.loss_bound).split(", ")
+    return options.with_(precision=str(FULL_BITS), loss_bound=", ".join([others, *exact, *layers]))
 
 
 def undivided(model: torch.nn.Module) -> list[str]:

@@ -77,7 +77,7 @@ class Model:
             "note": self.note,
             "on": state is not None,
             "steps": state.step if state else 0,
-            "loss_bound": state.options.loss_bound if state else None,
+            "loss_bound": state.options.bound().ratio if state else None,
             "fallback": (state.reason or None) if state else None,
             "route": state.route if state else "",
             "framework_steps": state.framework_steps if state else 0,

@@ -6,7 +6,7 @@ Every error names the rank, the step and the layers concerned.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
 SHARE: Final = Range(0, 1, below=True)
 """Valid shares of a message to lose; a part of it must arrive."""
-Share = Annotated[float, SHARE]
 
 
 class MessageKey(NamedTuple):

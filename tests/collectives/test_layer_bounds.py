@@ -18,7 +18,7 @@ def nearly_all_at_first(_, source, header):
     return bool(first) and bool(header.drop_class) and header.index % 8 != 7
 
 
-OWN_BOUNDS = LayerBounds.parse("conv1*=0, fc*=0.3")
+OWN_BOUNDS = LayerBounds((("conv1*", 0.0), ("fc*", 0.3)))
 
 
 @pytest.mark.parametrize("kind", [SmallRanks, RingRanks, "server"], ids=["direct", "ring", "server"])

@@ -95,7 +95,7 @@ def test_a_flush_sends_all_that_waits_and_nothing_stays_behind(server, fields):
 def test_a_flush_is_whole_where_layers_have_bounds_of_their_own():
     ranks = ManyValues(2, loss=0.1, seed=4)
     for reducer in ranks.reducers:
-        options = replace(reducer.context.options, layers=LayerBounds.parse("conv2.*=0.5"))
+        options = replace(reducer.context.options, layers=LayerBounds((("conv2.*", 0.5),)))
         reducer.context = replace(reducer.context, options=options)
     for step in range(3):
         ranks.reduce(step, ranks.gradients(step))

@@ -28,7 +28,6 @@ SENSELESS = {
     "bind": (":1", "::1", "foo:bar", "foo:65536", "foo:-1", "a b:1", "foo:" + "9" * 5000),
     "advertise": (":1", "foo:65536"),
     "server": (":1", "foo:0", "foo:65536", "http://foo:1"),
-    "layer_bounds": ("embed*=nan", "embed*=1", "embed*=-1", "embed*=inf"),
     "compression": ("topk:nan", "topk:0", "topk:inf"),
 }
 TABLE = [(name, text) for name, texts in SENSELESS.items() for text in texts]

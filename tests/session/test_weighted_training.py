@@ -108,5 +108,3 @@ def test_wrong_use_is_an_error_that_says_so():
 def test_options_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match="samples must be a whole number"):
         dlcp.torch.Options(samples=-1)
-    with pytest.raises(ValueError, match="a layer's bound"):
-        dlcp.torch.Options(layer_bounds="embed")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pickle
+import sys
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_every_simple_option_can_be_set_by_the_environment():
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
-        ("DLCP_LOSS_BOUND", "ten percent", "float"),
+        ("DLCP_SILENCE_S", "ten seconds", "float"),
         ("DLCP_JOB", "1.5", "int"),
         ("DLCP_JOB", "", "int"),
         ("DLCP_IMMEDIATE", "maybe", "1 or 0"),
@@ -158,6 +159,53 @@ def test_transport_options_follow():
     assert (transport.payload_bytes, transport.tagged, transport.congestion) == (8960, False, "cubic")
     assert (transport.silence_s, transport.deadline_s, transport.flow_weight) == (1.0, 2.0, None)
     assert Options(collective="server", server="10.0.0.9").transport(4).flow_weight == 0.25
+
+
+BOUNDS_OF_LAYERS = "0.1, embed*=0, head.*=0.01"
+
+
+def test_layers_may_have_bounds_of_their_own(tmp_path, monkeypatch):
+    expected = (("embed*", 0.0), ("head.*", 0.01))
+    argument = Options(loss_bound=BOUNDS_OF_LAYERS)
+    variable = Options.from_environment({"DLCP_LOSS_BOUND": "0.1,embed*=0,head.*=1e-2"})
+    pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    (tmp_path / "dlcp.toml").write_text(f'loss_bound = "{BOUNDS_OF_LAYERS}"\n')
+    monkeypatch.chdir(tmp_path)
+    for options in (argument, variable, Options(), pickle.loads(pickle.dumps(argument))):
+        assert options.bound().ratio == 0.1
+        assert options.reduction().layers.rules == expected
+        assert options.describe_bounds() == "10%, embed* 0%, head.* 1%"
+        assert options.terms()["loss_bound"] == argument.loss_bound, "ranks agree, however each writes it"
+    exact = argument.with_(precision="exact")
+    assert (exact.describe_bounds(), exact.reduction().layers.rules) == ("0%", ())
+    assert Options(loss_bound="0.006").loss_bound == 0.006
+    assert Options(loss_bound=0.006).describe_bounds() == "0.6%"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("ten percent", "loss_bound must be a number, .* such as 0.1, embed\\*=0; got 'ten percent'"),
+        ("embed*=0", "loss_bound must be a number, .* got 'embed\\*=0'"),
+        ("0.1, embed", "loss_bound must be a number, .* got 'embed'"),
+        ("0.1, =0", "loss_bound must be a number, .* got '=0'"),
+        ("0.1, 0.2", "loss_bound must be a number, .* got '0.2'"),
+        ("", "loss_bound must be a number, .* got ''"),
+        (True, "loss_bound must lie in .* got True"),
+        (None, "loss_bound must lie in .* got None"),
+        (10**400, "loss_bound must lie in .* got a number of 1329 bits"),
+        ("1, embed*=0", "loss_bound must lie in \\[0, 1\\), got 1.0"),
+        ("0.1, embed*=nan", "loss_bound: embed\\* must lie in \\[0, 1\\), got nan"),
+        ("0.1, embed*=1", "loss_bound: embed\\* must lie in \\[0, 1\\), got 1.0"),
+        ("0.1, embed*=-1, head.*=0", "loss_bound: embed\\* must lie in \\[0, 1\\), got -1.0"),
+    ],
+)
+def test_senseless_bounds_of_layers_are_refused_by_entry(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Options(loss_bound=text)
+    if isinstance(text, str):
+        with pytest.raises(ValueError, match=complaint.replace("loss_bound", "DLCP_LOSS_BOUND")):
+            Options.from_environment({"DLCP_LOSS_BOUND": text})
 
 
 def test_options_can_be_changed_and_pickled():
