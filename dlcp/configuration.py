@@ -45,17 +45,11 @@ class Setting:
     name: str
     value: object
     origin: str
-    secret: bool = False
 
     @property
     def is_default(self) -> bool:
         """Whether the value is the default."""
         return self.origin == DEFAULT_ORIGIN
-
-    @property
-    def shown(self) -> object:
-        """The value for people and logs: of a secret, only that it is set."""
-        return "(set)" if self.secret and self.value else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +216,6 @@ class Trait(Enum):
     WITHOUT_TORCH = "only where ranks meet without PyTorch"
     OWN = "each rank's own"
     """A parameter server does not get it."""
-    SECRET = "never shown"
     PROTECTS = "an empty value hides none that is set elsewhere"
     """Otherwise ranks could meet without the secret that their user has set."""
 
@@ -361,7 +354,7 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
         elif name in from_file:
             value, origin = from_file[name], str(path)
             option.check(f"{path}: {name}", value)
-        found.append(Setting(name, value, origin, Trait.SECRET in option.traits))
+        found.append(Setting(name, value, origin))
     return found
 
 

@@ -32,7 +32,7 @@ LINES = [
     *("sim nothing", "fabric nothing {folder}", "testbed nothing", "bench nothing"),
     # Training: what torchrun is given is its own.
     *("train script.py", "train --", "train -- nowhere.py", "train -- -m", "train -- {folder}"),
-    *each("train --option", ("''", "=", "loss_bound", "nothing=1", "job=", "token=" + hex(1 << 90)), "-- {script}"),
+    *each("train --option", ("''", "=", "loss_bound", "nothing=1", "job=", "job=" + hex(1 << 90)), "-- {script}"),
     *each("train --option", [f"loss_bound={word}" for word in ("x", "nan", "-1", "1", "inf")], "-- {script}"),
     *each("train --option", [f"switch_hops={word}" for word in (*BAD_WHOLE, "0") if word != "''"], "-- {script}"),
     *each("train --option", [f"deadline_s={word}" for word in (*BAD_REAL, "0") if word != "''"], "-- {script}"),
@@ -184,7 +184,6 @@ def files(tmp_path_factory):
 def _elsewhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.delenv("DLCP_TOKEN", raising=False)
 
 
 def test_there_are_many_lines():

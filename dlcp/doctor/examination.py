@@ -53,7 +53,7 @@ def as_json(sections: Sequence[Section], settings: Sequence[Setting]) -> dict[st
             {"title": section.title, "findings": [finding.as_json() for finding in section.findings]}
             for section in sections
         ],
-        "options": [{"name": setting.name, "value": setting.shown, "origin": setting.origin} for setting in settings],
+        "options": [{"name": setting.name, "value": setting.value, "origin": setting.origin} for setting in settings],
     }
 
 

@@ -126,7 +126,7 @@ def as_text(sections: Sequence[Section], settings: Sequence[Setting], *, every_o
             names = max((len(setting.name) for setting in settings), default=0)
             for setting in settings:
                 if every_option or not setting.is_default:
-                    value = json.dumps(setting.shown)
+                    value = json.dumps(setting.value)
                     lines.append(f"{' ' * (_INDENT + 9)}{setting.name:<{names}} = {value:<14} {setting.origin}")
     return "\n".join([*lines[1:], "", verdict(sections), ""])
 

@@ -420,7 +420,7 @@ def _connect(
         "address": address,
         "toward": {str(peer): host for peer, host in toward.items()},
         "host": socket.gethostname(),
-        "token": 0 if agreement.token else options.token or (secrets.randbits(64) | 1),
+        "token": 0 if agreement.token else secrets.randbits(64) | 1,
         "terms": options.terms(),
         "memory": memory.name if memory else "",
     }
@@ -432,7 +432,7 @@ def _connect(
         for peer, entry in entries.items()
         if peer != rank
     }
-    token = (options.token or agreement.token) if agreement.token else entries[0]["token"]
+    token = agreement.token or entries[0]["token"]
     # Ranks share a network port if they share a host name and an address. Network namespaces of one machine have
     # different addresses.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}

@@ -20,7 +20,6 @@ from dlcp.transport.options import Congestion, FlowWeight, PathCount, Seconds, S
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
-Token = Annotated[int, Range(0, (1 << 64) - 1)]
 AGREED, SET_ALIKE, OWN, WHOLE_STEP = Trait.AGREED, Trait.SET_ALIKE, Trait.OWN, Trait.WHOLE_STEP
 BOUNDS = ByPattern(SHARE)
 ROUTES = AUTO_ROUTE, DLCP_ROUTE, FRAMEWORK_ROUTE = "auto", "dlcp", "framework"
@@ -66,9 +65,6 @@ class Options:
         job's options from its workers.
     job
         Job number, 0 to 65535, which identifies the job to switches.
-    token
-        Session token. With 0, the default, rank 0 draws it. PyTorch ranks with a secret derive it from the secret and a
-        random value of each rank.
     secret_file
         File with the job's secret, with which ranks authenticate each other when they meet (``docs/security.md``). It
         may be in ``DLCP_SECRET`` instead. If neither is set, ranks without PyTorch use a per-user key.
@@ -141,7 +137,6 @@ class Options:
     advertise: Annotated[str, HostPort(), OWN] = ""
     server: Annotated[str, HostPort(least_port=1), AGREED] = ""
     job: Annotated[JobNumber, AGREED] = 0
-    token: Annotated[Token, Trait.SECRET] = 0
     secret_file: Annotated[str, OWN, Trait.PROTECTS] = ""
     tls: Annotated[str, Trait.WITHOUT_TORCH, OWN, Trait.PROTECTS] = ""
     congestion: Congestion = "dctcp"
@@ -257,9 +252,9 @@ class Options:
         return {each.name: value for each, value in values if AGREED in each.traits} | set_alike
 
     def of_job(self) -> dict[str, object]:
-        """Return the options of the job for its parameter server, by name: all but each rank's own, and secrets."""
+        """Return the options of the job for its parameter server, by name: all but each rank's own."""
         declared = configuration.options_of(Options)
-        return {name: getattr(self, name) for name, each in declared.items() if not each.traits & {OWN, Trait.SECRET}}
+        return {name: getattr(self, name) for name, each in declared.items() if OWN not in each.traits}
 
     def given(self, trait: Trait) -> list[str]:
         """Return the names of the options with a trait that are not at their defaults."""

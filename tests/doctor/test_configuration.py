@@ -40,21 +40,20 @@ def test_a_field_declares_all_that_is_known_of_its_option():
     @dataclass(frozen=True)
     class Declared:
         wait_s: Annotated[float, Range(0, 9, above=True), Unit("s"), Trait.AGREED] = 1.0
-        token: Annotated[int | None, Trait.OWN, Trait.SECRET] = None
+        mine: Annotated[int | None, Trait.OWN] = None
         where: Annotated[str, HostPort()] = ""
         how: Annotated[str, OneOf(("fast", "slow"))] = "fast"
 
     options = configuration.options_of(Declared)
     assert options["wait_s"].describe() == "in (0, 9] s; the same on all ranks"
-    assert options["token"].describe() == "each rank's own; never shown"
+    assert options["mine"].describe() == "each rank's own"
     assert options["where"].describe() == "`host:port`"
     assert options["how"].describe() == "one of `fast`, `slow`"
-    assert options["token"].optional
+    assert options["mine"].optional
     with pytest.raises(ValueError, match="DLCP_HOW must be one of fast, slow, got 'soon'"):
         settings(Declared, {"DLCP_HOW": "soon"})
     with pytest.raises(ValueError, match=r"DLCP_WAIT_S must lie in \(0, 9\], got '?0"):
         options["wait_s"].parse("DLCP_WAIT_S", "0")
-    assert [setting.shown for setting in settings(Declared, {"DLCP_TOKEN": "7"})] == [1.0, "(set)", "", "fast"]
 
 
 def test_the_environment_beats_the_file_which_beats_the_default(toml, tmp_path):
