@@ -228,8 +228,6 @@ class Option:
     ----------
     default
         ``dataclasses.MISSING`` if there is none.
-    optional
-        Whether the value may be None.
     allowed, unit, traits
         The allowed values, or None for any of the type; their unit or ``""``; and what else holds.
     """
@@ -237,14 +235,13 @@ class Option:
     name: str
     type: type[_Simple]
     default: object
-    optional: bool
     allowed: Range | HostPort | OneOf | ByPattern | None
     unit: str
     traits: frozenset[Trait]
 
     def check(self, where: str, value: object) -> None:
         """Raise ValueError with ``where`` if a value is not allowed."""
-        if self.allowed is None or (value is None and self.optional):
+        if self.allowed is None:
             return
         if isinstance(self.allowed, ByPattern):
             self.allowed.check(where, value)
@@ -261,8 +258,6 @@ class Option:
 
     def parse(self, where: str, text: str) -> object:
         """Parse a variable's text; raise ValueError with ``where`` if it does not hold an allowed value."""
-        if self.optional and text.lower() in ("", "none"):
-            return None
         try:
             if self.type is bool:
                 return _TRUTHS[text.lower()]
@@ -297,26 +292,24 @@ def _fields_of(cls: Hashable) -> dict[str, Option]:
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {}
     for entry in fields(cast(Any, cls)):
-        kind, marks, optional = _parts(hints[entry.name])
+        kind, marks = _parts(hints[entry.name])
         if kind in _EXPECTED:
             allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort | OneOf | ByPattern)), None)
             unit = next((mark.name for mark in marks if isinstance(mark, Unit)), "")
             traits = frozenset(mark for mark in marks if isinstance(mark, Trait))
-            found[entry.name] = Option(entry.name, kind, entry.default, optional, allowed, unit, traits)
+            found[entry.name] = Option(entry.name, kind, entry.default, allowed, unit, traits)
     return found
 
 
-def _parts(hint: Any) -> tuple[Any, list[Any], bool]:
-    """Return the bare type of a type hint, its marks, and whether it allows None."""
+def _parts(hint: Any) -> tuple[Any, list[Any]]:
+    """Return the bare type of a type hint (of a union, the first one) and its marks."""
     if typing.get_origin(hint) is typing.Annotated:
         inner, *marks = typing.get_args(hint)
-        bare, more, optional = _parts(inner)
-        return bare, more + marks, optional
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        others = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        bare, marks, _ = _parts(others[0])
-        return bare, marks, types.NoneType in typing.get_args(hint)
-    return hint, [], False
+        bare, more = _parts(inner)
+        return bare, more + marks
+    if typing.get_origin(hint) is types.UnionType:
+        return _parts(typing.get_args(hint)[0])
+    return hint, []
 
 
 def options_of(cls: type) -> dict[str, Option]:

@@ -133,12 +133,12 @@ def choose(size: int, ranks: Sequence[int], topology: Topology | None = None, co
 
 def flow_weight(
     collective: str, ranks: Sequence[int], topology: Topology | None = None, costs: Costs | None = None
-) -> float | None:
-    """Return the weight of each of a rank's flows (``TransportOptions.flow_weight``); None for the default.
+) -> float:
+    """Return the weight of each of a rank's flows (``TransportOptions.flow_weight``); 0 for the default.
 
     A job counts as one flow on a port. In a ring, one flow enters each port; one per rank enters a server's port. With
     ``auto``, the choice for large buckets decides.
     """
     if collective == AUTO:
         collective = choose(LARGE_BUCKET_BYTES, ranks, topology, costs)
-    return {RING: 1.0, SERVER: 1 / len(ranks)}.get(collective)
+    return {RING: 1.0, SERVER: 1 / len(ranks)}.get(collective, 0.0)

@@ -197,9 +197,6 @@ def _ranks(
             "DLCP_SERVER": server_address,
             **variant.environment,
         }
-        if setup.server is not None:
-            # Each worker's flow into the server's port gets the weight of one TCP flow.
-            environment["DLCP_FLOW_WEIGHT"] = "1"
         task = RankTask(rank, ranks, variant.mode, setup, str(folder / "store"))
         on_fact = partial(_report_progress, progress) if rank == 0 else None
         process = _start(stack, network, "worker", rank, _work, [task], environment=environment, on_fact=on_fact)

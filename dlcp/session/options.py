@@ -16,7 +16,7 @@ from dlcp.error_text import closest
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import SHARE
-from dlcp.transport.options import Congestion, FlowWeight, PathCount, Seconds, SwitchHops
+from dlcp.transport.options import Congestion, PathCount, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
@@ -82,10 +82,6 @@ class Options:
         peers reach it through a network.
     congestion, tagged, silence_s, deadline_s, switch_hops, paths
         See :class:`dlcp.transport.TransportOptions`.
-    flow_weight
-        Weight of each of this rank's flows, relative to one ordinary flow. 0, the default, makes all flows of a job
-        into a port together count as one. 1 gives a job as much bandwidth as it would have with TCP if several of its
-        ranks send into one port.
     meet_s
         How long ranks wait for each other when they join.
     fallback
@@ -140,7 +136,6 @@ class Options:
     secret_file: Annotated[str, OWN, Trait.PROTECTS] = ""
     tls: Annotated[str, Trait.WITHOUT_TORCH, OWN, Trait.PROTECTS] = ""
     congestion: Congestion = "dctcp"
-    flow_weight: Annotated[FlowWeight, Unit("flows")] = 0.0
     switch_hops: SwitchHops = 1
     tagged: bool = True
     payload_bytes: Annotated[int, Unit("bytes"), AGREED] = 0
@@ -265,7 +260,7 @@ class Options:
         """Return the options of a worker's endpoint in a session of that many ``workers``."""
         declared = configuration.options_of(Options)
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
-        shared["flow_weight"] = self.flow_weight or flow_weight(self.collective, range(workers), topology)
+        shared["flow_weight"] = flow_weight(self.collective, range(workers), topology)
         shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
         if self.advertise:  # behind an address translation, peers see other ports than this rank's
             shared["paths"] = 1

@@ -21,8 +21,6 @@ SECONDS: Final = Range(0, 1e9, above=True)
 Seconds = Annotated[float, SECONDS, Unit("s")]
 SwitchHops = Annotated[int, Range(1, 0xFFFF)]
 """The drop budget, which is divided by it, has 16 bits."""
-FlowWeight = Annotated[float, Range(0.0, 100)]
-"""A share of a flow, or a multiple; 0 is the default. A flow of weight 100 leaves nothing to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,8 @@ class TransportOptions:
         paths where packets wait behind other traffic after leaving their queues, as in BMv2), or ``cubic`` (for a queue
         shared with TCP).
     flow_weight
-        The share of a flow that traffic to each peer counts as; None divides one flow among a rank's senders.
+        The share of a flow that traffic to each peer counts as; 0 divides one flow among a rank's senders. A flow of
+        weight 100 leaves nothing to others.
     switch_hops
         Switches that packets of one message may cross, over all equal paths together: 1 + 1 + S between two leaves
         under S spines. The drop budget is divided by it, so that the switches together keep the bound. ``dlcp fabric
@@ -64,7 +63,7 @@ class TransportOptions:
     payload_bytes: int = 1440
     tagged: bool = True
     congestion: Congestion = "dctcp"
-    flow_weight: FlowWeight | None = None
+    flow_weight: Annotated[float, Range(0.0, 100)] = 0.0
     switch_hops: SwitchHops = 1
     silence_s: Seconds = 10.0
     deadline_s: Seconds = 120.0

@@ -17,7 +17,6 @@ class Choices:
     job: int = 0
     tagged: bool = True
     bind: str = ""
-    mtu: int | None = None
     policy: list = field(default_factory=list)
 
 
@@ -32,7 +31,7 @@ def chosen(environment):
 
 def test_every_simple_field_is_an_option_and_others_are_not():
     defaults = {name: option.default for name, option in configuration.options_of(Choices).items()}
-    assert defaults == {"bound": 0.1, "job": 0, "tagged": True, "bind": "", "mtu": None}
+    assert defaults == {"bound": 0.1, "job": 0, "tagged": True, "bind": ""}
     assert settings(Choices, {})[0] == Setting("bound", 0.1, "default")
 
 
@@ -40,7 +39,7 @@ def test_a_field_declares_all_that_is_known_of_its_option():
     @dataclass(frozen=True)
     class Declared:
         wait_s: Annotated[float, Range(0, 9, above=True), Unit("s"), Trait.AGREED] = 1.0
-        mine: Annotated[int | None, Trait.OWN] = None
+        mine: Annotated[int, Trait.OWN] = 0
         where: Annotated[str, HostPort()] = ""
         how: Annotated[str, OneOf(("fast", "slow"))] = "fast"
 
@@ -49,7 +48,6 @@ def test_a_field_declares_all_that_is_known_of_its_option():
     assert options["mine"].describe() == "each rank's own"
     assert options["where"].describe() == "`host:port`"
     assert options["how"].describe() == "one of `fast`, `slow`"
-    assert options["mine"].optional
     with pytest.raises(ValueError, match="DLCP_HOW must be one of fast, slow, got 'soon'"):
         settings(Declared, {"DLCP_HOW": "soon"})
     with pytest.raises(ValueError, match=r"DLCP_WAIT_S must lie in \(0, 9\], got '?0"):
@@ -102,7 +100,6 @@ def test_a_file_that_holds_nonsense_is_named(toml, tmp_path, text, complaint):
         ("DLCP_BOUND", "a tenth", "DLCP_BOUND must be float, got 'a tenth'"),
         ("DLCP_JOB", "", "DLCP_JOB must be int, got ''"),
         ("DLCP_TAGGED", "2", "DLCP_TAGGED must be 1 or 0, got '2'"),
-        ("DLCP_MTU", "big", "DLCP_MTU must be int, got 'big'"),
     ],
 )
 def test_a_variable_that_holds_nonsense_is_named(name, text, complaint):
@@ -111,9 +108,8 @@ def test_a_variable_that_holds_nonsense_is_named(name, text, complaint):
 
 
 def test_texts_become_values():
-    environment = {"DLCP_BOUND": "1e-2", "DLCP_JOB": "0x10", "DLCP_TAGGED": "False", "DLCP_MTU": "9000"}
-    assert build(Choices, environment) == Choices(bound=0.01, job=16, tagged=False, mtu=9000)
-    assert build(Choices, {"DLCP_MTU": "none"}).mtu is None
+    environment = {"DLCP_BOUND": "1e-2", "DLCP_JOB": "0x10", "DLCP_TAGGED": "False"}
+    assert build(Choices, environment) == Choices(bound=0.01, job=16, tagged=False)
 
 
 def test_a_python_that_cannot_read_toml_says_what_to_do(monkeypatch, tmp_path):

@@ -155,7 +155,7 @@ def test_transport_options_follow():
         4
     )
     assert (transport.payload_bytes, transport.tagged, transport.congestion) == (8960, False, "cubic")
-    assert (transport.silence_s, transport.deadline_s, transport.flow_weight) == (1.0, 2.0, None)
+    assert (transport.silence_s, transport.deadline_s, transport.flow_weight) == (1.0, 2.0, 0.0)
     assert Options(collective="server", server="10.0.0.9").transport(4).flow_weight == 0.25
 
 
