@@ -118,14 +118,29 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """The words that an option may hold."""
+    """The words that an option may hold.
+
+    Parameters
+    ----------
+    addressed
+        One more word, which an address follows: ``server:host:port``.
+    """
 
     words: tuple[str, ...]
+    addressed: str = ""
+
+    @property
+    def shown(self) -> list[str]:
+        """The words, for people."""
+        return [*self.words, *([f"{self.addressed}:HOST:PORT"] if self.addressed else [])]
 
     def check(self, name: str, value: object) -> None:
         """Raise ValueError with the name if a value is none of them."""
-        if value not in self.words:
-            raise ValueError(f"{name} must be one of {', '.join(self.words)}, got {short(value)}")
+        word, _, address = value.partition(":") if isinstance(value, str) else (value, "", "")
+        if address and word == self.addressed:
+            HostPort(least_port=1).check(name, address)
+        elif value not in self.words:
+            raise ValueError(f"{name} must be one of {', '.join(self.shown)}, got {short(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +292,8 @@ class Option:
                 allowed = f"in {self.allowed} {self.unit}".rstrip()
             case ByPattern(limits):
                 allowed = f"in {limits} {self.unit}".rstrip() + ", and others by pattern: `0.1, embed*=0`"
-            case OneOf(words):
-                allowed = f"one of `{'`, `'.join(words)}`"
+            case OneOf():
+                allowed = f"one of `{'`, `'.join(self.allowed.shown)}`"
             case HostPort():
                 allowed = "`host:port`"
             case None:

@@ -207,7 +207,7 @@ def test_of_all_ranks_the_longest_step_counts_and_the_shortest_wait(one, two):
 LEAVES_NOTHING = [
     {"combine": "sum", "fallback": False},
     {"samples": 4},
-    {"collective": "server", "server": "10.0.0.9:53696"},
+    {"collective": "server:10.0.0.9:53696"},
 ]
 
 
@@ -230,7 +230,7 @@ def test_where_more_than_an_average_is_wanted_the_framework_is_no_choice(chosen)
         ({"error_feedback": False, "collective": "ring"}, True, ["dlcp 32", "framework 32"]),
         ({"compression": "powersgd:4"}, True, ["dlcp 32", "dlcp 8"]),
         ({"compression": "topk:0.1"}, True, ["dlcp 32"]),
-        ({"collective": "server", "server": "10.0.0.9:53696"}, True, ["dlcp 8"]),
+        ({"collective": "server:10.0.0.9:53696"}, True, ["dlcp 8"]),
         ({"route": "framework"}, True, ["framework 32"]),
     ],
 )

@@ -334,7 +334,7 @@ def _plain(
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if collective == SERVER and topology.server is None:
-        raise ValueError("collective 'server' needs a server: set its address with server='host:port' or DLCP_SERVER")
+        raise ValueError("collective 'server' needs the rank of a server in the topology")
     reducers: dict[str, MeasuringReducer] = {}
     if collective in (AUTO, DIRECT):
         reducers[DIRECT] = DirectAllReduce(context, one_hop=one_hop)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from dlcp.commands.common import add, check_writable, option, refuse, write_late
+from dlcp.configuration import HostPort
 from dlcp.ledger import add_up
 from dlcp.session.options import Options
 
@@ -15,11 +16,10 @@ from dlcp.session.options import Options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp server``."""
     parser.epilog = (
-        "Workers have DLCP_COLLECTIVE=server, DLCP_SERVER with this address, and the same secret. They tell the server "
+        "Workers have DLCP_COLLECTIVE=server:HOST:PORT with this address, and the same secret. They tell the server "
         "all options of their job. It serves any number of jobs until a signal stops it."
     )
-    bind = "where workers find the server: their DLCP_SERVER (default: DLCP_BIND)"
-    add(parser, "--bind", "HOST:PORT", option("server"), bind)
+    add(parser, "--bind", "HOST:PORT", option("bind"), "where workers find the server (default: DLCP_BIND)")
     advertise = "where workers send gradients, if elsewhere (default: DLCP_ADVERTISE)"
     add(parser, "--advertise", "HOST:PORT", option("advertise"), advertise)
     secret = "file with the job's secret, the workers' own (default: DLCP_SECRET_FILE, DLCP_SECRET, or your own key)"
@@ -44,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable("--report", arguments.report)
         options = Options(**{name: text for name, text in given.items() if text is not None})
         if not options.bind:
-            raise ValueError("no address: give --bind HOST:PORT, and the same as DLCP_SERVER to the workers")
+            raise ValueError(
+                "no address: give --bind HOST:PORT, and DLCP_COLLECTIVE=server:HOST:PORT to the workers"
+            )
+        HostPort(least_port=1).check("bind", options.bind)  # workers could not know another port
         server = SessionServer(options, lambda line: print(line, flush=True))
     except (OSError, ValueError) as problem:
         return refuse("server", problem)

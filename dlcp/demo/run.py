@@ -192,9 +192,8 @@ def _ranks(
             # PyTorch's all-reduce would be measured as DLCP.
             "DLCP_FALLBACK": "0",
             "DLCP_ROUTE": "dlcp",
-            "DLCP_COLLECTIVE": setup.collective,
+            "DLCP_COLLECTIVE": f"server:{server_address}" if server_address else setup.collective,
             "DLCP_SWITCH_HOPS": str(setup.hops),
-            "DLCP_SERVER": server_address,
             **variant.environment,
         }
         task = RankTask(rank, ranks, variant.mode, setup, str(folder / "store"))

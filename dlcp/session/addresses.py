@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, NamedTuple
 
-from dlcp.collectives.choice import SERVER
 from dlcp.error_text import ipv4_only
 from dlcp.session.options import Options
 from dlcp.transport import Address, bind_socket, parse_address
@@ -63,7 +62,7 @@ class OwnAddresses:
 
 def meeting_host(options: Options, host: str | None = None) -> str:
     """Return the host to which ranks look up their route: a parameter server, else ``host``, else ``MASTER_ADDR``."""
-    if options.collective == SERVER:
+    if options.server:
         return parse_address(options.server)[0]
     return host or os.environ.get("MASTER_ADDR", "127.0.0.1")
 
@@ -80,8 +79,7 @@ def own_place(options: Options, toward: str) -> RankPlace:
         return RankPlace(parse_address(options.bind)[0], settled=True)
     source, destination = _route(toward)
     # A parameter server's workers send only to the server.
-    settled = options.collective == SERVER
-    return RankPlace(source, settled=settled, at_meeting=_is_loopback(source) or source == destination)
+    return RankPlace(source, settled=bool(options.server), at_meeting=_is_loopback(source) or source == destination)
 
 
 def own_addresses(rank: int, places: Mapping[int, RankPlace]) -> OwnAddresses:

@@ -83,7 +83,7 @@ class StepAverager:
         )
         self.use(
             make_reducer(
-                options.collective,
+                options.algorithm,
                 context,
                 topology=joined.topology,
                 compression=options.compression,

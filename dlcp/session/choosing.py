@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.arms import Arm, ArmChooser, Route, StepReport, arms_over_dlcp
-from dlcp.collectives.choice import AUTO, RING, SERVER, Costs
+from dlcp.collectives.choice import AUTO, RING, Costs
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.pipeline import has_own_format
 from dlcp.configuration import Trait
@@ -61,12 +61,12 @@ def arms_of(options: Options, framework: bool, *, remote: bool) -> tuple[Arm, ..
     """
     if options.route == FRAMEWORK_ROUTE:
         return (Arm(Route.FRAMEWORK),)
-    differs = options.given(Trait.WHOLE_STEP) or options.collective == SERVER or options.is_coarse
+    differs = options.given(Trait.WHOLE_STEP) or options.server or options.is_coarse
     may_leave = framework and remote and options.route == AUTO_ROUTE and not differs
     first, *coarse = arms_over_dlcp(
         str(FULL_BITS) if has_own_format(options.compression, options.combine) else options.precision,
         error_feedback=options.error_feedback,
-        has_server=options.collective == SERVER,
+        has_server=bool(options.server),
     )
     return first, *([Arm(Route.FRAMEWORK)] if may_leave else []), *(coarse if remote else [])
 

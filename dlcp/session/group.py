@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from dlcp.closing import ExitCallback
 from dlcp.collectives import Residual
-from dlcp.collectives.choice import SERVER
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
@@ -475,9 +474,7 @@ class Group:
             data = values.reshape(-1).view(np.uint8)
             if self._session is None or not len(data):
                 return
-            if (
-                self.active and self.endpoint and self.options.collective != SERVER
-            ):  # its workers have no path to each other
+            if self.active and self.endpoint and not self.options.server:  # its workers have no path to each other
                 broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
                 self.step += 1
             elif self._watch:

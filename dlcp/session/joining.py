@@ -20,7 +20,7 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dlcp.collectives.choice import SERVER, Topology
+from dlcp.collectives.choice import Topology
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, meeting_host, own_addresses, own_place
 from dlcp.session.options import Options
 from dlcp.session.secret import SealedStore, proof, session_token
@@ -436,9 +436,9 @@ def _connect(
     # Ranks share a network port if they share a host name and an address. Network namespaces of one machine have
     # different addresses.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
-    topology = Topology(hosts, server=size if options.collective == SERVER else None)
+    topology = Topology(hosts, server=size if options.server else None)
     remark, link = "", None
-    if options.collective == SERVER:
+    if options.server:
         workers = [entries[peer]["address"] for peer in range(size)]
         link, server = _invite_server(options, agreement, workers, token, undo)
         peers = {size: server}
@@ -483,7 +483,7 @@ def _invite_server(
 
 def _memory_rendezvous(options: Options, export_bytes: int) -> AbstractContextManager[SharedMemoryRendezvous | None]:
     """Return the rendezvous through which ranks on this host find this one; None if it shares no memory."""
-    wanted = options.shared_memory and not (options.advertise or options.immediate or options.collective == SERVER)
+    wanted = options.shared_memory and not (options.advertise or options.immediate or options.server)
     if wanted and shared_memory.supported():
         with suppress(OSError):  # not permitted in this container
             return SharedMemoryRendezvous(export_bytes)

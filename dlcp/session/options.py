@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from dlcp import configuration
 from dlcp.arms import AUTO_PRECISION, EXACT, PRECISIONS, is_coarse
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
-from dlcp.collectives.choice import COLLECTIVES, SERVER, Topology, flow_weight
+from dlcp.collectives.choice import AUTO, DIRECT, RING, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
 from dlcp.configuration import ByPattern, HostPort, OneOf, Range, Trait, Unit
@@ -52,17 +52,15 @@ class Options:
         Send lost gradients with the next step. Without it, each sum is divided by the number of ranks whose
         contributions arrived.
     collective
-        ``direct`` (every rank sums a shard, a smaller one behind a congested port), ``ring``, ``server`` (a parameter
-        server sums), or ``auto`` (direct or ring, whichever is faster for the size).
+        ``direct`` (every rank sums a shard, a smaller one behind a congested port), ``ring``, ``auto`` (direct or ring,
+        whichever is faster for the size), or ``server:HOST:PORT`` (a parameter server sums). The address is the one
+        given to ``dlcp server --bind``. The server receives the job's options from its workers.
     bind
         Address of this rank's UDP socket, ``host:port``; port 0 means the first free DLCP port. The default is that
         port at the addresses that the kernel's routes to the rendezvous and to the other ranks use
         (``docs/cluster.md``).
     advertise
         Address at which other ranks reach this one, if not ``bind``.
-    server
-        Address of the parameter server, ``host:port``, as given to ``dlcp server --bind``. The server receives the
-        job's options from its workers.
     job
         Job number, 0 to 65535, which identifies the job to switches.
     secret_file
@@ -128,10 +126,9 @@ class Options:
     precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True
-    collective: Annotated[str, OneOf(COLLECTIVES), AGREED] = "direct"
+    collective: Annotated[str, OneOf((AUTO, DIRECT, RING), addressed=SERVER), AGREED] = DIRECT
     bind: Annotated[str, HostPort(), OWN] = ""
     advertise: Annotated[str, HostPort(), OWN] = ""
-    server: Annotated[str, HostPort(least_port=1), AGREED] = ""
     job: Annotated[JobNumber, AGREED] = 0
     secret_file: Annotated[str, OWN, Trait.PROTECTS] = ""
     tls: Annotated[str, Trait.WITHOUT_TORCH, OWN, Trait.PROTECTS] = ""
@@ -175,23 +172,13 @@ class Options:
         # Ranks must agree on it, however they write it.
         text = ", ".join([str(ratio), *(f"{pattern}={share}" for pattern, share in layers)])
         object.__setattr__(self, "loss_bound", text if layers else ratio)
-        if self.collective == SERVER and not self.server:
-            raise ValueError("collective 'server' needs the server's address: server='host:port' or DLCP_SERVER")
-        if self.server and self.collective != SERVER:
-            if "collective" in self.arguments and "server" not in self.arguments:
-                object.__setattr__(self, "server", "")  # another layer's, which this collective does without
-            else:
-                raise ValueError(
-                    f"server={self.server!r} has no effect with collective {self.collective!r}: set "
-                    "collective='server', or omit the server"
-                )
         check_samples(self.samples)
         if self.samples and (self.combine != "average" or self.compression == "signsgd"):
             votes = self.compression == "signsgd"
             what = "compression 'signsgd', which counts votes" if votes else f"combine {self.combine!r}"
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.route == FRAMEWORK_ROUTE:
-            without_effect = self.given(WHOLE_STEP) + ["collective"] * (self.collective == SERVER)
+            without_effect = self.given(WHOLE_STEP) + ["collective"] * bool(self.server)
             without_effect += ["precision"] * self.is_coarse
             if without_effect:
                 raise ValueError(
@@ -199,7 +186,7 @@ class Options:
                     "omit one of the two"
                 )
         check_stages(
-            *(self.compression, self.combine, self.collective), fallback=self.fallback, precision=self.precision
+            *(self.compression, self.combine, self.algorithm), fallback=self.fallback, precision=self.precision
         )
         self.transport(1)
 
@@ -231,6 +218,16 @@ class Options:
         return ReduceOptions(self.bound(), self.error_feedback, self._bounds()[1])
 
     @property
+    def algorithm(self) -> str:
+        """The collective without the parameter server's address."""
+        return self.collective.partition(":")[0]
+
+    @property
+    def server(self) -> str:
+        """Address of the parameter server, or ``""`` if there is none."""
+        return self.collective.partition(":")[2]
+
+    @property
     def is_coarse(self) -> bool:
         """Whether all steps have a lower precision."""
         return is_coarse(self.precision)
@@ -260,7 +257,7 @@ class Options:
         """Return the options of a worker's endpoint in a session of that many ``workers``."""
         declared = configuration.options_of(Options)
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
-        shared["flow_weight"] = flow_weight(self.collective, range(workers), topology)
+        shared["flow_weight"] = flow_weight(self.algorithm, range(workers), topology)
         shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
         if self.advertise:  # behind an address translation, peers see other ports than this rank's
             shared["paths"] = 1
@@ -268,8 +265,6 @@ class Options:
 
     def with_(self, **changes: Any) -> "Options":
         """Return a copy with other arguments for some fields."""
-        if changes.get("collective", SERVER) != SERVER:
-            changes = {"server": ""} | changes
         changed = replace(self, **changes)
         object.__setattr__(changed, "arguments", self.arguments.union(changes))
         return changed

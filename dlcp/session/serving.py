@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a parameter server joins training sessions.
 
-The server runs a key-value store (:mod:`dlcp.session.store`) at the address that its workers have as
-``Options.server``. When the ranks of a session have met, rank 0 writes an invitation into that store: the job's
-options, the session token and the workers' addresses. The server opens an endpoint for the session and answers with the
+The server runs a key-value store (:mod:`dlcp.session.store`) at the address in its workers' ``collective``. When the
+ranks of a session have met, rank 0 writes an invitation into that store: the job's options, the session token and the
+workers' addresses. The server opens an endpoint for the session and answers with the
 endpoint's address, or refuses with a reason. It takes the job's options from the invitation; only its addresses, secret
 and certificates are its own.
 
@@ -56,7 +56,7 @@ class ServerLink:
     Raises
     ------
     StoreError
-        No store answers at ``options.server``, or its secret differs.
+        No store answers at the server's address, or its secret differs.
     OSError, ValueError
         There is no valid secret, see :func:`dlcp.session.secret.job_secret`.
     """

@@ -498,7 +498,8 @@ class _Link:
             certificates = f" that it accepts the certificates in {tls}," if tls else ""
             raise StoreError(
                 f"no answer from {self._where} in {deadline_s:g} s ({error.details()}); check that {owner} is running,"
-                f"{certificates} and that all ranks have its address (MASTER_ADDR and MASTER_PORT, or DLCP_SERVER)"
+                f"{certificates} and that all ranks have its address (MASTER_ADDR and MASTER_PORT, or that of the "
+                "option collective)"
             ) from None
         if not hmac.compare_digest(answer, proof(secret, b"answer", given)):
             self.close()

@@ -55,7 +55,7 @@ import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
-from dlcp.collectives.choice import DIRECT, SERVER
+from dlcp.collectives.choice import DIRECT
 from dlcp.configuration import Trait
 from dlcp.error_text import describe
 from dlcp.session.options import Options
@@ -456,7 +456,7 @@ def join_layers(traffic: State, group: dist.ProcessGroup | None, groups: Sequenc
         Not all ranks can use DLCP, and ``options.fallback`` is off.
     """
     options = traffic.options
-    if options.collective != SERVER:  # groups of layers are small, and not averaged in one order on all ranks
+    if not options.server:  # groups of layers are small, and not averaged in one order on all ranks
         options = options.with_(collective=DIRECT)
     # The flags that say which parameters were used are protected like small layers.
     small = max(options.tag_policy.small_layer_values, PLANE_BLOCK_VALUES + 1)

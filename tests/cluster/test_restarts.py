@@ -72,7 +72,7 @@ def test_a_rank_is_killed_in_mid_step_and_training_goes_on_over_dlcp_from_the_ch
 def test_a_parameter_server_serves_the_next_start_too(tmp_path):
     lines = []
     with serving(lines.append) as server:
-        options = ["collective=server", f"server={server.address[0]}:{server.address[1]}", "fallback=0"]
+        options = [f"collective=server:{server.address[0]}:{server.address[1]}", "fallback=0"]
         status, out, err = run(command(tmp_path, "--max-restarts", 1, how="kill", options=options))
     assert status == 0, out + err
     (model,) = json.loads((tmp_path / "summary.json").read_text())["models"]

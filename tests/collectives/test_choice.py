@@ -252,5 +252,5 @@ def test_what_cannot_be_made_is_refused():
     context = RingRanks(2).reducers[0].context
     with pytest.raises(ValueError, match="collective must be one of auto, direct, ring, server, got 'tree'"):
         make_reducer("tree", context)
-    with pytest.raises(ValueError, match="needs a server: set its address"):
+    with pytest.raises(ValueError, match="needs the rank of a server"):
         make_reducer("server", context)

@@ -77,7 +77,7 @@ def test_json_is_for_programs(capsys, monkeypatch, healthy):
     ("variables", "status", "words"),
     [
         ({"DLCP_JOB": "many"}, 1, ["missing", "DLCP_JOB must be int, got 'many'", "correct or remove it"]),
-        ({"DLCP_COLLECTIVE": "server"}, 1, ["missing", "needs the server's address"]),
+        ({"DLCP_COLLECTIVE": "server"}, 1, ["missing", "DLCP_COLLECTIVE must be", "server:HOST:PORT, got 'server'"]),
         ({"DLCP_CONFIG": "gone.toml"}, 1, ["missing", "which does not exist"]),
         ({"DLCP_LOSSBOUND": "0.1"}, 1, ["missing", "DLCP_LOSSBOUND", "did you mean DLCP_LOSS_BOUND?"]),
     ],

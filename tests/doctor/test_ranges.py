@@ -25,7 +25,7 @@ SENSELESS = {
     "payload_bytes": ("-8", "63", "65008", "1441"),
     "bind": (":1", "::1", "foo:bar", "foo:65536", "foo:-1", "a b:1", "foo:" + "9" * 5000),
     "advertise": (":1", "foo:65536"),
-    "server": (":1", "foo:0", "foo:65536", "http://foo:1"),
+    "collective": ("server", "server:", "server::1", "server:foo:0", "server:foo:65536", "server:http://foo:1"),
     "compression": ("topk:nan", "topk:0", "topk:inf"),
 }
 TABLE = [(name, text) for name, texts in SENSELESS.items() for text in texts]

@@ -23,7 +23,7 @@ LOSS = 0.05
 VALUES = {
     "compression": ["", "fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd",
                     "atomo:2", "powersgd:2"],
-    "collective": ["direct", "ring", "auto", "server"],
+    "collective": ["direct", "ring", "auto", "server:127.0.0.1:9"],
     "combine": ["average", "sum", "adasum"],
     "value_type": [kind for kind in ValueType if kind is not ValueType.BFLOAT16 or find_spec("ml_dtypes")],
     "congestion": ["dctcp", "ecn", "cubic"],
@@ -44,10 +44,7 @@ NOT_OPTIONS = "value_type", "flush"
 def given(combination):
     """Return a combination's options; what it does not say is the default, or whatever does not rule the rest out."""
     open_choices = {"fallback": False}
-    options = open_choices | {name: combination[name] for name in combination if name not in NOT_OPTIONS}
-    if options.get("collective") == "server":
-        options["server"] = "127.0.0.1:9"
-    return options
+    return open_choices | {name: combination[name] for name in combination if name not in NOT_OPTIONS}
 
 
 def refusal(combination):
@@ -145,8 +142,8 @@ def server():
 def run(combination, server):
     """Train with a combination; return all averages of each rank."""
     chosen = given(combination)
-    if chosen["collective"] == "server":
-        chosen["server"] = server
+    if chosen["collective"].startswith("server:"):
+        chosen["collective"] = f"server:{server}"
     options = Options(deadline_s=15.0, meet_s=15.0, **chosen)
     return together(RANKS, lambda group: train(group, combination), options)
 

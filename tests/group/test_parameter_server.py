@@ -25,7 +25,7 @@ def named(server):
 
 
 def options(server, **fields):
-    return Options(collective="server", server=server, meet_s=10.0, **fields)
+    return Options(collective=f"server:{server}", meet_s=10.0, **fields)
 
 
 def gradient(rank, step, dtype=np.float32):
@@ -209,7 +209,7 @@ def test_a_server_leaves_ranks_whose_process_has_ended():
             "os._exit(9)\n"
         )
         port = free_port()
-        variables = {"DLCP_COLLECTIVE": "server", "DLCP_SERVER": named(server), "DLCP_FALLBACK": "0"}
+        variables = {"DLCP_COLLECTIVE": f"server:{named(server)}", "DLCP_FALLBACK": "0"}
         ranks = [start_process(rank, 2, port, script, **variables) for rank in range(2)]
         for rank in ranks:
             assert rank.wait(30) == 9, rank.communicate()

@@ -227,8 +227,7 @@ def test_ranks_meet_over_tls_and_average(certificates, monkeypatch):
 
     assert together(2, one, Options(shared_memory=False, tls=certificates[0])) == [(True, 0.5)] * 2
     with serving(tls=certificates[0]) as server:
-        address = f"{server.address[0]}:{server.address[1]}"
-        options = Options(collective="server", server=address, tls=certificates[0])
+        options = Options(collective=f"server:{server.address[0]}:{server.address[1]}", tls=certificates[0])
         assert together(2, one, options) == [(True, 0.5)] * 2
 
 

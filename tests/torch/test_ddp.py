@@ -188,7 +188,7 @@ def parameter_server():
     )
     try:
         assert "server ready" in server.stdout.readline()
-        yield server, {"DLCP_COLLECTIVE": "server", "DLCP_SERVER": address, "DLCP_LOSS_BOUND": "0"}
+        yield server, {"DLCP_COLLECTIVE": f"server:{address}", "DLCP_LOSS_BOUND": "0"}
     finally:
         server.terminate()
         server.wait(10)

@@ -21,10 +21,9 @@ def test_every_simple_option_can_be_set_by_the_environment():
             "DLCP_LOSS_BOUND": "0.25",
             "DLCP_IMMEDIATE": "1",
             "DLCP_ERROR_FEEDBACK": "0",
-            "DLCP_COLLECTIVE": "server",
+            "DLCP_COLLECTIVE": "server:10.0.0.9:53696",
             "DLCP_BIND": "10.0.0.1:53700",
             "DLCP_ADVERTISE": "192.0.2.1:1",
-            "DLCP_SERVER": "10.0.0.9:53696",
             "DLCP_JOB": "7",
             "DLCP_CONGESTION": "cubic",
             "DLCP_TAGGED": "0",
@@ -39,10 +38,9 @@ def test_every_simple_option_can_be_set_by_the_environment():
         loss_bound=0.25,
         immediate=True,
         error_feedback=False,
-        collective="server",
+        collective="server:10.0.0.9:53696",
         bind="10.0.0.1:53700",
         advertise="192.0.2.1:1",
-        server="10.0.0.9:53696",
         job=7,
         congestion="cubic",
         tagged=False,
@@ -73,8 +71,12 @@ def test_a_variable_that_holds_nonsense_is_named(name, text, wanted):
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"collective": "tree"}, "one of auto, direct, ring, server, got 'tree'"),
-        ({"collective": "server"}, "needs the server's address"),
+        ({"collective": "tree"}, "one of auto, direct, ring, server:HOST:PORT, got 'tree'"),
+        ({"collective": "server"}, "one of auto, direct, ring, server:HOST:PORT, got 'server'"),
+        ({"collective": "server:"}, "one of auto, direct, ring, server:HOST:PORT, got 'server:'"),
+        ({"collective": "ring:10.0.0.9:1"}, "one of auto, direct, ring, server:HOST:PORT, got 'ring:10.0.0.9:1'"),
+        ({"collective": "server:node9:0"}, "collective: expected host:port, got 'node9:0': ports are 1 to 65535"),
+        ({"collective": 5}, "one of auto, direct, ring, server:HOST:PORT, got 5"),
         ({"job": 65536}, "job must lie in 0..65535"),
         ({"job": -1}, "job must lie in 0..65535"),
         ({"samples": 8, "combine": "adasum", "fallback": False}, "do not apply to combine 'adasum'"),
@@ -141,13 +143,11 @@ def test_no_empty_value_hides_a_secret(monkeypatch, tmp_path):
     assert Options(secret_file="given").secret_file == "given"
 
 
-def test_a_collective_given_as_argument_does_without_the_server_of_another_layer(monkeypatch):
-    monkeypatch.setenv("DLCP_COLLECTIVE", "server")
-    monkeypatch.setenv("DLCP_SERVER", "node9:53696")
-    assert (Options().collective, Options().server) == ("server", "node9:53696")
-    assert Options(collective="ring").server == Options().with_(collective="direct").server == ""
-    with pytest.raises(ValueError, match="has no effect with collective 'ring'"):
-        Options(collective="ring", server="node9:53696")
+def test_a_collective_may_name_a_parameter_server():
+    options = Options(collective="server:node9:53696")
+    assert (options.algorithm, options.server) == ("server", "node9:53696")
+    options = options.with_(collective="ring")
+    assert (options.algorithm, options.server) == ("ring", "")
 
 
 def test_transport_options_follow():
@@ -156,7 +156,7 @@ def test_transport_options_follow():
     )
     assert (transport.payload_bytes, transport.tagged, transport.congestion) == (8960, False, "cubic")
     assert (transport.silence_s, transport.deadline_s, transport.flow_weight) == (1.0, 2.0, 0.0)
-    assert Options(collective="server", server="10.0.0.9").transport(4).flow_weight == 0.25
+    assert Options(collective="server:10.0.0.9").transport(4).flow_weight == 0.25
 
 
 BOUNDS_OF_LAYERS = "0.1, embed*=0, head.*=0.01"

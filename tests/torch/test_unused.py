@@ -270,7 +270,7 @@ def test_sums_are_conserved_however_the_hook_is_used(way):
 
 def test_workers_of_a_parameter_server_conserve_sums():
     with parameter_server() as (_, environment):
-        server = {"collective": "server", "server": environment["DLCP_SERVER"]}
+        server = {"collective": environment["DLCP_COLLECTIVE"]}
         settings = {name: SETTINGS[name] | server for name in ("8 bits", "4 bits", "losses at 8 bits")}
         for way in ("by_hook", "by_cross_step"):
             check(launch(2, conserve, way, settings))
