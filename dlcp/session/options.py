@@ -16,7 +16,7 @@ from dlcp.error_text import closest
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import SHARE
-from dlcp.transport.options import Congestion, PathCount, Seconds, SwitchHops
+from dlcp.transport.options import Congestion, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
@@ -78,7 +78,7 @@ class Options:
         Let ranks in the same network namespace, and so on the same host, exchange packets through memory instead of
         sockets; nothing is queued or lost there. No effect with ``immediate``, or for a rank with ``advertise``, whose
         peers reach it through a network.
-    congestion, tagged, silence_s, deadline_s, switch_hops, paths
+    congestion, tagged, silence_s, deadline_s, switch_hops
         See :class:`dlcp.transport.TransportOptions`.
     meet_s
         How long ranks wait for each other when they join.
@@ -137,7 +137,6 @@ class Options:
     tagged: bool = True
     payload_bytes: Annotated[int, Unit("bytes"), AGREED] = 0
     shared_memory: bool = True
-    paths: PathCount = 12
     silence_s: Seconds = 10.0
     deadline_s: Seconds = 120.0
     meet_s: Seconds = 30.0

@@ -15,7 +15,6 @@ CONGESTION: Final = ("dctcp", "ecn", "cubic")
 Congestion = Annotated[str, OneOf(CONGESTION)]
 PATHS_MAX: Final[int] = lib.PATHS_MAX
 """The most paths to a peer."""
-PathCount = Annotated[int, Range(1, PATHS_MAX)]
 SECONDS: Final = Range(0, 1e9, above=True)
 """Deadlines. At most 30 years, because the system's clocks and locks overflow not far beyond."""
 Seconds = Annotated[float, SECONDS, Unit("s")]
@@ -67,7 +66,7 @@ class TransportOptions:
     switch_hops: SwitchHops = 1
     silence_s: Seconds = 10.0
     deadline_s: Seconds = 120.0
-    paths: PathCount = 12
+    paths: Annotated[int, Range(1, PATHS_MAX)] = 12
     early_buffer_bytes: Annotated[int, Range(1, 1 << 62)] = 1 << 28
     clear_after_s: Annotated[float, Range(0, math.inf, infinite=True)] = 60.0
 

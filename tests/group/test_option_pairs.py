@@ -32,7 +32,6 @@ VALUES = {
     "error_feedback": [True, False],
     "samples": [0, 16],
     "shared_memory": [True, False],
-    "paths": [12, 1],
     "payload_bytes": [512, 1024],
     "tagged": [True, False],
     "fallback": [True, False],

@@ -157,6 +157,7 @@ def test_transport_options_follow():
     assert (transport.payload_bytes, transport.tagged, transport.congestion) == (8960, False, "cubic")
     assert (transport.silence_s, transport.deadline_s, transport.flow_weight) == (1.0, 2.0, 0.0)
     assert Options(collective="server:10.0.0.9").transport(4).flow_weight == 0.25
+    assert (Options().transport(4).paths, Options(advertise="192.0.2.1:1").transport(4).paths) == (12, 1)
 
 
 BOUNDS_OF_LAYERS = "0.1, embed*=0, head.*=0.01"
