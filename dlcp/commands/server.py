@@ -44,9 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable("--report", arguments.report)
         options = Options(**{name: text for name, text in given.items() if text is not None})
         if not options.bind:
-            raise ValueError(
-                "no address: give --bind HOST:PORT, and DLCP_COLLECTIVE=server:HOST:PORT to the workers"
-            )
+            raise ValueError("no address: give --bind HOST:PORT, and DLCP_COLLECTIVE=server:HOST:PORT to the workers")
         HostPort(least_port=1).check("bind", options.bind)  # workers could not know another port
         server = SessionServer(options, lambda line: print(line, flush=True))
     except (OSError, ValueError) as problem:

@@ -82,7 +82,8 @@ def snapshot_ms(count: int = 300) -> float:
     for peer in range(1, 64):
         delivery = Delivery(np.ones(len(layers), bool), len(layers), 0, 0.01)
         ledger.record(MessageKey(0, peer), peer, "fc", tags, LossBound(0.1), delivery)
-    averager = StepAverager(options, 0, range(64), ledger=ledger, feedback=Residual(), tagger=Tagger(options.tag_policy))
+    tagger = Tagger(options.tag_policy)
+    averager = StepAverager(options, 0, range(64), ledger=ledger, feedback=Residual(), tagger=tagger)
     session = TrainingSession(averager, Fallback("nothing"))
     with tempfile.TemporaryDirectory() as folder:
         writer = SnapshotWriter(session, Path(folder))

@@ -2,7 +2,6 @@
 """Ranks of a job over a network in virtual time, and their gradients by parameter."""
 
 import numpy as np
-import pytest
 
 from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, RankContext, ReduceOptions
 from dlcp.dtypes import ValueType
@@ -17,6 +16,7 @@ SMALL_SIZES = {"conv1.weight": 4000, "conv1.bias": 40, "conv2.weight": 8000, "co
 LAYERS = layers_in_order(list(SIZES))
 ONE_BUCKET = [list(SIZES)]
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
+
 
 class Ranks:
     """``count`` workers, and with ``server`` a parameter server as one more rank."""

@@ -189,7 +189,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
         (["--no-python", "--", __file__], "--no-python cannot be used here"),
         (["--no_python", "--", __file__], "--no-python cannot be used here"),
         (["--option", "loss_bound", "--", __file__], "--option takes NAME=VALUE"),
-        (["--option", "loss_bound=lots", "--", __file__], "--option loss_bound must be a number, or a number and then others by pattern"),
+        (["--option", "loss_bound=lots", "--", __file__], "--option loss_bound must be a number, or a number and then"),
         (["--option", "loss_bund=0", "--", __file__], "there is no option 'loss_bund'; did you mean loss_bound?"),
         (["--trace", "nowhere/file", "--", __file__], "--trace: there is no folder nowhere"),
         (["--measure", "--steps", "1", "--", __file__], "--steps must be at least 9"),

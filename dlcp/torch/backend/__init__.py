@@ -44,8 +44,8 @@ def allow_loss(group: dist.ProcessGroup | None = None, options: Options | None =
     group
         The group; by default the world.
     options
-        ``loss_bound`` (not those of single layers), ``immediate`` and ``tag_policy`` are used; a bound of 0 makes the group reliable again. By
-        default ``Options()``.
+        ``loss_bound`` (not those of single layers), ``immediate`` and ``tag_policy`` are used; a bound of 0 makes the
+        group reliable again. By default ``Options()``.
 
     Returns
     -------
