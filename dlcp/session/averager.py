@@ -63,6 +63,7 @@ class StepAverager:
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.samples: dict[int, int] | None = None
         self._samples_here = options.samples
+        self._sends_metadata = options.weighted and len(ranks) > 1
         self.metadata_step = self.flush_step = -1
         self.bits, self.exchanges_reports = FULL_BITS, False
         self._reducer: Reducer | None = None
@@ -106,10 +107,6 @@ class StepAverager:
     def first_sequence(self) -> int:
         """The number of a step's first bucket of gradients: reports and metadata have the numbers before."""
         return self.metadata_number + int(self._sends_metadata)
-
-    @property
-    def _sends_metadata(self) -> bool:
-        return self.options.weighted and len(self.ranks) > 1
 
     def set_samples(self, count: int) -> None:
         """Set how many samples this rank's gradients are the mean of, from the next step on.
