@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine, listen or measure; return the exit status, 1 if something required is missing."""
     if arguments.script:
-        return measure(arguments.torchrun, arguments.script, arguments.steps, as_json=arguments.json)
+        return measure(arguments.torchrun, arguments.script, arguments.steps, command="doctor", as_json=arguments.json)
     if arguments.torchrun:
         return refuse("doctor", f"unknown: {' '.join(arguments.torchrun)}; see dlcp doctor --help")
     if arguments.listen is not None:

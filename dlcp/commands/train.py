@@ -107,17 +107,23 @@ def _needs_dlcp(arguments: argparse.Namespace) -> str:
 
 
 def measure(
-    torchrun: Sequence[str], script: Sequence[str], steps: int, *, options: Sequence[str] = (), as_json: bool = False
+    torchrun: Sequence[str],
+    script: Sequence[str],
+    steps: int,
+    *,
+    command: str = "train",
+    options: Sequence[str] = (),
+    as_json: bool = False,
 ) -> int:
-    """Measure the share of communication in a script's steps; return the exit status."""
+    """Measure the share of communication in a script's steps for a command; return the exit status."""
     try:
         plan = TrainPlan(measure_steps=headroom.checked_steps(steps))
         status, reports = launch(torchrun, script, options, plan)
     except ValueError as error:
-        return refuse("train", error)
+        return refuse(command, error)
     found = headroom.evaluate(reports)
     if found is None:
-        return refuse("train", headroom.nothing_measured(reports), status or 1)
+        return refuse(command, headroom.nothing_measured(reports), status or 1)
     if as_json:
         print(json.dumps(found, indent=2))
     else:

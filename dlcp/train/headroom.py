@@ -91,7 +91,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  DLCP was not measured: {found['why_not']}")
     elif "chosen" in found:
         chosen = f"leaves averaging to {backend}" if found["chosen"] == UNCHANGED else f"uses {found['chosen']}"
-        lines.append(f"  As these options are, DLCP {chosen} here, as long as steps take this long.")
+        lines.append(f"  With these options, DLCP {chosen} here.")
     lines.append(f"  {_verdict(found, possible_s, noise_s)}")
     return [*lines, "  This was a measurement: the model was not trained properly. Discard what the script saved."]
 
