@@ -33,6 +33,7 @@ TABLE = {
         "time to the same loss beside what people use instead: PyTorch's hooks and model averaging: hours",
         "alternatives",
     ),
+    "choice": Entry("what averages each step, chosen while the network changes, against an oracle", "choice"),
     "testbed": Entry("training over Mininet, against Gloo: hours", "testbed"),
     "incast": Entry("sixteen ranks that send to one through a shallow port", "incast"),
     "switch": Entry("the built-in switch between network interfaces, against simple_switch", "switch"),
