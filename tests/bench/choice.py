@@ -31,7 +31,7 @@ _FIXED: Final = ("gloo", "dlcp:32", "dlcp:8")
 _CHOSEN: Final = "dlcp"
 _SETTLING_STEPS: Final = 4
 """Steps after each change that do not count where what averages is fixed: rates are being found."""
-_TIMED_STEPS: Final = 12
+_TIMED_STEPS: Final = 36
 _CALL_STEPS: Final = 20
 """Steps in one call of the ranks, which has a deadline."""
 _BUSY_LOOPS: Final = 2

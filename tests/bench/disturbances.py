@@ -140,6 +140,9 @@ class BackgroundBursts(Closing):
         arguments = (addresses, self._path.rate_bps, self._length_s, self._seed)
         fork = Fork("bursts", _send_bursts, arguments, namespace=self._source.path)
         self._stack.callback(fork.close)
+        if not fork.channel.poll(_MEET_S):
+            raise TimeoutError(f"bursts of other traffic did not begin within {_MEET_S:.0f} s")
+        fork.channel.recv()
         return self
 
     def close(self) -> None:
@@ -149,6 +152,7 @@ class BackgroundBursts(Closing):
 
 def _send_bursts(channel: Connection, addresses: Sequence[str], rate_bps: int, length_s: float, seed: int) -> None:
     """Send bursts of an hour at most, until killed or the channel is closed."""
+    channel.send("begun")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
         began_s = time.monotonic()
