@@ -140,7 +140,6 @@ def variants(setup: DemoSetup) -> list[Variant]:
     plain = {
         "DLCP_LOSS_BOUND": "0",
         "DLCP_TAGGED": "0",
-        "DLCP_ADAPTIVE_SHARDS": "0",
         "DLCP_CONGESTION": "cubic",
         "DLCP_PRECISION": str(FULL_BITS),
     }

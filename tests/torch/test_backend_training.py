@@ -296,8 +296,8 @@ def asked_for_what_a_group_does_not_know(worker):
     errors = []
     group = dist.new_group(backend="dlcp")
     for make in (
-        lambda: dist.new_group(backend="dlcp", pg_options=dlcp.torch.Options(samples=8)),
-        lambda: backend.allow_loss(group, dlcp.torch.Options(phases=True, fallback=False)),
+        lambda: dist.new_group(backend="dlcp", pg_options=dlcp.torch.Options(samples=8, compression="")),
+        lambda: backend.allow_loss(group, dlcp.torch.Options(compression="bf16", samples=0)),
     ):
         try:
             make()
@@ -308,11 +308,11 @@ def asked_for_what_a_group_does_not_know(worker):
 
 
 def test_what_a_group_does_not_support_is_said_once_or_refused():
-    environment = {"DLCP_COMPRESSION": "fp16", "DLCP_PHASES": "1"}
+    environment = {"DLCP_COMPRESSION": "fp16", "DLCP_SAMPLES": "4"}
     for rank, (total, messages, errors) in enumerate(
         values(launch(2, asked_for_what_a_group_does_not_know, environment=environment))
     ):
         assert total == [2.0] * 3
         assert len(messages) == (rank == 0)
-        assert all("phases, compression" in message and "dlcp.torch.enable" in message for message in messages)
-        assert ["not support samples:" in errors[0], "not support phases:" in errors[1]] == [True, True]
+        assert all("samples, compression" in message and "dlcp.torch.enable" in message for message in messages)
+        assert ["not support samples:" in errors[0], "not support compression:" in errors[1]] == [True, True]
