@@ -31,7 +31,7 @@ log = logging.getLogger("dlcp")
 REPORT_BUCKET: Final = 0
 """The number among a step's buckets that reports have, where ranks choose."""
 LABEL: Final = "the report on the last step"
-MESSAGE_S: Final = 100e-6
+REPORT_MESSAGE_S: Final = 100e-6
 """Processor time of a report's message on one of its ends: four ranks on two cores needed 70 to
 150 us for each message."""
 
@@ -93,7 +93,7 @@ class ReportExchange:
     @property
     def cost_s(self) -> float:
         """About how much processor time an exchange takes."""
-        return 2 * len(self._peers) * MESSAGE_S
+        return 2 * len(self._peers) * REPORT_MESSAGE_S
 
     def start(self, step: int, values: Sequence[float]) -> Callable[[], list[float]]:
         """Send this rank's numbers in a step.
