@@ -23,7 +23,7 @@ def test_ranks_with_a_parameter_server_continue_without_dlcp(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
     for name in ("store", "serving"):
         monkeypatch.delitem(sys.modules, f"dlcp.session.{name}", raising=False)
-    store, options = OpenStore(), Options(collective="server", server="127.0.0.1:1", bind="127.0.0.1:0")
+    store, options = OpenStore(), Options(collective="server:127.0.0.1:1", bind="127.0.0.1:0")
 
     def one(rank):
         try:
