@@ -200,7 +200,6 @@ def test_an_optimizer_with_state_for_all_parameters_is_refused():
         {"compression": "fp16"},
         {"combine": "adasum", "fallback": False},
         {"samples": 8},
-        {"phases": True},
     ],
     ids=lambda chosen: next(iter(chosen)),
 )
