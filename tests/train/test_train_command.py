@@ -157,8 +157,9 @@ def test_a_signal_to_the_launcher_is_said_and_the_figures_until_then(tmp_path):
 
 
 def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, capsys):
-    seconds = {"none": [0.06] * 4, "framework": [0.1] * 4, "dlcp": [0.08] * 4}
+    seconds = {"none": [0.06] * 4, "framework": [0.1] * 4, "8 bits": [0.08] * 4}
     measured = {"model": "Net", "gradient_bytes": 8, "backend": "gloo", "seconds": seconds, "why_not": None}
+    measured["steps_factors"] = {"8 bits": 1.0}
     asked = []
 
     def launch(torchrun, script, options, plan):
@@ -170,7 +171,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
     assert main(["doctor", *words]) == 0
     assert asked == [(["--nproc-per-node", "2"], ["script.py", "--steps", "7"], TrainPlan(measure_steps=12))]
     found = json.loads(capsys.readouterr().out)
-    assert found["ways"]["dlcp"] == {"step_s": 0.08, "spread_s": 0.0, "steps": 4}
+    assert found["ways"]["8 bits"] == {"step_s": 0.08, "spread_s": 0.0, "steps": 4}
     assert found["speedup"] == pytest.approx(1.25)
 
 
@@ -192,7 +193,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
         (["--option", "loss_bound=lots", "--", __file__], "--option loss_bound must be a number, or a number and then"),
         (["--option", "loss_bund=0", "--", __file__], "there is no option 'loss_bund'; did you mean loss_bound?"),
         (["--trace", "nowhere/file", "--", __file__], "--trace: there is no folder nowhere"),
-        (["--measure", "--steps", "1", "--", __file__], "--steps must be at least 9"),
+        (["--measure", "--steps", "1", "--", __file__], "--steps must be at least 12"),
         (["--watch-only", "--measure", "--", __file__], "--measure averages with DLCP in turn, and with --watch-only"),
         (["--watch-only", "--backend", "--", __file__], "--backend makes DLCP carry all collectives, and with"),
         (["--watch-only", "--trace", "run.json", "--", __file__], "--trace records what DLCP sends, and with"),
