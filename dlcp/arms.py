@@ -121,8 +121,8 @@ travels during that one."""
 TURN: Final = 4
 """Steps of a turn. The first one does not count, because connections and caches are cold."""
 TURNS: Final = 6
-"""The most turns of each arm in a trial: 18 steps that count. Where processors are the bottleneck, steps vary by 12 %
-(four ranks on two cores), and medians of so many by 4 %."""
+"""The most turns of each arm in a trial, with 18 steps that count. When four ranks shared two cores, steps varied by
+12 %; the median of 18 such steps varies by 4 %."""
 CLEARLY: Final = 1.96
 """Standard normal deviate of the Mann-Whitney test at which an arm is given up. Three steps that are all longer than
 each of three others reach it."""

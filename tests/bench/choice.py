@@ -2,8 +2,8 @@
 """DLCP's choice of what averages each step, beside an oracle, while the network changes or the machine is busy.
 
 Four ranks train the demo's network around a router whose ports are fast, congested, slow and fast again. One training
-chooses as it comes. In others, what averages is fixed, and only some steps of each phase are timed. The oracle uses the
-fastest of these in each phase, from its first step on, without ever trying another.
+has DLCP's default options, so it chooses. Each of the others has one way to average, and a few steps of every phase are
+timed. The oracle knows which of these is fastest in each phase, and uses it from the phase's first step on.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _TASK: Final = "digits"
 _FIXED: Final = ("gloo", "dlcp:32", "dlcp:8")
 _CHOSEN: Final = "dlcp"
 _SETTLING_STEPS: Final = 4
-"""Steps after each change that do not count where what averages is fixed: rates are being found."""
+"""Untimed steps of a fixed way after each change of the network, while its senders find the new rate."""
 _TIMED_STEPS: Final = 36
 _CALL_STEPS: Final = 20
 """Steps in one call of the ranks, which has a deadline."""
@@ -38,7 +38,7 @@ _BUSY_LOOPS: Final = 2
 
 
 class NetworkPhase(NamedTuple):
-    """What the network is for some steps."""
+    """A state of the network, which lasts for some steps of training."""
 
     name: str
     rate_bps: int
@@ -81,12 +81,12 @@ class _Trainings:
         self._path, self._trainees, self._phases, self._seed = path, trainees, phases, seed
 
     def chosen(self, steps: int) -> list[float]:
-        """Train as it comes, with so many steps in each phase; return the time of each phase in seconds."""
+        """Train with the default options, ``steps`` in each phase; return the duration of each phase in seconds."""
         with self._training(_CHOSEN):
             return [steps * self._steps(steps) for _ in self._each_phase()]
 
     def fixed(self, method: str) -> list[float]:
-        """Train with what averages fixed; return the time of a step in each phase in seconds."""
+        """Train with one method throughout; return the time of a step in each phase in seconds."""
         found = []
         with self._training(method):
             for _ in self._each_phase():
