@@ -498,17 +498,19 @@ def _check_variables(environment: Iterable[str], declared: Iterable[str]) -> Non
 
 
 def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Option]) -> dict[str, object]:
-    """Validate a file's options, and convert ints to float where an option needs it."""
+    """Validate a file's options, and convert ints to what an option needs."""
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
             from dlcp.error_text import closest  # rarely needed
 
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
-        wanted = declared[name].type
-        if wanted is float and type(value) is int:
+        wanted, allowed = declared[name].type, declared[name].allowed
+        if type(value) is int and wanted is float:
             value = float(value)
-        text_too = isinstance(declared[name].allowed, ByPattern) and isinstance(value, str)
+        elif type(value) is int and isinstance(allowed, OneOf):  # 8 is as clear as "8"
+            value = str(value)
+        text_too = isinstance(allowed, ByPattern) and isinstance(value, str)
         if type(value) is not wanted and not text_too:
             expected = "true or false" if wanted is bool else _EXPECTED[wanted]
             raise ValueError(f"{path}: {name} must be {expected}, got {value!r}")

@@ -68,6 +68,19 @@ def test_the_environment_beats_the_file_which_beats_the_default(toml, tmp_path):
     assert type(build(Choices, environment).bound) is float
 
 
+def test_a_number_in_the_file_may_be_one_of_the_words(toml, tmp_path):
+    @dataclass(frozen=True)
+    class Precise:
+        precision: Annotated[str, OneOf(("auto", "8"))] = "auto"
+
+    path = tmp_path / "dlcp.toml"
+    path.write_text("precision = 8\n")
+    assert build(Precise, {}).precision == "8"
+    path.write_text("precision = 7\n")
+    with pytest.raises(ValueError, match=r"dlcp\.toml: precision must be one of auto, 8, got '7'"):
+        build(Precise, {})
+
+
 def test_a_variable_names_another_file(toml, tmp_path):
     (tmp_path / "dlcp.toml").write_text("job = 1")
     (tmp_path / "other.toml").write_text("job = 9")
