@@ -49,6 +49,8 @@ class PlaneLayout:
         Packets of each plane.
     bytes
         Size of the message.
+    record
+        The layout as a ``plane_layout`` of ``engine.h``.
     """
 
     values: int
@@ -59,7 +61,7 @@ class PlaneLayout:
     per_packet: int = field(init=False)
     packets: int = field(init=False)
     bytes: int = field(init=False)
-    _record: Any = field(init=False, repr=False, compare=False)
+    record: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         digit_bits = PLANE_DIGIT_BITS[self.bits]
@@ -76,7 +78,7 @@ class PlaneLayout:
             "bytes": (planes * packets - 1) * self.payload_bytes + last,
         }
         record = ffi.new("plane_layout *", {"values": self.values, "payload_bytes": self.payload_bytes, **derived})
-        for name, value in {**derived, "_record": record}.items():
+        for name, value in {**derived, "record": record}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -96,23 +98,34 @@ class PlaneLayout:
         """The share of a message's packets that are in the lower plane: no others may be lost."""
         return 1 - 1 / self.planes
 
-    def encode(self, values: NDArray[np.float32], code: NDArray[np.uint8]) -> None:
-        """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN."""
-        self._check(code, values)
-        lib.dlcp_planes_encode(self._record, ffi.from_buffer("float[]", values), ffi.from_buffer("uint8_t[]", code))
+    def encode(
+        self,
+        values: NDArray[np.float32],
+        code: NDArray[np.uint8],
+        rest: NDArray[np.float32] | None = None,
+        *,
+        add_rest: bool = False,
+    ) -> None:
+        """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN.
 
-    def round(self, values: NDArray[np.float32], code: NDArray[np.uint8], weight: float = 1.0) -> NDArray[np.float32]:
-        """Encode values as :meth:`encode` does, and replace them by the encoded ones.
-
-        Returns
-        -------
-        ``weight`` times exactly what these lack, shape (values,); 0 where that is not finite.
+        Parameters
+        ----------
+        rest
+            Receives exactly what the code lacks of each value, shape (values,); 0 where that is not finite.
+        add_rest
+            Encode the sum of ``values`` and ``rest``.
         """
-        self._check(code, values)
-        rest = np.empty(self.values, np.float32)
-        floats = [ffi.from_buffer("float[]", each) for each in (values, rest)]
-        lib.dlcp_planes_round(self._record, floats[0], ffi.from_buffer("uint8_t[]", code), weight, floats[1])
-        return rest
+        self._combine(values, code=code, rest=rest, has_own=True, keeps_own=True, adds_rest=add_rest)
+
+    def round(
+        self,
+        values: NDArray[np.float32],
+        code: NDArray[np.uint8],
+        rest: NDArray[np.float32] | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Encode values as :meth:`encode` does, and replace them by the encoded ones; ``rest`` is times ``weight``."""
+        self._combine(values, code=code, rest=rest, has_own=True, weight=weight)
 
     def decode(
         self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
@@ -125,7 +138,7 @@ class PlaneLayout:
             Mask of the packets that arrived, shape (at least planes * packets,); None for all. Values whose upper
             digits are missing are 0.
         """
-        self._decode(lib.PLANES_SET, code, values, delivered)
+        self._combine(values, code, delivered)
 
     def decode_as(self, value_type: ValueType, code: NDArray[np.uint8], values: NDArray[np.generic]) -> None:
         """Replace ``values``, a buffer in the storage of ``value_type``, by the encoded ones."""
@@ -140,21 +153,39 @@ class PlaneLayout:
         self, code: NDArray[np.uint8], values: NDArray[np.float32], delivered: NDArray[np.bool_] | None = None
     ) -> None:
         """Add the encoded values to ``values``; see :meth:`decode`."""
-        self._decode(lib.PLANES_ADD, code, values, delivered)
+        self._combine(values, code, delivered, has_own=True)
 
-    def rest(
-        self, values: NDArray[np.float32], code: NDArray[np.uint8], delivered: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.float32]:
-        """Return exactly what the code of ``values`` lacks, shape (values,); 0 where that is not finite.
+    def lose(self, code: NDArray[np.uint8], delivered: NDArray[np.bool_], rest: NDArray[np.float32]) -> None:
+        """Add to ``rest``, see :meth:`encode`, what packets of the lower plane held that were not delivered."""
+        self._check(code, rest)
+        mask = self._mask(delivered)
+        lib.dlcp_planes_lose(self.record, ffi.from_buffer("uint8_t[]", code), mask, ffi.from_buffer("float[]", rest))
 
-        Parameters
-        ----------
-        delivered
-            See :meth:`decode`.
-        """
-        rest = np.empty(self.values, np.float32)
-        self._decode(lib.PLANES_REST, code, values, delivered, rest)
-        return rest
+    def sum(
+        self,
+        values: NDArray[np.float32],
+        *,
+        code: NDArray[np.uint8] | None = None,
+        rest: NDArray[np.float32] | None = None,
+        has_own: bool = False,
+        keeps_own: bool = False,
+        adds_rest: bool = False,
+        factor: float = 1.0,
+        weight: float = 1.0,
+    ) -> Any:
+        """Return a ``plane_sum`` of ``engine.h``; it does not keep the memory."""
+        for each in (values, rest):
+            if each is not None:
+                self._check(code, each)
+        record = ffi.new("plane_sum *")
+        record.values = ffi.from_buffer("float[]", values)
+        record.has_own, record.keeps_own, record.adds_rest = has_own, keeps_own, adds_rest
+        record.factor, record.weight = factor, weight
+        if code is not None:
+            record.code = ffi.from_buffer("uint8_t[]", code)
+        if rest is not None:
+            record.rest = ffi.from_buffer("float[]", rest)
+        return record
 
     def tags(
         self,
@@ -208,24 +239,29 @@ class PlaneLayout:
         classes: NDArray[np.uint8] = (DROP_CLASSES - 1 - (DROP_CLASSES - 1) * rank // self.packets).astype(np.uint8)
         return classes
 
-    def _check(self, code: NDArray[np.uint8], values: NDArray[np.float32]) -> None:
+    def _check(self, code: NDArray[np.uint8] | None, values: NDArray[np.float32]) -> None:
         """Raise ValueError for memory that does not fit the layout, because the C code does not check it."""
-        if code.dtype != np.uint8 or len(code) < self.bytes:
+        if code is not None and (code.dtype != np.uint8 or len(code) < self.bytes):
             raise ValueError(f"{self.values} values in {self.bits} bits are {self.bytes} bytes, not {code.nbytes}")
         if values.dtype != np.float32 or values.shape != (self.values,):
             raise ValueError(f"expected {self.values} float32 values, got {values.dtype} of shape {values.shape}")
 
-    def _decode(
-        self,
-        operation: int,
-        code: NDArray[np.uint8],
-        values: NDArray[np.float32],
-        delivered: NDArray[np.bool_] | None,
-        rest: NDArray[np.float32] | None = None,
-    ) -> None:
-        self._check(code, values)
-        if delivered is not None and (delivered.dtype != np.bool_ or len(delivered) < self.planes * self.packets):
+    def _mask(self, delivered: NDArray[np.bool_] | None) -> Any:
+        if delivered is None:
+            return ffi.NULL
+        if delivered.dtype != np.bool_ or len(delivered) < self.planes * self.packets:
             raise ValueError(f"`delivered` must have {self.planes * self.packets} bools, got {len(delivered)}")
-        mask = ffi.NULL if delivered is None else ffi.from_buffer("uint8_t[]", delivered)
-        floats = [ffi.NULL if each is None else ffi.from_buffer("float[]", each) for each in (values, rest)]
-        lib.dlcp_planes_decode(self._record, ffi.from_buffer("uint8_t[]", code), mask, operation, *floats)
+        return ffi.from_buffer("uint8_t[]", delivered)
+
+    def _combine(
+        self,
+        values: NDArray[np.float32],
+        received: NDArray[np.uint8] | None = None,
+        delivered: NDArray[np.bool_] | None = None,
+        **sum_of: Any,
+    ) -> None:
+        total, mask = self.sum(values, **sum_of), self._mask(delivered)
+        if received is not None:
+            self._check(received, values)
+        code = ffi.NULL if received is None else ffi.from_buffer("uint8_t[]", received)
+        lib.dlcp_planes_combine(self.record, total, code, mask)

@@ -73,8 +73,8 @@ def test_the_remainder_is_exact(bits):
     values = gradients(10_007)
     layout = PlaneLayout(len(values), bits, PAYLOAD)
     code = np.empty(layout.bytes, np.uint8)
-    layout.encode(values, code)
-    rest = layout.rest(values, code)
+    rest = np.empty_like(values)
+    layout.encode(values, code, rest)
     assert 0 < np.abs(rest).max() < np.abs(values).max()
     layout.add(code, rest)
     np.testing.assert_array_equal(rest, values)
@@ -88,11 +88,39 @@ def test_rounding_is_encoding_and_decoding_at_once(bits, count):
         values[-1] = np.inf
     layout = PlaneLayout(len(values), bits, PAYLOAD)
     code, rounded, also = np.empty(layout.bytes, np.uint8), values.copy(), np.full(layout.bytes, 7, np.uint8)
-    rest = layout.round(rounded, also, 3)
-    layout.encode(values, code)
+    rest, lacked = np.empty_like(values), np.empty_like(values)
+    layout.round(rounded, also, rest, 3)
+    layout.encode(values, code, lacked)
     np.testing.assert_array_equal(also, code)
     np.testing.assert_array_equal(rounded, decoded(values, bits))
-    np.testing.assert_array_equal(rest, np.float32(3) * layout.rest(values, code))
+    np.testing.assert_array_equal(rest, np.float32(3) * lacked)
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_what_a_code_lacks_goes_into_the_next(bits):
+    first, then = gradients(10_007), gradients(10_007)[::-1].copy()
+    layout = PlaneLayout(len(first), bits, PAYLOAD)
+    code, also = (np.empty(layout.bytes, np.uint8) for _ in range(2))
+    rest, expected = np.empty_like(first), np.empty_like(first)
+    layout.encode(first, code, rest)
+    layout.encode(then + rest, also, expected)
+    layout.encode(then, code, rest, add_rest=True)
+    np.testing.assert_array_equal(code, also)
+    np.testing.assert_array_equal(rest, expected)
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+def test_lost_digits_are_part_of_what_a_code_lacks(bits):
+    values = gradients(10_007)
+    values[5000] = np.nan
+    layout = PlaneLayout(len(values), bits, PAYLOAD)
+    code, rest = np.empty(layout.bytes, np.uint8), np.empty_like(values)
+    layout.encode(values, code, rest)
+    delivered = np.ones(layout.planes * layout.packets, np.bool_)
+    delivered[layout.packets + 1 :: 3] = False
+    layout.lose(code, delivered, rest)
+    lacked = values - decoded(values, bits, delivered)
+    np.testing.assert_array_equal(rest, np.where(np.isfinite(lacked), lacked, 0))
 
 
 @pytest.mark.parametrize("bits", CODED_BITS)

@@ -11,6 +11,7 @@ receive only once the owner has acknowledged the contribution. An owner sends it
 has acknowledged that peer's contribution, because the peer then has posted the receive.
 """
 
+import math
 from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -43,6 +44,7 @@ from dlcp.transport import (
     Arrival,
     Bytes,
     Delivery,
+    EncodedReduction,
     LossBound,
     MessageKey,
     ReceiveRequest,
@@ -354,8 +356,11 @@ class DirectRun(BucketRun):
         weights = dict.fromkeys(self.context.contributors, 1.0) if bucket.scattered else reducer.weights
         plan = self.plan = reducer.plan_of(sequence, bucket, weights, bits)
         self.bounds = plan.bounds
-        if self.context.options.error_feedback:
-            self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
+        self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
+        """This rank's shard, once averaged."""
+        self.rest: NDArray[np.float32] | None = None
+        """Future residual of encoded shards: what the code lacks of each value of the bucket."""
+        add_rest = self._apply_residual()
         self.tags = plan.tag(self.context, bucket, step)
         self._note("tagged", plan.bits)
         self.phase = BucketPhase.EXCHANGING
@@ -363,22 +368,36 @@ class DirectRun(BucketRun):
         self.awaited = len(self.shards)
         """Number of unfinished shards."""
         self.accumulator: ShardAccumulator | None = None
-        self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
-        """This rank's shard, once averaged."""
         self.latest = self.rank
         """The rank whose average arrived last."""
         self.lost: list[tuple[NDArray[np.int64], NDArray[np.floating]]] = []
         """Future residual: positions in the bucket, and values."""
-        self.rounded: list[tuple[int, NDArray[np.floating]]] = []
-        """Future residual of encoded shards: their start in the bucket, and what the code lacks of each value."""
         self.averaged: NDArray[np.generic] | None = None
         """With a parameter server, a copy of the average until all workers are known to have it."""
         self.codes: dict[int, Bytes] = {}
         """Encoded contributions by owner, until they are acknowledged."""
         for owner, layout in plan.layouts.items():
             if owner != self.rank:  # in this thread, since the endpoint's must keep up with packets
-                self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
-                layout.encode(self._wide(owner), self.codes[owner])
+                code = self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
+                layout.encode(self._wide(owner), code, self._rest(owner), add_rest=add_rest)
+
+    def _apply_residual(self) -> bool:
+        """Add the residual to the values; return whether that in ``rest`` is still to be added to contributions."""
+        context, bucket, encoded = self.context, self.bucket, self.plan.layouts
+        if not context.options.error_feedback:
+            return False
+        count = len(self.values)
+        if bucket.value_type is ValueType.FLOAT32 and len(encoded) == len(self.plan.labels):
+            self.rest = context.residual.take_whole(bucket.segments, count)
+        if self.rest is not None:  # contributions get theirs in the pass that encodes them
+            own = slice(*self.bounds.get(self.rank, (0, 0)))
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._wide(self.rank)[:] += self.rest[own]
+            return True
+        context.residual.apply(self.values, bucket.segments, bucket.value_type)
+        if encoded:
+            self.rest = np.empty(count, np.float32)
+        return False
 
     def begin(self) -> None:
         """Post receives for contributions to this rank's shard, and contribute to the others'."""
@@ -392,20 +411,35 @@ class DirectRun(BucketRun):
     # Reduce-scatter: contributions to the own shard -------------------------------------------------------------------
 
     def _accumulate(self) -> None:
-        connection, own, peers, plan = self.context.connection, self.own.values, self.context.peers, self.plan
+        connection, peers, plan = self.context.connection, self.context.peers, self.plan
         key, bound, label = self._key(REDUCE_SCATTER, self.rank), plan.loss_bounds[self.rank], plan.labels[self.rank]
         streaming, layout = self.bucket.value_type is ValueType.FLOAT32, plan.layouts.get(self.rank)
+        own = self.own.values if layout is None else self._wide(self.rank)
+        encoded = None if layout is None else self._sum_of_encoded(layout, cast("NDArray[np.float32]", own))
         accumulator = self.accumulator = ShardAccumulator(
-            connection, peers, own, streaming=streaming, key=key, layout=layout
+            connection, peers, own, streaming=streaming, key=key, encoded=encoded
         )
         readers = connection.local_peers.intersection(peers)
-        if readers and accumulator.reduction is not None and not self.bucket.exported:
-            self.own.copy_while_summed(accumulator.reduction)
+        if readers and accumulator.streaming is not None and not self.bucket.exported:
+            self.own.copy_while_summed(accumulator.streaming)
         for position, peer in enumerate(peers):
             request = accumulator.request(position, key, bound, label)
             connection.receive(request, partial(self._on_contribution, peer), self.fail)
         if not peers:
             self._average(accumulator)
+
+    def _sum_of_encoded(self, layout: PlaneLayout, own: NDArray[np.float32]) -> EncodedReduction:
+        """Return the average of contributions to this rank's shard; unless it stays here, it is encoded for the others.
+
+        The shard becomes what all ranks decode.
+        """
+        ranks, code, rest = len(self.context.contributors), None, None
+        if not self.bucket.scattered:
+            code, rest = self.own.encode_as(layout), self._rest(self.rank)
+        factor = float(np.float32(self.bucket.factor / ranks))
+        # The next contribution is divided by the number of ranks.
+        how = {"has_own": True, "factor": factor, "code": code, "rest": rest, "weight": ranks}
+        return EncodedReduction(layout, own, len(self.context.peers), **how)
 
     def _on_contribution(self, peer: int, arrival: Arrival) -> None:
         assert self.accumulator
@@ -416,12 +450,14 @@ class DirectRun(BucketRun):
     def _average(self, accumulator: ShardAccumulator) -> None:
         """Average this rank's shard, and send it to all."""
         own, bucket = accumulator.own, self.bucket
-        if accumulator.reduction is not None:
-            self._finish_streaming(accumulator, accumulator.reduction)
+        if accumulator.streaming is not None:
+            self._finish_streaming(accumulator, accumulator.streaming)
             if bucket.factor != 1:
                 np.multiply(own, np.float32(bucket.factor), out=own)
-        elif accumulator.layout is not None:
-            self._average_encoded(accumulator)
+        elif accumulator.encoded is not None:
+            accumulator.encoded.finish()
+            if bucket.value_type is not ValueType.FLOAT32:
+                self.own.values[:] = bucket.value_type.narrow(cast("NDArray[np.float32]", own))
         elif accumulator.peers:
             mean = average(
                 {**accumulator.contributions, self.rank: own},
@@ -447,11 +483,10 @@ class DirectRun(BucketRun):
         self.reducer.note_rates(self.rank, self.sequence, rates_bps)
         own = self.own
         own.trailer, own.unconfirmed = rates_bps.view(np.uint8), set(accumulator.peers)
-        layout = accumulator.layout
-        if layout is None:
+        if own.code is None:
             own.tags = self._tags(self.rank, len(own.trailer))
         else:
-            own.tags = self._encoded_tags(self.rank, self._round_average(layout), len(own.trailer))
+            own.tags = self._encoded_tags(self.rank, own.code, len(own.trailer))
         for peer in accumulator.peers:
             if self.shards.get(peer) is not Shard.CONTRIBUTING:
                 self._send_average(peer)
@@ -470,29 +505,9 @@ class DirectRun(BucketRun):
         if not accumulator.whole and self.own.copy is not None:
             self.own.copy[:] = own
 
-    def _average_encoded(self, accumulator: ShardAccumulator) -> None:
-        """Average encoded contributions."""
-        mean = self._wide(self.rank)
-        with np.errstate(over="ignore", invalid="ignore"):  # the loss scaler handles these
-            accumulator.add_decoded(mean)
-            mean *= np.float32(self.bucket.factor / len(self.context.contributors))
-            if self.bucket.value_type is not ValueType.FLOAT32:
-                self.own.values[:] = self.bucket.value_type.narrow(mean)
-
-    def _round_average(self, layout: PlaneLayout) -> Bytes:
-        """Return the code of this rank's averaged shard, which it replaces by what all ranks decode."""
-        mean, value_type = self._wide(self.rank), self.bucket.value_type
-        # The next contribution is divided by the number of ranks.
-        code, rest = self.own.round(layout, mean, len(self.context.contributors))
-        if self.context.options.error_feedback:
-            self.rounded.append((self.bounds[self.rank][0], rest))
-        if value_type is not ValueType.FLOAT32:
-            self.own.values[:] = value_type.narrow(mean)
-        return code
-
     def _delivered(self, accumulator: ShardAccumulator) -> dict[int, NDArray[np.bool_]]:
         """Return the contributed packets in this rank's shard: a mask for each rank, including this one."""
-        if accumulator.layout is not None:  # none of their values is missing
+        if accumulator.encoded is not None:  # none of their values is missing
             every = np.ones(-(-len(accumulator.own) // self.values_per_packet), np.bool_)
             return dict.fromkeys(self.context.contributors, every)
         return {**accumulator.delivered, self.rank: np.ones(-(-len(accumulator.own) // self.values_per_packet), bool)}
@@ -544,9 +559,10 @@ class DirectRun(BucketRun):
         layout = self.plan.layouts.get(owner)
         context.ledger.record(self._key(REDUCE_SCATTER, owner), owner, label, tags, loss_bound, delivery, layout)
         if layout is not None:
-            if context.options.error_feedback:
-                self.rounded.append((start, self._rest(owner, delivery.delivered)))
-            context.connection.buffers.give(self.codes.pop(owner))
+            code, rest = self.codes.pop(owner), self._rest(owner)
+            if rest is not None and delivery.lost:
+                layout.lose(code, delivery.delivered, rest)
+            context.connection.buffers.give(code)
         elif delivery.lost:
             positions = self._positions(~delivery.delivered, stop - start)
             self._lose(owner, positions, self.bucket.value_type.widen(self.values[start:stop]))
@@ -558,21 +574,39 @@ class DirectRun(BucketRun):
         # Only now: the average overwrites data that may have been needed for a retransmission, or is lost.
         rates = len(context.contributors) if self.reducer.between_ranks else 0  # a server tells none
         tail = np.zeros(rates * RATE.itemsize, np.uint8)
-        into = self._bytes(owner) if layout is None else context.connection.buffers.take(layout.bytes)
-        key, size = self._key(ALL_GATHER, self.rank), len(into) + len(tail)
-        request = ReceiveRequest(owner, key, size, RELIABLE, label, into=into, tail=tail)
-        context.connection.receive(request, partial(self._on_average, owner, tail), self.fail)
+        key = self._key(ALL_GATHER, self.rank)
+        if layout is None:
+            into = self._bytes(owner)
+            request = ReceiveRequest(owner, key, len(into) + len(tail), RELIABLE, label, into=into, tail=tail)
+            then = partial(self._on_average, owner, tail)
+        else:
+            decoded = self._wide(owner)
+            reduction = EncodedReduction(layout, decoded, members=1)
+            size = layout.bytes + len(tail)
+            request = ReceiveRequest(owner, key, size, RELIABLE, label, tail=tail, reduction=reduction)
+            then = partial(self._on_encoded_average, owner, tail, decoded, reduction)
+        context.connection.receive(request, then, self.fail)
         if self.shards.get(self.rank) is Shard.AVERAGED and owner in self.own.unconfirmed:
             self._send_average(owner)
 
     # All-gather -------------------------------------------------------------------------------------------------------
 
-    def _on_average(self, owner: int, tail: NDArray[np.uint8], arrival: Arrival) -> None:
-        layout = self.plan.layouts.get(owner)
-        if layout is not None:
-            shard = self.values[slice(*self.bounds[owner])]
-            layout.decode_as(self.bucket.value_type, arrival.payload, shard)
-            self.context.connection.buffers.give(arrival.payload)
+    def _on_encoded_average(
+        self,
+        owner: int,
+        tail: NDArray[np.uint8],
+        decoded: NDArray[np.float32],
+        reduction: EncodedReduction,
+        arrival: Arrival,
+    ) -> None:
+        reduction.finish()
+        self.context.connection.buffers.give(arrival.payload)
+        value_type = self.bucket.value_type
+        if value_type is not ValueType.FLOAT32:
+            self.values[slice(*self.bounds[owner])] = value_type.narrow(decoded)
+        self._on_average(owner, tail, arrival)
+
+    def _on_average(self, owner: int, tail: NDArray[np.uint8], _: Arrival) -> None:
         self._have(owner)
         if len(tail):
             self.reducer.note_rates(owner, self.sequence, tail.view(RATE))
@@ -631,9 +665,24 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             for positions, values in self.lost:
                 self.context.residual.add_at(positions, values, self.bucket.segments)
-            for start, values in self.rounded:
-                self.context.residual.add_range(start, values, self.bucket.segments)
+            self._keep_rest()
         self.done.set_result(self.values)
+
+    def _keep_rest(self) -> None:
+        """Make what codes lacked the residual: as one array, if that is the whole bucket's, for one pass later."""
+        if self.rest is None:
+            return
+        rounded = self._rounded()
+        if len(rounded) == len(self.shards):
+            self.context.residual.add_whole(self.rest, self.bucket.segments)
+            return
+        for owner in rounded:
+            start, stop = self.bounds[owner]
+            self.context.residual.add_range(start, self.rest[start:stop], self.bucket.segments)
+
+    def _rounded(self) -> list[int]:
+        """Return the owners of shards that were rounded: of a scattered bucket, this rank keeps its own in full."""
+        return [owner for owner in self.plan.layouts if owner != self.rank or not self.bucket.scattered]
 
     def _end(self) -> None:
         self.phase = BucketPhase.ENDED
@@ -655,39 +704,58 @@ class DirectRun(BucketRun):
             return PartialResult(
                 self.step, self.sequence, widen(self.averaged), self.values_per_packet, whole, included
             )
-        final, unconfirmed = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
-        included = {rank: np.zeros(packets, np.bool_) for rank in self.context.contributors}
-        mine = self._packets(self.rank)
+        unit, accumulator = self.values_per_packet, self.accumulator
+        encoded = (
+            self.plan.layouts.get(self.rank) if accumulator and self.shards[self.rank] is Shard.ACCUMULATING else None
+        )
+        if encoded is not None:  # its packets end elsewhere than those of other shards
+            unit = math.gcd(unit, encoded.per_packet)
+        count = -(-len(self.values) // unit)
+        final, unconfirmed = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        included = {rank: np.zeros(count, np.bool_) for rank in self.context.contributors}
+        start, stop = self.bounds.get(self.rank, (0, 0))
+        mine = slice(start // unit, -(-stop // unit))
         for rank, bits in self._included().items():
-            included[rank][mine] = bits
-        # A streaming sum is divided as soon as it is complete, packet by packet.
+            each = self.values_per_packet if encoded is None or rank == self.rank else encoded.per_packet
+            included[rank][mine] = np.repeat(bits, each // unit)[: mine.stop - mine.start]
+        # A sum is divided as soon as it is complete, packet by packet.
         averaged = self.shards.get(self.rank) is Shard.AVERAGED
         final[mine] = averaged or np.all([bits[mine] for bits in included.values()], axis=0)
         if self.own.is_kept and self.done.done() and not self.done.exception():
             # The caller has the bucket back; only this rank's averaged shard is left.
             values = np.zeros(len(self.values), widen(self.values[:0]).dtype)
-            values[slice(*self.bounds[self.rank])] = self.own.kept(self.bucket.value_type)
-            return PartialResult(self.step, self.sequence, values, self.values_per_packet, final, included)
+            values[start:stop] = self.own.kept(self.bucket.value_type)
+            return PartialResult(self.step, self.sequence, values, unit, final, included)
+        values = widen(self.values)
+        if encoded is not None and accumulator is not None:
+            values[start:stop] = cast("NDArray[np.float32]", accumulator.own)
         for owner, state in self.shards.items():
             if owner != self.rank:
-                part = self._packets(owner)
+                first, last = self.bounds[owner]
+                part = slice(first // unit, -(-last // unit))
                 final[part] = state is Shard.AVERAGED
                 included[self.rank][part] = state is not Shard.AVERAGED
                 unconfirmed[part] = state is Shard.CONTRIBUTING
-        values = widen(self.values)
-        rounded = list(self.rounded)
-        if self.context.options.error_feedback:
-            # unacknowledged contributions, in case their owner has averaged them
-            rounded += [(self.bounds[owner][0], self._rest(owner)) for owner in self.codes]
-        residual = np.zeros(len(values), values.dtype) if self.lost or rounded else None
+                if owner in self.codes:  # which may include a residual that the values do not
+                    values[first:last] = self._contribution(owner)
+        residual = np.zeros(len(values), values.dtype) if self.lost or self.rest is not None else None
         if residual is not None:
             for positions, lost in self.lost:
                 residual[positions] += lost
-            for start, rest in rounded:
-                residual[start : start + len(rest)] += rest
-        return PartialResult(
-            self.step, self.sequence, values, self.values_per_packet, final, included, residual, unconfirmed
-        )
+            for owner in self._rounded() if self.rest is not None else ():
+                residual[slice(*self.bounds[owner])] = self._rest(owner)
+            by_value = np.repeat(final, unit)[: len(values)]
+            residual[start:stop][~by_value[start:stop]] = 0  # not rounded so far
+        return PartialResult(self.step, self.sequence, values, unit, final, included, residual, unconfirmed)
+
+    def _contribution(self, owner: int) -> NDArray[np.float32]:
+        """Return an encoded contribution in full precision."""
+        rest = self._rest(owner)
+        if rest is None:  # then the values are all of it
+            return self._wide(owner)
+        values: NDArray[np.float32] = rest.copy()
+        self.plan.layouts[owner].add(self.codes[owner], values)
+        return values
 
     def _included(self) -> Mapping[int, NDArray[np.bool_]]:
         """Return the contributions that this rank's shard holds: a mask of packets by rank."""
@@ -719,11 +787,13 @@ class DirectRun(BucketRun):
 
     def _wide(self, owner: int) -> NDArray[np.float32]:
         """Return a shard's values as float32; not a copy if they are."""
-        return cast("NDArray[np.float32]", self.bucket.value_type.widen(self.values[slice(*self.bounds[owner])]))
+        return cast(
+            "NDArray[np.float32]", self.bucket.value_type.widen(self.values[slice(*self.bounds.get(owner, (0, 0)))])
+        )
 
-    def _rest(self, owner: int, delivered: NDArray[np.bool_] | None = None) -> NDArray[np.float32]:
-        """Return what the packets of an encoded contribution lack of its values; ``delivered`` is None for all."""
-        return self.plan.layouts[owner].rest(self._wide(owner), self.codes[owner], delivered)
+    def _rest(self, owner: int) -> NDArray[np.float32] | None:
+        """Return what a shard's code lacks of its values, if that will be residual."""
+        return None if self.rest is None else self.rest[slice(*self.bounds[owner])]
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:
         """Record a shard's ``values`` at ``positions`` as lost."""

@@ -7,6 +7,7 @@ is final nowhere, every contribution still exists: at its rank, in an owner's su
 all ranks completes the average.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -42,7 +43,8 @@ class PartialResult:
     values
         Shape (m,), in the type for sums (``ValueType.widen``).
     values_per_packet
-        Values per packet, the unit of the fields below; there are ceil(m / values_per_packet) packets.
+        Values per packet, the unit of the fields below; there are ceil(m / values_per_packet) packets. Ranks may differ
+        in it.
     final
         Mask of packets in which ``values`` holds the average, shape (packets,).
     included
@@ -85,14 +87,20 @@ class ContributionMap(NamedTuple):
     final: bytes
     included: dict[int, bytes]
 
+    def unpack(self, bits: bytes, unit: int) -> NDArray[np.bool_]:
+        """Return a mask of packets of ``unit`` values, which divides its own."""
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=-(-self.values // self.values_per_packet))
+        return _in_units(mask.astype(np.bool_), self.values, self.values_per_packet, unit)
+
 
 class RecoveryPlan(NamedTuple):
-    """The sources of each packet.
+    """The sources of each packet of ``values_per_packet`` values: the largest that divides the packets of all ranks.
 
     ``source`` is the rank whose average is used, or ``NOWHERE``. ``gives`` has the ranks whose sums are added if there
     is none. ``left_out`` has the ranks whose contribution an average lacks. Shapes (packets,).
     """
 
+    values_per_packet: int
     source: NDArray[np.int32]
     gives: dict[int, NDArray[np.bool_]]
     left_out: dict[int, NDArray[np.bool_]]
@@ -124,23 +132,23 @@ def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> Re
     if not maps:
         raise UnrecoverableError("no rank holds anything of this bucket")
     first = min(maps)
-    shape = maps[first][:3]
     for rank, found in sorted(maps.items()):
-        if found[:3] != shape:
+        if found[:2] != maps[first][:2]:
             raise UnrecoverableError(
                 f"rank {rank} has {found.values} values of {found.kind}, rank {first} {maps[first].values} of "
                 f"{maps[first].kind}; do all ranks run the same model?"
             )
-    packets = -(-maps[first].values // maps[first].values_per_packet)
+    unit = math.gcd(*(found.values_per_packet for found in maps.values()))
+    packets = -(-maps[first].values // unit)
     included = {
-        rank: {peer: _unpack(bits, packets) for peer, bits in found.included.items()} for rank, found in maps.items()
+        rank: {peer: found.unpack(bits, unit) for peer, bits in found.included.items()} for rank, found in maps.items()
     }
-    final = {rank: _unpack(found.final, packets) for rank, found in maps.items()}
+    final = {rank: found.unpack(found.final, unit) for rank, found in maps.items()}
     source = np.full(packets, NOWHERE, np.int32)
     for rank in sorted(maps, reverse=True):
         source[final[rank]] = rank
     gives = _cover(included, source == NOWHERE, contributors)
-    return RecoveryPlan(source, gives, _left_out(included, final, contributors, packets))
+    return RecoveryPlan(unit, source, gives, _left_out(included, final, contributors, packets))
 
 
 def _cover(
@@ -221,7 +229,7 @@ def recover(
     nothing: NDArray[np.bool_] = np.zeros(len(decided.source), np.bool_)
 
     def by_value(packets: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return np.repeat(packets, some.values_per_packet)[:count]
+        return np.repeat(packets, decided.values_per_packet)[:count]
 
     result = np.zeros(count, kind)
     summed, copied = by_value(decided.source == NOWHERE), by_value(decided.source != NOWHERE)
@@ -245,6 +253,7 @@ def _residual(
     unconfirmed = mine.unconfirmed
     if unconfirmed is None:
         unconfirmed = mine.included.get(rank, np.zeros(len(mine.final), np.bool_)) & ~mine.final
+    unconfirmed = _in_units(unconfirmed, len(mine.values), mine.values_per_packet, decided.values_per_packet)
     residual = np.where(by_value(unconfirmed & decided.left_out[rank]), mine.values, 0).astype(mine.values.dtype)
     if mine.residual is not None:
         residual += np.where(by_value(decided.source != NOWHERE), mine.residual, 0).astype(residual.dtype)
@@ -259,5 +268,7 @@ def _map_of(mine: PartialResult | None) -> ContributionMap | None:
     return ContributionMap(len(mine.values), kind, mine.values_per_packet, np.packbits(mine.final).tobytes(), packed)
 
 
-def _unpack(bits: bytes, packets: int) -> NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=packets).astype(np.bool_)
+def _in_units(mask: NDArray[np.bool_], values: int, values_per_packet: int, unit: int) -> NDArray[np.bool_]:
+    """Return a mask of packets as one of packets of ``unit`` values."""
+    found: NDArray[np.bool_] = np.repeat(mask, values_per_packet // unit)[: -(-values // unit)]
+    return found

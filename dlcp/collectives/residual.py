@@ -92,13 +92,37 @@ class Residual:
             for positions, residual in layer.parts:  # rounded after each part, since bit patterns cannot be added
                 part[positions] = value_type.narrow(value_type.widen(part[positions]) + residual)
 
+    def take_whole(self, segments: Sequence[Segment], count: int) -> NDArray[np.float32] | None:
+        """Return the residual of a buffer of ``count`` float32 values as one array, and forget it; the caller owns it.
+
+        That is possible if :meth:`add_whole` was the last to add to each of the buffer's layers, with that array.
+        """
+        if self.revocable or not self._layers or sum(each.stop - each.start for each in segments) != count:
+            return None
+        whole: NDArray[Any] | None = None
+        for each in segments:
+            layer = self._layers.get(each.layer.name)
+            if layer is None or len(layer.parts) != 1 or each.offset or each.is_beyond:
+                return None
+            positions, part = layer.parts[0]
+            owner = part if part.base is None else part.base
+            whole = owner if whole is None else whole
+            fits = isinstance(positions, slice) and (positions.start, len(part)) == (0, each.stop - each.start)
+            if owner is not whole or not fits or part.ctypes.data != whole.ctypes.data + each.start * whole.itemsize:
+                return None
+        if whole is None or whole.dtype != np.float32 or whole.shape != (count,):
+            return None
+        for each in segments:
+            del self._layers[each.layer.name]
+        return whole
+
     def add(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep the nonzero values of a buffer."""
         positions = np.flatnonzero(values)
         self.add_at(positions, values[positions], segments)
 
     def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all values of a dense buffer; it must not change any more."""
+        """Keep all values of a dense buffer; it must not change any more, unless :meth:`take_whole` returns it."""
         self.add_range(0, values, segments)
 
     def add_range(self, start: int, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:

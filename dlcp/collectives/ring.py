@@ -354,27 +354,34 @@ class RingRun(BucketRun):
                 return
             total /= np.float32(self.reducer.ranks)
             code = self.connection.buffers.take(layout.bytes)
-            rest = layout.round(total, code, self.reducer.ranks)  # the next contribution is divided by their number
+            rest = self._new_rest(layout)
+            layout.round(total, code, rest, self.reducer.ranks)  # the next contribution is divided by their number
             self._values(piece)[:] = self.value_type.narrow(total)
-            if self.context.options.error_feedback:
+            if rest is not None:
                 self._lose(piece, rest)
         self._begin_average(piece, code)
 
     def _send_encoded(self, piece: Piece, layout: PlaneLayout, total: NDArray[np.floating]) -> None:
-        """Send an encoded sum, and keep the sum itself until the receiver acknowledges which digits arrived."""
-        total, code = np.array(total, np.float32), self.connection.buffers.take(layout.bytes)
-        layout.encode(total, code)
+        """Send an encoded sum, and keep what it lacks until the receiver acknowledges which digits arrived."""
+        code, rest = self.connection.buffers.take(layout.bytes), self._new_rest(layout)
+        layout.encode(np.asarray(total, np.float32), code, rest)
         may_drop = self._may_drop(layout, self._within(piece)) if self.bounds[piece].ratio else None
         plain = self._tags(piece, self._packets(piece))
         tags = layout.tags(plain, self.values_per_packet, code, may_drop)
-        then = partial(self._on_encoded_sent, piece, layout, code, total)
+        then = partial(self._on_encoded_sent, piece, layout, code, rest)
         self._send(piece, REDUCE_SCATTER, self._distance(piece), code, tags, then)
 
+    def _new_rest(self, layout: PlaneLayout) -> NDArray[np.float32] | None:
+        """Return memory for what a code lacks, if that will be residual."""
+        return np.empty(layout.values, np.float32) if self.context.options.error_feedback else None
+
     def _on_encoded_sent(
-        self, piece: Piece, layout: PlaneLayout, code: Bytes, total: NDArray[np.float32], delivery: Delivery
+        self, piece: Piece, layout: PlaneLayout, code: Bytes, rest: NDArray[np.float32] | None, delivery: Delivery
     ) -> None:
-        if self.context.options.error_feedback:
-            self._lose(piece, layout.rest(total, code, delivery.delivered))
+        if rest is not None:
+            if delivery.lost:
+                layout.lose(code, delivery.delivered, rest)
+            self._lose(piece, rest)
         self.connection.buffers.give(code)
         if self._distance(piece) == 0:
             self._receive_average(piece)

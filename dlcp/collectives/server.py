@@ -262,8 +262,9 @@ class ParameterServer:
             content = np.ascontiguousarray(tail.value_type.narrow(mean)).view(np.uint8)
         else:
             content = np.empty(layout.bytes, np.uint8)
-            rest = layout.round(np.asarray(mean, np.float32), content)
-            if self.options.error_feedback:
+            rest = np.empty(layout.values, np.float32) if self.options.error_feedback else None
+            layout.round(np.asarray(mean, np.float32), content, rest)
+            if rest is not None:
                 self._rounded[sequence] = rest
         payload = memoryview(content.tobytes())
         tags = _tags_of(bucket, -(-len(payload) // payload_bytes))

@@ -19,10 +19,12 @@ from dlcp.transport import (
     Arrival,
     BufferPool,
     Connection,
+    EncodedReduction,
     ExportedMemory,
     LossBound,
     MessageKey,
     ReceiveRequest,
+    Reduction,
     SendRequest,
     StreamingReduction,
 )
@@ -136,8 +138,8 @@ class ShardAccumulator:
         Divisor of a streaming sum; None for the number of ranks.
     key
         The key of the messages if every sender begins with another chunk (:class:`dlcp.tags.ChunkOrder`).
-    layout
-        The layout of contributions if they are encoded; None if they are not.
+    encoded
+        The sum of ``own`` and of contributions that are encoded; None if they are not.
 
     Attributes
     ----------
@@ -156,28 +158,34 @@ class ShardAccumulator:
         streaming: bool,
         divisor: float | None = None,
         key: MessageKey | None = None,
-        layout: PlaneLayout | None = None,
+        encoded: EncodedReduction | None = None,
     ) -> None:
-        self.connection, self.peers, self.own, self.layout = connection, peers, own, layout
+        self.connection, self.peers, self.own, self.encoded = connection, peers, own, encoded
         self.delivered: dict[int, NDArray[np.bool_]] = {}
         self.whole = True
-        self.reduction = (
+        self.streaming = (
             connection.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
-            if streaming and peers and layout is None
+            if streaming and peers and encoded is None
             else None
         )
         self._received: dict[int, NDArray[np.uint8]] = {}
 
     def request(self, position: int, key: MessageKey, bound: LossBound, label: str) -> ReceiveRequest:
         """Return the request for the contribution of the peer at this position of ``peers``."""
-        peer, size = self.peers[position], self.own.nbytes if self.layout is None else self.layout.bytes
-        if self.reduction is not None:
-            return ReceiveRequest(peer, key, size, bound, label, reduction=self.reduction, position=position)
+        peer, size, reduction = self.peers[position], self.own.nbytes, self.reduction
+        if reduction is not None:
+            size = reduction.message_bytes
+            return ReceiveRequest(peer, key, size, bound, label, reduction=reduction, position=position)
         return ReceiveRequest(peer, key, size, bound, label, into=self.connection.buffers.take(size))
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """The sum that is computed as packets arrive, if there is one."""
+        return self.streaming or self.encoded
 
     def take(self, peer: int, arrival: Arrival) -> bool:
         """Accept a contribution; return whether it was the last."""
-        if self.reduction is None and self.layout is None:  # missing packets count as zeros
+        if self.reduction is None:  # missing packets count as zeros
             packet_bytes = self.connection.options.payload_bytes
             for index in np.flatnonzero(~arrival.delivered).tolist():
                 arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
@@ -189,12 +197,6 @@ class ShardAccumulator:
     def contributions(self) -> dict[int, NDArray[np.generic]]:
         """The peers' contributions by rank, if they are kept and not encoded."""
         return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
-
-    def add_decoded(self, total: NDArray[np.float32]) -> None:
-        """Add the peers' encoded contributions to ``total``, by ascending rank."""
-        assert self.layout
-        for peer in self.peers:
-            self.layout.add(self._received[peer], total, self.delivered[peer])
 
     def included(self) -> dict[int, NDArray[np.bool_]]:
         """Return the packets of each peer that the streaming sum holds so far; empty without one."""
@@ -277,12 +279,10 @@ class AveragedShard:
         self.layout.decode(self.code, values)
         return value_type.widen(value_type.narrow(values))
 
-    def round(
-        self, layout: PlaneLayout, mean: NDArray[np.float32], weight: float
-    ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Round ``mean`` to what is sent; return the code, which needs no buffer of the caller's, and the rest."""
+    def encode_as(self, layout: PlaneLayout) -> NDArray[np.uint8]:
+        """Return memory for the encoded shard, which is sent in place of the values."""
         self.layout, self.code, self.is_kept = layout, self._connection.buffers.take(layout.bytes), True
-        return self.code, layout.round(mean, self.code, weight)
+        return self.code
 
     def detach(self, key_of: Callable[[int], MessageKey]) -> None:
         """Continue sending from a copy, so that the caller gets the buffer back.

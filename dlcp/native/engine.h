@@ -158,10 +158,38 @@ double dlcp_tick(engine *self, double now_s);
 int64_t dlcp_pump(engine *self, double now_s);
 int64_t dlcp_turn(engine *self, double until_s);
 
+/* Planes ----------------------------------------------------------------------------------------------------------- */
+
+enum { PLANE_BLOCK_VALUES = 32 };
+
+/* Where the digits of encoded values are; see PlaneLayout in dlcp/planes.py. */
+typedef struct {
+    int64_t values, digit_bits, planes;
+    int64_t per_packet; /* values, a multiple of the block */
+    int64_t packets;    /* of each plane */
+    int64_t payload_bytes, bytes;
+} plane_layout;
+
+/* What is computed in one pass over values: the sum of `values` (with `has_own`), of `rest` (with `adds_rest`) and of
+ * decoded ones, times `factor`. With `code` the sum is encoded there, and what that lacks, times `weight`, is written
+ * to `rest`, 0 where it is not finite. The sum, as it is decoded, replaces `values` unless `keeps_own`. */
+typedef struct {
+    float *values;
+    bool has_own, keeps_own, adds_rest;
+    float factor, weight;
+    uint8_t *code; /* NULL: it is not encoded */
+    float *rest;   /* NULL: what it lacks is not of interest */
+} plane_sum;
+
+void dlcp_planes_combine(const plane_layout *layout, const plane_sum *sum, const uint8_t *code,
+                         const uint8_t *delivered);
+void dlcp_planes_lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest);
+
 /* Averages --------------------------------------------------------------------------------------------------------- */
 
 reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
                               int64_t first_block);
+reduction *dlcp_reduction_new_encoded(const plane_layout *layout, const plane_sum *sum, int64_t members);
 void dlcp_reduction_copy(reduction *self, float *copy);
 void dlcp_reduction_free(reduction *self);
 void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits);
@@ -189,24 +217,6 @@ void dlcp_encode_tags(const uint8_t *queue, const uint8_t *drop_class, const uin
                       uint8_t *encoded, uint8_t *droppable);
 void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t chunk,
                      uint32_t chunks, uint32_t *order);
-
-/* Planes ----------------------------------------------------------------------------------------------------------- */
-
-enum { PLANE_BLOCK_VALUES = 32 };
-typedef enum { PLANES_SET, PLANES_ADD, PLANES_REST } plane_operation;
-
-/* Where the digits of encoded values are; see PlaneLayout in dlcp/planes.py. */
-typedef struct {
-    int64_t values, digit_bits, planes;
-    int64_t per_packet; /* values, a multiple of the block */
-    int64_t packets;    /* of each plane */
-    int64_t payload_bytes, bytes;
-} plane_layout;
-
-void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code);
-void dlcp_planes_round(const plane_layout *layout, float *values, uint8_t *code, float weight, float *rest);
-void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
-                        plane_operation operation, float *values, float *rest);
 
 /* Frames of the built-in switch ------------------------------------------------------------------------------------ */
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "packet.h"
+#include "planes.h"
 #include "vector.h"
 
 enum { BLOCK = PLANE_BLOCK_VALUES, LANES = 8, VECTORS = BLOCK / LANES, SCALE_NAN = 255 };
@@ -32,7 +33,6 @@ INLINED uint32_t choose_scale(uint32_t magnitude, int bits, float largest) {
  * units need no shuffles. */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef floats unaligned_floats __attribute__((aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -65,12 +65,6 @@ INLINED void get_digits(const uint8_t *at, int digit_bits, integers *digits) {
         digits[k] = (integers)(packed << (uint32_t)(32 - (k + 1) * digit_bits)) >> (32 - digit_bits);
 }
 
-/* Write what the decoded values lack, times a weight; 0 where that is not finite. */
-INLINED void put_missing(const unaligned_floats *values, const floats *decoded, float weight, unaligned_floats *rest) {
-    integers missing = (integers)(*values - *decoded);
-    *rest = (floats)(missing & ((missing & 0x7fffffff) < 0x7f800000)) * weight;
-}
-
 /* Return the largest of integers that are not negative. */
 INLINED uint32_t largest_of(const integers *these) {
     typedef int32_t half __attribute__((vector_size(2 * LANES)));
@@ -83,16 +77,14 @@ INLINED uint32_t largest_of(const integers *these) {
     return (uint32_t)(one > other ? one : other);
 }
 
-/* Encode a block; `lower` is NULL without a lower plane. With `rest`, replace the values by the encoded ones, and write
- * there what these lack, times `weight`. */
-INLINED void encode_block(float *values, int digit_bits, uint8_t *upper, uint8_t *lower, float weight, float *rest) {
+/* Encode a block; `lower` is NULL without a lower plane. The values become what is decoded. */
+INLINED void encode_block(floats *values, int digit_bits, uint8_t *upper, uint8_t *lower) {
     int bits = lower ? 2 * digit_bits : digit_bits;
     float digit = (float)((1 << (digit_bits - 1)) - 1);
     float largest = lower ? digit * (float)(1 << digit_bits) + digit : digit;
-    unaligned_floats *block = (unaligned_floats *)values;
     integers magnitudes = {0};
     for (int k = 0; k < VECTORS; k++) {
-        integers these = (integers)block[k] & 0x7fffffff, larger = these > magnitudes;
+        integers these = (integers)values[k] & 0x7fffffff, larger = these > magnitudes;
         magnitudes = (these & larger) | (magnitudes & ~larger);
     }
     uint32_t scale = choose_scale(largest_of(&magnitudes), bits, largest);
@@ -100,12 +92,9 @@ INLINED void encode_block(float *values, int digit_bits, uint8_t *upper, uint8_t
     float factor = float_of(scale < 254 ? (254 - scale) << 23 : 1u << 22); /* 2^(127 - scale) */
     uint32_t keep = scale == SCALE_NAN ? 0 : UINT32_MAX;
     words codes[VECTORS], high[VECTORS];
-    for (int k = 0; k < VECTORS; k++)
-        codes[k] = ((words)(block[k] * factor + ROUNDER) - bits_of(ROUNDER)) & keep;
-    for (int k = 0; rest && k < VECTORS; k++) {
-        floats decoded = __builtin_convertvector((integers)codes[k], floats) * scale_of((uint8_t)scale);
-        put_missing(&block[k], &decoded, weight, &((unaligned_floats *)rest)[k]);
-        block[k] = decoded;
+    for (int k = 0; k < VECTORS; k++) {
+        codes[k] = ((words)(values[k] * factor + ROUNDER) - bits_of(ROUNDER)) & keep;
+        values[k] = __builtin_convertvector((integers)codes[k], floats) * scale_of((uint8_t)scale);
     }
     if (!lower) {
         put_digits(upper + 1, codes, digit_bits);
@@ -117,8 +106,9 @@ INLINED void encode_block(float *values, int digit_bits, uint8_t *upper, uint8_t
     put_digits(lower, codes, digit_bits);
 }
 
-/* Decode a block; `lower` is NULL where its digits are missing, although there is such a plane if `two_planes`. */
-INLINED void decode_block(const uint8_t *upper, const uint8_t *lower, int digit_bits, bool two_planes, floats *values) {
+/* Add a decoded block to `sum`; `lower` is NULL where its digits are missing, although there is such a plane if
+ * `two_planes`. */
+INLINED void add_block(const uint8_t *upper, const uint8_t *lower, int digit_bits, bool two_planes, floats *sum) {
     float scale = scale_of(upper[0]);
     integers digits[VECTORS], low[VECTORS];
     get_digits(upper + 1, digit_bits, digits);
@@ -131,123 +121,148 @@ INLINED void decode_block(const uint8_t *upper, const uint8_t *lower, int digit_
             digits[k] += low[k];
     }
     for (int k = 0; k < VECTORS; k++)
-        values[k] = __builtin_convertvector(digits[k], floats) * scale;
+        sum[k] += __builtin_convertvector(digits[k], floats) * scale;
 }
 
-/* Where a packet's digits are in both planes; `lower` is NULL where they are missing. */
-typedef struct {
-    uint8_t *upper, *lower;
-    int64_t first, stop; /* its values */
-} packet_code;
-
-INLINED packet_code code_of_packet(const plane_layout *layout, uint8_t *code, int64_t packet, bool has_lower) {
-    uint8_t *upper = code + packet * layout->payload_bytes;
-    int64_t first = packet * layout->per_packet;
-    return (packet_code){
-        .upper = upper,
-        .lower = has_lower ? upper + layout->packets * layout->payload_bytes : NULL,
-        .first = first,
-        .stop = smaller(first + layout->per_packet, layout->values),
-    };
-}
-
-INLINED void encode_packet(packet_code packet, float *values, float weight, float *rest, int digit_bits) {
-    int64_t digit_bytes = BLOCK * digit_bits / 8;
-    for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
-        if (packet.stop - i >= BLOCK) {
-            encode_block(values + i, digit_bits, packet.upper, packet.lower, weight, rest ? rest + i : NULL);
-        } else {
-            float block[BLOCK] = {0}, missing[BLOCK];
-            size_t bytes = (size_t)(packet.stop - i) * sizeof *values;
-            memcpy(block, values + i, bytes);
-            encode_block(block, digit_bits, packet.upper, packet.lower, weight, rest ? missing : NULL);
-            if (rest) {
-                memcpy(values + i, block, bytes);
-                memcpy(rest + i, missing, bytes);
-            }
-        }
-        packet.upper += digit_bytes + 1;
-        packet.lower += packet.lower ? digit_bytes : 0;
+/* Take the values of a block that has `count` of them, with zeros after them. */
+INLINED void get_values(const float *values, int64_t count, floats *block) {
+    if (count >= BLOCK) {
+        memcpy(block, values, BLOCK * sizeof *values);
+        return;
     }
+    memset(block, 0, BLOCK * sizeof *values);
+    memcpy(block, values, (size_t)count * sizeof *values);
 }
 
-FASTEST static void encode_all(const plane_layout *layout, float *values, uint8_t *code, float weight, float *rest) {
-    bool two = layout->planes > 1;
-    memset(code, 0, (size_t)layout->bytes); /* what packets do not fill must not tell what the memory held before */
-    for (int64_t packet = 0; packet < layout->packets; packet++) {
-        packet_code into = code_of_packet(layout, code, packet, two);
-        if (layout->digit_bits == 4)
-            encode_packet(into, values, weight, rest, 4);
-        else
-            encode_packet(into, values, weight, rest, 8);
-    }
+INLINED void put_values(float *values, int64_t count, const floats *block) {
+    if (count >= BLOCK)
+        memcpy(values, block, BLOCK * sizeof *values);
+    else
+        memcpy(values, block, (size_t)count * sizeof *values);
 }
 
-void dlcp_planes_encode(const plane_layout *layout, const float *values, uint8_t *code) {
-    encode_all(layout, (float *)values, code, 1, NULL); /* which changes no values */
-}
-
-/* Encode values, replace them by the encoded ones, and write what these lack, times `weight`, into `rest`. */
-void dlcp_planes_round(const plane_layout *layout, float *values, uint8_t *code, float weight, float *rest) {
-    encode_all(layout, values, code, weight, rest);
-}
-
-INLINED void combine(plane_operation operation, const floats *decoded, float *values, float *rest) {
-    unaligned_floats *block = (unaligned_floats *)values;
+/* Write what decoded values lack of others, times a weight; 0 where that is not finite. */
+INLINED void put_missing(float *rest, int64_t count, const floats *values, const floats *decoded, float weight) {
+    floats missing[VECTORS];
     for (int k = 0; k < VECTORS; k++) {
-        if (operation == PLANES_SET)
-            block[k] = decoded[k];
-        else if (operation == PLANES_ADD)
-            block[k] += decoded[k];
-        else
-            put_missing(&block[k], &decoded[k], 1, &((unaligned_floats *)rest)[k]);
+        integers lacked = (integers)(values[k] - decoded[k]);
+        missing[k] = (floats)(lacked & ((lacked & 0x7fffffff) < 0x7f800000)) * weight;
     }
+    put_values(rest, count, missing);
 }
 
-INLINED void decode_packet(const plane_layout *layout, packet_code packet, bool is_missing, plane_operation operation,
-                           float *values, float *rest, int digit_bits) {
-    int64_t digit_bytes = BLOCK * digit_bits / 8;
-    for (int64_t i = packet.first; i < packet.stop; i += BLOCK) {
-        floats decoded[VECTORS];
-        if (is_missing)
+/* The bytes of a packet of either plane that hold digits of its `count` values. */
+INLINED int64_t digits_in(int64_t count, int digit_bits, bool is_upper) {
+    return (count + BLOCK - 1) / BLOCK * (BLOCK * digit_bits / 8 + is_upper);
+}
+
+INLINED int64_t first_of(const plane_layout *layout, int64_t packet) {
+    return packet * layout->per_packet;
+}
+
+INLINED int64_t values_of(const plane_layout *layout, int64_t packet) {
+    return smaller(layout->values - first_of(layout, packet), layout->per_packet);
+}
+
+INLINED uint8_t *at_packet(const plane_layout *layout, const uint8_t *code, int64_t packet) {
+    return (uint8_t *)code + packet * layout->payload_bytes;
+}
+
+/* Clear what a packet's digits do not fill: it must not tell what the memory held before. */
+INLINED void clear_behind(const plane_layout *layout, uint8_t *code, int64_t packet, int64_t digits) {
+    int64_t first = packet * layout->payload_bytes + digits;
+    int64_t stop = smaller((packet + 1) * layout->payload_bytes, layout->bytes);
+    memset(code + first, 0, (size_t)(stop - first));
+}
+
+INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, int64_t packet, int digit_bits,
+                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
+    bool two = layout->planes > 1;
+    int64_t digit_bytes = BLOCK * digit_bits / 8, count = values_of(layout, packet);
+    float *values = sum->values + first_of(layout, packet);
+    float *rest = sum->rest ? sum->rest + first_of(layout, packet) : NULL;
+    uint8_t *upper = sum->code ? at_packet(layout, sum->code, packet) : NULL;
+    uint8_t *lower = sum->code && two ? at_packet(layout, sum->code, packet + layout->packets) : NULL;
+    int64_t above = packet * layout->payload_bytes, below = (packet + layout->packets) * layout->payload_bytes;
+    for (int64_t i = 0; i < count; i += BLOCK) {
+        floats block[VECTORS] = {{0}}, decoded[VECTORS];
+        if (sum->has_own)
+            get_values(values + i, count - i, block);
+        if (rest && sum->adds_rest) {
+            get_values(rest + i, count - i, decoded);
             for (int k = 0; k < VECTORS; k++)
-                decoded[k] = (floats){0};
-        else
-            decode_block(packet.upper, packet.lower, digit_bits, layout->planes > 1, decoded);
-        if (packet.stop - i >= BLOCK) {
-            combine(operation, decoded, values + i, rest + i);
-        } else {
-            float block[BLOCK] = {0}, missing[BLOCK];
-            size_t bytes = (size_t)(packet.stop - i) * sizeof *values;
-            memcpy(block, values + i, bytes);
-            combine(operation, decoded, block, missing);
-            if (operation == PLANES_REST)
-                memcpy(rest + i, missing, bytes);
-            else
-                memcpy(values + i, block, bytes);
+                block[k] += decoded[k];
         }
-        packet.upper += digit_bytes + 1;
-        packet.lower += packet.lower ? digit_bytes : 0;
+        for (int64_t member = 0; member < members; member++) {
+            const uint8_t *code = codes[member];
+            bool has_lower = two && !(lower_missing && has_bit(lower_missing, member));
+            if (code)
+                add_block(code + above, has_lower ? code + below : NULL, digit_bits, two, block);
+        }
+        above += digit_bytes + 1;
+        below += digit_bytes;
+        for (int k = 0; k < VECTORS; k++)
+            decoded[k] = block[k] *= sum->factor;
+        if (upper) {
+            encode_block(decoded, digit_bits, upper, lower);
+            upper += digit_bytes + 1;
+            lower += lower ? digit_bytes : 0;
+        }
+        if (!sum->keeps_own)
+            put_values(values + i, count - i, decoded);
+        if (rest)
+            put_missing(rest + i, count - i, block, decoded, sum->weight);
     }
+    if (!upper)
+        return;
+    clear_behind(layout, sum->code, packet, digits_in(count, digit_bits, true));
+    if (two)
+        clear_behind(layout, sum->code, packet + layout->packets, digits_in(count, digit_bits, false));
 }
 
-FASTEST static void decode_all(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
-                               plane_operation operation, float *values, float *rest) {
+/* Combine the values of a packet with those of other codes; see `plane_sum`. A code that is NULL lacks the packet of
+ * the upper plane, and one with a bit in `lower_missing` that of the lower plane. */
+FASTEST void planes_combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
+                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
+    if (layout->digit_bits == 4)
+        combine_packet(layout, sum, packet, 4, codes, lower_missing, members);
+    else
+        combine_packet(layout, sum, packet, 8, codes, lower_missing, members);
+}
+
+/* Combine all packets with one code, or with none if it is NULL. `delivered` has a byte for each of its packets, the
+ * upper plane's first; NULL: all have arrived. */
+void dlcp_planes_combine(const plane_layout *layout, const plane_sum *sum, const uint8_t *code,
+                         const uint8_t *delivered) {
     for (int64_t packet = 0; packet < layout->packets; packet++) {
-        bool has_lower = layout->planes > 1 && (!delivered || delivered[layout->packets + packet]);
-        bool is_missing = delivered && !delivered[packet];
-        packet_code from = code_of_packet(layout, (uint8_t *)code, packet, has_lower);
-        if (layout->digit_bits == 4)
-            decode_packet(layout, from, is_missing, operation, values, rest, 4);
-        else
-            decode_packet(layout, from, is_missing, operation, values, rest, 8);
+        bool has_upper = !delivered || delivered[packet];
+        bool has_lower = layout->planes == 1 || !delivered || delivered[layout->packets + packet];
+        const uint8_t *codes[1] = {has_upper ? code : NULL};
+        uint64_t lower_missing = !has_lower;
+        planes_combine(layout, sum, packet, codes, &lower_missing, 1);
     }
 }
 
-/* Set `values` to the encoded ones, or add those to them, or write into `rest` what the code lacks of them, and 0 where
- * that is not finite. `delivered` has a byte for each packet, the upper plane's first; NULL: all have arrived. Without
- * its packet of the upper plane a value is 0; without that of the lower plane it has the upper plane's precision. */
-void dlcp_planes_decode(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered,
-                        plane_operation operation, float *values, float *rest) {
-    decode_all(layout, code, delivered, operation, values, rest);
+/* Add what packets of the lower plane hold that were not delivered to `rest`; 0 where that is not finite. */
+FASTEST void dlcp_planes_lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest) {
+    for (int64_t packet = 0; layout->planes > 1 && packet < layout->packets; packet++) {
+        if (delivered[layout->packets + packet])
+            continue;
+        const uint8_t *upper = at_packet(layout, code, packet);
+        const uint8_t *lower = at_packet(layout, code, packet + layout->packets);
+        int64_t digit_bytes = BLOCK * layout->digit_bits / 8, count = values_of(layout, packet);
+        float *lost = rest + first_of(layout, packet);
+        for (int64_t i = 0; i < count; i += BLOCK, upper += digit_bytes + 1, lower += digit_bytes) {
+            integers low[VECTORS];
+            floats block[VECTORS], nothing[VECTORS] = {{0}};
+            get_values(lost + i, count - i, block);
+            if (layout->digit_bits == 4)
+                get_digits(lower, 4, low);
+            else
+                get_digits(lower, 8, low);
+            for (int k = 0; k < VECTORS; k++)
+                block[k] += __builtin_convertvector(low[k], floats) * scale_of(upper[0]);
+            put_missing(lost + i, count - i, block, nothing, 1);
+        }
+    }
 }

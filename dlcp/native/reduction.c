@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "planes.h"
 #include "rx.h"
 
 typedef float unaligned_float __attribute__((aligned(1), may_alias));
@@ -77,7 +78,7 @@ static rx_message *member_after(const reduction *self, int64_t added, int64_t in
 }
 
 bool reduction_is_in_turn(const reduction *self, int64_t position, int64_t index) {
-    return self->added[index] == turn_of(self, position, index);
+    return reduction_is_encoded(self) || self->added[index] == turn_of(self, position, index);
 }
 
 void reduction_add(reduction *self, int64_t position, int64_t index, const uint8_t *payload) {
@@ -95,29 +96,74 @@ void reduction_add(reduction *self, int64_t position, int64_t index, const uint8
     }
 }
 
+/* Average a packet of encoded contributions, with what has arrived of them. */
+static void combine(reduction *self, int64_t packet) {
+    const plane_layout *layout = &self->layout;
+    for (int64_t position = 0; position < self->members; position++) {
+        const rx_message *member = self->from[position];
+        bool arrived = member && has_bit(member->bits, packet);
+        self->codes[position] = arrived ? member->buffer : NULL;
+        if (arrived && layout->planes > 1 && !has_bit(member->bits, packet + layout->packets))
+            set_bit(self->lower_missing, position);
+    }
+    planes_combine(layout, &self->sum, packet, self->codes, self->lower_missing, self->members);
+    memset(self->lower_missing, 0, bit_words(self->members) * sizeof *self->lower_missing);
+}
+
+/* Note that a packet of an encoded contribution is in its message's buffer. Its values are averaged in one pass once
+ * all members have sent all their digits, so the order of arrival does not matter. */
+void reduction_note_encoded(reduction *self, const rx_message *member, int64_t index) {
+    const plane_layout *layout = &self->layout;
+    if (index >= layout->planes * layout->packets)
+        return; /* it is in the tail */
+    int64_t packet = index % layout->packets;
+    for (int64_t plane = 0; plane < layout->planes; plane++)
+        if (!has_bit(member->bits, packet + plane * layout->packets))
+            return;
+    if (++self->added[packet] == self->members)
+        combine(self, packet);
+}
+
+static reduction *make(int64_t packets, int64_t members) {
+    reduction *self = calloc(1, sizeof *self);
+    if (!self)
+        return NULL;
+    self->packets = packets;
+    self->members = members;
+    self->added = calloc((size_t)packets + 1, sizeof *self->added);
+    self->from = calloc((size_t)members + 1, sizeof(rx_message *));
+    self->codes = calloc((size_t)members + 1, sizeof *self->codes);
+    self->lower_missing = calloc(bit_words(members + 1), sizeof *self->lower_missing);
+    if (self->added && self->from && self->codes && self->lower_missing)
+        return self;
+    dlcp_reduction_free(self);
+    return NULL;
+}
+
 /* Begin a reduction of `count` values, to be divided by `divisor`. `first_block` is the block of packets at which chunk
  * 0 begins; negative: no chunks. NULL: no memory. */
 reduction *dlcp_reduction_new(float *values, int64_t count, int64_t per_packet, int64_t members, float divisor,
                               int64_t first_block) {
-    reduction *self = calloc(1, sizeof *self);
+    reduction *self = make((count + per_packet - 1) / per_packet, members);
     if (!self)
         return NULL;
     self->values = values;
     self->count = count;
     self->per_packet = per_packet;
-    self->members = members;
     self->divisor = divisor;
-    self->packets = (count + per_packet - 1) / per_packet;
     self->blocks = (self->packets + SEND_BLOCK_PACKETS - 1) / SEND_BLOCK_PACKETS;
     self->first_block = first_block;
-    self->added = calloc((size_t)self->packets + 1, sizeof *self->added);
-    self->from = calloc((size_t)members + 1, sizeof(rx_message *));
-    if (self->added && self->from)
-        return self;
-    free(self->added);
-    free(self->from);
-    free(self);
-    return NULL;
+    return self;
+}
+
+/* Begin a reduction of encoded contributions. NULL: no memory. */
+reduction *dlcp_reduction_new_encoded(const plane_layout *layout, const plane_sum *sum, int64_t members) {
+    reduction *self = make(layout->packets, members);
+    if (!self)
+        return NULL;
+    self->layout = *layout;
+    self->sum = *sum;
+    return self;
 }
 
 /* Also write each average to `copy` as soon as it is complete; call it before anything is added. */
@@ -127,19 +173,21 @@ void dlcp_reduction_copy(reduction *self, float *copy) {
 
 /* Free a reduction, and the messages that were added to it. None of them may be active. */
 void dlcp_reduction_free(reduction *self) {
-    for (int64_t i = 0; i < self->members; i++)
+    for (int64_t i = 0; self->from && i < self->members; i++)
         if (self->from[i] && !self->from[i]->active)
             rx_free(self->from[i]);
     free(self->added);
     free(self->from);
+    free(self->codes);
+    free(self->lower_missing);
     free(self);
 }
 
 /* Fill `bits` (one per packet) with the packets of the member at `position` that are in the sum. Call it before the
- * reduction is finished: until then the sum has exactly the members up to this one. */
+ * reduction is finished: until then the sum has exactly the members up to this one; of encoded ones, all or none. */
 void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *bits) {
     for (int64_t i = 0; i < self->packets; i++)
-        if (self->added[i] > turn_of(self, position, i))
+        if (reduction_is_encoded(self) ? self->added[i] == self->members : self->added[i] > turn_of(self, position, i))
             set_bit(bits, i);
 }
 
@@ -148,8 +196,14 @@ void dlcp_reduction_included(const reduction *self, int64_t position, uint64_t *
 int64_t dlcp_reduction_finish(reduction *self, bool rescale) {
     int64_t incomplete = 0;
     for (int64_t i = 0; i < self->packets; i++) {
-        if (self->added[i] == self->members)
+        if (self->added[i] == self->members && (self->members || !reduction_is_encoded(self)))
             continue;
+        if (reduction_is_encoded(self)) {
+            combine(self, i);
+            self->added[i] = (uint16_t)self->members;
+            incomplete++;
+            continue;
+        }
         float *into = self->values + i * self->per_packet;
         int64_t count = values_of(self, i);
         int64_t contributions = 1 + self->added[i];

@@ -97,6 +97,11 @@ static void copy_in(rx_message *self, int64_t offset, const uint8_t *payload, in
         memcpy(self->tail + (offset + direct - self->bytes), payload + direct, (size_t)(bytes - direct));
 }
 
+/* Whether packets are added to a sum as they are, instead of being stored. */
+static bool is_added(const rx_message *self) {
+    return self->reduction && !reduction_is_encoded(self->reduction);
+}
+
 /* Move early packets to their destination. */
 static void settle_in(receiver *rx, rx_message *self, const uint8_t *from) {
     int64_t payload_bytes = rx->io->config.payload_bytes, total = self->bytes + self->tail_bytes;
@@ -104,11 +109,14 @@ static void settle_in(receiver *rx, rx_message *self, const uint8_t *from) {
         if (!has_bit(self->bits, i))
             continue;
         int64_t offset = i * payload_bytes;
-        if (self->reduction)
+        if (is_added(self))
             reduction_add(self->reduction, self->position, i, from + offset);
         else
             copy_in(self, offset, from + offset, smaller(total - offset, payload_bytes));
     }
+    if (self->reduction && !is_added(self))
+        for (int64_t i = 0; i < self->reduction->packets; i++)
+            reduction_note_encoded(self->reduction, self, i);
 }
 
 static bool meets_bound(const rx_message *self) {
@@ -306,13 +314,15 @@ void rx_take_data(receiver *rx, flow *from, const uint8_t *header, const uint8_t
         return;
     }
     int64_t offset = index * payload_bytes;
-    if (self->reduction)
+    set_bit(self->bits, index);
+    if (is_added(self))
         reduction_add(self->reduction, self->position, index, payload);
-    else if (self->bytes >= STREAM_MIN_BYTES && offset + size <= self->bytes)
+    else if (!self->reduction && self->bytes >= STREAM_MIN_BYTES && offset + size <= self->bytes)
         memcpy_nt(self->buffer + offset, payload, size);
     else
         copy_in(self, offset, payload, size);
-    set_bit(self->bits, index);
+    if (self->reduction && !is_added(self))
+        reduction_note_encoded(self->reduction, self, index);
     if (last)
         self->last_bytes = size;
     self->layer[index] = header[3];

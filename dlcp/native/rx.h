@@ -32,11 +32,15 @@ struct reduction {
     float *copy;   /* for complete averages; NULL: none */
     int64_t count; /* values */
     int64_t packets, per_packet;
-    int64_t members;             /* number of other contributors */
-    uint16_t *added;             /* how many of them are in the sum, per packet */
+    int64_t members; /* number of other contributors */
+    uint16_t *added; /* how many of them are in the sum, per packet; of encoded ones, how many are complete */
     int64_t blocks, first_block; /* of packets, in sending order; negative: no chunks */
     rx_message **from;           /* by position; the reduction frees them unless they are still active */
     float divisor;
+    plane_layout layout; /* of encoded contributions, which all wait in their messages' buffers; otherwise 0 */
+    plane_sum sum;
+    const uint8_t **codes;   /* by position: where a packet of each is; in use only while it is added */
+    uint64_t *lower_missing; /* bits, by position, likewise */
 };
 
 typedef enum {
@@ -97,6 +101,7 @@ void time_wait_take_ack(receiver *rx, const flow *from, const uint8_t *datagram)
 /* reduction.c */
 bool reduction_is_in_turn(const reduction *self, int64_t position, int64_t index);
 void reduction_add(reduction *self, int64_t position, int64_t index, const uint8_t *payload);
+void reduction_note_encoded(reduction *self, const rx_message *member, int64_t index);
 /* rx.c */
 rx_message *rx_find(const receiver *rx, const flow *from, int64_t step, int64_t message);
 int64_t rx_post(receiver *rx, const receive_request *request, double now_s);
@@ -107,6 +112,10 @@ void rx_take_data(receiver *rx, flow *from, const uint8_t *header, const uint8_t
                   double now_s);
 void rx_take_probe(receiver *rx, flow *from, const uint8_t *datagram, int64_t bytes, double now_s);
 bool rx_is_out_of_turn(const receiver *rx, const flow *from, const uint8_t *header);
+
+static inline bool reduction_is_encoded(const reduction *self) {
+    return self->layout.values != 0;
+}
 
 static inline bool rx_is_whole(const rx_message *self) {
     return self->arrived == self->packets;

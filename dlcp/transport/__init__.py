@@ -4,7 +4,7 @@
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
-from dlcp.transport.engine import StreamingReduction
+from dlcp.transport.engine import EncodedReduction, Reduction, StreamingReduction
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
@@ -41,6 +41,7 @@ __all__ = [
     "Connection",
     "DeadlineError",
     "Delivery",
+    "EncodedReduction",
     "Endpoint",
     "ExportedMemory",
     "Fail",
@@ -53,6 +54,7 @@ __all__ = [
     "PeerSilentError",
     "RankEndedError",
     "ReceiveRequest",
+    "Reduction",
     "SendRequest",
     "StreamingReduction",
     "Then",

@@ -260,7 +260,7 @@ class Connection:
         if into is None and reduction is None:
             into, receiving.clear = np.empty(size - len(request.tail), np.uint8), True
         elif reduction is not None and reduction.needs_buffer(request.position):
-            into = self.buffers.take(size)
+            into = self.buffers.take(reduction.message_bytes)
         receiving.payload = EMPTY if into is None else into
         posted = self._peers[peer].receiving
         posted.pop(request.key, None)

@@ -16,7 +16,7 @@ from dlcp.planes import PlaneLayout
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
 
 if TYPE_CHECKING:
-    from dlcp.transport.engine import StreamingReduction
+    from dlcp.transport.engine import Reduction
 
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
@@ -114,8 +114,7 @@ class ReceiveRequest(NamedTuple):
         Destinations of its bytes: first ``into``, then ``tail``. Without ``into`` the transport allocates memory.
     reduction, position
         Add the message to a reduction instead, as the contribution at ``position``. The arrival's ``payload`` is then a
-        buffer of ``Endpoint.buffers`` for packets that arrived out of turn; the caller that finishes the reduction
-        returns it.
+        buffer of ``Endpoint.buffers`` for packets that had to wait; the caller that finishes the reduction returns it.
     """
 
     peer: int
@@ -125,7 +124,7 @@ class ReceiveRequest(NamedTuple):
     label: str
     into: Bytes | memoryview | None = None
     tail: Bytes = EMPTY
-    reduction: "StreamingReduction | None" = None
+    reduction: "Reduction | None" = None
     position: int = 0
 
     def checked_into(self) -> Bytes | None:
@@ -137,21 +136,24 @@ class ReceiveRequest(NamedTuple):
             ``into`` and ``tail``, or the values of ``reduction``, do not match the message's size or are not writable.
         """
         into, size, reduction = self.into, self.message_bytes, self.reduction
-        if into is None and self.tail is EMPTY and (reduction is None or reduction.values.nbytes == size):
+        if into is None and self.tail is EMPTY and (reduction is None or reduction.message_bytes == size):
             return None
         into = np.frombuffer(into, np.uint8) if isinstance(into, memoryview) else into
         places = [place for place in (into, self.tail) if place is not None and len(place)]
         for place in places:
             if place.dtype != np.uint8 or not place.flags.c_contiguous or not place.flags.writeable:
                 raise ValueError(f"{self.label}: bytes are received into contiguous, writable uint8 arrays only")
+        if reduction is not None:
+            tail_fits = reduction.takes_tail or self.tail is EMPTY
+            if into is not None or not tail_fits or reduction.message_bytes + len(self.tail) != size:
+                raise ValueError(
+                    f"{self.label}: a message of {size} bytes cannot be added to {reduction.message_bytes} bytes, or "
+                    "has a second destination; give either a reduction or a buffer of the same size"
+                )
+            return None
         room = (0 if into is None else len(into)) + len(self.tail)
         if places and (size is None or room > size or (into is not None and room < size)):
             raise ValueError(f"{self.label}: a message of {size} bytes cannot be received into {room} bytes")
-        if reduction is not None and (reduction.values.nbytes != size or places):
-            raise ValueError(
-                f"{self.label}: a message of {size} bytes cannot be added to {reduction.values.nbytes} bytes, or "
-                "has a second destination; give either a reduction or a buffer of the same size"
-            )
         return into
 
 

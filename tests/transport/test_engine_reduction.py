@@ -4,8 +4,9 @@
 import numpy as np
 import pytest
 
+from dlcp.planes import CODED_BITS, PlaneLayout
 from dlcp.tags import BLOCK_PACKETS, ChunkOrder
-from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, StreamingReduction
+from dlcp.transport import RELIABLE, EncodedReduction, MessageKey, ReceiveRequest, StreamingReduction
 from tests.native.tagging_oracle import send_order
 from tests.transport.bare_engine import SIZE, BareEngine
 
@@ -243,3 +244,65 @@ def test_what_has_been_summed_stands_after_the_messages_are_gone():
 def test_sums_are_formed_in_writable_contiguous_float32_only(values):
     with pytest.raises(ValueError, match="contiguous, writable float32"):
         StreamingReduction(values, PER_PACKET, 1, 2)
+
+
+# Encoded contributions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", CODED_BITS)
+@pytest.mark.parametrize("members", [0, 1, 3])
+def test_encoded_contributions_are_combined_whatever_comes_when(members, bits):
+    """With a tail, duplicates, early packets, and packets of the lower plane that never come."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        shares = rng.standard_normal((members + 1, (1, 700, 5003)[seed % 3])).astype(np.float32)
+        layout = PlaneLayout(shares.shape[1], bits, SIZE)
+        tail_bytes, packets = 200, -(-(layout.bytes + 200) // SIZE)
+        codes = np.zeros((members, layout.bytes + tail_bytes), np.uint8)
+        for code, share in zip(codes, shares[1:], strict=True):
+            layout.encode(share, code[: layout.bytes])
+            code[layout.bytes :] = rng.integers(0, 256, tail_bytes)
+        arrived = np.ones((members, packets), np.bool_)
+        lower = arrived[:, layout.packets : layout.planes * layout.packets]
+        lower[:] = rng.random(lower.shape) >= 0.3
+        bare, values = BareEngine(peers=range(1, members + 1)), shares[0].copy()
+        sent, rest = np.full(layout.bytes, 9, np.uint8), np.full_like(values, np.nan)
+        how = {"has_own": True, "factor": 0.5, "code": sent, "rest": rest, "weight": 2.0}
+        total = EncodedReduction(layout, values, members, **how)
+        tails, rooms = np.zeros((members, tail_bytes), np.uint8), np.zeros((members, layout.bytes), np.uint8)
+        order = rng.permutation(np.argwhere(arrived)).tolist()
+        posted_at = rng.integers(0, len(order) + 1, members).tolist()
+        for number in range(len(order) + 1):
+            for position in (k for k in range(members) if posted_at[k] == number):
+                key, tail = MessageKey(0, position), tails[position]
+                request = ReceiveRequest(
+                    position + 1, key, codes.shape[1], RELIABLE, "layer", tail=tail, reduction=total, position=position
+                )
+                assert request.checked_into() is None
+                bare.engine.receive(request, packets, rooms[position], RELIABLE, 0.0)
+                bare.drain()
+            for position, packet in order[number : number + 1] + order[: number : number + 1]:
+                payload = codes[position][packet * SIZE : (packet + 1) * SIZE].tobytes()
+                bare.take_data(packet, packets, payload, key=MessageKey(0, position), rank=position + 1)
+        bare.engine.stop()
+        total.finish()
+        expected = shares[0].copy()
+        for code, delivered in zip(codes, arrived, strict=True):
+            layout.add(code[: layout.bytes].copy(), expected, delivered[: layout.planes * layout.packets].copy())
+        expected *= np.float32(0.5)
+        code, lacks = np.zeros(layout.bytes, np.uint8), np.empty_like(expected)
+        layout.round(expected, code, lacks, 2.0)
+        assert (values.tobytes(), sent.tobytes(), rest.tobytes()) == (
+            expected.tobytes(),
+            code.tobytes(),
+            lacks.tobytes(),
+        )
+        for tail, code, delivered in zip(tails, codes, arrived, strict=True):
+            assert not delivered.all() or tail.tobytes() == code[layout.bytes :].tobytes()
+
+
+def test_only_encoded_contributions_have_a_tail():
+    total = StreamingReduction(np.zeros(10, np.float32), PER_PACKET, 1, 2)
+    request = ReceiveRequest(1, MessageKey(0, 0), 48, RELIABLE, "layer", tail=np.zeros(8, np.uint8), reduction=total)
+    with pytest.raises(ValueError, match="second destination"):
+        request.checked_into()
