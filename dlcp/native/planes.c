@@ -220,14 +220,19 @@ INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, in
         clear_behind(layout, sum->code, packet + layout->packets, digits_in(count, digit_bits, false));
 }
 
-/* Combine the values of a packet with those of other codes; see `plane_sum`. A code that is NULL lacks the packet of
- * the upper plane, and one with a bit in `lower_missing` that of the lower plane. */
-FASTEST void planes_combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
+FASTEST static void combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
                             const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
     if (layout->digit_bits == 4)
         combine_packet(layout, sum, packet, 4, codes, lower_missing, members);
     else
         combine_packet(layout, sum, packet, 8, codes, lower_missing, members);
+}
+
+/* Combine the values of a packet with those of other codes; see `plane_sum`. A code that is NULL lacks the packet of
+ * the upper plane, and one with a bit in `lower_missing` that of the lower plane. */
+void planes_combine(const plane_layout *layout, const plane_sum *sum, int64_t packet, const uint8_t *const *codes,
+                    const uint64_t *lower_missing, int64_t members) {
+    combine(layout, sum, packet, codes, lower_missing, members);
 }
 
 /* Combine all packets with one code, or with none if it is NULL. `delivered` has a byte for each of its packets, the
@@ -239,12 +244,11 @@ void dlcp_planes_combine(const plane_layout *layout, const plane_sum *sum, const
         bool has_lower = layout->planes == 1 || !delivered || delivered[layout->packets + packet];
         const uint8_t *codes[1] = {has_upper ? code : NULL};
         uint64_t lower_missing = !has_lower;
-        planes_combine(layout, sum, packet, codes, &lower_missing, 1);
+        combine(layout, sum, packet, codes, &lower_missing, 1);
     }
 }
 
-/* Add what packets of the lower plane hold that were not delivered to `rest`; 0 where that is not finite. */
-FASTEST void dlcp_planes_lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest) {
+FASTEST static void lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest) {
     for (int64_t packet = 0; layout->planes > 1 && packet < layout->packets; packet++) {
         if (delivered[layout->packets + packet])
             continue;
@@ -265,4 +269,9 @@ FASTEST void dlcp_planes_lose(const plane_layout *layout, const uint8_t *code, c
             put_missing(lost + i, count - i, block, nothing, 1);
         }
     }
+}
+
+/* Add what packets of the lower plane hold that were not delivered to `rest`; 0 where that is not finite. */
+void dlcp_planes_lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest) {
+    lose(layout, code, delivered, rest);
 }
