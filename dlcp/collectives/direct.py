@@ -360,7 +360,8 @@ class DirectRun(BucketRun):
         """This rank's shard, once averaged."""
         self.rest: NDArray[np.float32] | None = None
         """Future residual of encoded shards: what the code lacks of each value of the bucket."""
-        add_rest = self._apply_residual()
+        self.adds_rest = self._apply_residual()
+        """Whether ``rest`` holds residual that is added in the passes over encoded shards."""
         self.tags = plan.tag(self.context, bucket, step)
         self._note("tagged", plan.bits)
         self.phase = BucketPhase.EXCHANGING
@@ -379,24 +380,23 @@ class DirectRun(BucketRun):
         for owner, layout in plan.layouts.items():
             if owner != self.rank:  # in this thread, since the endpoint's must keep up with packets
                 code = self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
-                layout.encode(self._wide(owner), code, self._rest(owner), add_rest=add_rest)
+                layout.encode(self._wide(owner), code, self._rest(owner), add_rest=self.adds_rest)
 
     def _apply_residual(self) -> bool:
-        """Add the residual to the values; return whether that in ``rest`` is still to be added to contributions."""
-        context, bucket, encoded = self.context, self.bucket, self.plan.layouts
+        """Add the residual to the values, or return True if it is in ``rest``, still to be added."""
+        context, bucket, plan = self.context, self.bucket, self.plan
         if not context.options.error_feedback:
             return False
-        count = len(self.values)
-        if bucket.value_type is ValueType.FLOAT32 and len(encoded) == len(self.plan.labels):
-            self.rest = context.residual.take_whole(bucket.segments, count)
-        if self.rest is not None:  # contributions get theirs in the pass that encodes them
-            own = slice(*self.bounds.get(self.rank, (0, 0)))
-            with np.errstate(over="ignore", invalid="ignore"):
-                self._wide(self.rank)[:] += self.rest[own]
+        whole = (
+            bucket.value_type is ValueType.FLOAT32 and len(plan.layouts) == len(plan.labels) and not bucket.scattered
+        )
+        if whole:
+            self.rest = context.residual.take_whole(bucket.segments, len(self.values))
+        if self.rest is not None:
             return True
         context.residual.apply(self.values, bucket.segments, bucket.value_type)
-        if encoded:
-            self.rest = np.empty(count, np.float32)
+        if plan.layouts:
+            self.rest = np.empty(len(self.values), np.float32)
         return False
 
     def begin(self) -> None:
@@ -438,7 +438,14 @@ class DirectRun(BucketRun):
             code, rest = self.own.encode_as(layout), self._rest(self.rank)
         factor = float(np.float32(self.bucket.factor / ranks))
         # The next contribution is divided by the number of ranks.
-        how = {"has_own": True, "factor": factor, "code": code, "rest": rest, "weight": ranks}
+        how = {
+            "has_own": True,
+            "factor": factor,
+            "code": code,
+            "rest": rest,
+            "weight": ranks,
+            "adds_rest": self.adds_rest,
+        }
         return EncodedReduction(layout, own, len(self.context.peers), **how)
 
     def _on_contribution(self, peer: int, arrival: Arrival) -> None:
@@ -727,8 +734,11 @@ class DirectRun(BucketRun):
             values[start:stop] = self.own.kept(self.bucket.value_type)
             return PartialResult(self.step, self.sequence, values, unit, final, included)
         values = widen(self.values)
+        missing = ~np.repeat(final, unit)[start:stop]  # values of this rank's shard that are not averaged
         if encoded is not None and accumulator is not None:
             values[start:stop] = cast("NDArray[np.float32]", accumulator.own)
+        if self.adds_rest and self.rest is not None:
+            values[start:stop][missing] += self.rest[start:stop][missing]
         for owner, state in self.shards.items():
             if owner != self.rank:
                 first, last = self.bounds[owner]
@@ -744,8 +754,7 @@ class DirectRun(BucketRun):
                 residual[positions] += lost
             for owner in self._rounded() if self.rest is not None else ():
                 residual[slice(*self.bounds[owner])] = self._rest(owner)
-            by_value = np.repeat(final, unit)[: len(values)]
-            residual[start:stop][~by_value[start:stop]] = 0  # not rounded so far
+            residual[start:stop][missing] = 0  # not rounded so far
         return PartialResult(self.step, self.sequence, values, unit, final, included, residual, unconfirmed)
 
     def _contribution(self, owner: int) -> NDArray[np.float32]:

@@ -4,6 +4,7 @@
  * dlcp/wire/payloads.py defines the layout, and dlcp/planes.py calls this. A packet of the lower plane has the digits
  * of the values of one packet of the upper plane. */
 
+#include <math.h>
 #include <string.h>
 
 #include "packet.h"
@@ -33,6 +34,7 @@ INLINED uint32_t choose_scale(uint32_t magnitude, int bits, float largest) {
  * units need no shuffles. */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef floats unaligned_floats __attribute__((aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -124,33 +126,6 @@ INLINED void add_block(const uint8_t *upper, const uint8_t *lower, int digit_bit
         sum[k] += __builtin_convertvector(digits[k], floats) * scale;
 }
 
-/* Take the values of a block that has `count` of them, with zeros after them. */
-INLINED void get_values(const float *values, int64_t count, floats *block) {
-    if (count >= BLOCK) {
-        memcpy(block, values, BLOCK * sizeof *values);
-        return;
-    }
-    memset(block, 0, BLOCK * sizeof *values);
-    memcpy(block, values, (size_t)count * sizeof *values);
-}
-
-INLINED void put_values(float *values, int64_t count, const floats *block) {
-    if (count >= BLOCK)
-        memcpy(values, block, BLOCK * sizeof *values);
-    else
-        memcpy(values, block, (size_t)count * sizeof *values);
-}
-
-/* Write what decoded values lack of others, times a weight; 0 where that is not finite. */
-INLINED void put_missing(float *rest, int64_t count, const floats *values, const floats *decoded, float weight) {
-    floats missing[VECTORS];
-    for (int k = 0; k < VECTORS; k++) {
-        integers lacked = (integers)(values[k] - decoded[k]);
-        missing[k] = (floats)(lacked & ((lacked & 0x7fffffff) < 0x7f800000)) * weight;
-    }
-    put_values(rest, count, missing);
-}
-
 /* The bytes of a packet of either plane that hold digits of its `count` values. */
 INLINED int64_t digits_in(int64_t count, int digit_bits, bool is_upper) {
     return (count + BLOCK - 1) / BLOCK * (BLOCK * digit_bits / 8 + is_upper);
@@ -164,10 +139,6 @@ INLINED int64_t values_of(const plane_layout *layout, int64_t packet) {
     return smaller(layout->values - first_of(layout, packet), layout->per_packet);
 }
 
-INLINED uint8_t *at_packet(const plane_layout *layout, const uint8_t *code, int64_t packet) {
-    return (uint8_t *)code + packet * layout->payload_bytes;
-}
-
 /* Clear what a packet's digits do not fill: it must not tell what the memory held before. */
 INLINED void clear_behind(const plane_layout *layout, uint8_t *code, int64_t packet, int64_t digits) {
     int64_t first = packet * layout->payload_bytes + digits;
@@ -175,57 +146,123 @@ INLINED void clear_behind(const plane_layout *layout, uint8_t *code, int64_t pac
     memset(code + first, 0, (size_t)(stop - first));
 }
 
-INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, int64_t packet, int digit_bits,
-                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
-    bool two = layout->planes > 1;
+/* What a `plane_sum` asks for, as bits. */
+enum { HAS_OWN = 1, KEEPS_OWN = 2, ADDS_REST = 4, HAS_CODE = 8, HAS_REST = 16 };
+
+/* The parts of a packet's codes that belong to one of its blocks. */
+typedef struct {
+    const uint8_t *const *codes;
+    const uint64_t *lower_missing;
+    int64_t members, above, below; /* where the digits are in each of them */
+    uint8_t *upper, *lower;        /* of the result */
+} block_codes;
+
+/* Combine a block. Constants, once it is inlined: all that decides about branches. */
+INLINED void combine_block(float *values, float *rest, const block_codes *at, float factor, float weight,
+                           int digit_bits, bool two, int how) {
+    unaligned_floats *own = (unaligned_floats *)values, *lacked = (unaligned_floats *)rest;
+    floats block[VECTORS], decoded[VECTORS];
+    for (int k = 0; k < VECTORS; k++) {
+        block[k] = how & HAS_OWN ? own[k] : (floats){0};
+        if (how & ADDS_REST)
+            block[k] += lacked[k];
+    }
+    for (int64_t member = 0; member < at->members; member++) {
+        const uint8_t *code = at->codes[member];
+        bool has_lower = two && !has_bit(at->lower_missing, member);
+        if (code)
+            add_block(code + at->above, has_lower ? code + at->below : NULL, digit_bits, two, block);
+    }
+    for (int k = 0; k < VECTORS; k++)
+        decoded[k] = block[k] *= factor;
+    if (how & HAS_CODE)
+        encode_block(decoded, digit_bits, at->upper, two ? at->lower : NULL);
+    for (int k = 0; k < VECTORS; k++) {
+        if (!(how & KEEPS_OWN))
+            own[k] = decoded[k];
+        if (how & HAS_REST) {
+            integers missing = (integers)(block[k] - decoded[k]);
+            lacked[k] = (floats)(missing & ((missing & 0x7fffffff) < 0x7f800000)) * weight;
+        }
+    }
+}
+
+INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, int64_t packet,
+                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members, int digit_bits,
+                            bool two, int how) {
     int64_t digit_bytes = BLOCK * digit_bits / 8, count = values_of(layout, packet);
     float *values = sum->values + first_of(layout, packet);
-    float *rest = sum->rest ? sum->rest + first_of(layout, packet) : NULL;
-    uint8_t *upper = sum->code ? at_packet(layout, sum->code, packet) : NULL;
-    uint8_t *lower = sum->code && two ? at_packet(layout, sum->code, packet + layout->packets) : NULL;
+    float *rest = how & HAS_REST ? sum->rest + first_of(layout, packet) : NULL;
     int64_t above = packet * layout->payload_bytes, below = (packet + layout->packets) * layout->payload_bytes;
+    block_codes at = {codes, lower_missing, members, above, below, NULL, NULL};
+    if (how & HAS_CODE)
+        at.upper = sum->code + above, at.lower = sum->code + below;
     for (int64_t i = 0; i < count; i += BLOCK) {
-        floats block[VECTORS] = {{0}}, decoded[VECTORS];
-        if (sum->has_own)
-            get_values(values + i, count - i, block);
-        if (rest && sum->adds_rest) {
-            get_values(rest + i, count - i, decoded);
-            for (int k = 0; k < VECTORS; k++)
-                block[k] += decoded[k];
+        if (count - i >= BLOCK) {
+            combine_block(values + i, how & HAS_REST ? rest + i : NULL, &at, sum->factor, sum->weight, digit_bits, two,
+                          how);
+        } else {
+            float block[BLOCK] = {0}, lacked[BLOCK] = {0};
+            size_t bytes = (size_t)(count - i) * sizeof *values;
+            memcpy(block, values + i, bytes);
+            if (how & HAS_REST)
+                memcpy(lacked, rest + i, bytes);
+            combine_block(block, lacked, &at, sum->factor, sum->weight, digit_bits, two, how);
+            if (!(how & KEEPS_OWN))
+                memcpy(values + i, block, bytes);
+            if (how & HAS_REST)
+                memcpy(rest + i, lacked, bytes);
         }
-        for (int64_t member = 0; member < members; member++) {
-            const uint8_t *code = codes[member];
-            bool has_lower = two && !(lower_missing && has_bit(lower_missing, member));
-            if (code)
-                add_block(code + above, has_lower ? code + below : NULL, digit_bits, two, block);
-        }
-        above += digit_bytes + 1;
-        below += digit_bytes;
-        for (int k = 0; k < VECTORS; k++)
-            decoded[k] = block[k] *= sum->factor;
-        if (upper) {
-            encode_block(decoded, digit_bits, upper, lower);
-            upper += digit_bytes + 1;
-            lower += lower ? digit_bytes : 0;
-        }
-        if (!sum->keeps_own)
-            put_values(values + i, count - i, decoded);
-        if (rest)
-            put_missing(rest + i, count - i, block, decoded, sum->weight);
+        at.above += digit_bytes + 1;
+        at.below += digit_bytes;
+        if (how & HAS_CODE)
+            at.upper += digit_bytes + 1, at.lower += digit_bytes;
     }
-    if (!upper)
+    if (!(how & HAS_CODE))
         return;
     clear_behind(layout, sum->code, packet, digits_in(count, digit_bits, true));
     if (two)
         clear_behind(layout, sum->code, packet + layout->packets, digits_in(count, digit_bits, false));
 }
 
+/* A version for each layout of digits. */
+INLINED void combine_digits(const plane_layout *layout, const plane_sum *sum, int64_t packet,
+                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members, int how) {
+    if (layout->digit_bits == 8)
+        combine_packet(layout, sum, packet, codes, lower_missing, members, 8, true, how);
+    else if (layout->planes == 2)
+        combine_packet(layout, sum, packet, codes, lower_missing, members, 4, true, how);
+    else
+        combine_packet(layout, sum, packet, codes, lower_missing, members, 4, false, how);
+}
+
+/* A version for what training needs in each step, and one for everything else: branches would halve the speed. */
 FASTEST static void combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
                             const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
-    if (layout->digit_bits == 4)
-        combine_packet(layout, sum, packet, 4, codes, lower_missing, members);
+    enum {
+        DECODED = 0,
+        ADDED = HAS_OWN,
+        CONTRIBUTED = HAS_OWN | KEEPS_OWN | HAS_CODE | HAS_REST,
+        CONTRIBUTED_AGAIN = CONTRIBUTED | ADDS_REST,
+        AVERAGED = HAS_OWN | HAS_CODE | HAS_REST,
+        AVERAGED_AGAIN = AVERAGED | ADDS_REST,
+    };
+    int how = (sum->has_own ? HAS_OWN : 0) | (sum->keeps_own ? KEEPS_OWN : 0) | (sum->code ? HAS_CODE : 0) |
+              (sum->rest ? HAS_REST | (sum->adds_rest ? ADDS_REST : 0) : 0);
+    if (how == DECODED)
+        combine_digits(layout, sum, packet, codes, lower_missing, members, DECODED);
+    else if (how == ADDED)
+        combine_digits(layout, sum, packet, codes, lower_missing, members, ADDED);
+    else if (how == CONTRIBUTED)
+        combine_digits(layout, sum, packet, codes, lower_missing, members, CONTRIBUTED);
+    else if (how == CONTRIBUTED_AGAIN)
+        combine_digits(layout, sum, packet, codes, lower_missing, members, CONTRIBUTED_AGAIN);
+    else if (how == AVERAGED)
+        combine_digits(layout, sum, packet, codes, lower_missing, members, AVERAGED);
+    else if (how == AVERAGED_AGAIN)
+        combine_digits(layout, sum, packet, codes, lower_missing, members, AVERAGED_AGAIN);
     else
-        combine_packet(layout, sum, packet, 8, codes, lower_missing, members);
+        combine_digits(layout, sum, packet, codes, lower_missing, members, how);
 }
 
 /* Combine the values of a packet with those of other codes; see `plane_sum`. A code that is NULL lacks the packet of
@@ -242,31 +279,30 @@ void dlcp_planes_combine(const plane_layout *layout, const plane_sum *sum, const
     for (int64_t packet = 0; packet < layout->packets; packet++) {
         bool has_upper = !delivered || delivered[packet];
         bool has_lower = layout->planes == 1 || !delivered || delivered[layout->packets + packet];
-        const uint8_t *codes[1] = {has_upper ? code : NULL};
+        const uint8_t *codes[1] = {code};
         uint64_t lower_missing = !has_lower;
-        combine(layout, sum, packet, codes, &lower_missing, 1);
+        combine(layout, sum, packet, codes, &lower_missing, code && has_upper);
     }
 }
 
 FASTEST static void lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest) {
+    int64_t digit_bytes = BLOCK * layout->digit_bits / 8;
     for (int64_t packet = 0; layout->planes > 1 && packet < layout->packets; packet++) {
         if (delivered[layout->packets + packet])
             continue;
-        const uint8_t *upper = at_packet(layout, code, packet);
-        const uint8_t *lower = at_packet(layout, code, packet + layout->packets);
-        int64_t digit_bytes = BLOCK * layout->digit_bits / 8, count = values_of(layout, packet);
+        const uint8_t *upper = code + packet * layout->payload_bytes;
+        const uint8_t *lower = upper + layout->packets * layout->payload_bytes;
         float *lost = rest + first_of(layout, packet);
-        for (int64_t i = 0; i < count; i += BLOCK, upper += digit_bytes + 1, lower += digit_bytes) {
-            integers low[VECTORS];
-            floats block[VECTORS], nothing[VECTORS] = {{0}};
-            get_values(lost + i, count - i, block);
-            if (layout->digit_bits == 4)
-                get_digits(lower, 4, low);
-            else
-                get_digits(lower, 8, low);
-            for (int k = 0; k < VECTORS; k++)
-                block[k] += __builtin_convertvector(low[k], floats) * scale_of(upper[0]);
-            put_missing(lost + i, count - i, block, nothing, 1);
+        for (int64_t i = 0, count = values_of(layout, packet); i < count; i += BLOCK) {
+            integers digits[VECTORS];
+            get_digits(lower, layout->digit_bits, digits);
+            for (int64_t j = 0; j < BLOCK && i + j < count; j++) {
+                int32_t digit = digits[j / LANES][j % LANES];
+                float more = lost[i + j] + (float)digit * scale_of(upper[0]);
+                lost[i + j] = isfinite(more) ? more : 0;
+            }
+            upper += digit_bytes + 1;
+            lower += digit_bytes;
         }
     }
 }
