@@ -33,6 +33,9 @@ EXACT: Final = "exact"
 AUTO_PRECISION: Final = "auto"
 FAST: Final = "fast"
 PRECISIONS: Final = (EXACT, AUTO_PRECISION, FAST, str(FULL_BITS), *map(str, CODED_BITS))
+HALF_PRECISION: Final = "16"
+HALF_NAMES: Final = ("fp16", "bf16")
+"""Names of 16 bits in the option ``compression``, after the compressors of Horovod and the hooks of PyTorch."""
 AUTO_BITS: Final = 8
 """The fewest bits that need no more steps than bfloat16 (``python -m tests.bench convergence``), with error feedback.
 16 are left out of the choice: where the network is the bottleneck they take longer than 8, and elsewhere 32 do as well.

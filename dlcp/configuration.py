@@ -31,6 +31,8 @@ _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 """Prefixes of variables by which DLCP's processes tell each other something."""
 DEFAULT_FILE: Final = "dlcp.toml"
 DEFAULT_ORIGIN: Final = "default"
+_DEFAULT, _FILE, _ENVIRONMENT, _ARGUMENT = range(4)
+"""The layers of options, in ascending order of precedence."""
 
 _Options = TypeVar("_Options")
 _Simple = bool | int | float | str
@@ -40,11 +42,12 @@ _EXPECTED: Final = {bool: "1 or 0", int: "int", float: "float", str: "str"}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option: its value, and its origin (``default``, or the name of a variable or file)."""
+    """One option: its value, its origin (``default``, a variable, a file, or ``""`` for an argument), and its layer."""
 
     name: str
     value: object
     origin: str
+    layer: int = _DEFAULT
 
     @property
     def is_default(self) -> bool:
@@ -220,6 +223,15 @@ class Unit:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Words of an option that are other names for a value of another option: they set that one instead."""
+
+    words: tuple[str, ...]
+    option: str
+    value: str
+
+
 class Trait(Enum):
     """Further properties of an option. The values describe them in the documentation."""
 
@@ -243,8 +255,9 @@ class Option:
     ----------
     default
         ``dataclasses.MISSING`` if there is none.
-    allowed, unit, traits
-        The allowed values, or None for any of the type; their unit or ``""``; and what else holds.
+    allowed, unit, traits, means
+        The allowed values, or None for any of the type; their unit or ``""``; what else holds; and words for another
+        option.
     """
 
     name: str
@@ -253,6 +266,7 @@ class Option:
     allowed: Range | HostPort | OneOf | ByPattern | None
     unit: str
     traits: frozenset[Trait]
+    means: Means | None
 
     def check(self, where: str, value: object) -> None:
         """Raise ValueError with ``where`` if a value is not allowed."""
@@ -298,6 +312,9 @@ class Option:
                 allowed = "`host:port`"
             case None:
                 allowed = self.unit
+        if self.means:
+            words = "` and `".join(self.means.words)
+            allowed = "; ".join(filter(None, [allowed, f"`{words}` mean `{self.means.option}={self.means.value}`"]))
         return "; ".join(filter(None, [allowed, *(trait.value for trait in Trait if trait in self.traits)]))
 
 
@@ -312,7 +329,8 @@ def _fields_of(cls: Hashable) -> dict[str, Option]:
             allowed = next((mark for mark in marks if isinstance(mark, Range | HostPort | OneOf | ByPattern)), None)
             unit = next((mark.name for mark in marks if isinstance(mark, Unit)), "")
             traits = frozenset(mark for mark in marks if isinstance(mark, Trait))
-            found[entry.name] = Option(entry.name, kind, entry.default, allowed, unit, traits)
+            means = next((mark for mark in marks if isinstance(mark, Means)), None)
+            found[entry.name] = Option(entry.name, kind, entry.default, allowed, unit, traits, means)
     return found
 
 
@@ -345,25 +363,56 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
     Raises
     ------
     ValueError
-        A variable or a line of the file has an invalid value, there is no such variable or option, or the file cannot
-        be read; the message names the variable or the file.
+        A variable or a line of the file has an invalid value, there is no such variable or option, two contradict each
+        other, or the file cannot be read; the message names the variable or the file.
     """
-    environment = os.environ if environment is None else environment
     declared = options_of(cls)
+    return _by_meaning(_read(declared, os.environ if environment is None else environment), declared)
+
+
+def _read(declared: Mapping[str, Option], environment: Mapping[str, str]) -> list[Setting]:
+    """Return the options as environment and file set them."""
     _check_variables(environment, declared)
     path = file_in_force(environment)
     from_file = _check_file(path, read_file(path), declared) if path else {}
     found = []
     for name, option in declared.items():
         variable = PREFIX + name.upper()
-        value, origin = option.default, DEFAULT_ORIGIN
+        setting = Setting(name, option.default, DEFAULT_ORIGIN)
         if variable in environment and not option.is_hidden(environment[variable]):
-            value, origin = option.parse(variable, environment[variable]), variable
+            setting = Setting(name, option.parse(variable, environment[variable]), variable, _ENVIRONMENT)
         elif name in from_file:
-            value, origin = from_file[name], str(path)
-            option.check(f"{path}: {name}", value)
-        found.append(Setting(name, value, origin))
+            setting = Setting(name, from_file[name], str(path), _FILE)
+            option.check(f"{path}: {name}", setting.value)
+        found.append(setting)
     return found
+
+
+def _by_meaning(found: Iterable[Setting], declared: Mapping[str, Option]) -> list[Setting]:
+    """Let words for a value of another option set that one, unless a layer above sets it.
+
+    Raises
+    ------
+    ValueError
+        The same layer sets it to another value.
+    """
+    by_name = {each.name: each for each in found}
+    for name, option in declared.items():
+        word, means = by_name[name], option.means
+        if means is None or word.value not in means.words:
+            continue
+        target = by_name[means.option]
+        if target.layer == word.layer and str(target.value) not in (means.value, declared[means.option].default):
+            with _naming_origins([word, target]):
+                raise ValueError(
+                    f"{name} {word.value!r} means {means.option} {means.value}, which contradicts {means.option} "
+                    f"{target.value}: omit one of the two"
+                )
+        if target.layer <= word.layer:
+            origin = word.origin or f"{name}={word.value!r}"
+            by_name[means.option] = Setting(means.option, means.value, origin, word.layer)
+        by_name[name] = Setting(name, option.default, DEFAULT_ORIGIN)
+    return list(by_name.values())
 
 
 @contextlib.contextmanager
@@ -380,10 +429,15 @@ def layered(options: object, arguments: Iterable[str]) -> Iterator[None]:
     """
     declared, given = options_of(type(options)), set(arguments)
     hidden = {name for name, each in declared.items() if name in given and each.is_hidden(getattr(options, name))}
-    chosen = [each for each in settings(type(options)) if not each.is_default and each.name not in given - hidden]
-    for setting in chosen:
+    arguments = given - hidden
+    found = [
+        Setting(each.name, getattr(options, each.name), "", _ARGUMENT) if each.name in arguments else each
+        for each in _read(declared, os.environ)
+    ]
+    in_force = _by_meaning(found, declared)
+    for setting in in_force:
         object.__setattr__(options, setting.name, setting.value)
-    with _naming_origins(chosen):
+    with _naming_origins(in_force):
         yield
 
 
@@ -396,7 +450,7 @@ def build(cls: type[_Options], environment: Mapping[str, str]) -> _Options:
         See :func:`settings`; or the options contradict each other.
     """
     found = settings(cls, environment)
-    with _naming_origins([setting for setting in found if not setting.is_default]):
+    with _naming_origins(found):
         return cls(**{setting.name: setting.value for setting in found})
 
 
@@ -407,7 +461,9 @@ def _naming_origins(chosen: Sequence[Setting]) -> Iterator[None]:
         yield
     except ValueError as error:
         named = set(re.findall(r"\w+", str(error)))
-        origins = dict.fromkeys(setting.origin for setting in chosen if setting.name in named)
+        origins = dict.fromkeys(
+            each.origin for each in chosen if each.name in named and each.origin and not each.is_default
+        )
         raise ValueError(f"{error} (set by {', '.join(origins)})" if origins else str(error)) from None
 
 

@@ -266,12 +266,9 @@ class AllReduceRun(CompressedRun):
 
     def begin(self) -> None:
         """Average the current round."""
-        encoded, bucket = self.encoded, self.bucket
-        assert encoded.value_type
         # A copy: the average overwrites the sent values, which are needed to find what was left out.
-        content = np.array(encoded.content)
-        kind, segments = encoded.value_type, encoded.segments
-        sent = replace(bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
+        content, kind, segments = np.array(self.encoded.content), ValueType.FLOAT32, self.encoded.segments
+        sent = replace(self.bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
         averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
         averaged.add_done_callback(partial(self._on_averaged, sent))
 
@@ -299,8 +296,7 @@ class AllReduceRun(CompressedRun):
 
     def _on_mean(self, sent: Bucket, average: NDArray[np.generic]) -> None:
         encoded: Encoded = self.encoded
-        assert encoded.value_type
-        mean = encoded.value_type.widen(average)
+        mean = ValueType.FLOAT32.widen(average)
         # Removed in any case: losses in a round that only guides the next are not residual.
         lost: Values = np.zeros(len(average), np.float32)
         self.reducer.in_transit.apply(lost, sent.segments)

@@ -311,7 +311,7 @@ def check_stages(
         raise ValueError(f"a parameter server can only average; with combine {combine!r} set collective to {DIRECT!r}")
     if compressor and combine == ADASUM and compressor.rounds > 1:
         raise ValueError(f"compression {compression!r} averages factors; set combine to {AVERAGE!r} or {SUM!r}")
-    if compressor and collective == SERVER and not (compressor.reduces and compressor.name not in ("fp16", "bf16")):
+    if compressor and collective == SERVER and not compressor.reduces:
         raise ValueError(
             f"a parameter server adds up uncompressed gradients; with compression {compression!r} set collective to "
             f"{AUTO}, {DIRECT} or {RING}"

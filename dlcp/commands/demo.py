@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_link(parser, 64, 32)
     add(parser, "--burst-seconds", "S", real(DURATIONS), "mean length of background bursts", default=BURST_S)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
-    parser.add_argument("--fp16", action="store_true", help="send 16-bit floats; Gloo with PyTorch's own hook")
+    parser.add_argument("--fp16", action="store_true", help="send 16 bits of each value; Gloo with PyTorch's fp16 hook")
     parser.add_argument("--loopback", action="store_true", help="use no network namespaces, and so no Gloo")
 
 

@@ -4,15 +4,15 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from dlcp.arms import HALF_NAMES, HALF_PRECISION
 from dlcp.compress.compressor import Compressor
 from dlcp.compress.low_rank import Atomo, PowerSgd
-from dlcp.compress.quantized import BFloat16, Float16, Qsgd, ScaledSigns, SignSgd, TernGrad
+from dlcp.compress.quantized import Qsgd, ScaledSigns, SignSgd, TernGrad
 from dlcp.compress.sparse import RandomK, TopK
 from dlcp.error_text import closest
 
 COMPRESSORS: Final[Mapping[str, type[Compressor]]] = {
-    kind.name: kind
-    for kind in (Float16, BFloat16, TopK, RandomK, Qsgd, TernGrad, SignSgd, ScaledSigns, Atomo, PowerSgd)
+    kind.name: kind for kind in (TopK, RandomK, Qsgd, TernGrad, SignSgd, ScaledSigns, Atomo, PowerSgd)
 }
 RATIO: Final = 0.01
 """Default share for top-k and random-k: the starting point of Deep Gradient Compression (Lin et al., ICLR 2018)."""
@@ -43,10 +43,14 @@ def make_compressor(text: str, *, error_feedback: bool = True, whole_below: int 
         Unknown name or invalid argument; the message says what is valid.
     """
     name, _, argument = text.partition(":")
-    if name not in COMPRESSORS:
+    if name in HALF_NAMES:
         raise ValueError(
-            f"compression must be one of {', '.join(COMPRESSORS)}, got {text!r}{closest(name, COMPRESSORS)}"
+            f"compression {name} is a name of precision {HALF_PRECISION}, not a compressor, and takes no argument; "
+            f"got {text!r}"
         )
+    if name not in COMPRESSORS:
+        known = [*HALF_NAMES, *COMPRESSORS]
+        raise ValueError(f"compression must be one of {', '.join(known)}, got {text!r}{closest(name, known)}")
     if argument and name not in _ARGUMENTS:
         raise ValueError(f"compression {name} takes no argument, got {text!r}")
     number: float | None = None

@@ -15,7 +15,6 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 
 Values = NDArray[np.floating[Any]]
@@ -71,14 +70,12 @@ class Encoded:
     Parameters
     ----------
     content
-        The data to send, flat: in the storage of ``value_type`` if it is to be summed, else bytes.
+        The data to send, flat: float32 if the compressor ``reduces``, else bytes.
     segments
         The layers' units in it: ascending, without gaps. A unit is the smallest part that can be decoded by itself;
         packets hold whole units.
     unit_bits
         Bits of a unit.
-    value_type
-        Type in which ``content`` is summed; None if it cannot be.
     worth
         Importance of each unit, on the scale of gradient values, shape (units,), float32; infinity if it must arrive.
         Determines drop classes. None if the units are gradient values themselves.
@@ -89,7 +86,6 @@ class Encoded:
     content: Content
     segments: tuple[Segment, ...]
     unit_bits: int
-    value_type: ValueType | None = None
     worth: NDArray[np.float32] | None = None
     memory: Any = None
 
@@ -141,7 +137,7 @@ class Compressor(ABC):
         encoded
             Any rank's, for the layout.
         content
-            A rank's content; if the compressor ``reduces``, also an average or another sum of contents, widened.
+            A rank's content; if the compressor ``reduces``, also an average or another sum of contents.
         present
             Mask of the units that have arrived, shape (units,); missing units count as 0. None if all have.
         """

@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
-from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
 
 DEPENDENT = 1e-6
@@ -224,7 +223,7 @@ def _joined(parts: Sequence[Values], layers: Sequence[Layer], stage: _Stage) -> 
     stops = np.cumsum([len(part) for part in parts]).tolist()
     content = np.concatenate(parts).astype(np.float32, copy=False)
     segments = tuple(map(Segment, layers, [0, *stops[:-1]], stops))
-    return Encoded(content, segments, 32, ValueType.FLOAT32, memory=stage)
+    return Encoded(content, segments, 32, memory=stage)
 
 
 BAND_ROWS = 128

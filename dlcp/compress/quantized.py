@@ -1,56 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few bits per value: half precision, and codes with a scale per group (QSGD, TernGrad, signs).
+"""A few bits per value: codes with a scale per group (QSGD, TernGrad, signs).
 
 Scales are sent first and must arrive; every other packet can be decoded by itself.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
-from dlcp.dtypes import ValueType
 from dlcp.tags import Layer, Segment
-
-
-class Cast(Compressor):
-    """Half precision: rounds every value to the nearest 16-bit float. Sums are computed in 32 bits and rounded once.
-
-    Error feedback sends rounding errors with the next step, as for any compressor (Seide et al., Interspeech 2014).
-    Values beyond 65504 become infinite in float16; bfloat16 has float32's range and 8 bits of precision.
-    """
-
-    reduces = True
-    value_type: ClassVar[ValueType]
-
-    def encode(self, values: Values, segments: Sequence[Segment], occasion: Occasion) -> Encoded:
-        """Return the rounded values."""
-        content = self.value_type.narrow(values.astype(np.float32, copy=False))
-        return Encoded(content, tuple(segments), 16, self.value_type)
-
-    def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
-        """Return the values in float32."""
-        values = content if content.dtype.itemsize > 2 else self.value_type.widen(content)
-        widened = cast(NDArray[np.floating[Any]], values)
-        return widened if present is None else np.where(present, widened, widened.dtype.type(0))
-
-
-class Float16(Cast):
-    """IEEE 754 half precision."""
-
-    name = "fp16"
-    value_type = ValueType.FLOAT16
-
-
-class BFloat16(Cast):
-    """The upper half of float32."""
-
-    name = "bf16"
-    value_type = ValueType.BFLOAT16
-
 
 SCALE = np.dtype("<f4")
 GROUP_VALUES = 512

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
-from dlcp.dtypes import ValueType
 from dlcp.tags import Segment
 
 PAIR = np.dtype([("place", "<u4"), ("value", "<f4")])
@@ -105,7 +104,7 @@ class RandomK(_Sparse):
             if self.unbiased:
                 factors[mine] = size / count
         content = (values[places] * factors).astype(np.float32, copy=False)
-        return Encoded(content, layout, 32, ValueType.FLOAT32, memory=(len(values), places))
+        return Encoded(content, layout, 32, memory=(len(values), places))
 
     def decode(self, encoded: Encoded, content: Content, present: NDArray[np.bool_] | None = None) -> Values:
         """Return the values at their indices, and 0 elsewhere."""

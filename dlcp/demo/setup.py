@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dlcp.arms import AUTO_PRECISION
+from dlcp.arms import AUTO_PRECISION, HALF_PRECISION
 from dlcp.demo.background import BURST_S, BackgroundBurst, schedule
 from dlcp.planes import FULL_BITS
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
@@ -24,7 +24,7 @@ class DemoSetup:
     Parameters
     ----------
     fp16
-        Send gradients as 16-bit floats: Gloo with PyTorch's own hook, the others with DLCP's compressor.
+        Send 16 bits of each value: Gloo with PyTorch's own hook, the others with DLCP's precision.
     optimizer
         One of :data:`OPTIMIZERS`.
     hops
@@ -35,7 +35,7 @@ class DemoSetup:
     Raises
     ------
     ValueError
-        Unknown optimizer, no positive burst length, or 16-bit floats with a parameter server.
+        Unknown optimizer, no positive burst length, or ``fp16`` with a parameter server or another precision.
     """
 
     seed: int = 1
@@ -57,7 +57,9 @@ class DemoSetup:
         if not self.burst_s > 0:
             raise ValueError(f"the length of background bursts must be above 0 seconds, got {self.burst_s:g}")
         if self.fp16 and self.server is not None:
-            raise ValueError("a parameter server cannot add up 16-bit gradients: use fp16 with the direct collective")
+            raise ValueError("Gloo's parameter server sends 32 bits: use fp16 with the direct collective")
+        if self.fp16 and self.precision not in (AUTO_PRECISION, HALF_PRECISION):
+            raise ValueError(f"fp16 contradicts precision {self.precision}: omit one of the two")
 
     @property
     def command(self) -> str:
@@ -135,17 +137,14 @@ def variants(setup: DemoSetup) -> list[Variant]:
     """Return the variants that the demo compares."""
     bound = {
         "DLCP_LOSS_BOUND": str(setup.loss_bound),
-        "DLCP_PRECISION": setup.precision,
+        "DLCP_PRECISION": HALF_PRECISION if setup.fp16 else setup.precision,
     }
     plain = {
         "DLCP_LOSS_BOUND": "0",
         "DLCP_TAGGED": "0",
         "DLCP_CONGESTION": "cubic",
-        "DLCP_PRECISION": str(FULL_BITS),
+        "DLCP_PRECISION": HALF_PRECISION if setup.fp16 else str(FULL_BITS),
     }
-    if setup.fp16:
-        for environment in (bound, plain):
-            environment["DLCP_COMPRESSION"] = "fp16"
     hook = ", with PyTorch's fp16 hook" if setup.fp16 else ""
     return [
         Variant("gloo", f"Gloo over the kernel's TCP (CUBIC){hook}", "gloo"),

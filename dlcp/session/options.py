@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from dlcp import configuration
-from dlcp.arms import AUTO_PRECISION, EXACT, PRECISIONS, is_coarse
+from dlcp.arms import AUTO_PRECISION, EXACT, HALF_NAMES, HALF_PRECISION, PRECISIONS, is_coarse
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import AUTO, DIRECT, RING, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
-from dlcp.configuration import ByPattern, HostPort, OneOf, Range, Trait, Unit
+from dlcp.configuration import ByPattern, HostPort, Means, OneOf, Range, Trait, Unit
 from dlcp.error_text import closest
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
@@ -44,7 +44,7 @@ class Options:
         time the ways to average that are left, and use the fastest (:mod:`dlcp.arms`). A number fixes the bits of each
         value on the wire: ``32`` (all, for any number format), ``16``, ``8`` or ``4``. Values are rounded in blocks of
         32 that share a scale (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next
-        step. Without it, ``auto`` and ``fast`` are 32. With a compression that adds up, such as ``fp16`` or
+        step. Without it, ``auto`` and ``fast`` are 32. With a compression that adds up, ``randomk`` or
         ``powersgd``, it applies to what that sends. No effect on float64, nor on messages of a few packets.
     immediate
         End a message as soon as its bound is met, even without congestion, as the paper does.
@@ -97,8 +97,8 @@ class Options:
         Number of samples that this rank's gradients are the mean of; call ``samples`` of the state or group when it
         changes. Every sample then has the same weight. With 0, the default, every rank has the same weight.
     compression
-        Compressor of gradients, such as ``fp16`` or ``topk:0.01`` (:mod:`dlcp.compress`); none by default. With FSDP2
-        only ``fp16`` and ``bf16``.
+        Compressor of gradients, such as ``topk:0.01`` (:mod:`dlcp.compress`); none by default. ``fp16`` and ``bf16``
+        are other names of ``precision=16``.
     combine
         How the ranks' gradients are combined: ``average``, ``sum`` or ``adasum``
         (:mod:`dlcp.collectives.reduction_rules`).
@@ -144,7 +144,7 @@ class Options:
     route: Annotated[str, OneOf(ROUTES), AGREED] = AUTO_ROUTE
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
     samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
-    compression: Annotated[str, AGREED, WHOLE_STEP] = ""
+    compression: Annotated[str, Means(HALF_NAMES, "precision", HALF_PRECISION), AGREED, WHOLE_STEP] = ""
     combine: Annotated[str, OneOf(COMBINES), AGREED, WHOLE_STEP] = "average"
     trace: Annotated[str, OWN] = ""
     live: Annotated[str, OWN] = ""
@@ -161,6 +161,8 @@ class Options:
         return self
 
     def __post_init__(self) -> None:
+        if "compression" in self.arguments and self.compression in HALF_NAMES:
+            object.__setattr__(self, "arguments", self.arguments | {"precision"})
         with configuration.layered(self, self.arguments):
             self._check()
 
@@ -178,7 +180,7 @@ class Options:
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.route == FRAMEWORK_ROUTE:
             without_effect = self.given(WHOLE_STEP) + ["collective"] * bool(self.server)
-            without_effect += ["precision"] * self.is_coarse
+            without_effect += [f"precision {self.precision}"] * self.is_coarse
             if without_effect:
                 raise ValueError(
                     f"route 'framework' leaves averaging to the framework, which has no {', '.join(without_effect)}: "
@@ -264,6 +266,8 @@ class Options:
 
     def with_(self, **changes: Any) -> "Options":
         """Return a copy with other arguments for some fields."""
+        if changes.get("compression") in HALF_NAMES and "precision" not in self.arguments:
+            changes = {"precision": AUTO_PRECISION, **changes}
         changed = replace(self, **changes)
         object.__setattr__(changed, "arguments", self.arguments.union(changes))
         return changed

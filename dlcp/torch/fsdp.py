@@ -34,10 +34,6 @@ else:
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""
-CODED_IN_PLACE: Final = ("", "fp16", "bf16")
-"""Compressions that keep the values' places; with others, shards would have no packets of their own."""
-CODED_VALUE_BYTES: Final = 2
-"""Size of a value coded as fp16 or bf16."""
 ZEROTH: Final = 0
 """The dimension along which parameters are sharded: only with this one is a shard contiguous in the parameter."""
 
@@ -163,8 +159,7 @@ class ShardedGradients:
             self._by_framework(tensor, layout, by_framework)
             session.settle(pending)
             return
-        wire_bytes = CODED_VALUE_BYTES if session.options.compression else tensor.element_size()
-        per_packet = session.endpoint.connection.options.payload_bytes // wire_bytes
+        per_packet = session.endpoint.connection.options.payload_bytes // tensor.element_size()
         layout, whole = group.layout(tensor.numel(), self._ranks, per_packet)
         host = self._to_host(tensor, layout)
         factor = factor_of(op, self._ranks)
@@ -288,16 +283,10 @@ def _refuse_second(model: torch.nn.Module) -> None:
 
 def _check_options(options: Options) -> None:
     names = options.given(Trait.WHOLE_STEP)
-    if options.compression in CODED_IN_PLACE:
-        names = [name for name in names if name != "compression"]
     if options.collective not in (AUTO, DIRECT):
         names.append("collective")
     if names:
-        raise ValueError(f"FSDP2 does not support {', '.join(names)}: leave that out, or use DDP{_hint(names)}")
-
-
-def _hint(names: Sequence[str]) -> str:
-    return "; the compressions fp16 and bf16, and precision, work with FSDP2" if "compression" in names else ""
+        raise ValueError(f"FSDP2 does not support {', '.join(names)}: leave that out, or use DDP")
 
 
 def groups_of(module: FSDPModule) -> Sequence[Any]:

@@ -31,7 +31,7 @@ def keep_copies_equal(model: torch.nn.Module, options: Options) -> Options:
     if not copied or options.precision == EXACT:
         return options
     conflicts = ["compression"] * bool(options.compression)
-    conflicts += ["precision"] * options.is_coarse
+    conflicts += [f"precision {options.precision}"] * options.is_coarse
     if conflicts:
         raise ValueError(
             f"tensor parallelism does not divide {len(copied)} parameters, such as {copied[0]}, whose copies would "

@@ -18,7 +18,7 @@ from dlcp.tags import Layer, Segment
 from tests.bench.harness import Benchmark, Turns
 
 TRIED: Final = (
-    *("fp16", "bf16", "topk:0.01", "randomk:0.01", "qsgd:4", "qsgd:8", "terngrad", "signsgd", "efsignsgd"),
+    *("topk:0.01", "randomk:0.01", "qsgd:4", "qsgd:8", "terngrad", "signsgd", "efsignsgd"),
     *("atomo:3", "powersgd:2"),
 )
 SHAPE: Final = (512, 512)
@@ -75,10 +75,9 @@ def through(
     encoded, sent = compressor.encode(values, segments, Occasion(step, 0)), 0.0
     while True:
         sent += encoded.content.nbytes
-        content = encoded.value_type.widen(encoded.content) if encoded.value_type else encoded.content
-        following = compressor.refine(encoded, content)
+        following = compressor.refine(encoded, encoded.content)
         if following is None:
-            return sent, compressor.decode(encoded, content)
+            return sent, compressor.decode(encoded, encoded.content)
         encoded = following
 
 

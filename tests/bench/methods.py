@@ -252,7 +252,6 @@ METHODS: Final[dict[str, Method]] = {
         *(LocalSgd(period, first) for first in (_START, 0) for period in (4, 8, 16, 32)),
         Dlcp(),
         *(Dlcp(precision) for precision in (FAST, "32", "8", "4")),
-        Dlcp(compression="bf16"),
         *(Dlcp(compression=f"powersgd:{rank}") for rank in (1, 2, 4, 8)),
         *map(DlcpLocalSgd, (4, 8, 16, 32)),
     )

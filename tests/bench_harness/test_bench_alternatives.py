@@ -136,4 +136,4 @@ def test_a_small_run_is_measured_once(tmp_path, capsys, monkeypatch):
 
 def test_every_method_has_a_name_of_its_own():
     assert METHODS.keys() == {method.name for method in METHODS.values()}
-    assert len(METHODS) == 29
+    assert len(METHODS) == 28

@@ -13,8 +13,8 @@ STOPS = np.cumsum(list(SIZES.values())).tolist()
 SEGMENTS = [Segment(LAYERS[name], stop - SIZES[name], stop) for name, stop in zip(SHAPES, STOPS, strict=True)]
 SIZE = STOPS[-1]
 FIRST = Occasion(0, 0)
-EVERY = ["fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:2", "qsgd:4", "qsgd:8", "terngrad", "signsgd", "efsignsgd",
-         "atomo:2", "powersgd:2"]  # fmt: skip
+EVERY = ["topk:0.1", "randomk:0.1", "qsgd:2", "qsgd:4", "qsgd:8", "terngrad", "signsgd", "efsignsgd", "atomo:2",
+         "powersgd:2"]  # fmt: skip
 
 
 def gradient(seed, scale=1.0):
@@ -31,10 +31,9 @@ def alone(compressor, values, occasion=FIRST, segments=SEGMENTS):
     """What one rank's values become if nobody else is there: every average is its own."""
     encoded = compressor.encode(values, segments, occasion)
     while True:
-        mean = encoded.value_type.widen(encoded.content) if encoded.value_type else encoded.content
-        following = compressor.refine(encoded, mean)
+        following = compressor.refine(encoded, encoded.content)
         if following is None:
-            return compressor.decode(encoded, mean), encoded
+            return compressor.decode(encoded, encoded.content), encoded
         encoded = following
 
 

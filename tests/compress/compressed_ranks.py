@@ -20,8 +20,7 @@ SEGMENTS = [Segment(LAYERS[name], stop - SIZES[name], stop) for name, stop in zi
 SIZE = STOPS[-1]
 NOTHING_PROTECTED = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 PAYLOAD_BYTES = 128
-EVERY = ["fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd", "atomo:2",
-         "powersgd:2"]  # fmt: skip
+EVERY = ["topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd", "atomo:2", "powersgd:2"]
 
 
 class AtOnce(Executor):

@@ -134,7 +134,7 @@ def test_it_costs_the_packets_of_an_all_reduce_and_a_few_scalar_products():
     assert packets[1] <= packets[0] + products
 
 
-@pytest.mark.parametrize("text", ["bf16", "randomk:0.3", "topk:0.3", "qsgd:8"])
+@pytest.mark.parametrize("text", ["randomk:0.3", "topk:0.3", "qsgd:8"])
 def test_it_combines_what_was_compressed(text):
     ranks = CompressedRanks(2, text, "adasum", error_feedback=False)
     gradients = ranks.gradients(1)
@@ -148,7 +148,7 @@ def test_it_combines_what_was_compressed(text):
         assert np.corrcoef(results[0], by_layer(gradients))[0, 1] > 0.99
 
 
-@pytest.mark.parametrize("text", ["", "topk:0.1", "fp16", "powersgd:1", "qsgd:4"])
+@pytest.mark.parametrize("text", ["", "topk:0.1", "powersgd:1", "qsgd:4"])
 @pytest.mark.parametrize("loss", [0.0, 0.1])
 def test_the_sum_is_n_times_the_average(text, loss):
     results = {}
@@ -189,7 +189,6 @@ def test_sums_lose_nothing_for_good_either(text, scale):
         ({"combine": "adasum", "compression": "signsgd"}, "set combine='average'"),
         ({"compression": "signsgd", "fallback": True}, "set fallback=False"),
         ({"compression": "topk", "collective": "server"}, "set collective to auto, direct or ring"),
-        ({"compression": "fp16", "collective": "server"}, "set collective to auto, direct or ring"),
     ],
 )
 def test_what_does_not_go_together_is_refused(named, words):

@@ -122,6 +122,6 @@ def test_what_is_no_average_ends_in_a_clear_error(changes):
 
 def test_ranks_must_ask_for_the_same():
     with BadNetwork(free_udp_ports(2)) as network:
-        options = [options_over(network, rank, compression=text) for rank, text in enumerate(["fp16", "bf16"])]
+        options = [options_over(network, rank, compression=text) for rank, text in enumerate(["qsgd:4", "topk:0.1"])]
         with pytest.raises(NotJoinedError, match="compression"):
             together(2, lambda group: None, [one.with_(fallback=False) for one in options])

@@ -61,8 +61,7 @@ def test_what_one_rank_has_finished_all_get_and_owe_the_rest(text, lossy):
     taken = 2 * results[0][0].astype(np.float64)
     if make_compressor(text).feedback is Feedback.ALL:
         owed = results[1][1] if results[1][1] is not None else 0
-        tolerance = {"fp16": 0.1, "bf16": 1.0}.get(text, 1e-3)
-        np.testing.assert_allclose(taken + ranks.owed() + owed, np.sum(gradients, axis=0), rtol=1e-4, atol=tolerance)
+        np.testing.assert_allclose(taken + ranks.owed() + owed, np.sum(gradients, axis=0), rtol=1e-4, atol=1e-3)
     else:
         assert (results[1][1] is not None) == lossy
 
@@ -91,7 +90,7 @@ def test_results_are_kept_only_as_long_as_others_may_need_them():
         assert held[0].final.all()
 
 
-@pytest.mark.parametrize("text", ["topk:0.1", "fp16", "powersgd:2"])
+@pytest.mark.parametrize("text", ["topk:0.1", "randomk:0.1", "powersgd:2"])
 def test_exact_buckets_have_partial_results_too(text):
     ranks = CompressedRanks(2, text, rate_bps=5e6)
     gradients = ranks.gradients(1)

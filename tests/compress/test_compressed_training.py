@@ -26,8 +26,6 @@ QUICK = {"silence_s": 1.2, "deadline_s": 2.5, "meet_s": 5.0, "payload_bytes": 14
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
 LOSSY = ["fp16", "topk:0.05"]
 BROKEN = ["topk:0.05"]
-ROUNDING = {"fp16": 5e-3}
-"""The average of 16-bit values is rounded to 16 bits; nobody owes that."""
 
 
 def options_of(worker, **changes):
@@ -102,7 +100,7 @@ def test_at_one_percent_loss_bounds_are_kept_replicas_identical_and_nothing_gone
         assert result.same_on_all
         assert result.summary["violations"] == 0
         assert result.summary["max_message_ratio"] <= 0.1
-        assert result.missing < ROUNDING.get(text, 1e-4)
+        assert result.missing < 1e-4
 
 
 def test_fewer_packets_are_sent(trained):
@@ -136,7 +134,7 @@ def test_where_the_path_breaks_training_goes_on_with_all_gradients(trained, text
         assert result.active[0]
         assert not result.active[-1]
         assert result.same_on_all
-        assert result.missing < ROUNDING.get(text, 1e-4)
+        assert result.missing < 1e-4
         assert sum("DLCP is off" in message for message in result.said) == (rank == 0)
 
 

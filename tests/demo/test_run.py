@@ -82,7 +82,7 @@ def test_gloo_has_a_parameter_server_of_the_same_pattern():
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["gloo", "dlcp"])
-def test_all_can_send_16_bit_floats(name):
+def test_all_can_send_16_bits(name):
     possible, reason = netlab.available()
     if not possible:
         pytest.skip(f"no network namespaces: {reason}")
@@ -93,9 +93,16 @@ def test_all_can_send_16_bit_floats(name):
     assert setup.command.endswith("--optimizer sgd --burst-seconds 8 --fp16")
 
 
-def test_a_server_takes_no_16_bit_floats():
-    with pytest.raises(ValueError, match="use fp16 with the direct collective"):
-        DemoSetup(collective="server", fp16=True)
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"collective": "server"}, "use fp16 with the direct collective"),
+        ({"precision": "8"}, "contradicts precision 8"),
+    ],
+)
+def test_16_bits_are_refused_where_both_sides_cannot_send_them(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        DemoSetup(fp16=True, **changes)
 
 
 def test_a_job_may_have_the_share_of_its_flows():

@@ -25,7 +25,7 @@ SENSELESS = {
     "bind": (":1", "::1", "foo:bar", "foo:65536", "foo:-1", "a b:1", "foo:" + "9" * 5000),
     "advertise": (":1", "foo:65536"),
     "collective": ("server", "server:", "server::1", "server:foo:0", "server:foo:65536", "server:http://foo:1"),
-    "compression": ("topk:nan", "topk:0", "topk:inf"),
+    "compression": ("topk:nan", "topk:0", "topk:inf", "fp16:3", "bf16:"),
 }
 TABLE = [(name, text) for name, texts in SENSELESS.items() for text in texts]
 
@@ -57,6 +57,12 @@ def test_the_doctor_says_which_variable_is_senseless(name, text):
     (finding,) = section.findings
     assert finding.status is Status.MISSING
     assert f"DLCP_{name.upper()}" in finding.text
+
+
+def test_the_doctor_says_which_precision_a_compression_means():
+    _, found = examine_options({"DLCP_COMPRESSION": "fp16"})
+    chosen = [(each.name, each.value, each.origin) for each in found if not each.is_default]
+    assert chosen == [("precision", "16", "DLCP_COMPRESSION")]
 
 
 def test_the_doctor_says_that_bind_is_no_address_of_this_machine():

@@ -21,8 +21,8 @@ SHAPES = {"front.weight": (70, 100), "front.bias": (100,), "back.weight": (100, 
 LOSS = 0.05
 
 VALUES = {
-    "compression": ["", "fp16", "bf16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd",
-                    "atomo:2", "powersgd:2"],
+    "compression": ["", "fp16", "topk:0.1", "randomk:0.1", "qsgd:4", "terngrad", "signsgd", "efsignsgd", "atomo:2",
+                    "powersgd:2"],
     "collective": ["direct", "ring", "auto", "server:127.0.0.1:9"],
     "combine": ["average", "sum", "adasum"],
     "value_type": [kind for kind in ValueType if kind is not ValueType.BFLOAT16 or find_spec("ml_dtypes")],

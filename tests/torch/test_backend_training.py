@@ -308,11 +308,11 @@ def asked_for_what_a_group_does_not_know(worker):
 
 
 def test_what_a_group_does_not_support_is_said_once_or_refused():
-    environment = {"DLCP_COMPRESSION": "fp16", "DLCP_SAMPLES": "4"}
+    environment = {"DLCP_COMPRESSION": "topk:0.1", "DLCP_SAMPLES": "4"}
     for rank, (total, messages, errors) in enumerate(
         values(launch(2, asked_for_what_a_group_does_not_know, environment=environment))
     ):
         assert total == [2.0] * 3
         assert len(messages) == (rank == 0)
         assert all("samples, compression" in message and "dlcp.torch.enable" in message for message in messages)
-        assert ["not support samples:" in errors[0], "not support compression:" in errors[1]] == [True, True]
+        assert ["not support samples:" in errors[0], "not support precision:" in errors[1]] == [True, True]

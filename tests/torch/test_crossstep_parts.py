@@ -197,7 +197,7 @@ def test_an_optimizer_with_state_for_all_parameters_is_refused():
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"compression": "fp16"},
+        {"compression": "topk:0.1"},
         {"combine": "adasum", "fallback": False},
         {"samples": 8},
     ],

@@ -121,5 +121,5 @@ def refused(worker, fields):
 
 
 def test_options_with_which_copies_drift_apart_are_refused():
-    for message in values(launch(4, refused, {"precision": 8, "compression": "fp16"})):
-        assert "with compression, precision: leave that out" in message
+    for message in values(launch(4, refused, {"precision": 8, "compression": "powersgd:2"})):
+        assert "with compression, precision 8: leave that out" in message

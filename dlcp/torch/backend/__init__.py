@@ -2,7 +2,7 @@
 """The ``torch.distributed`` backend ``dlcp``: ``dist.init_process_group("dlcp")`` after ``import dlcp.torch``.
 
 Everything arrives in full; only after :func:`allow_loss` may a sum or average of floats lose packets. A group has no
-steps and no layers: ``samples``, ``compression`` and ``combine`` are for
+steps and no layers: ``samples``, ``compression``, ``combine`` and a ``precision`` of 16 bits or less are for
 :func:`dlcp.torch.enable`. Given to a group they are an error; from the environment, which may mean the hook, they are
 mentioned once.
 """
@@ -87,7 +87,8 @@ def _heeded(options: Options | None, *, says: bool = False) -> Options:
         ``options`` have some of these as arguments.
     """
     found = options or Options()
-    names = found.given(Trait.WHOLE_STEP) + ["route"] * (found.route == FRAMEWORK_ROUTE)
+    names = found.given(Trait.WHOLE_STEP) + ["precision"] * found.is_coarse
+    names += ["route"] * (found.route == FRAMEWORK_ROUTE)
     if names:
         wrong = [name for name in names if name in found.arguments]
         problem = f"a group of backend dlcp does not support {', '.join(wrong or names)}: only dlcp.torch.enable does"
