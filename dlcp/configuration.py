@@ -22,7 +22,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
@@ -223,9 +224,8 @@ class Unit:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """Words of an option that are other names for a value of another option: they set that one instead."""
+class Means(NamedTuple):
+    """Words of an option that set another option to a value instead."""
 
     words: tuple[str, ...]
     option: str
@@ -312,9 +312,6 @@ class Option:
                 allowed = "`host:port`"
             case None:
                 allowed = self.unit
-        if self.means:
-            words = "` and `".join(self.means.words)
-            allowed = "; ".join(filter(None, [allowed, f"`{words}` mean `{self.means.option}={self.means.value}`"]))
         return "; ".join(filter(None, [allowed, *(trait.value for trait in Trait if trait in self.traits)]))
 
 
@@ -350,7 +347,9 @@ def options_of(cls: type) -> dict[str, Option]:
     return {name: each for name, each in _fields_of(cast(Hashable, cls)).items() if each.default is not MISSING}
 
 
-def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Setting]:
+def settings(
+    cls: type, environment: Mapping[str, str] | None = None, arguments: Mapping[str, object] = MappingProxyType({})
+) -> list[Setting]:
     """Return every simple option of a dataclass, with its value in force and its origin.
 
     Parameters
@@ -359,6 +358,8 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
         A dataclass, such as ``dlcp.torch.Options``.
     environment
         By default that of this process.
+    arguments
+        Values that count before all others.
 
     Raises
     ------
@@ -366,16 +367,12 @@ def settings(cls: type, environment: Mapping[str, str] | None = None) -> list[Se
         A variable or a line of the file has an invalid value, there is no such variable or option, two contradict each
         other, or the file cannot be read; the message names the variable or the file.
     """
+    environment = os.environ if environment is None else environment
     declared = options_of(cls)
-    return _by_meaning(_read(declared, os.environ if environment is None else environment), declared)
-
-
-def _read(declared: Mapping[str, Option], environment: Mapping[str, str]) -> list[Setting]:
-    """Return the options as environment and file set them."""
     _check_variables(environment, declared)
     path = file_in_force(environment)
     from_file = _check_file(path, read_file(path), declared) if path else {}
-    found = []
+    found = {}
     for name, option in declared.items():
         variable = PREFIX + name.upper()
         setting = Setting(name, option.default, DEFAULT_ORIGIN)
@@ -384,35 +381,27 @@ def _read(declared: Mapping[str, Option], environment: Mapping[str, str]) -> lis
         elif name in from_file:
             setting = Setting(name, from_file[name], str(path), _FILE)
             option.check(f"{path}: {name}", setting.value)
-        found.append(setting)
-    return found
-
-
-def _by_meaning(found: Iterable[Setting], declared: Mapping[str, Option]) -> list[Setting]:
-    """Let words for a value of another option set that one, unless a layer above sets it.
-
-    Raises
-    ------
-    ValueError
-        The same layer sets it to another value.
-    """
-    by_name = {each.name: each for each in found}
+        if name in arguments and not option.is_hidden(arguments[name]):
+            setting = Setting(name, arguments[name], "", _ARGUMENT)
+        found[name] = setting
     for name, option in declared.items():
-        word, means = by_name[name], option.means
-        if means is None or word.value not in means.words:
-            continue
-        target = by_name[means.option]
-        if target.layer == word.layer and str(target.value) not in (means.value, declared[means.option].default):
-            with _naming_origins([word, target]):
-                raise ValueError(
-                    f"{name} {word.value!r} means {means.option} {means.value}, which contradicts {means.option} "
-                    f"{target.value}: omit one of the two"
-                )
-        if target.layer <= word.layer:
-            origin = word.origin or f"{name}={word.value!r}"
-            by_name[means.option] = Setting(means.option, means.value, origin, word.layer)
-        by_name[name] = Setting(name, option.default, DEFAULT_ORIGIN)
-    return list(by_name.values())
+        if option.means and found[name].value in option.means.words:
+            target = option.means.option
+            found[target] = _by_meaning(found[name], option.means, found[target], declared[target].default)
+            found[name] = Setting(name, option.default, DEFAULT_ORIGIN)
+    return list(found.values())
+
+
+def _by_meaning(word: Setting, means: Means, target: Setting, default: object) -> Setting:
+    """Return the setting of the option that a word means; raise ValueError if the word's layer contradicts it."""
+    if target.layer == word.layer and str(target.value) not in (means.value, default):
+        with _naming_origins([word, target]):
+            raise ValueError(
+                f"{word.name} {word.value!r} means {target.name} {means.value}, which contradicts {target.name} "
+                f"{target.value}: omit one of the two"
+            )
+    origin = word.origin or f"{word.name}={word.value!r}"
+    return target if target.layer > word.layer else Setting(target.name, means.value, origin, word.layer)
 
 
 @contextlib.contextmanager
@@ -427,17 +416,10 @@ def layered(options: object, arguments: Iterable[str]) -> Iterator[None]:
     ValueError
         See :func:`settings`.
     """
-    declared, given = options_of(type(options)), set(arguments)
-    hidden = {name for name, each in declared.items() if name in given and each.is_hidden(getattr(options, name))}
-    arguments = given - hidden
-    found = [
-        Setting(each.name, getattr(options, each.name), "", _ARGUMENT) if each.name in arguments else each
-        for each in _read(declared, os.environ)
-    ]
-    in_force = _by_meaning(found, declared)
-    for setting in in_force:
+    found = settings(type(options), arguments={name: getattr(options, name) for name in arguments})
+    for setting in found:
         object.__setattr__(options, setting.name, setting.value)
-    with _naming_origins(in_force):
+    with _naming_origins(found):
         yield
 
 

@@ -44,10 +44,7 @@ def make_compressor(text: str, *, error_feedback: bool = True, whole_below: int 
     """
     name, _, argument = text.partition(":")
     if name in HALF_NAMES:
-        raise ValueError(
-            f"compression {name} is a name of precision {HALF_PRECISION}, not a compressor, and takes no argument; "
-            f"got {text!r}"
-        )
+        raise ValueError(f"compression {name} means precision {HALF_PRECISION} and takes no argument, got {text!r}")
     if name not in COMPRESSORS:
         known = [*HALF_NAMES, *COMPRESSORS]
         raise ValueError(f"compression must be one of {', '.join(known)}, got {text!r}{closest(name, known)}")

@@ -232,11 +232,10 @@ def at_16_bits(worker, fields):
 @pytest.mark.parametrize(
     ("fields", "lossy"),
     [
-        ({"precision": 16}, False),
         ({"compression": "fp16"}, False),
         ({"compression": "bf16"} | LOSSY, True),
     ],
-    ids=["precision 16", "fp16", "bf16 with losses"],
+    ids=["fp16", "bf16 with losses"],
 )
 def test_gradients_may_be_sent_at_16_bits(fields, lossy):
     (exact, first, before, after, summary), (_, second, *_, others) = values(launch(2, at_16_bits, fields))
