@@ -2,11 +2,8 @@
 """A rank that is killed or hangs in mid-step: training goes on from its checkpoint over DLCP, or ends with its name."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -14,8 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 from tests.cluster.fail import HOST
-from tests.cluster.nodes import ROOT, kill, started
+from tests.cluster.nodes import ROOT
 from tests.group.group_ranks import serving
+from tests.train import forked
 from tests.transport.free_ports import free_port
 from tests.waiting import until
 
@@ -30,18 +28,12 @@ def command(folder, *torchrun, how=None, rank=1, step=25, steps=60, options=(), 
     fail = ["-m", "tests.cluster.fail", how, rank, step, folder] if how else []
     given = [word for option in (f"bind={HOST}:0", *options) for word in ("--option", option)]
     words = ["train", *given, "--summary", folder / "summary.json", "--nproc-per-node", nproc, *torchrun]
-    return [sys.executable, "-m", "dlcp.cli", *map(str, [*words, "--", *fail, *script])]
-
-
-def train(words):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
-    return started(words, cwd=ROOT, env=kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return list(map(str, [*words, "--", *fail, *script]))
 
 
 def run(words):
-    with train(words) as process:
-        out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out, err
+    done = forked.run(words, LIMIT_S)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +101,13 @@ def test_a_node_is_lost_and_the_other_goes_on_alone(tmp_path):
         words.append(command(folder, *meet, *conf, nproc=nproc, steps=400))
     shared = f"{tmp_path}/digits.pt"
     words = [[shared if word.endswith("digits.pt") else word for word in each] for each in words]
-    with train(words[0]) as staying:
-        with train(words[1]) as lost:
+    with forked.Launcher(words[0]) as staying:
+        with forked.Launcher(words[1]) as lost:
             until((tmp_path / "digits.pt").exists, "no checkpoint", LIMIT_S)
-            kill(lost)
-        out, err = staying.communicate(timeout=LIMIT_S)
-    assert staying.returncode == 0, out + err
+            lost.kill()
+        done = staying.finish(LIMIT_S)
+    out = done.stdout
+    assert done.returncode == 0, out + done.stderr
     begun = re.findall(r"from step (\d+) on, (\d) processes", out)
     assert begun[0] == ("0", "3")
     assert begun[-1][1] == "2"

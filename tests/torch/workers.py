@@ -23,7 +23,8 @@ from typing import Any
 from tests.transport.free_ports import free_udp_ports
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch"])
+PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.run", "dlcp.torch", "sklearn.datasets"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 LIMIT_S = 60
 FIXED = {"DLCP_ROUTE": "dlcp", "DLCP_PRECISION": "32"}
 """Over loopback the framework may be faster, and would then be tested in DLCP's place; and averages are compared with
@@ -135,24 +136,51 @@ def values(outcomes):
     return [outcome.value for outcome in outcomes]
 
 
-def start_module(module, arguments, environment, output):
-    """Start ``python -m module``, but from a process that has imported PyTorch; write what it prints to a file."""
-    process = CONTEXT.Process(target=_run_module, args=(module, arguments, environment, output))
+def start_module(module, arguments, environment, output, errors=None, prepare=None):
+    """Start ``python -m module``, but from a process that has imported PyTorch; write what it prints to files.
+
+    Parameters
+    ----------
+    output, errors
+        Paths for standard output and standard error; by default the same one.
+    prepare
+        An importable function that the process calls first.
+    """
+    words = ["-m", module, *map(str, arguments)]
+    process = CONTEXT.Process(target=_run_module, args=(words, environment, output, errors, prepare))
     process.start()
     return process
 
 
-def _run_module(module, arguments, environment, output):
+def _run_module(words, environment, output, errors, prepare):
     gc.freeze()
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    with open(output, "a") as out, open(errors or output, "a") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+    if prepare:
+        prepare()
+    run_as_interpreter(words, environment)
+
+
+def run_as_interpreter(words, environment):
+    """Make of this process the one that ``python`` followed by ``words`` would be, to its end."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [module, *arguments]
     status, kept = 0, None
     try:
-        kept = runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
+        elif words[0] == "-m":
+            sys.argv = words[1:]
+            kept = runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+            kept = runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         sys.last_value = error  # as an interpreter does, too
         sys.excepthook(*sys.exc_info())

@@ -4,16 +4,14 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dlcp.train import worker
 from dlcp.train.launcher import TrainPlan, read_reports
+from tests.train import forked
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import json, os, shutil, sys
 reports = json.loads(os.environ["DLCP_TRAIN_PLAN"])["reports"]
@@ -34,17 +32,8 @@ def train(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def run(what, status, *options, path="", **environment):
-        words = ["train", *options, "--nproc-per-node", "1", "--", str(script), what, str(path), str(status)]
-        return subprocess.run(
-            [sys.executable, "-m", "dlcp.cli", *words],
-            cwd=REPOSITORY,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+    def run(what, status, *options, path=""):
+        return forked.run(["train", *options, "--nproc-per-node", "1", "--", script, what, path, status])
 
     return run
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp train`` and ``dlcp doctor -- script`` as a user calls them: with torchrun, in processes of their own."""
+"""``dlcp train`` and ``dlcp doctor -- script`` as a user calls them: with torchrun, in processes of their own.
+
+Those of the first test are started as a user's are, the others forked.
+"""
 
 import json
 import os
@@ -14,6 +17,7 @@ from dlcp.commands import train as command
 from dlcp.interfaces import only_way_out
 from dlcp.train import launcher
 from dlcp.train.launcher import TrainPlan
+from tests.train import forked
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(115)
@@ -68,6 +72,10 @@ def script(tmp_path):
 
 
 def dlcp(*words, **variables):
+    return forked.run(words, **variables)
+
+
+def dlcp_unforked(*words, **variables):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
     return subprocess.run(
         [sys.executable, "-m", "dlcp.cli", *map(str, words)],
@@ -83,7 +91,7 @@ def dlcp(*words, **variables):
 def test_a_script_runs_with_its_arguments_and_a_summary_and_a_trace_follow(script, tmp_path):
     file, trace = tmp_path / "summary.json", tmp_path / "trace.json"
     option = ["--option", "loss_bound=0.02", "--summary", file, "--trace", trace]
-    done = dlcp(
+    done = dlcp_unforked(
         "train", *option, "--nproc-per-node", "2", "--", script, "5", "--backend", "--mo", DLCP_LOSS_BOUND="0.5"
     )
     assert done.returncode == 0, done.stderr
