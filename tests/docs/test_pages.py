@@ -17,6 +17,7 @@ from dlcp import cli
 from tests.bench.__main__ import parser_of
 from tests.docs.pages import ROOT, blocks, commands, pages
 from tests.test_project import PROJECT
+from tests.train import forked
 
 LANGUAGES = {"sh", "python", "text", "toml", "diff", "yaml", "{toctree}", "{literalinclude}"}
 QUICK = ("dlcp fabric check", "dlcp sim list")
@@ -119,7 +120,7 @@ def test_every_program_of_a_page_runs(page):
         if any(re.search(rf"import {used}|from {used}", program.text) for program in programs):
             pytest.importorskip(package)
     script = "\n".join(f"exec(compile({block.text!r}, {block.place!r}, 'exec'), {{}})" for block in programs)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = forked.run(["-c", script], 200)
     assert done.returncode == 0, done.stderr
 
 

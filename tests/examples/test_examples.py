@@ -19,6 +19,7 @@ pytest.importorskip("sklearn")
 import torch
 
 from tests.torch.workers import launch, values
+from tests.train import forked
 from tests.transport.free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(240)
@@ -39,32 +40,22 @@ def test_the_scripts_know_nothing_of_dlcp(script):
     assert not any(name.startswith("dlcp") for name in names)
 
 
-def torchrun(*words):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", *words]
+def image_classifier(checkpoint):
+    return ["--nproc-per-node", "2", "--", str(EXAMPLES / "image_classifier.py"), "--epochs", "3", "--save", checkpoint]
 
 
-def dlcp_train(*words):
-    return [sys.executable, "-m", "dlcp.cli", "train", "--option", "loss_bound=0", *words, "--"]
-
-
-def classified(launcher, checkpoint):
-    command = [*launcher("--nproc-per-node", "2"), EXAMPLES / "image_classifier.py", "--epochs", "3"]
-    return subprocess.run(
-        [*map(str, command), "--save", checkpoint],
-        env={key: value for key, value in os.environ.items() if not key.startswith("DLCP_")},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+def torchrun(checkpoint):
+    """Not forked: PyTorch's own threads then sometimes keep a rank from ending."""
+    words = [*forked.TORCHRUN, *image_classifier(checkpoint)]
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110, check=False)
 
 
 def test_the_image_classifier_learns_the_same_with_torchrun_and_with_dlcp_train(tmp_path):
-    told = {"torchrun": classified(torchrun, tmp_path / "torchrun.pt")}
+    told = {"torchrun": torchrun(tmp_path / "torchrun.pt")}
     # On a busy machine PyTorch's own threads sometimes abort a rank that ends, whether or not there is DLCP.
     if "terminate called without an active exception" in told["torchrun"].stderr:
-        told["torchrun"] = classified(torchrun, tmp_path / "torchrun.pt")
-    told["dlcp"] = classified(dlcp_train, tmp_path / "dlcp.pt")
+        told["torchrun"] = torchrun(tmp_path / "torchrun.pt")
+    told["dlcp"] = forked.run(["train", "--option", "loss_bound=0", *image_classifier(tmp_path / "dlcp.pt")])
     for done in told.values():
         assert done.returncode == 0, done.stderr
     accuracies = {name: re.findall(r"accuracy (\d+)/360", done.stdout) for name, done in told.items()}

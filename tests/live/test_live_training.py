@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +18,7 @@ pytest.importorskip("prometheus_client", reason="the live page takes the package
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.torch.workers import WAYS, launch, values
+from tests.train import forked
 from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.timeout(600)
@@ -63,17 +63,12 @@ def straggles(first, second):
 def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path):
     script, stop = tmp_path / "script.py", tmp_path / "stop"
     script.write_text(SCRIPT)
-    environment = {name: text for name, text in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
-    words = ["train", "--live", "0", "--nproc-per-node", "2", "--", str(script), str(stop)]
-    with (tmp_path / "said").open("w") as said:
-        training = subprocess.Popen(
-            [sys.executable, "-m", "dlcp.cli", *words], cwd=REPOSITORY, env=environment | WAYS["memory"], stderr=said
-        )
-    try:
-        told = until(lambda: re.search(r"http://127\.0\.0\.1:\d+/", (tmp_path / "said").read_text()))
+    words = ["train", "--live", "0", "--nproc-per-node", "2", "--", script, stop]
+    with forked.Launcher(words, **WAYS["memory"]) as training:
+        told = until(lambda: re.search(r"http://127\.0\.0\.1:\d+/", training.errors.read_text()))
         url = told[0]
         assert b"<!doctype html>" in ask(url)
-        until(lambda: [member["step"] > 5 for member in members(url)] == [True, True], (tmp_path / "said").read_text)
+        until(lambda: [member["step"] > 5 for member in members(url)] == [True, True], training.errors.read_text)
         until(lambda: all(member["present"]["steps"] > 5 for member in members(url)))
         first, second = members(url)
         assert [member["phase"] for member in (first, second)] == ["ready", "ready"]
@@ -95,16 +90,13 @@ def test_two_ranks_are_watched_while_they_train_and_are_seen_to_end(tmp_path):
         events = follower.getresponse()
         stop.touch()
         *_, last = (line for line in events if line.startswith(b"data: "))
-        assert training.wait(100) == 0
-    finally:
-        stop.touch()
-        training.terminate()
-        training.wait(60)
+        done = training.finish()
+    assert done.returncode == 0, done.stderr
     state = json.loads(last[6:])
     assert state["over"]
     ended = state["sessions"][0]["members"]
     assert [(member["ended"], member["phase"], member["gave_up"]) for member in ended] == [(True, "ready", None)] * 2
-    assert "over DLCP" in (tmp_path / "said").read_text()
+    assert "over DLCP" in done.stderr
 
 
 def fall_back(worker, folder):

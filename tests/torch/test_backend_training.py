@@ -2,11 +2,8 @@
 """DDP and FSDP2 over the backend ``dlcp``, against the same training over Gloo; and how a group is made and ended."""
 
 import os
-import subprocess
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +22,7 @@ from dlcp.torch import backend
 from dlcp.transport import Endpoint
 from tests.faults.lossy_sockets import lossy_endpoints
 from tests.torch.workers import LIMIT_S, WAYS, launch, values
+from tests.train import forked
 
 pytestmark = pytest.mark.timeout(110)
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)
@@ -191,9 +189,7 @@ if dist.get_rank():
 def test_torchrun_starts_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(dlcp.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    done = forked.run([*forked.TORCHRUN, "--nproc-per-node", "2", script], OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3") == 2
 

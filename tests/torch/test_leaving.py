@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.torch.workers import FIXED, start_module
+from tests.torch.workers import FIXED, start_python
 from tests.transport.free_ports import free_port
 
 LIMIT_S = 100
@@ -26,9 +26,8 @@ def run(tmp_path):
         environment |= {"DLCP_BIND": "127.0.0.1:0", "DLCP_SILENCE_S": str(SILENCE_S), "DLCP_FALLBACK": "0", **FIXED}
         outputs = [tmp_path / f"rank {rank}" for rank in range(len(steps))]
         processes = [
-            start_module(
-                "tests.torch.leaving_script",
-                [way, ending, str(count)],
+            start_python(
+                ["-m", "tests.torch.leaving_script", way, ending, str(count)],
                 environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 outputs[rank],
             )

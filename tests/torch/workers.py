@@ -136,23 +136,24 @@ def values(outcomes):
     return [outcome.value for outcome in outcomes]
 
 
-def start_module(module, arguments, environment, output, errors=None, prepare=None):
-    """Start ``python -m module``, but from a process that has imported PyTorch; write what it prints to files.
+def start_python(words, environment, output, errors=None, prepare=None):
+    """Start ``python words``, but from a process that has imported PyTorch; write what it prints to files.
 
     Parameters
     ----------
+    words
+        As :func:`run_as_interpreter` takes them.
     output, errors
         Paths for standard output and standard error; by default the same one.
     prepare
         An importable function that the process calls first.
     """
-    words = ["-m", module, *map(str, arguments)]
-    process = CONTEXT.Process(target=_run_module, args=(words, environment, output, errors, prepare))
+    process = CONTEXT.Process(target=_run_python, args=(words, environment, output, errors, prepare))
     process.start()
     return process
 
 
-def _run_module(words, environment, output, errors, prepare):
+def _run_python(words, environment, output, errors, prepare):
     gc.freeze()
     with open(output, "a") as out, open(errors or output, "a") as err:
         os.dup2(out.fileno(), 1)
@@ -163,7 +164,10 @@ def _run_module(words, environment, output, errors, prepare):
 
 
 def run_as_interpreter(words, environment):
-    """Make of this process the one that ``python`` followed by ``words`` would be, to its end."""
+    """Make of this process the one that ``python words`` would be, to its end.
+
+    The words begin with ``-c text``, ``-m module`` or a script, and the environment is a whole one.
+    """
     os.environ.clear()
     os.environ.update(environment)
     status, kept = 0, None

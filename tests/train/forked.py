@@ -15,7 +15,10 @@ import weakref
 from pathlib import Path
 
 from tests.cluster.nodes import descendants
-from tests.torch.workers import run_as_interpreter, start_module
+from tests.torch.workers import run_as_interpreter, start_python
+
+DLCP = ("-m", "dlcp.cli")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 
 
 class Rank(subprocess.Popen):
@@ -53,16 +56,30 @@ def fork_ranks():
 
 
 class Launcher:
-    """``python -m module words``, and its ranks; a context manager that ends what is left of them.
+    """A Python program that may be a launcher, and its ranks; a context manager that ends what is left of them.
 
     Variables named ``DLCP_`` or ``PET_`` are not passed on, but for those given.
+
+    Parameters
+    ----------
+    words
+        Arguments of ``python``: of :data:`DLCP`, if the first is none of its options.
+    variables
+        Variables of the environment.
+
+    Attributes
+    ----------
+    errors
+        The file that its standard error is written to.
     """
 
-    def __init__(self, words, *, module="dlcp.cli", **variables):
+    def __init__(self, words, **variables):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("DLCP_", "PET_"))}
         self._folder = tempfile.TemporaryDirectory()
-        self._files = [Path(self._folder.name) / name for name in ("out", "err")]
-        self._process = start_module(module, words, {**kept, **variables}, *self._files, prepare=fork_ranks)
+        self._output, self.errors = (Path(self._folder.name) / name for name in ("out", "err"))
+        self.errors.touch()
+        words = [*map(str, words)] if str(words[0]).startswith("-") else [*DLCP, *map(str, words)]
+        self._process = start_python(words, kept | variables, self._output, self.errors, prepare=fork_ranks)
 
     def __enter__(self):
         return self
@@ -81,7 +98,7 @@ class Launcher:
     def finish(self, timeout_s=100):
         """Wait for the end; return what ``subprocess.run`` would."""
         self._process.join(timeout_s)
-        out, err = (file.read_text() for file in self._files)
+        out, err = self._output.read_text(), self.errors.read_text()
         status = self._process.exitcode
         assert status is not None, f"not done after {timeout_s} s:\n{out}{err}"
         return subprocess.CompletedProcess(self._process.name, status, out, err)
