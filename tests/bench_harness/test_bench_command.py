@@ -54,15 +54,15 @@ def test_under_a_launcher_every_rank_is_a_member_of_its_job(tmp_path):
     assert done.stderr.count("40 kB") == 1, "rank 0 alone prints"
 
 
-def test_rounded_values_are_not_wrong():
+def test_rounded_values_are_not_wrong(capfd):
     words = ["--sizes", "8", "400KB", "--ranks", "2", "--iterations", "2", "--option", "precision=8"]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    small, large = (entry["details"] for entry in json.loads(done.stdout)["results"])
+    assert main(["bench", "allreduce", *words]) == 0
+    out, err = capfd.readouterr()
+    small, large = (entry["details"] for entry in json.loads(out)["results"])
     assert (small["packets"]["encoded"], small["gradients_changed"]) == (0, 0)
     assert large["packets"]["encoded"] == large["packets"]["delivered"]
     assert large["gradients_changed"] > 0
-    assert done.stderr.count("100% of DLCP's packets rounded") == 1
+    assert err.count("100% of DLCP's packets rounded") == 1
 
 
 def test_ranks_of_two_hosts_meet_over_their_network(tmp_path):

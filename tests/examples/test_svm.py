@@ -41,21 +41,21 @@ def test_elimination_saves_work_and_is_undone():
     assert found["early"]["reconstructions"] > found["none"]["reconstructions"] == 0
 
 
-def test_four_ranks_find_what_one_finds():
-    command = [sys.executable, "-m", "dlcp.examples.svm", "--data", "digits"]
-    found = []
-    for launcher in ([], [sys.executable, "-m", "dlcp.cli", "launch", "-n", "4", "--"]):
-        done = subprocess.run(
-            [*launcher, *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[2],
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    one, four = found
+def test_four_ranks_find_what_one_finds(monkeypatch, capsys):
+    launcher = [sys.executable, "-m", "dlcp.cli", "launch", "-n", "4", "--"]
+    done = subprocess.run(
+        [*launcher, sys.executable, "-m", "dlcp.examples.svm", "--data", "digits"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    four = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr("sys.argv", ["svm", "--data", "digits"])
+    svm.main()
+    one = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (one["ranks"], four["ranks"]) == (1, 4)
     for name in ("accuracy", "rounds", "support_vectors", "reconstructions"):
         assert one[name] == four[name]
