@@ -592,6 +592,7 @@ TAIL: Final = Benchmark(
 
 # Processor time -------------------------------------------------------------------------------------------------------
 
+_ENCODED: Final = f"dlcp, {AUTO_BITS} bits"
 _FLOOR: Final = "only moves and adds"
 _FLOOR_ROUNDS: Final = 2
 """Of which the last counts: in the first one memory is touched for the first time."""
@@ -604,8 +605,8 @@ _SMALL_BUCKET_VALUES: Final = 50_000
 def processor_time(path: BenchPath, name: str, megabytes: float, turns: Turns) -> list[BenchResult]:
     """Measure processor seconds of all ranks together per gigabyte of the buffer, beside the least of Gloo's settings.
 
-    ``.reliable`` has bound 0; ``.small`` are processor microseconds per bucket and rank, where a step has many small
-    buckets, whatever the size.
+    ``.reliable`` has bound 0, ``.encoded`` the precision of ``auto``. ``.small`` are processor microseconds per bucket
+    and rank, where a step has many small buckets, whatever the size.
     """
     values, ranks = values_in(megabytes), len(path.namespaces)
     costs: dict[str, list[list[RunCost]]] = {}
@@ -614,7 +615,8 @@ def processor_time(path: BenchPath, name: str, megabytes: float, turns: Turns) -
         if floor:
             runs = costs.setdefault(_FLOOR, [])
             beside = {_FLOOR: lambda: _run_floor(floor, ranks, values, runs)}
-        found = reduction.measure(path, values, turns, ways=contenders(path.controls), beside=beside)
+        ways = (*contenders(path.controls), AllReduceContender(_ENCODED, 1, bound=0.1, bits=AUTO_BITS))
+        found = reduction.measure(path, values, turns, ways=ways, beside=beside)
     costs |= found.costs
     seconds, parts = _per(4e-9 * values, costs, turns.rounds)
     details: dict[str, Any] = {
@@ -626,7 +628,7 @@ def processor_time(path: BenchPath, name: str, megabytes: float, turns: Turns) -
     peers = [way.name for way in gloo_of(path)]
     results = [
         against_best(f"{name}{suffix}", "s/GB", seconds, ours, peers, details)
-        for suffix, ours in (("", LOSSY), (".reliable", LOSSLESS), (".buckets", DIVIDED))
+        for suffix, ours in (("", LOSSY), (".reliable", LOSSLESS), (".buckets", DIVIDED), (".encoded", _ENCODED))
     ]
     return [*results, _small_buckets(path, name, turns)]
 

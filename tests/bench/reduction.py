@@ -217,8 +217,9 @@ class AllReduceRank:
     def prepare(self, contender: AllReduceContender) -> None:
         """Write this rank's input: the common numbers times its number from 1."""
         np.multiply(self._input, np.float32(self.rank + 1), out=self._values)
-        if contender.bound is not None:
-            # What an earlier run lost would be added to this one's input: reset, so that sums stay known.
+        if contender.bound is not None and contender.bits == FULL_BITS:
+            # What an earlier run lost would be added to this one's input: reset, so that sums stay known. What was
+            # rounded is kept, as in training, since adding it is part of the cost.
             self._reducers[contender.name].context.residual.reset()
 
     def run(self, contender: AllReduceContender) -> RunCost:

@@ -116,7 +116,9 @@ def test_the_model_has_25_million_parameters():
 def test_processor_time_is_that_of_all_ranks_beside_gloo_and_the_floor():
     with BenchPath(2) as path:
         results = allreduce.processor_time(path, "cpu.n2", 1.0, Turns(2, 1))
-    assert [each.name for each in results] == ["cpu.n2", "cpu.n2.reliable", "cpu.n2.buckets", "cpu.n2.small"]
+    assert [each.name for each in results] == [
+        f"cpu.n2{suffix}" for suffix in ("", ".reliable", ".buckets", ".encoded", ".small")
+    ]
     *large, small = results
     for result in results:
         assert result.value > 0 < result.peer
