@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Five small models of different kinds, on data that installed packages bring, and how to train them.
+"""Five small models and a larger one, on data that installed packages bring, and how to train them.
 
 Every task is a classification, so that accuracies in points compare: the share of test samples, or of characters, that
-the model gets right. ``python -m tests.bench convergence`` trains them, and so do jobs of the simulator with ``learn``.
+the model gets right. ``python -m tests.bench convergence`` trains them. So do jobs of the simulator with ``learn``,
+except the larger one.
 """
 
 import hashlib
@@ -32,6 +33,10 @@ class LabelledData:
     test_labels: torch.Tensor
 
 
+TEST_EVERY: Final = 4
+"""Steps from one test of a small model to the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class LearningTask:
     """Something to learn.
@@ -47,7 +52,9 @@ class LearningTask:
     steps, batch
         How many steps to train for, and how many samples each rank has in one.
     rates
-        Learning rates by optimizer, the best of a few.
+        Learning rates by optimizer, the best of a few. Other optimizers are not used.
+    test_every
+        Steps from one test to the next.
     """
 
     words: str
@@ -56,6 +63,7 @@ class LearningTask:
     steps: int
     batch: int
     rates: Mapping[str, float]
+    test_every: int = TEST_EVERY
 
 
 # Digits ---------------------------------------------------------------------------------------------------------------
@@ -124,15 +132,22 @@ def _residual_network(seed: int) -> nn.Module:
 
 _CONTEXT: Final = 48
 _TEST_WINDOWS: Final = 300
+_LONGER_CONTEXT: Final = 64
+_TEST_CHARACTERS: Final = 12_000
+"""A test takes about as long as six steps of training."""
 
 
 @cache
-def _text() -> tuple[torch.Tensor, int]:
-    """Return the help of Python's interpreter (``pydoc_data``), its characters as numbers, and how many there are."""
-    text = _help()
-    alphabet = sorted(set(text))
-    number = {character: index for index, character in enumerate(alphabet)}
-    return torch.tensor([number[character] for character in text]), len(alphabet)
+def _alphabet() -> Mapping[str, int]:
+    """Return the characters of the text, and a number for each."""
+    return {character: number for number, character in enumerate(sorted(set(_help())))}
+
+
+def _windows(text: str, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the windows of a text, shape (windows, context), and the character that follows each of theirs."""
+    numbers = torch.tensor([_alphabet()[character] for character in text])
+    end = (len(text) - 1) // context * context
+    return numbers[:end].view(-1, context), numbers[1 : end + 1].view(-1, context)
 
 
 def text_digest() -> str:
@@ -147,25 +162,36 @@ def _help() -> str:
 
 def _characters(seed: int) -> LabelledData:
     """Return windows of the text, and the character that follows each of theirs; the seed chooses those for testing."""
-    text, _ = _text()
-    windows = (len(text) - 1) // _CONTEXT
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(windows))
-    inputs = text[: windows * _CONTEXT].view(windows, _CONTEXT)[order]
-    labels = text[1 : windows * _CONTEXT + 1].view(windows, _CONTEXT)[order]
+    inputs, labels = _windows(_help(), _CONTEXT)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(inputs)))
+    inputs, labels = inputs[order], labels[order]
     return LabelledData(inputs[_TEST_WINDOWS:], labels[_TEST_WINDOWS:], inputs[:_TEST_WINDOWS], labels[:_TEST_WINDOWS])
+
+
+def _paragraphs(seed: int) -> LabelledData:
+    """Return windows of the text's paragraphs in an order drawn by the seed; the first paragraphs are for testing.
+
+    The help repeats a fifth of its paragraphs under several keywords. Here each occurs once, so none is in both parts.
+    """
+    paragraphs = np.array(list(dict.fromkeys(_help().split("\n\n"))), dtype=object)
+    order = np.random.default_rng(seed).permutation(len(paragraphs))
+    ends = np.cumsum([len(each) for each in paragraphs[order]])
+    test, train = np.split(paragraphs[order], [np.searchsorted(ends, _TEST_CHARACTERS)])
+    parts = [_windows("\n\n".join(part), _LONGER_CONTEXT) for part in (train, test)]
+    return LabelledData(*parts[0], *parts[1])
 
 
 class _Transformer(nn.Module):
     """A transformer that predicts the next character; normalisation comes first, as in GPT-2."""
 
-    def __init__(self, seed: int, width: int = 64, layers: int = 2) -> None:
+    def __init__(self, seed: int, context: int = _CONTEXT, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        _, alphabet = _text()
+        alphabet = len(_alphabet())
         self.character = nn.Embedding(alphabet, width)
-        self.position = nn.Embedding(_CONTEXT, width)
+        self.position = nn.Embedding(context, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
@@ -173,11 +199,16 @@ class _Transformer(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.character(inputs) + self.position.weight
-        mask = nn.Transformer.generate_square_subsequent_mask(_CONTEXT)
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[-1])
         for layer in self.layers:
             hidden = layer(hidden, src_mask=mask, is_causal=True)
         scores: torch.Tensor = self.head(self.norm(hidden))
         return scores
+
+
+def _larger_transformer(seed: int) -> nn.Module:
+    """Return a model of 10.7 million parameters: the sizes of the "baby GPT" in nanoGPT, except for its context."""
+    return _Transformer(seed, _LONGER_CONTEXT, width=384, layers=6, heads=6)
 
 
 # Recommendations ------------------------------------------------------------------------------------------------------
@@ -251,7 +282,7 @@ def _perceptron(seed: int) -> nn.Module:
     )
 
 
-TASKS: Final[dict[str, LearningTask]] = {
+SMALL_TASKS: Final[dict[str, LearningTask]] = {
     "digits": LearningTask(
         "the demo's convolutional network on scikit-learn's handwritten digits",
         _digits,
@@ -292,6 +323,17 @@ TASKS: Final[dict[str, LearningTask]] = {
         16,
         {"sgd": 0.015, "adamw": 0.0005},
     ),
+}
+TASKS: Final = SMALL_TASKS | {
+    "gpt": LearningTask(
+        "a transformer of 10.7 million parameters on the help of Python's interpreter, each paragraph once",
+        _paragraphs,
+        _larger_transformer,
+        300,
+        1,
+        {"adamw": 0.001},
+        test_every=30,
+    )
 }
 
 

@@ -42,7 +42,8 @@ from dlcp.demo.setup import DemoSetup
 from dlcp.error_text import nearest
 from dlcp.examples.learning_tasks import (
     OPTIMIZER_MAKERS,
-    TASKS,
+    SMALL_TASKS,
+    TEST_EVERY,
     LabelledData,
     batches_of,
     evaluate,
@@ -52,7 +53,7 @@ from dlcp.examples.learning_tasks import (
 from dlcp.netlab import become_root
 from dlcp.planes import FULL_BITS
 from tests.bench.convergence import SMOOTH, TARGET_BY, LossCurve
-from tests.bench.emulated_training import EMULATED_RANKS, TEST_EVERY
+from tests.bench.emulated_training import EMULATED_RANKS
 from tests.bench.harness import Benchmark, FailedError, Turns, int_option, scratch
 from tests.bench.methods import METHODS, PLAIN, TRAINED, Method
 from tests.bench.paths import BenchPath, DelayedPath, RoutedPath, loopback
@@ -150,7 +151,7 @@ class Learner:
     """
 
     def __init__(self, rank: int, task: str, method: Method, data: LabelledData, seed: int, bind: str) -> None:
-        learned = TASKS[task]
+        learned = SMALL_TASKS[task]
         self.network = learned.network(seed)
         self._data, self._method = data, method
         self._model = DistributedDataParallel(
@@ -215,7 +216,7 @@ class Trainee:
         -------
         The test loss of the mean of the ranks' models after every fourth step.
         """
-        learned = TASKS[task]
+        learned = SMALL_TASKS[task]
         data = self._data_of(task, seed)
         learner = self._make(task, method, seed)
         tested = learned.network(seed)
@@ -258,7 +259,7 @@ class Trainee:
 
     def _data_of(self, task: str, seed: int) -> LabelledData:
         if (task, seed) not in self._data:
-            self._data[task, seed] = TASKS[task].data(seed)
+            self._data[task, seed] = SMALL_TASKS[task].data(seed)
         return self._data[task, seed]
 
     def _make(self, task: str, method: str, seed: int) -> Learner:
@@ -539,7 +540,7 @@ def _figure(entry: BenchResult | None) -> str:
 def _alternatives(arguments: argparse.Namespace) -> list[BenchResult]:
     for kind, names, known in (
         ("setting", arguments.settings, SETTINGS),
-        ("task", arguments.tasks, TASKS),
+        ("task", arguments.tasks, SMALL_TASKS),
         ("method", arguments.methods, METHODS),
     ):
         for name in names:
@@ -576,7 +577,7 @@ BENCHMARK: Final = Benchmark(
             "nargs": "+",
             "metavar": "TASK",
             "default": ["digits", "text", "patches"],
-            "help": f"of {' '.join(TASKS)} (default: digits text patches)",
+            "help": f"of {' '.join(SMALL_TASKS)} (default: digits text patches)",
         },
         "--methods": {
             "nargs": "+",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loss and lower precision cost in accuracy and in steps: five small models, two optimizers, some seeds.
+"""What loss and lower precision cost in accuracy, perplexity and steps: five small models, or a larger one by name.
 
 Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step loses as much
 as it may, or but for the first has the lower precision. That is the worst case: in real training only steps
@@ -7,6 +7,7 @@ behind a congested port do. Runs of one seed share data, initialisation and batc
 to what was missing. Each is compared with the run of its seed that lacked nothing:
 
 - *accuracy*: the share of test samples that are right after the last step;
+- *perplexity*: e to the power of the test loss after the last step;
 - *steps*: how many more steps it takes to the lowest test loss that the whole run has in the first third of its steps.
   It is a loss, since accuracy counts whole samples and moves in jumps; and an early one, so that runs of the same
   length have time to reach it.
@@ -21,21 +22,22 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from operator import sub
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from dlcp import convergence
 from dlcp.arms import AUTO_BITS
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.configuration import Range
 from dlcp.error_text import nearest
-from dlcp.examples.learning_tasks import OPTIMIZER_MAKERS, TASKS
+from dlcp.examples.learning_tasks import SMALL_TASKS, TASKS, TEST_EVERY
 from dlcp.planes import FULL_BITS
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
-    TEST_EVERY,
     Shortfall,
     TrainingRun,
     sources_digest,
@@ -60,12 +62,12 @@ in the mean and in the worst task, and points of accuracy. With five seeds, stan
 
 
 class LossCurve:
-    """The test loss of a run, step by step, as the mean of three tests in a row; one test every fourth step."""
+    """The test loss of a run, step by step, as the mean of three tests in a row; one test every ``every`` steps."""
 
-    def __init__(self, losses: Sequence[float]) -> None:
-        self.steps = TEST_EVERY * len(losses)
+    def __init__(self, losses: Sequence[float], every: int = TEST_EVERY) -> None:
+        self.steps, self._every = every * len(losses), every
         ends = range(SMOOTH, len(losses) + 1)
-        self._points = [(TEST_EVERY * end, statistics.fmean(losses[end - SMOOTH : end])) for end in ends]
+        self._points = [(every * end, statistics.fmean(losses[end - SMOOTH : end])) for end in ends]
 
     @property
     def last(self) -> float:
@@ -89,7 +91,7 @@ class LossCurve:
             return float(step)
         for (step, before), (_, after) in pairwise(self._points):
             if after <= target:
-                return step + TEST_EVERY * (before - target) / (before - after)
+                return step + self._every * (before - target) / (before - after)
         return None
 
 
@@ -121,14 +123,17 @@ class PairedRuns:
 
     def factors(self) -> list[float]:
         """Return how many times the whole run's steps each run took; its length counts if it never got there."""
-        length = LossCurve(self.runs[0].losses).steps
+        length = _curves(self.runs)[0].steps
         return [(taken or length) / usual for taken, usual in self.steps()]
 
     def result(self) -> BenchResult:
-        """Return the accuracy beside the whole runs'; with means, standard errors and steps in the details."""
+        """Return the accuracy beside the whole runs'; with means, errors, perplexity and steps in the details."""
         first, points, factors = self.runs[0], self.points(), self.factors()
         ours, others = ([run.accuracy for run in side] for side in (self.runs, self.whole))
         loss = statistics.fmean(curve.last for curve in _curves(self.runs))
+        with np.errstate(all="ignore"):  # runs that diverged
+            perplexity, whole = (np.exp([run.losses[-1] for run in side]) for side in (self.runs, self.whole))
+            ratios = perplexity / whole
         details = {
             "peer": WHOLE.name,
             "task": TASKS[first.task].words,
@@ -139,7 +144,9 @@ class PairedRuns:
             "steps_factor": round(statistics.fmean(factors), 3),
             "steps_factor_error": round(standard_error(factors), 3),
             "reached_target": sum(taken is not None for taken, _ in self.steps()),
-            "loss_mean": round(loss, 4) if math.isfinite(loss) else None,  # JSON has no other numbers
+            "loss_mean": _finite(loss),
+            "perplexity_mean": _finite(perplexity.mean()),
+            "perplexity_ratio": _finite(ratios.mean()),
         }
         name = f"convergence.{first.task}.{first.optimizer}.{first.shortfall}"
         return result(name, "accuracy", ours, others, smaller_is_better=False, details=details)
@@ -179,12 +186,17 @@ def beside_hook(pairs: Sequence[tuple[PairedRuns, PairedRuns]]) -> BenchResult:
 
 
 def _curves(runs: Sequence[TrainingRun]) -> list[LossCurve]:
-    return [LossCurve(run.losses) for run in runs]
+    return [LossCurve(run.losses, TASKS[run.task].test_every) for run in runs]
 
 
 def _with_error(values: Sequence[float]) -> list[float]:
     """Return the mean and its standard error, rounded."""
     return [round(statistics.fmean(values), 3), round(standard_error(values), 3)]
+
+
+def _finite(value: float) -> float | None:
+    """Return a value rounded; None if it is infinite or NaN, which JSON does not have."""
+    return round(float(value), 4) if math.isfinite(value) else None
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -261,7 +273,7 @@ def measure(
         shortfalls += [LOWER_LOST, BF16_HOOK]
     finished = _FinishedRuns(runs, length, progress)
     found: dict[tuple[str, str, Shortfall], PairedRuns] = {}
-    cells = list(product(tasks, OPTIMIZER_MAKERS))
+    cells = [(task, optimizer) for task in tasks for optimizer in TASKS[task].rates]
     for task, optimizer in cells:
         numbers = range(first_seed, first_seed + seeds)
         made = [[finished.get(task, optimizer, each, seed) for each in shortfalls] for seed in numbers]
@@ -269,10 +281,14 @@ def measure(
             found[task, optimizer, shortfall] = PairedRuns(column, [row[0] for row in made])
     if curves:
         entries = [
-            _curve(family, optimizer, {each: [found[task, optimizer, each] for task in tasks] for each in members})
+            _curve(
+                family,
+                optimizer,
+                {each: [found[task, by, each] for task, by in cells if by == optimizer] for each in members},
+            )
             for family, members in families.items()
             if members
-            for optimizer in OPTIMIZER_MAKERS
+            for optimizer in dict.fromkeys(optimizer for _, optimizer in cells)
         ]
         written = {entry["name"] for entry in entries}
         known = json.loads(curves.read_text(encoding="utf-8"))["curves"] if curves.exists() else []
@@ -354,7 +370,12 @@ BENCHMARK: Final = Benchmark(
         }
     ),
     {
-        "--tasks": {"nargs": "+", "metavar": "TASK", "default": list(TASKS), "help": f"(default: {' '.join(TASKS)})"},
+        "--tasks": {
+            "nargs": "+",
+            "metavar": "TASK",
+            "default": list(SMALL_TASKS),
+            "help": f"of {' '.join(TASKS)} (default: all but gpt)",
+        },
         "--seeds": int_option(5, "runs of each", most=10_000),
         "--first-seed": int_option(0, "seed of the first run", least=0),
         "--losses": floats_option((0.1, 0.3), "to lose", _SHARES, "SHARE", nargs="*"),

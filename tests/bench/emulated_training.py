@@ -44,8 +44,6 @@ from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 EMULATED_RANKS: Final = 4
 _PER_PACKET: Final = 360
 """Float32 values of a packet that fits an MTU of 1500."""
-TEST_EVERY: Final = 4
-"""Steps from one test to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +243,7 @@ class TrainingRun:
     accuracy
         The share of test samples that were right after the last step.
     losses
-        The test loss after every fourth step.
+        The test loss, every ``test_every`` steps of the task.
     """
 
     sources: str
@@ -284,15 +282,15 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
     stepper = OPTIMIZER_MAKERS[optimizer](parameters, learned.rates[optimizer])
     schedule = schedule_of(stepper, steps)
     ranks = EmulatedRanks(segments_of(model), shortfall, seed)
-    losses: list[float] = []
+    accuracy, losses = 0.0, list[float]()
     for step, batches in enumerate(batches_of(steps, learned.batch, len(data.train_labels), seed, EMULATED_RANKS), 1):
         gradients = [gradient(model, parameters, data, batch) for batch in batches]
         assign(parameters, ranks.average(gradients))
         stepper.step()
         schedule.step()
-        if step % TEST_EVERY == 0:
-            losses.append(evaluate(model, data)[1])
-    accuracy = evaluate(model, data)[0]
+        if step % learned.test_every == 0:
+            accuracy, loss = evaluate(model, data)
+            losses.append(loss)
     return TrainingRun(sources_digest(), task, optimizer, shortfall.name, seed, length, accuracy, losses)
 
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from dlcp.bench.results import BenchError
 from dlcp.convergence import read, write
-from dlcp.examples.learning_tasks import TASKS, batches_of
+from dlcp.examples import learning_tasks
+from dlcp.examples.learning_tasks import SMALL_TASKS, TASKS, batches_of
 from dlcp.planes import CODED_BITS, PlaneLayout
 from dlcp.tags import Layer, Segment
 from tests.bench import convergence, emulated_training
@@ -178,13 +180,30 @@ def test_data_and_models_fit_each_other(name):
     again, other = task.data(1), task.data(2)
     torch.testing.assert_close(data.train_inputs, again.train_inputs, rtol=0, atol=0)
     assert not torch.equal(data.test_labels, other.test_labels)
-    assert len(data.test_labels) >= 280
+    assert data.test_labels.numel() >= 280
+    assert task.steps % task.test_every == 0, "the last step is tested"
     assert len(data.train_labels) >= EMULATED_RANKS * task.batch
     scores = model(data.train_inputs[: task.batch])
     assert scores.shape[:-1] == data.train_labels[: task.batch].shape
     assert int(data.train_labels.max()) < scores.shape[-1]
     assert sum(parameter.numel() for parameter in model.parameters()) > 100 * 360, "enough packets to choose from"
     torch.testing.assert_close(next(model.parameters()), next(task.network(1).parameters()), rtol=0, atol=0)
+
+
+def test_no_paragraph_is_both_for_training_and_for_testing():
+    data = TASKS["gpt"].data(1)
+    newline = learning_tasks._alphabet()["\n"]
+    train, test = (
+        set("".join(map(chr, each.flatten().tolist())).split(2 * chr(newline)))
+        for each in (data.train_inputs, data.test_inputs)
+    )
+    assert len(train) > 1500
+    assert len(test) > 40
+    assert not train & test
+
+
+def test_the_larger_model_has_more_than_ten_million_parameters():
+    assert sum(parameter.numel() for parameter in TASKS["gpt"].network(1).parameters()) > 10e6
 
 
 def run_of(losses, accuracy=0.9, shortfall="whole"):
@@ -199,6 +218,7 @@ def test_steps_to_a_loss_are_interpolated():
     assert curve.steps_to(9.75) == 17
     assert curve.steps_to(20) == 12
     assert curve.steps_to(1) is None
+    assert LossCurve([3.0, 3.0, 3.0, 0.0], 30).steps_to(2.5) == 105
 
 
 def test_a_run_is_compared_with_the_whole_one_of_its_seed():
@@ -210,7 +230,7 @@ def test_a_run_is_compared_with_the_whole_one_of_its_seed():
     assert found.factors() == [2, 3, 3]
     assert found.points() == pytest.approx([-2, -40, -80])
     details = found.result().details
-    assert (details["reached_target"], details["loss_mean"]) == (1, None)
+    assert (details["reached_target"], details["loss_mean"], details["perplexity_ratio"]) == (1, None, None)
     json.dumps(details, allow_nan=False)
 
 
@@ -286,6 +306,27 @@ def test_a_sweep_goes_on_where_it_was_interrupted(short, tmp_path, monkeypatch):
     monkeypatch.setattr(convergence, "sources_digest", lambda: "other")
     measure(**sweep | {"seeds": 1, "curves": None})
     assert len(made) == 36, "what depends on other sources is"
+
+
+def test_the_larger_task_is_compared_by_perplexity(tmp_path, monkeypatch):
+    assert convergence.BENCHMARK.options["--tasks"]["default"] == list(SMALL_TASKS)
+    assert "gpt" not in SMALL_TASKS
+    small = dataclasses.replace(
+        TASKS["gpt"],
+        network=lambda seed: learning_tasks._Transformer(seed, learning_tasks._LONGER_CONTEXT, width=16, layers=1),
+        steps=27,
+        rates={"adamw": 0.03},
+        test_every=3,
+    )
+    monkeypatch.setitem(TASKS, "gpt", small)
+    runs, curves = tmp_path / "runs.jsonl", tmp_path / "curves.json"
+    whole, lossy, _ = measure(runs=runs, tasks=["gpt"], seeds=1, losses=[0.1], curves=curves)
+    assert [whole.name, lossy.name] == ["convergence.gpt.adamw.whole", "convergence.gpt.adamw.lost0.1"]
+    losses = [json.loads(line)["losses"][-1] for line in runs.read_text().splitlines()]
+    assert losses[0] < 4.2, "below ln 103: the number of characters"
+    assert whole.details["perplexity_mean"] == pytest.approx(math.exp(losses[0]), rel=1e-4)
+    assert lossy.details["perplexity_ratio"] == pytest.approx(math.exp(losses[1] - losses[0]), abs=1e-4)
+    assert list(read(curves)) == ["loss_adamw", "loss_for_good_adamw"]
 
 
 def test_nonsense_is_refused(tmp_path, capsys):
