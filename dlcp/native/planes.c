@@ -157,7 +157,7 @@ typedef struct {
     uint8_t *upper, *lower;        /* of the result */
 } block_codes;
 
-/* Combine a block. Constants, once it is inlined: all that decides about branches. */
+/* Combine a block. `digit_bits` and `two` are constants once it is inlined. */
 INLINED void combine_block(float *values, float *rest, const block_codes *at, float factor, float weight,
                            int digit_bits, bool two, int how) {
     unaligned_floats *own = (unaligned_floats *)values, *lacked = (unaligned_floats *)rest;
@@ -225,44 +225,16 @@ INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, in
         clear_behind(layout, sum->code, packet + layout->packets, digits_in(count, digit_bits, false));
 }
 
-/* A version for each layout of digits. */
-INLINED void combine_digits(const plane_layout *layout, const plane_sum *sum, int64_t packet,
-                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members, int how) {
+FASTEST static void combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
+                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
+    int how = (sum->has_own ? HAS_OWN : 0) | (sum->keeps_own ? KEEPS_OWN : 0) | (sum->code ? HAS_CODE : 0) |
+              (sum->rest ? HAS_REST | (sum->adds_rest ? ADDS_REST : 0) : 0);
     if (layout->digit_bits == 8)
         combine_packet(layout, sum, packet, codes, lower_missing, members, 8, true, how);
     else if (layout->planes == 2)
         combine_packet(layout, sum, packet, codes, lower_missing, members, 4, true, how);
     else
         combine_packet(layout, sum, packet, codes, lower_missing, members, 4, false, how);
-}
-
-/* A version for what training needs in each step, and one for everything else: branches would halve the speed. */
-FASTEST static void combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
-                            const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
-    enum {
-        DECODED = 0,
-        ADDED = HAS_OWN,
-        CONTRIBUTED = HAS_OWN | KEEPS_OWN | HAS_CODE | HAS_REST,
-        CONTRIBUTED_AGAIN = CONTRIBUTED | ADDS_REST,
-        AVERAGED = HAS_OWN | HAS_CODE | HAS_REST,
-        AVERAGED_AGAIN = AVERAGED | ADDS_REST,
-    };
-    int how = (sum->has_own ? HAS_OWN : 0) | (sum->keeps_own ? KEEPS_OWN : 0) | (sum->code ? HAS_CODE : 0) |
-              (sum->rest ? HAS_REST | (sum->adds_rest ? ADDS_REST : 0) : 0);
-    if (how == DECODED)
-        combine_digits(layout, sum, packet, codes, lower_missing, members, DECODED);
-    else if (how == ADDED)
-        combine_digits(layout, sum, packet, codes, lower_missing, members, ADDED);
-    else if (how == CONTRIBUTED)
-        combine_digits(layout, sum, packet, codes, lower_missing, members, CONTRIBUTED);
-    else if (how == CONTRIBUTED_AGAIN)
-        combine_digits(layout, sum, packet, codes, lower_missing, members, CONTRIBUTED_AGAIN);
-    else if (how == AVERAGED)
-        combine_digits(layout, sum, packet, codes, lower_missing, members, AVERAGED);
-    else if (how == AVERAGED_AGAIN)
-        combine_digits(layout, sum, packet, codes, lower_missing, members, AVERAGED_AGAIN);
-    else
-        combine_digits(layout, sum, packet, codes, lower_missing, members, how);
 }
 
 /* Combine the values of a packet with those of other codes; see `plane_sum`. A code that is NULL lacks the packet of
