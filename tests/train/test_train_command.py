@@ -273,7 +273,7 @@ if __name__ == "__main__":
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
-        time.sleep(0.03 * (dist.get_rank() == 1))
+        time.sleep(0.15 * (dist.get_rank() == 1))  # more than a busy machine keeps a message waiting
         barrier()
         optimizer.zero_grad()
         model(torch.ones(4, 50)).square().mean().backward()
@@ -297,7 +297,7 @@ def test_watching_only_names_the_slow_rank_and_leaves_averaging_alone(tmp_path):
     assert (model["on"], model["watched"]["averages"]) == (False, "gloo")
     verdict = model["watched"]["verdict"]
     assert (verdict["rank"], verdict["cause"]) == (1, "data loading")
-    assert model["watched"]["activities_s"]["1"]["loading"] > 0.03
+    assert model["watched"]["activities_s"]["1"]["loading"] > 0.15
 
 
 SHARDED = """
