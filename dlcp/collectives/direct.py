@@ -360,8 +360,10 @@ class DirectRun(BucketRun):
         """This rank's shard, once averaged."""
         self.rest: NDArray[np.float32] | None = None
         """Future residual of encoded shards: what the code lacks of each value of the bucket."""
-        self.adds_rest = self._apply_residual()
-        """Whether ``rest`` holds residual that is added in the passes over encoded shards."""
+        if self.context.options.error_feedback:
+            self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
+            if plan.layouts:
+                self.rest = np.empty(len(self.values), np.float32)
         self.tags = plan.tag(self.context, bucket, step)
         self._note("tagged", plan.bits)
         self.phase = BucketPhase.EXCHANGING
@@ -380,24 +382,7 @@ class DirectRun(BucketRun):
         for owner, layout in plan.layouts.items():
             if owner != self.rank:  # in this thread, since the endpoint's must keep up with packets
                 code = self.codes[owner] = self.context.connection.buffers.take(layout.bytes)
-                layout.encode(self._wide(owner), code, self._rest(owner), add_rest=self.adds_rest)
-
-    def _apply_residual(self) -> bool:
-        """Add the residual to the values, or return True if it is in ``rest``, still to be added."""
-        context, bucket, plan = self.context, self.bucket, self.plan
-        if not context.options.error_feedback:
-            return False
-        whole = (
-            bucket.value_type is ValueType.FLOAT32 and len(plan.layouts) == len(plan.labels) and not bucket.scattered
-        )
-        if whole:
-            self.rest = context.residual.take_whole(bucket.segments, len(self.values))
-        if self.rest is not None:
-            return True
-        context.residual.apply(self.values, bucket.segments, bucket.value_type)
-        if plan.layouts:
-            self.rest = np.empty(len(self.values), np.float32)
-        return False
+                layout.encode(self._wide(owner), code, self._rest(owner))
 
     def begin(self) -> None:
         """Post receives for contributions to this rank's shard, and contribute to the others'."""
@@ -438,14 +423,7 @@ class DirectRun(BucketRun):
             code, rest = self.own.encode_as(layout), self._rest(self.rank)
         factor = float(np.float32(self.bucket.factor / ranks))
         # The next contribution is divided by the number of ranks.
-        how = {
-            "has_own": True,
-            "factor": factor,
-            "code": code,
-            "rest": rest,
-            "weight": ranks,
-            "adds_rest": self.adds_rest,
-        }
+        how = {"has_own": True, "factor": factor, "code": code, "rest": rest, "weight": ranks}
         return EncodedReduction(layout, own, len(self.context.peers), **how)
 
     def _on_contribution(self, peer: int, arrival: Arrival) -> None:
@@ -737,8 +715,6 @@ class DirectRun(BucketRun):
         missing = ~np.repeat(final, unit)[start:stop]  # values of this rank's shard that are not averaged
         if encoded is not None and accumulator is not None:
             values[start:stop] = cast("NDArray[np.float32]", accumulator.own)
-        if self.adds_rest and self.rest is not None:
-            values[start:stop][missing] += self.rest[start:stop][missing]
         for owner, state in self.shards.items():
             if owner != self.rank:
                 first, last = self.bounds[owner]
@@ -746,8 +722,6 @@ class DirectRun(BucketRun):
                 final[part] = state is Shard.AVERAGED
                 included[self.rank][part] = state is not Shard.AVERAGED
                 unconfirmed[part] = state is Shard.CONTRIBUTING
-                if owner in self.codes:  # which may include a residual that the values do not
-                    values[first:last] = self._contribution(owner)
         residual = np.zeros(len(values), values.dtype) if self.lost or self.rest is not None else None
         if residual is not None:
             for positions, lost in self.lost:
@@ -756,15 +730,6 @@ class DirectRun(BucketRun):
                 residual[slice(*self.bounds[owner])] = self._rest(owner)
             residual[start:stop][missing] = 0  # not rounded so far
         return PartialResult(self.step, self.sequence, values, unit, final, included, residual, unconfirmed)
-
-    def _contribution(self, owner: int) -> NDArray[np.float32]:
-        """Return an encoded contribution in full precision."""
-        rest = self._rest(owner)
-        if rest is None:  # then the values are all of it
-            return self._wide(owner)
-        values: NDArray[np.float32] = rest.copy()
-        self.plan.layouts[owner].add(self.codes[owner], values)
-        return values
 
     def _included(self) -> Mapping[int, NDArray[np.bool_]]:
         """Return the contributions that this rank's shard holds: a mask of packets by rank."""

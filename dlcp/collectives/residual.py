@@ -58,8 +58,6 @@ class Residual:
     def __init__(self) -> None:
         self._layers: dict[str, _LayerResidual] = {}
         self._applied: dict[str, _LayerResidual] = {}
-        self._wholes: dict[str, tuple[NDArray[np.float32], tuple[Segment, ...], list[_LayerResidual]]] = {}
-        """By a buffer's first layer: the array that all of its layers' residual is in, if nothing was added since."""
         self.revocable = False
         self.revoked: frozenset[str] = frozenset()
 
@@ -80,7 +78,6 @@ class Residual:
             if not segment.is_beyond:
                 shards.setdefault(segment.layer.name, []).append(segment)
         for name, own in shards.items():
-            self._wholes.pop(name, None)
             layer = self._layers.pop(name, None)
             if layer is None:
                 continue
@@ -95,37 +92,14 @@ class Residual:
             for positions, residual in layer.parts:  # rounded after each part, since bit patterns cannot be added
                 part[positions] = value_type.narrow(value_type.widen(part[positions]) + residual)
 
-    def take_whole(self, segments: Sequence[Segment], count: int) -> NDArray[np.float32] | None:
-        """Return the residual of a buffer of ``count`` float32 values as one array, and forget it; the caller owns it.
-
-        That is possible if :meth:`add_whole` was the last to add to each of the buffer's layers, with that array.
-        """
-        whole, its_segments, layers = self._wholes.pop(segments[0].layer.name, (None, (), []))
-        if whole is None or self.revocable or whole.shape != (count,) or list(its_segments) != list(segments):
-            return None
-        names = [each.layer.name for each in segments]
-        if any(self._layers.get(name) is not layer for name, layer in zip(names, layers, strict=True)):
-            return None
-        if any(len(layer.parts) != 1 for layer in layers):
-            return None
-        for name in names:
-            del self._layers[name]
-        return whole
-
     def add(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep the nonzero values of a buffer."""
         positions = np.flatnonzero(values)
         self.add_at(positions, values[positions], segments)
 
     def add_whole(self, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all values of a dense buffer; it must not change any more, unless :meth:`take_whole` returns it."""
+        """Keep all values of a dense buffer; it must not change any more."""
         self.add_range(0, values, segments)
-        if values.dtype == np.float32 and sum(each.stop - each.start for each in segments) == len(values):
-            layers = [
-                self._layers[each.layer.name] for each in segments if each.start < each.stop and not each.is_beyond
-            ]
-            if len(layers) == len(segments):
-                self._wholes[segments[0].layer.name] = values, tuple(segments), layers
 
     def add_range(self, start: int, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
         """Keep all of ``values``, which belong at ``start`` of a buffer and after it; they must not change any more."""
@@ -164,9 +138,6 @@ class Residual:
                 self._layers[name] = self._applied[name]
         self._applied.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_wholes": {}}  # the layers have all
-
     def of(self, name: str) -> NDArray[np.floating] | None:
         """Return the residual of a parameter, flat and with zeros in the gaps, or None."""
         layer = self._layers.get(name)
@@ -191,7 +162,6 @@ class Residual:
     def reset(self) -> None:
         """Forget everything."""
         self._layers.clear()
-        self._wholes.clear()
 
     def _layer(self, segment: Segment) -> _LayerResidual:
         size = segment.offset + segment.stop - segment.start

@@ -79,31 +79,3 @@ def test_a_residual_travels_with_a_checkpoint():
     loaded = pickle.loads(pickle.dumps(residual))
     assert loaded.of("one").tolist() == [1.5, 2]
     assert loaded.of("one").dtype == np.float32
-
-
-def test_a_whole_residual_can_be_taken_as_one_array():
-    segments = [Segment(ONE, 0, 2), Segment(OTHER, 2, 5)]
-
-    def filled():
-        residual, whole = Residual(), np.arange(1.0, 6, dtype=np.float32)
-        residual.add_whole(whole, segments)
-        return residual, whole
-
-    residual, whole = filled()
-    assert residual.take_whole(segments, 5) is whole
-    assert residual.size == 0
-    assert residual.take_whole(segments, 5) is None
-    swapped = [Segment(OTHER, 0, 3), Segment(ONE, 3, 5)]
-    for others, count in ((swapped, 5), (segments[:1], 2), (segments, 6), ([*segments, Segment(ONE, 5, 6, 2)], 6)):
-        residual, _ = filled()
-        assert residual.take_whole(others, count) is None
-        assert residual.size == 5
-    residual, _ = filled()
-    residual.add_at(np.array([1]), np.array([4.0], np.float32), segments)
-    assert residual.take_whole(segments, 5) is None
-    residual, _ = filled()
-    residual.allow_revoking(True)
-    assert residual.take_whole(segments, 5) is None
-    values = np.zeros(5, np.float32)
-    residual.apply(values, segments)
-    assert values.tolist() == [1, 2, 3, 4, 5]
