@@ -561,7 +561,9 @@ class Connection:
                     # Its last packets may still be in flight: on another path, or in another queue.
                     self.call_later(LAST_PACKETS_S, partial(self._without, peer))
                 return
-            self.fail(PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}"))
+            error = PeerAbortedError(f"job {self.job}: rank {event.peer} gave up: {reason}")
+            # Not at once: a peer counts on what arrived in the same batch, since the engine has acknowledged it.
+            self.call_later(0.0, partial(self.fail, error))
         elif header.index:  # a probe of the path carries its size there
             if header.count != header.index:  # a late one, from before the start
                 self._refused["stale"] += 1

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from dlcp import wire
 from dlcp.transport import LossBound, MessageKey, MessageMismatchError, PeerAbortedError, TransportOptions
 from dlcp.transport.options import PATHS_MAX
 from tests.transport.exchanges import (
@@ -197,6 +198,26 @@ def test_a_peer_that_gives_up_ends_everything_with_its_reason():
         send(network, payload_of(50), source=1, target=0, key=MessageKey(9, 9)).result(0)
     with pytest.raises(PeerAbortedError):
         receive(network, 50, key=MessageKey(9, 9)).result(0)
+
+
+def test_what_arrives_in_one_batch_with_a_reason_for_giving_up_is_taken():
+    """The engine has acknowledged it, so the peer keeps no copy."""
+    network = Network(2)
+    first, second = network.ranks
+    arriving = receive(network, 50, source=1, target=0)
+    sending = send(network, payload_of(50), source=1, target=0)
+    second.abort("rank 1: CUDA is on fire")
+    second.pump(0.0)
+    batch = [data for _, source, _, data in network.sent if source == 1]
+    assert [wire.decode(data).type for data in batch] == [PacketType.ABORT, PacketType.DATA]
+    network.events.clear()
+    for data in batch:
+        first.engine.take_in(memoryview(data), 0, ("10.0.0.1", 53696), 0.0)
+    first.take_events()
+    assert arriving.result(0).whole
+    network.run(all_done(sending))
+    with pytest.raises(PeerAbortedError):
+        receive(network, 50, source=1, target=0, key=MessageKey(9, 9)).result(0)
 
 
 def test_a_reason_for_giving_up_fits_a_packet():
