@@ -103,8 +103,6 @@ class PlaneLayout:
         values: NDArray[np.float32],
         code: NDArray[np.uint8],
         rest: NDArray[np.float32] | None = None,
-        *,
-        add_rest: bool = False,
     ) -> None:
         """Encode values, shape (values,), into ``code``, shape (bytes,). A block with NaN or infinity becomes NaN.
 
@@ -112,10 +110,8 @@ class PlaneLayout:
         ----------
         rest
             Receives exactly what the code lacks of each value, shape (values,); 0 where that is not finite.
-        add_rest
-            Encode the sum of ``values`` and ``rest``.
         """
-        self._combine(values, code=code, rest=rest, has_own=True, keeps_own=True, adds_rest=add_rest)
+        self._combine(values, code=code, rest=rest, has_own=True, keeps_own=True)
 
     def round(
         self,
@@ -169,7 +165,6 @@ class PlaneLayout:
         rest: NDArray[np.float32] | None = None,
         has_own: bool = False,
         keeps_own: bool = False,
-        adds_rest: bool = False,
         factor: float = 1.0,
         weight: float = 1.0,
     ) -> Any:
@@ -179,7 +174,7 @@ class PlaneLayout:
                 self._check(code, each)
         record = ffi.new("plane_sum *")
         record.values = ffi.from_buffer("float[]", values)
-        record.has_own, record.keeps_own, record.adds_rest = has_own, keeps_own, adds_rest
+        record.has_own, record.keeps_own = has_own, keeps_own
         record.factor, record.weight = factor, weight
         if code is not None:
             record.code = ffi.from_buffer("uint8_t[]", code)

@@ -97,19 +97,6 @@ def test_rounding_is_encoding_and_decoding_at_once(bits, count):
 
 
 @pytest.mark.parametrize("bits", CODED_BITS)
-def test_what_a_code_lacks_goes_into_the_next(bits):
-    first, then = gradients(10_007), gradients(10_007)[::-1].copy()
-    layout = PlaneLayout(len(first), bits, PAYLOAD)
-    code, also = (np.empty(layout.bytes, np.uint8) for _ in range(2))
-    rest, expected = np.empty_like(first), np.empty_like(first)
-    layout.encode(first, code, rest)
-    layout.encode(then + rest, also, expected)
-    layout.encode(then, code, rest, add_rest=True)
-    np.testing.assert_array_equal(code, also)
-    np.testing.assert_array_equal(rest, expected)
-
-
-@pytest.mark.parametrize("bits", CODED_BITS)
 def test_lost_digits_are_part_of_what_a_code_lacks(bits):
     values = gradients(10_007)
     values[5000] = np.nan

@@ -170,15 +170,15 @@ typedef struct {
     int64_t payload_bytes, bytes;
 } plane_layout;
 
-/* What is computed in one pass over values: the sum of `values` (with `has_own`), of `rest` (with `adds_rest`) and of
- * decoded ones, times `factor`. With `code` the sum is encoded there, and what that lacks, times `weight`, is written
- * to `rest`, 0 where it is not finite. The sum, as it is decoded, replaces `values` unless `keeps_own`. */
+/* What is computed in one pass over values: the sum of `values` (with `has_own`) and of decoded ones, times `factor`.
+ * With `code` the sum is encoded there, and what that lacks, times `weight`, is written to `rest`, 0 where it is not
+ * finite. The sum, as it is decoded, replaces `values` unless `keeps_own`. */
 typedef struct {
     float *values;
-    bool has_own, keeps_own, adds_rest;
+    bool has_own, keeps_own;
     float factor, weight;
     uint8_t *code; /* NULL: it is not encoded */
-    float *rest;   /* NULL: what it lacks is not of interest */
+    float *rest;   /* NULL: nobody needs what the code lacks */
 } plane_sum;
 
 void dlcp_planes_combine(const plane_layout *layout, const plane_sum *sum, const uint8_t *code,

@@ -147,7 +147,7 @@ INLINED void clear_behind(const plane_layout *layout, uint8_t *code, int64_t pac
 }
 
 /* What a `plane_sum` asks for, as bits. */
-enum { HAS_OWN = 1, KEEPS_OWN = 2, ADDS_REST = 4, HAS_CODE = 8, HAS_REST = 16 };
+enum { HAS_OWN = 1, KEEPS_OWN = 2, HAS_CODE = 4, HAS_REST = 8 };
 
 /* The parts of a packet's codes that belong to one of its blocks. */
 typedef struct {
@@ -162,11 +162,8 @@ INLINED void combine_block(float *values, float *rest, const block_codes *at, fl
                            int digit_bits, bool two, int how) {
     unaligned_floats *own = (unaligned_floats *)values, *lacked = (unaligned_floats *)rest;
     floats block[VECTORS], decoded[VECTORS];
-    for (int k = 0; k < VECTORS; k++) {
+    for (int k = 0; k < VECTORS; k++)
         block[k] = how & HAS_OWN ? own[k] : (floats){0};
-        if (how & ADDS_REST)
-            block[k] += lacked[k];
-    }
     for (int64_t member = 0; member < at->members; member++) {
         const uint8_t *code = at->codes[member];
         bool has_lower = two && !has_bit(at->lower_missing, member);
@@ -202,11 +199,9 @@ INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, in
             combine_block(values + i, how & HAS_REST ? rest + i : NULL, &at, sum->factor, sum->weight, digit_bits, two,
                           how);
         } else {
-            float block[BLOCK] = {0}, lacked[BLOCK] = {0};
+            float block[BLOCK] = {0}, lacked[BLOCK];
             size_t bytes = (size_t)(count - i) * sizeof *values;
             memcpy(block, values + i, bytes);
-            if (how & HAS_REST)
-                memcpy(lacked, rest + i, bytes);
             combine_block(block, lacked, &at, sum->factor, sum->weight, digit_bits, two, how);
             if (!(how & KEEPS_OWN))
                 memcpy(values + i, block, bytes);
@@ -228,7 +223,7 @@ INLINED void combine_packet(const plane_layout *layout, const plane_sum *sum, in
 FASTEST static void combine(const plane_layout *layout, const plane_sum *sum, int64_t packet,
                             const uint8_t *const *codes, const uint64_t *lower_missing, int64_t members) {
     int how = (sum->has_own ? HAS_OWN : 0) | (sum->keeps_own ? KEEPS_OWN : 0) | (sum->code ? HAS_CODE : 0) |
-              (sum->rest ? HAS_REST | (sum->adds_rest ? ADDS_REST : 0) : 0);
+              (sum->rest ? HAS_REST : 0);
     if (layout->digit_bits == 8)
         combine_packet(layout, sum, packet, codes, lower_missing, members, 8, true, how);
     else if (layout->planes == 2)

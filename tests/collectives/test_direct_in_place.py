@@ -164,6 +164,26 @@ class Broken:
         widen = self.value_type.widen
         return [np.concatenate([widen(rank[name]) for name in THREE_BUCKETS[number]]) for rank in self.gradients]
 
+    def averaged_and_owed(self, number):
+        """Recover a bucket; return the sum of all steps' averages, times the ranks, and of what ranks owe.
+
+        None if a rank has nothing to recover.
+        """
+        results = self.recover(number)
+        if any(result is None for result in results):
+            return None
+        for result in results[1:]:
+            assert result.values.tobytes() == results[0].values.tobytes()
+        names = THREE_BUCKETS[number]
+        before = np.concatenate([np.broadcast_to(self.averaged[name], SMALL_SIZES[name]) for name in names])
+        total = self.count * (results[0].values.astype(np.float64) + before)
+        for rank, result in enumerate(results):
+            if self.is_finished(rank, number):
+                total += self.owed(rank, number)
+            elif result.residual is not None:
+                total += result.residual
+        return total
+
     def owed(self, rank, number):
         """What a rank owes of a bucket that it has finished."""
         parts = [self.ranks.reducers[rank].context.residual.of(name) for name in THREE_BUCKETS[number]]
@@ -203,18 +223,9 @@ def test_it_can_in_other_formats(value_type):
 def test_what_an_average_lacks_is_owed_and_nothing_is_lost_for_good(seed):
     broken = Broken(3, seed, loss=0.2, bound=0.3, policy=NOTHING_PROTECTED, begin_s=0.012 + 0.012 * seed)
     for number in range(len(THREE_BUCKETS)):
-        results = broken.recover(number)
-        if any(result is None for result in results):
-            continue
-        for result in results[1:]:
-            assert result.values.tobytes() == results[0].values.tobytes()
-        total = 3 * results[0].values.astype(np.float64)
-        for rank, result in enumerate(results):
-            if broken.is_finished(rank, number):
-                total += broken.owed(rank, number)
-            elif result.residual is not None:
-                total += result.residual
-        np.testing.assert_allclose(total, sum(broken.shares(number)), rtol=0, atol=1e-4)
+        total = broken.averaged_and_owed(number)
+        if total is not None:
+            np.testing.assert_allclose(total, sum(broken.shares(number)), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -231,20 +242,9 @@ def test_nothing_is_lost_for_good_at_lower_precision(precision, value_type, step
         broken = Broken(3, seed, loss=0.2, begin_s=0.011 + 0.002 * seed, **fields)
         for number in range(len(THREE_BUCKETS)):
             stages |= {left[number].final.mean() for left in broken.left if number in left}
-            results = broken.recover(number)
-            if any(result is None for result in results):
+            total = broken.averaged_and_owed(number)
+            if total is None:
                 continue
-            for result in results[1:]:
-                assert result.values.tobytes() == results[0].values.tobytes()
-            total = 3 * results[0].values.astype(np.float64)
-            total += 3 * np.concatenate(
-                [broken.averaged[name] * np.ones(SMALL_SIZES[name]) for name in THREE_BUCKETS[number]]
-            )
-            for rank, result in enumerate(results):
-                if broken.is_finished(rank, number):
-                    total += broken.owed(rank, number)
-                elif result.residual is not None:
-                    total += result.residual
             given = (steps + 1) * sum(broken.shares(number))
             rounding = 3 * (steps + 1) * 8 * (2.0**-11 if value_type is ValueType.FLOAT16 else 2.0**-20)
             np.testing.assert_allclose(total, given, rtol=0, atol=rounding)
