@@ -11,7 +11,7 @@ from functools import partial
 
 from dlcp.backend.channel import EAGER_BYTES, AllowedLoss, Channel, Collective, copy_bytes
 from dlcp.backend.elementwise_ops import ElementwiseOp
-from dlcp.backend.reduce import Reduction
+from dlcp.backend.reduce import CollectiveReduction
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.shards import binomial_tree, shard_bounds
 
@@ -147,12 +147,12 @@ class Collectives(Channel):
     def all_reduce(self, data: memoryview, op: ElementwiseOp, loss: AllowedLoss | None = None) -> "Future[None]":
         """Reduce ``data`` over all ranks, in place and bitwise equal everywhere."""
         collective = self.start("all_reduce", loss, op, len(data))
-        return self._run(collective, partial(Reduction(self, collective, op).all_reduce, data))
+        return self._run(collective, partial(CollectiveReduction(self, collective, op).all_reduce, data))
 
     def reduce(self, data: memoryview, op: ElementwiseOp, root: int, loss: AllowedLoss | None = None) -> "Future[None]":
         """Reduce ``data`` over all ranks, into the root's buffer; the others keep theirs."""
         collective = self.start("reduce", loss, op, len(data))
-        return self._run(collective, partial(Reduction(self, collective, op).reduce, data, root))
+        return self._run(collective, partial(CollectiveReduction(self, collective, op).reduce, data, root))
 
     def reduce_scatter(
         self,
@@ -164,7 +164,7 @@ class Collectives(Channel):
         """Reduce each rank's part over all ranks into its ``result``, which may be its own part."""
         collective = self.start("reduce_scatter", loss, op, sum(map(len, parts)))
         with collective.operation:
-            Reduction(self, collective, op).reduce_scatter(parts, result)
+            CollectiveReduction(self, collective, op).reduce_scatter(parts, result)
         return collective.operation.done
 
     # Point to point ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ ASIDE_BYTES: Final = 64 << 10
 """The most bytes reduced in the endpoint's thread: 10 us of work."""
 
 
-class Reduction:
+class CollectiveReduction:
     """One reduction, in the endpoint's thread.
 
     Parameters
@@ -173,7 +173,7 @@ class ChunkAccumulator:
     """
 
     def __init__(
-        self, reduction: Reduction, phase: int, own: memoryview, out: memoryview, then: Callable[[], None]
+        self, reduction: CollectiveReduction, phase: int, own: memoryview, out: memoryview, then: Callable[[], None]
     ) -> None:
         self.channel, self.collective, self.op = reduction.channel, reduction.collective, reduction.op
         self.phase, self.own, self.out, self.then = phase, own, out, then

@@ -54,7 +54,8 @@ def test_under_a_launcher_every_rank_is_a_member_of_its_job(tmp_path):
     assert done.stderr.count("40 kB") == 1, "rank 0 alone prints"
 
 
-def test_rounded_values_are_not_wrong(capfd):
+def test_rounded_values_are_not_wrong(capfd, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     words = ["--sizes", "8", "400KB", "--ranks", "2", "--iterations", "2", "--option", "precision=8"]
     assert main(["bench", "allreduce", *words]) == 0
     out, err = capfd.readouterr()
