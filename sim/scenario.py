@@ -2,8 +2,8 @@
 """Describe a simulation: switches, transports, background traffic, failures, and the seed. Nothing here runs.
 
 A `NetworkSetting` describes everything but the jobs. Jobs say what is sent: a `CollectiveJob` in a `Scenario`, training
-jobs in an experiment (`dlcp.sim.experiment.RunSetting`), a `TraceJob` in both, or any SimPy process that submits graphs
-to a `dlcp.sim.simulation.Simulation`.
+jobs in an experiment (`dlcp.sim.experiments.experiment.RunSetting`), a `TraceJob` in both, or any SimPy process that
+submits graphs to a `dlcp.sim.simulation.Simulation`.
 """
 
 import math
@@ -37,9 +37,9 @@ from dlcp.sim.limits import (
     Seed,
     check_within,
 )
-from dlcp.sim.plugins import OWN_DISCIPLINES, AnyTransport, setting_values
-from dlcp.sim.topology import NetworkTopology, Star, TopologySpec
-from dlcp.sim.transports import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, NsccTransport
+from dlcp.sim.network.topology import NetworkTopology, Star, TopologySpec
+from dlcp.sim.transports.plugins import OWN_DISCIPLINES, AnyTransport, setting_values
+from dlcp.sim.transports.specs import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, NsccTransport
 
 
 class EcnSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +66,7 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         the compiled P4 program: drops by queue and drop class within each message's budget, marks by depth);
         ``pfabric`` (sends the flow with the fewest packets left first, drops from the flow with the most left);
         ``trim`` (NDP and Ultra Ethernet: a packet that does not fit loses its payload, and headers go first); or one of
-        another package (`dlcp.sim.plugins`).
+        another package (`dlcp.sim.transports.plugins`).
     settings
         Of a discipline of another package: numbers that replace its defaults.
     buffer_packets
@@ -425,7 +425,7 @@ class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Parameters
     ----------
     nodes
-        Names of the two ends, as in `dlcp.sim.topology.NetworkTopology.names`: ``host3``, ``leaf0``, …
+        Names of the two ends, as in `dlcp.sim.network.topology.NetworkTopology.names`: ``host3``, ``leaf0``, …
     loss_ratio
         Share of packets lost at random. 1 is a failed link; routes avoid it ``reroute_s`` after the failure.
     """

@@ -20,11 +20,8 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
-from dlcp.sim.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes, row_type
-from dlcp.sim.limits import FOREVER_PS, PACKETS_WAITING_MAX, LimitError, check_within
-from dlcp.sim.packet_engine import (
+from dlcp.sim.engines.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
+from dlcp.sim.engines.packet_engine import (
     Completion,
     CompletionKind,
     EngineName,
@@ -34,9 +31,12 @@ from dlcp.sim.packet_engine import (
     counts_by_name,
     drops_by_class,
 )
-from dlcp.sim.plan import EnginePlan, make_plan
-from dlcp.sim.progress import ProgressBar
-from dlcp.sim.routing import Routes
+from dlcp.sim.engines.plan import EnginePlan, make_plan
+from dlcp.sim.jobs.collectives import AllReduceSpec, all_reduce
+from dlcp.sim.jobs.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes, row_type
+from dlcp.sim.limits import FOREVER_PS, PACKETS_WAITING_MAX, LimitError, check_within
+from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.topology import build_topology
 from dlcp.sim.scenario import (
     CollectiveJob,
     FailureSpec,
@@ -48,9 +48,9 @@ from dlcp.sim.scenario import (
     TrafficSpec,
     draw_sizes,
 )
-from dlcp.sim.topology import build_topology
-from dlcp.sim.traces import TraceProgress, trace_progress
-from dlcp.sim.transports import DlcpTransport, TransportSpec
+from dlcp.sim.tools.progress import ProgressBar
+from dlcp.sim.traces.traced_jobs import TraceProgress, trace_progress
+from dlcp.sim.transports.specs import DlcpTransport, TransportSpec
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
 RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]
@@ -75,8 +75,8 @@ class SubmittedGraph:
     packets
         int32 (n,): packets of each message in full precision; 0 for a node that sends nothing.
     sizes
-        `dlcp.sim.packet_engine.MESSAGE_SIZE` (n,): the messages' sizes, in the precision that `Simulation.encode`
-        has set.
+        `dlcp.sim.engines.packet_engine.MESSAGE_SIZE` (n,): the messages' sizes, in the precision that
+        `Simulation.encode` has set.
     label
         The submitter's label, passed on with the records.
     last_records
@@ -106,8 +106,8 @@ class Simulation:
     class_shares
         Additional distributions of drop classes, which messages refer to by number.
     on_records
-        Called with each graph and its records, `dlcp.sim.graph.NODE_RECORD` (n,), when the graph is closed. The engine
-        then frees the graph, so memory holds only what is in flight.
+        Called with each graph and its records, `dlcp.sim.jobs.graph.NODE_RECORD` (n,), when the graph is closed. The
+        engine then frees the graph, so memory holds only what is in flight.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Simulation:
     failed_links
         Links that routes currently avoid.
     skipped_ps
-        The time that was skipped so far (`dlcp.sim.skipping`): a moment of the scenario comes earlier by it.
+        The time that was skipped so far (`dlcp.sim.jobs.skipping`): a moment of the scenario comes earlier by it.
     fidelity
         Whether packets or flows are simulated.
     """
@@ -177,7 +177,7 @@ class Simulation:
         return submitted
 
     def records(self, submitted: SubmittedGraph) -> NDArray[Any]:
-        """Return a graph's current records, `dlcp.sim.graph.NODE_RECORD` (n,)."""
+        """Return a graph's current records, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
         return self.engine.records(submitted.number) if submitted.last_records is None else submitted.last_records
 
     def outcomes(self, submitted: SubmittedGraph, nodes: Nodes) -> dict[int, NDArray[Any]]:
@@ -185,7 +185,7 @@ class Simulation:
 
         Returns
         -------
-        By node, `dlcp.sim.packet_engine.PACKET_OUTCOME` (packets,), for those of ``nodes`` that lack packets.
+        By node, `dlcp.sim.engines.packet_engine.PACKET_OUTCOME` (packets,), for those of ``nodes`` that lack packets.
         """
         if submitted.last_records is not None:
             return {node: found for node in nodes.tolist() if (found := submitted.last_outcomes.get(node)) is not None}
@@ -196,7 +196,7 @@ class Simulation:
         return dict(zip(lacking.tolist(), np.split(found, ends), strict=True)) if len(lacking) else {}
 
     def resize(self, submitted: SubmittedGraph, nodes: Nodes, sizes: NDArray[Any]) -> None:
-        """Set the sizes of messages that have not begun, `dlcp.sim.packet_engine.MESSAGE_SIZE` (nodes,)."""
+        """Set the sizes of messages that have not begun, `dlcp.sim.engines.packet_engine.MESSAGE_SIZE` (nodes,)."""
         if submitted.last_records is None:
             self.engine.resize(submitted.number, nodes, sizes)
 
@@ -486,7 +486,7 @@ class SimulationResult:
     fidelity
         Whether packets were simulated, or flows, whose results are approximate.
     counts
-        All counts by name; see `dlcp.sim.packet_engine.EngineCounter`.
+        All counts by name; see `dlcp.sim.engines.packet_engine.EngineCounter`.
     drops_by_class
         Packets dropped, by drop class 0 to 7.
     steps
@@ -624,15 +624,15 @@ def start_background_and_failures(simulation: Simulation) -> None:
 
 
 def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
-    """Return an engine by name; see `dlcp.sim.packet_engine.EngineName`."""
+    """Return an engine by name; see `dlcp.sim.engines.packet_engine.EngineName`."""
     if name == "flows":
-        from dlcp.sim.flows.flow_engine import FlowEngine  # needs Numba
+        from dlcp.sim.engines.flows.flow_engine import FlowEngine  # needs Numba
 
         return FlowEngine(plan)
     if name == "kernel" or (name == "auto" and importlib.util.find_spec("numba") is not None):
-        from dlcp.sim.kernel.kernel_engine import KernelEngine  # needs Numba
+        from dlcp.sim.engines.kernel.kernel_engine import KernelEngine  # needs Numba
 
         return KernelEngine(plan)
-    from dlcp.sim.reference import ReferenceEngine  # needs SimPy
+    from dlcp.sim.engines.reference import ReferenceEngine  # needs SimPy
 
     return ReferenceEngine(plan)

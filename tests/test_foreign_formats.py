@@ -9,7 +9,7 @@ import pytest
 from dlcp.cli import main
 from dlcp.document import Document, DocumentError
 from dlcp.foreign_formats import foreign_format
-from dlcp.sim.topology import NetworkFile
+from dlcp.sim.network.topology import NetworkFile
 
 ROOT = Path(__file__).parents[1]
 LINKS = [["h1", "s1-p1"], ["h2", "s1-p2"]]

@@ -13,7 +13,7 @@ from dlcp import configuration
 from dlcp.configuration import Range, short
 
 if TYPE_CHECKING:
-    from dlcp.sim.models import ModelInput
+    from dlcp.sim.jobs.models import ModelInput
 
 _Parser = argparse._ActionsContainer
 """A parser or a group of its options."""
@@ -125,7 +125,7 @@ def model_input(arguments: argparse.Namespace, batch: int) -> "ModelInput":
     ValueError
         They lack the input, or contradict each other.
     """
-    from dlcp.sim.models import ModelInput
+    from dlcp.sim.jobs.models import ModelInput
 
     if bool(arguments.input) == bool(arguments.batch_from):
         raise ValueError("give either --input, the shape of one sample such as 3,224,224, or --batch-from, a function")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dlcp.commands.common import MBPS, add, add_json, add_model_input, model_input, real, refuse, whole
 
 if TYPE_CHECKING:
-    from dlcp.sim.models import StepProfile
-    from dlcp.sim.pipeline import PipelinePlan
+    from dlcp.sim.jobs.models import StepProfile
+    from dlcp.sim.jobs.pipeline import PipelinePlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print the stages; return the exit status, 2 for wrong use."""
-    from dlcp.sim.models import ProfileError
-    from dlcp.sim.pipeline import NetworkLevel, parse_replicas, plan_pipeline
+    from dlcp.sim.jobs.models import ProfileError
+    from dlcp.sim.jobs.pipeline import NetworkLevel, parse_replicas, plan_pipeline
 
     bytes_per_s = arguments.rate_mbps * 1e6 / 8
     try:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> "StepProfile":
-    from dlcp.sim.models import measured_profile, read_profile, step_profile
+    from dlcp.sim.jobs.models import measured_profile, read_profile, step_profile
 
     name: str = arguments.model
     if ":" in name:

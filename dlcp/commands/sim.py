@@ -110,14 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
     from dlcp.document import DocumentError, PlaceError
-    from dlcp.sim.learning import LearningError
+    from dlcp.sim.experiments.results import ReportError
+    from dlcp.sim.experiments.run_size import RunSizeError
+    from dlcp.sim.experiments.sweep import SweepError
+    from dlcp.sim.jobs.learning import LearningError
+    from dlcp.sim.jobs.models import ProfileError
     from dlcp.sim.limits import LimitError
-    from dlcp.sim.models import ProfileError
-    from dlcp.sim.operations import TraceFormatError
-    from dlcp.sim.results import ReportError
-    from dlcp.sim.run_size import RunSizeError
-    from dlcp.sim.sweep import SweepError
-    from dlcp.sim.topology import TopologyError
+    from dlcp.sim.network.topology import TopologyError
+    from dlcp.sim.traces.operations import TraceFormatError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:
@@ -213,7 +213,7 @@ def _new(arguments: argparse.Namespace) -> int:
 def _play(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from dlcp.sim.playback import StepRecorder, playback_page, step_playback
+    from dlcp.sim.tools.playback import StepRecorder, playback_page, step_playback
 
     chosen, title = _chosen(arguments)
     _check_output(check_writable, "--output", arguments.output)
@@ -232,7 +232,7 @@ def _play(arguments: argparse.Namespace) -> int:
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
     """Return the run that ``--point`` chooses, and the experiment's title."""
-    from dlcp.sim.experiment import read
+    from dlcp.sim.experiments.experiment import read
 
     path = experiment_files(arguments.experiments)[0]
     described = read(path, quick=arguments.quick, seeds=arguments.seed or (), engine=arguments.engine)
@@ -251,8 +251,8 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
 
 def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
     """Run an experiment's run, print its numbers and write its results."""
-    from dlcp.sim.running import write
-    from dlcp.sim.tables import TableRecorder, table_writer, write_tables
+    from dlcp.sim.experiments.running import write
+    from dlcp.sim.tools.tables import TableRecorder, table_writer, write_tables
 
     output: Path | None = arguments.output
     folders = {kind: folder for kind in _TABLE_KINDS if (folder := getattr(arguments, kind))}
@@ -302,8 +302,8 @@ def _check_output(check: Callable[[str, Path], None], flag: str, path: Path | No
 
 def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
     """Run an experiment's run, with progress at a terminal; return its results."""
-    from dlcp.sim.progress import ProgressBar
-    from dlcp.sim.running import run as run_one
+    from dlcp.sim.experiments.running import run as run_one
+    from dlcp.sim.tools.progress import ProgressBar
 
     with ProgressBar("simulating") as bar:
         return run_one(item, on_progress=bar.update if bar.shown else None, recorder=recorder)
@@ -312,9 +312,9 @@ def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
 def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Return the traced job and the network that a command line describes."""
     from dlcp.document import PlaceError, converted, read_json
-    from dlcp.sim.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
+    from dlcp.sim.network.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
+    from dlcp.sim.network.topology import LinkSpec
     from dlcp.sim.scenario import TraceJob
-    from dlcp.sim.topology import LinkSpec
 
     fabric = arguments.topology
     from_file = fabric not in FABRICS and Path(fabric).is_file()
@@ -343,8 +343,8 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.trace_experiment import summary, trace_experiment, write_experiment
-    from dlcp.sim.traces import read_trace
+    from dlcp.sim.traces.trace_experiment import summary, trace_experiment, write_experiment
+    from dlcp.sim.traces.traced_jobs import read_trace
 
     job, network = _traced(arguments)
     workload = read_trace(job)
@@ -361,8 +361,8 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from dlcp.sim.limits import LimitError
-    from dlcp.sim.trace_experiment import summary, trace_run
-    from dlcp.sim.traces import read_trace
+    from dlcp.sim.traces.trace_experiment import summary, trace_run
+    from dlcp.sim.traces.traced_jobs import read_trace
 
     more = "`dlcp sim import --output FILE` writes an experiment, where these settings can be changed"
 
@@ -378,7 +378,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.trace_experiment import job_graph, write_trace
+    from dlcp.sim.traces.trace_experiment import job_graph, write_trace
 
     item, _ = _chosen(arguments)
     try:
@@ -398,7 +398,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _read_all(arguments: argparse.Namespace) -> list[Any]:
-    from dlcp.sim.experiment import read
+    from dlcp.sim.experiments.experiment import read
 
     paths = experiment_files(arguments.experiments)
     described = [
@@ -409,7 +409,7 @@ def _read_all(arguments: argparse.Namespace) -> list[Any]:
 
 def _can_run(described: Any) -> bool:
     """Return whether an experiment's packages are installed; if not, print which are missing."""
-    from dlcp.sim.learning import LearningError, check_installed
+    from dlcp.sim.jobs.learning import LearningError, check_installed
 
     if not any(job.learn for item in described.runs for job in item.setting.training):
         return True
@@ -430,7 +430,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.sweep import default_processes, existing, sweep
+    from dlcp.sim.experiments.sweep import default_processes, existing, sweep
 
     # Read all before the first run, so that errors in the last file do not appear after hours.
     described = _read_all(arguments)
@@ -446,7 +446,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.report import write_report
+    from dlcp.sim.tools.report import write_report
 
     described = _read_all(arguments)
     kept = [item for item in described if not (arguments.quick and item.experiment.quick.skip)]
@@ -458,7 +458,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _all(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.results import ReportError
+    from dlcp.sim.experiments.results import ReportError
 
     status = _run_all(arguments)
     try:
@@ -468,7 +468,7 @@ def _all(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.comparison import common_results, comparison_page, differences, read_result, table_lines
+    from dlcp.sim.tools.comparison import common_results, comparison_page, differences, read_result, table_lines
 
     sides, above = (Path(arguments.old), Path(arguments.new)), arguments.above / 100
     are_folders = all(side.is_dir() for side in sides)
@@ -508,8 +508,8 @@ def _compared_run(name: str) -> Any:
     """Return a result file's run, or that of an experiment's first points."""
     import msgspec
 
-    from dlcp.sim.comparison import ComparedRun, read_result
-    from dlcp.sim.experiment import read
+    from dlcp.sim.experiments.experiment import read
+    from dlcp.sim.tools.comparison import ComparedRun, read_result
 
     if _is_saved(Path(name)):
         return read_result(Path(name))
@@ -518,7 +518,7 @@ def _compared_run(name: str) -> Any:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.models import measured_profile, write_profile
+    from dlcp.sim.jobs.models import measured_profile, write_profile
 
     _check_output(check_writable, "--output", arguments.output)
     try:
@@ -538,7 +538,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.experiment import read
+    from dlcp.sim.experiments.experiment import read
 
     found = [
         {"name": path.stem, "runs": len(each.runs), "title": each.experiment.title, "file": str(path)}

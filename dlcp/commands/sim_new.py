@@ -16,7 +16,7 @@ NEW_OPTIONS = {
     "transport": ("NAME", "dlcp, dctcp, cubic, swift, ndp, nscc, rccc and others"),
     "discipline": ("NAME", "how switches queue and drop (default: what the transport was made for)"),
 }
-"""The questions of `dlcp.sim.guided`, whose names and defaults take a while to load."""
+"""The questions of `dlcp.sim.tools.guided`, whose names and defaults take a while to load."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,12 +19,12 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from dlcp.bench.results import BenchResult, result, say, significant
-from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.running import run, steady
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiments.running import run, steady
+from dlcp.sim.jobs.training import TrainingJob
+from dlcp.sim.network.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
 from dlcp.sim.scenario import Fidelity, SwitchSpec, TrafficSpec
-from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
-from dlcp.sim.training import TrainingJob
-from dlcp.sim.transports import DctcpTransport, DlcpTransport
+from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport
 from tests.bench.harness import SEED, Benchmark
 
 _SLOW, _FAST = LinkSpec(rate_gbps=25.0), LinkSpec(rate_gbps=100.0)

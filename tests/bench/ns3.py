@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from dlcp.bench.results import BenchError, BenchResult, result, say, significant
 from dlcp.configuration import Range
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
-from dlcp.sim.running import SLOWDOWN_SIZES
+from dlcp.sim.experiments.running import SLOWDOWN_SIZES
+from dlcp.sim.experiments.slowdown import IdealTimes
+from dlcp.sim.jobs.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import EcnSpec, SwitchSpec, TrafficSpec, draw_sizes, mean_size
-from dlcp.sim.slowdown import IdealTimes
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.transports import DctcpTransport
+from dlcp.sim.transports.specs import DctcpTransport
 from tests.bench.harness import SEED, Benchmark, float_option, int_option
 
 _HOSTS, _RATE_GBPS, _BUFFER_PACKETS = 16, 10.0, 1000

@@ -25,11 +25,11 @@ import simpy
 
 from dlcp.bench.results import BenchResult, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
-from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.packet_engine import EngineCounter
+from dlcp.sim.engines.packet_engine import EngineCounter
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.network.topology import FatTree, LeafSpine, LinkSpec, Star
 from dlcp.sim.scenario import FlowPattern, SwitchSpec
-from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import DctcpTransport, DlcpTransport, NdpTransport, NewRenoTransport
+from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport, NdpTransport, NewRenoTransport
 from tests.bench.harness import Benchmark, int_option
 
 SERVERS = tuple(range(0, 64, 8))

@@ -21,17 +21,17 @@ from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.setup import DemoSetup
 from dlcp.report.runs import RunFileError, load_runs, progress_to, target_accuracy
-from dlcp.sim.arithmetic import seconds_to_ps
-from dlcp.sim.experiment import RunSetting
-from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.learning import LearningSpec
+from dlcp.sim.engines.arithmetic import seconds_to_ps
+from dlcp.sim.experiments.experiment import RunSetting
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.jobs.learning import LearningSpec
+from dlcp.sim.jobs.step_graph import class_shares
+from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
+from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Process, Simulation
-from dlcp.sim.step_graph import class_shares
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import TrainingJob, place_jobs, profile_of
-from dlcp.sim.training_run import Progress, training
-from dlcp.sim.transports import CubicTransport, DlcpTransport
+from dlcp.sim.transports.specs import CubicTransport, DlcpTransport
 from tests.bench.harness import Benchmark
 
 _PACKET_BYTES: Final = 1500

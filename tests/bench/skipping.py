@@ -17,8 +17,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from dlcp.bench.results import BenchResult, result, say, significant
-from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.running import run
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiments.running import run
 from tests.bench.flows import SETTINGS
 from tests.bench.harness import Benchmark, int_option
 

@@ -16,10 +16,10 @@ from typing import Final
 
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.sim import Scenario, simulate
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import SwitchSpec, TraceJob
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.traces import read_trace
-from dlcp.sim.transports import DlcpTransport
+from dlcp.sim.traces.traced_jobs import read_trace
+from dlcp.sim.transports.specs import DlcpTransport
 from dlcp.train import trace
 from tests.bench.harness import Benchmark, int_option, rate_option, scratch
 from tests.bench.paths import QUEUE_S, RoutedPath

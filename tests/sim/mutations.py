@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from dlcp.cli import main
-from dlcp.sim import chakra
-from dlcp.sim.models import parse_size
-from dlcp.sim.operations import OperationKind
+from dlcp.sim.jobs.models import parse_size
 from dlcp.sim.scenario import TraceJob
-from dlcp.sim.traces import read_trace
+from dlcp.sim.traces import chakra
+from dlcp.sim.traces.operations import OperationKind
+from dlcp.sim.traces.traced_jobs import read_trace
 
 LIMIT_S = 10
 """Longest run of a damaged file in seconds of the processor. The undamaged ones take less than a tenth of one."""

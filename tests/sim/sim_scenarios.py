@@ -4,9 +4,18 @@
 import random
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, TrafficSpec
+from dlcp.sim.network.topology import (
+    Dragonfly,
+    FatTree,
+    LeafSpine,
+    LinkSpec,
+    RailOptimised,
+    Star,
+    TopologySpec,
+    build_topology,
+)
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
-from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec, build_topology
-from dlcp.sim.transports import (
+from dlcp.sim.transports.specs import (
     CubicTransport,
     DctcpTransport,
     DlcpTransport,

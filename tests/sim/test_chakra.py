@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from dlcp.sim import chakra
-from dlcp.sim.chakra import rank_files, read_chakra, write_chakra
-from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.operations import TraceFormatError, TraceTraffic, check_workload, workload_graph
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.traces import chakra
+from dlcp.sim.traces.chakra import rank_files, read_chakra, write_chakra
+from dlcp.sim.traces.operations import TraceFormatError, TraceTraffic, check_workload, workload_graph
 from tests.sim.traced_graphs import HOSTS, end_ps, graphs, step_of_ring
 
 MEMORY, COMPUTE, SEND, RECEIVE, COLLECTIVE = 2, 4, 5, 6, 7

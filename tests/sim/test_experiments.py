@@ -13,12 +13,12 @@ import pytest
 from dlcp.cli import main
 from dlcp.commands.sim import experiment_files
 from dlcp.document import DocumentError
-from dlcp.sim.comparison import MetricDifference
-from dlcp.sim.experiment import read
-from dlcp.sim.report import draw
-from dlcp.sim.results import Spread, findings, load, series_of
-from dlcp.sim.running import digest, write
-from dlcp.sim.sweep import SweepError, existing, result_file, sweep
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.results import Spread, findings, load, series_of
+from dlcp.sim.experiments.running import digest, write
+from dlcp.sim.experiments.sweep import SweepError, existing, result_file, sweep
+from dlcp.sim.tools.comparison import MetricDifference
+from dlcp.sim.tools.report import draw
 from tests.report.phones import PHONE_COLUMN_PX, readable_px
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
 
@@ -121,7 +121,7 @@ def test_a_sweep_goes_on_where_it_was(swept, tmp_path) -> None:
 
 def test_an_interrupted_sweep_keeps_what_it_has(swept, tmp_path, monkeypatch) -> None:
     _, described = swept
-    import dlcp.sim.sweep as module
+    import dlcp.sim.experiments.sweep as module
 
     calls = []
 
@@ -141,7 +141,7 @@ def test_results_of_another_simulator_are_run_again(swept, monkeypatch) -> None:
     folder, described = swept
     out = folder / "out" / "small"
     assert existing(out, described.runs[0]) is not None
-    import dlcp.sim.running as module
+    import dlcp.sim.experiments.running as module
 
     monkeypatch.setattr(module, "sources_digest", lambda: "of another simulator")
     assert existing(out, described.runs[0]) is None
@@ -155,7 +155,7 @@ def test_results_with_a_failure_without_end_are_found_again(tmp_path) -> None:
 
 
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
-    import dlcp.sim.running as module
+    import dlcp.sim.experiments.running as module
 
     copied = [("sim", module._SIMULATOR, name) for name in ("kernel/loop.py", "report.py")]
     copied += [("dlcp", module._DLCP, name) for name in module._SHARED]
@@ -171,9 +171,9 @@ def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does
             stream.write("# changed\n")
         return module.sources_digest.__wrapped__() != before
 
-    assert changed("sim/kernel/loop.py")
+    assert changed("sim/engines/kernel/loop.py")
     assert changed("dlcp/tags.py")
-    assert not changed("sim/report.py")
+    assert not changed("sim/tools/report.py")
     program = tmp_path / "dlcp.json"
     program.write_text("{}")
     before = module.sources_digest.__wrapped__()
@@ -211,7 +211,7 @@ def test_two_dask_workers_give_the_same_files(swept, tmp_path) -> None:
 def test_a_missing_scheduler_is_reported(swept, tmp_path, monkeypatch) -> None:
     pytest.importorskip("distributed")
     _, described = swept
-    import dlcp.sim.sweep as module
+    import dlcp.sim.experiments.sweep as module
 
     monkeypatch.setattr(module, "DASK_TIMEOUT_S", 1.0)
     with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp://127.0.0.1:9"):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dlcp.sim.goal import read_goal, write_goal
-from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.traces.goal import read_goal, write_goal
+from dlcp.sim.traces.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
 from tests.sim.traced_graphs import HOSTS, end_ps, graphs, step_of_ring
 
 PING_PONG = """\

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from dlcp.cli import main
-from dlcp.sim.collectives import CollectiveName
-from dlcp.sim.experiment import read
-from dlcp.sim.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
-from dlcp.sim.topology import build_topology
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.jobs.collectives import CollectiveName
+from dlcp.sim.network.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
+from dlcp.sim.network.topology import build_topology
 
 NEW = ["sim", "new"]
 

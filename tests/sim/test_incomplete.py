@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.sim.experiment import read
-from dlcp.sim.running import run, write
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.running import run, write
 
 STOPPED = """\
 name: stop

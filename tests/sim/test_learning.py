@@ -9,9 +9,11 @@ from dlcp.collectives.reduction_rules import average as real_average
 from dlcp.dtypes import ValueType
 from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import PlaneLayout
-from dlcp.sim import learning
-from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.learning import (
+from dlcp.sim.engines.packet_engine import MESSAGE_SIZE, PACKET_OUTCOME
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiments.running import run
+from dlcp.sim.jobs import learning
+from dlcp.sim.jobs.learning import (
     GradientExchange,
     LearningError,
     LearningSpec,
@@ -21,13 +23,11 @@ from dlcp.sim.learning import (
     decoded,
     shards_of,
 )
-from dlcp.sim.models import TASK_LAYERS
-from dlcp.sim.packet_engine import MESSAGE_SIZE, PACKET_OUTCOME
-from dlcp.sim.running import run
+from dlcp.sim.jobs.models import TASK_LAYERS
+from dlcp.sim.jobs.training import TrainingJob
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import SwitchSpec
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import TrainingJob
-from dlcp.sim.transports import DctcpTransport, DlcpTransport
+from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport
 
 WORKERS, PER_PACKET, PACKETS = 3, 10, 20
 VALUES = PER_PACKET * PACKETS

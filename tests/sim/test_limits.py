@@ -12,16 +12,24 @@ from msgspec import Meta
 
 from dlcp.document import DocumentError
 from dlcp.sim import limits
-from dlcp.sim.arithmetic import ps_per_kibibyte
-from dlcp.sim.experiment import Experiment, RunSetting, read
-from dlcp.sim.graph import GraphBuilder
+from dlcp.sim.engines.arithmetic import ps_per_kibibyte
+from dlcp.sim.engines.plan import TIMEOUT_BACKOFF_MAX
+from dlcp.sim.experiments.experiment import Experiment, RunSetting, read
+from dlcp.sim.experiments.running import TimeDistribution
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.jobs.models import StepProfile, parse_size
 from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, SIZE_BYTES_MAX, TIME_MAX_PS, LimitError, check_packets, picoseconds
-from dlcp.sim.models import StepProfile, parse_size
-from dlcp.sim.operations import OperationKind, RankOperation, TraceFormatError, Workload, check_workload
-from dlcp.sim.plan import TIMEOUT_BACKOFF_MAX
-from dlcp.sim.rules import timeout_ps
-from dlcp.sim.running import TimeDistribution
-from dlcp.sim.topology import Dragonfly, FatTree, LeafSpine, NetworkFile, RailOptimised, TopologyError, build_topology
+from dlcp.sim.network.topology import (
+    Dragonfly,
+    FatTree,
+    LeafSpine,
+    NetworkFile,
+    RailOptimised,
+    TopologyError,
+    build_topology,
+)
+from dlcp.sim.traces.operations import OperationKind, RankOperation, TraceFormatError, Workload, check_workload
+from dlcp.sim.transports.rules import timeout_ps
 
 WITHOUT_MEANING = ("value", "set", "paper", "limit")
 """Fields of figures and claims, which change no run."""

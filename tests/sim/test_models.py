@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from dlcp.sim.models import (
+from dlcp.sim.jobs.models import (
     MODELS,
     THROUGHPUTS,
     ModelInput,
@@ -88,7 +88,7 @@ def test_unknown_names_are_reported_with_the_known_ones() -> None:
 
 def test_a_pytorch_model_is_measured(tmp_path) -> None:
     torch = pytest.importorskip("torch")
-    from dlcp.sim.models import measure
+    from dlcp.sim.jobs.models import measure
 
     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
     profile = measure(model, ModelInput(64, (512,)), name="own", rounds=3)

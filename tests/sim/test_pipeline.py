@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlcp.cli import main
-from dlcp.sim.experiment import read
-from dlcp.sim.models import StepProfile, TimedLayer, step_profile, write_profile
-from dlcp.sim.pipeline import NetworkLevel, StagesError, parse_replicas, plan_pipeline
-from dlcp.sim.running import run
-from dlcp.sim.training import TrainingJob
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.running import run
+from dlcp.sim.jobs.models import StepProfile, TimedLayer, step_profile, write_profile
+from dlcp.sim.jobs.pipeline import NetworkLevel, StagesError, parse_replicas, plan_pipeline
+from dlcp.sim.jobs.training import TrainingJob
 
 BYTES_PER_S = {"A": 25e9 / 8, "B": 10e9 / 8}
 BATCHES = {"A": ("p100", 32), "B": ("v100", 64)}

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from dlcp.cli import main
-from dlcp.sim.experiment import read
-from dlcp.sim.playback import LANE_POINTS, StepRecorder, playback_page, step_playback
-from dlcp.sim.running import run
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.running import run
+from dlcp.sim.tools.playback import LANE_POINTS, StepRecorder, playback_page, step_playback
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
 
 STRAGGLER = EXPERIMENT.replace("jitter: 0.1", "stragglers: [{worker: 2, factor: 20}]").replace("steps: 2", "steps: 3")
@@ -106,7 +106,7 @@ def test_flows_have_busy_links_and_no_queues(straggler):
 
 
 def test_of_many_ranks_those_are_shown_that_others_wait_for(straggler, monkeypatch):
-    monkeypatch.setattr("dlcp.sim.playback.SHOWN_RANKS", 2)
+    monkeypatch.setattr("dlcp.sim.tools.playback.SHOWN_RANKS", 2)
     found = played(straggler, step=1)
     assert found.hidden_ranks == 2
     assert len(found.ranks) == 2

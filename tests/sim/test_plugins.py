@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("numba")
 
 MODULE = """
-from dlcp.sim.disciplines import OwnDiscipline, Admission
-from dlcp.sim.transports import OwnTransport
+from dlcp.sim.network.disciplines import OwnDiscipline, Admission
+from dlcp.sim.transports.specs import OwnTransport
 
 MARK, DROP = int(Admission.MARK), int(Admission.DROP)
 
@@ -51,9 +51,9 @@ class Early(OwnDiscipline):
 RUN = """
 import json, sys
 import numpy as np, numba
-from dlcp.sim import rules
-from dlcp.sim.plan import as_rows
-from dlcp.sim.kernel.state import STREAM_ROW
+from dlcp.sim.transports import rules
+from dlcp.sim.engines.plan import as_rows
+from dlcp.sim.engines.kernel.state import STREAM_ROW
 from dlcp.sim.scenario import Scenario
 from dlcp.sim.simulation import Simulation, simulate
 import msgspec
@@ -109,7 +109,9 @@ def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProces
 
 def test_a_package_brings_a_transport_and_a_discipline(tmp_path):
     transports = "[dlcp.sim.transports]\ngentle = own:Gentle\nplain = own:Plain\n"
-    done = python(RUN, installed(tmp_path, f"{transports}[dlcp.sim.disciplines]\nearly = own:Early\ncalm = own:Calm\n"))
+    done = python(
+        RUN, installed(tmp_path, f"{transports}[dlcp.sim.disciplines]\nearly = own:Early\ncalm = own:Calm\n")
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["plain"] == found["new_reno"], "without rules of its own it is NewReno"
@@ -126,7 +128,10 @@ def test_a_package_brings_a_transport_and_a_discipline(tmp_path):
     [
         ("[dlcp.sim.transports]\ndctcp = own:Gentle\n", "'dctcp' of the package own"),
         ("[dlcp.sim.transports]\nkind = own:Gentle\n", "has the tag 'gentle'; give the entry point this name"),
-        ("[dlcp.sim.transports]\ngentle = own:Early\n", "is no subclass of dlcp.sim.transports.OwnTransport"),
+        (
+            "[dlcp.sim.transports]\ngentle = own:Early\n",
+            "is no subclass of dlcp.sim.transports.specs.OwnTransport",
+        ),
         ("[dlcp.sim.disciplines]\nfifo = own:Early\n", "there is another one of this name; rename one of them"),
         ("[dlcp.sim.disciplines]\nearly = own:Late\n", "has no attribute 'Late'"),
     ],
@@ -140,6 +145,8 @@ def test_a_wrong_entry_point_is_refused_with_its_place(tmp_path, points, message
 
 def test_too_many_settings_are_refused(tmp_path):
     settings = "".join(f"    s{number}: float = 0\n" for number in range(9))
-    module = f"from dlcp.sim.transports import OwnTransport\nclass A(OwnTransport, frozen=True, tag='a'):\n{settings}"
+    module = (
+        f"from dlcp.sim.transports.specs import OwnTransport\nclass A(OwnTransport, frozen=True, tag='a'):\n{settings}"
+    )
     done = python("import dlcp.sim", installed(tmp_path, "[dlcp.sim.transports]\na = own:A\n", module))
     assert "has 9 settings; at most 8 are allowed" in done.stderr

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.sim.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
-from dlcp.sim.profiler_trace import is_dlcp_trace, read_dlcp_trace, read_pytorch_profiles
+from dlcp.sim.traces.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
+from dlcp.sim.traces.profiler_trace import is_dlcp_trace, read_dlcp_trace, read_pytorch_profiles
 from tests.sim.traced_graphs import end_ps
 
 PATH = Path("job.json")

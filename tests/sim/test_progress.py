@@ -9,9 +9,9 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.sim import CollectiveJob, Scenario, TrafficSpec, simulate, simulation
-from dlcp.sim.experiment import read
-from dlcp.sim.sweep import sweep
-from dlcp.sim.topology import Star
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.sweep import sweep
+from dlcp.sim.network.topology import Star
 from tests.sim.experiments_small import write_experiment
 
 

@@ -8,14 +8,14 @@ import pytest
 
 import dlcp.sim
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.experiment import read
-from dlcp.sim.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.results import Claim
-from dlcp.sim.running import run
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.results import Claim
+from dlcp.sim.experiments.running import run
+from dlcp.sim.experiments.slowdown import IdealTimes
+from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.topology import LeafSpine, LinkSpec
 from dlcp.sim.scenario import FlowPattern
-from dlcp.sim.slowdown import IdealTimes
-from dlcp.sim.topology import LeafSpine, LinkSpec
-from dlcp.sim.transports import DctcpTransport
+from dlcp.sim.transports.specs import DctcpTransport
 
 pytest.importorskip("numba")
 FILE = Path(dlcp.sim.__file__).parent / "experiments" / "references.yaml"

@@ -4,19 +4,19 @@
 import numpy as np
 import pytest
 
-from dlcp.sim import run_size
-from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.models import StepProfile, TimedLayer
-from dlcp.sim.operations import OperationKind, RankOperation, Workload
-from dlcp.sim.run_size import RunSizeError, step_nodes, steps_per_graph, trace_size
-from dlcp.sim.running import run
+from dlcp.sim.experiments import run_size
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiments.run_size import RunSizeError, step_nodes, steps_per_graph, trace_size
+from dlcp.sim.experiments.running import run
+from dlcp.sim.jobs.models import StepProfile, TimedLayer
+from dlcp.sim.jobs.step_graph import pieces_of, step_graph
+from dlcp.sim.jobs.training import TrainingJob, place_jobs
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import FlowPattern, TraceJob
-from dlcp.sim.step_graph import pieces_of, step_graph
-from dlcp.sim.topology import Star
-from dlcp.sim.trace_experiment import job_graph
-from dlcp.sim.traces import TraceProgress
-from dlcp.sim.training import TrainingJob, place_jobs
-from dlcp.sim.transports import DctcpTransport
+from dlcp.sim.traces.operations import OperationKind, RankOperation, Workload
+from dlcp.sim.traces.trace_experiment import job_graph
+from dlcp.sim.traces.traced_jobs import TraceProgress
+from dlcp.sim.transports.specs import DctcpTransport
 
 PROFILE = StepProfile("m", (TimedLayer("layer", 3_000_000, 0.001, 0.002),) * 5, 1, "-")
 JOBS = {
@@ -50,7 +50,7 @@ def setting(**fields: object) -> ExperimentRun:
 
 def test_a_run_that_does_not_fit_is_refused_before_it_is_built(monkeypatch) -> None:
     monkeypatch.setattr(run_size, "available_bytes", lambda: 1_000_000)
-    monkeypatch.setattr("dlcp.sim.training_run.step_graph", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr("dlcp.sim.jobs.training_run.step_graph", lambda *_, **__: pytest.fail("built"))
     with pytest.raises(RunSizeError, match=r"big: a step has 8,.* messages .* 0 GB are free: use `collective: hier"):
         run(setting(workers=64))
 
@@ -63,7 +63,7 @@ def test_a_trace_and_a_pattern_that_do_not_fit_are_refused_before_they_are_built
         OperationKind.COLLECTIVE, "c", "p", size_bytes=999, collective=collective, group=(*range(16),)
     )
     traced = Workload("w", [[operation] * 30 for _ in range(16)])
-    monkeypatch.setattr("dlcp.sim.traces.read_trace", lambda _: traced)
+    monkeypatch.setattr("dlcp.sim.traces.traced_jobs.read_trace", lambda _: traced)
     trace = RunSetting(
         topology=Star(hosts=64),
         transports={"t": DctcpTransport()},
@@ -84,7 +84,7 @@ def test_a_trace_and_a_pattern_that_do_not_fit_are_refused_before_they_are_built
 
 def test_a_job_that_does_not_fit_is_not_exported(monkeypatch) -> None:
     monkeypatch.setattr(run_size, "available_bytes", lambda: 30_000_000)
-    monkeypatch.setattr("dlcp.sim.trace_experiment.training_graph", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr("dlcp.sim.traces.trace_experiment.training_graph", lambda *_: pytest.fail("built"))
     with pytest.raises(RunSizeError, match=r"big: a step has 8,.* use fewer steps, `collective: hierarchical`"):
         job_graph(setting(workers=64, steps=6).setting)
 

@@ -4,19 +4,19 @@
 import numpy as np
 import pytest
 
-from dlcp.sim.collectives import RESULT_MESSAGE
-from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.graph import Graph
-from dlcp.sim.models import StepProfile, TimedLayer, joined_layers, step_profile
-from dlcp.sim.packet_engine import PacketEngineName
-from dlcp.sim.running import run
+from dlcp.sim.engines.packet_engine import PacketEngineName
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiments.running import run
+from dlcp.sim.jobs.collectives import RESULT_MESSAGE
+from dlcp.sim.jobs.graph import Graph
+from dlcp.sim.jobs.models import StepProfile, TimedLayer, joined_layers, step_profile
+from dlcp.sim.jobs.step_graph import class_shares, parameter_pieces, pieces_of, step_graph
+from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
+from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star, TopologySpec
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.step_graph import class_shares, parameter_pieces, pieces_of, step_graph
-from dlcp.sim.topology import LeafSpine, LinkSpec, Star, TopologySpec
-from dlcp.sim.training import TrainingJob, place_jobs, profile_of
-from dlcp.sim.training_run import Progress, training
-from dlcp.sim.transports import (
+from dlcp.sim.transports.specs import (
     CubicTransport,
     DctcpTransport,
     DlcpTransport,

@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlcp.sim import CollectiveJob, Scenario, SimulationResult, plan, simulate
-from dlcp.sim.arithmetic import slot_owners
-from dlcp.sim.graph import Graph, GraphBuilder
-from dlcp.sim.kernel.kernel_engine import KernelEngine
-from dlcp.sim.kernel.state import SEQUENCE_MAX
-from dlcp.sim.packet_engine import EngineCounter, counts_by_name
-from dlcp.sim.reference import chooses_paths
+from dlcp.sim import CollectiveJob, Scenario, SimulationResult, simulate
+from dlcp.sim.engines import plan
+from dlcp.sim.engines.arithmetic import slot_owners
+from dlcp.sim.engines.kernel.kernel_engine import KernelEngine
+from dlcp.sim.engines.kernel.state import SEQUENCE_MAX
+from dlcp.sim.engines.packet_engine import EngineCounter, counts_by_name
+from dlcp.sim.engines.reference import chooses_paths
+from dlcp.sim.jobs.graph import Graph, GraphBuilder
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation, SubmittedGraph
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.transports import DlcpTransport, NewRenoTransport, PFabricTransport
+from dlcp.sim.transports.specs import DlcpTransport, NewRenoTransport, PFabricTransport
 from tests.p4.p4source import constants
 from tests.sim.sim_scenarios import RARE, draw
 
@@ -144,7 +145,7 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
             late.append(self)
 
     expected = [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)]
-    monkeypatch.setattr("dlcp.sim.kernel.kernel_engine.KernelEngine", LateEngine)
+    monkeypatch.setattr("dlcp.sim.engines.kernel.kernel_engine.KernelEngine", LateEngine)
     assert [outcome(simulate(draw(seed), engine="kernel")) for seed in (2, 9)] == expected
     for engine in late:
         assert engine.counts[EngineCounter.EVENTS] > 1000
@@ -152,8 +153,8 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
 
 
 def test_more_than_an_event_can_name_is_refused(monkeypatch):
-    monkeypatch.setattr("dlcp.sim.kernel.state.ID_MASK", 100)
-    monkeypatch.setattr("dlcp.sim.kernel.kernel_engine._POOL", 64)
+    monkeypatch.setattr("dlcp.sim.engines.kernel.state.ID_MASK", 100)
+    monkeypatch.setattr("dlcp.sim.engines.kernel.kernel_engine._POOL", 64)
     with pytest.raises(MemoryError, match="exceed the simulator's limit of 100; simulate a smaller setting"):
         simulate(draw(2), engine="kernel")
 

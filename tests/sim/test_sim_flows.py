@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
-from dlcp.sim.experiment import read
-from dlcp.sim.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.results import findings, load
-from dlcp.sim.running import run
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.results import findings, load
+from dlcp.sim.experiments.running import run
+from dlcp.sim.experiments.sweep import sweep
+from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
 from dlcp.sim.scenario import FailureSpec, SwitchSpec, TrafficSpec
-from dlcp.sim.sweep import sweep
-from dlcp.sim.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
-from dlcp.sim.transports import DctcpTransport, DlcpTransport, PFabricTransport
+from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport, PFabricTransport
 from tests.sim.experiments_small import write_experiment
 
 SIZE = 1_440_000

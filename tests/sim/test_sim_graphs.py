@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.collectives import AllReduceSpec, direct, parameter_server, ring
-from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.transports import DctcpTransport
+from dlcp.sim.jobs.collectives import AllReduceSpec, direct, parameter_server, ring
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.transports.specs import DctcpTransport
 
 
 def simulation(hosts: int = 4, engine: str = "reference", **options) -> Simulation:

@@ -8,7 +8,7 @@ import pytest
 
 from dlcp.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
-from dlcp.sim.topology import FileTopology, build_topology
+from dlcp.sim.network.topology import FileTopology, build_topology
 
 infragraph = pytest.importorskip("infragraph")
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
-from dlcp.sim.graph import GraphBuilder
-from dlcp.sim.packet_engine import EngineCounter
+from dlcp.sim.engines.packet_engine import EngineCounter
+from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star
 from dlcp.sim.scenario import SwitchSpec
-from dlcp.sim.topology import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import NewRenoTransport
+from dlcp.sim.transports.specs import NewRenoTransport
 
 pytest.importorskip("numba")
 ENGINES = ("kernel", "reference")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
-from dlcp.sim.collectives import AllReduceSpec, byteps
-from dlcp.sim.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.jobs.collectives import AllReduceSpec, byteps
+from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
-from dlcp.sim.topology import LeafSpine, LinkSpec, Star
-from dlcp.sim.transports import (
+from dlcp.sim.transports.specs import (
     CubicTransport,
     DctcpTransport,
     DlcpTransport,

@@ -6,8 +6,8 @@ import pytest
 
 from dlcp.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
-from dlcp.sim.routing import Routes
-from dlcp.sim.topology import (
+from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.topology import (
     Dragonfly,
     FatTree,
     FileTopology,

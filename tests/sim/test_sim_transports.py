@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
-from dlcp.sim.fitted_network import suited_switches
-from dlcp.sim.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.packet_engine import EngineCounter
-from dlcp.sim.plan import TransportRules, make_plan
-from dlcp.sim.reference import MessageStream
-from dlcp.sim.rules import (
+from dlcp.sim.engines.packet_engine import EngineCounter
+from dlcp.sim.engines.plan import TransportRules, make_plan
+from dlcp.sim.engines.reference import MessageStream
+from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.fitted_network import suited_switches
+from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star, build_topology
+from dlcp.sim.scenario import EcnSpec, SwitchSpec
+from dlcp.sim.simulation import failure
+from dlcp.sim.transports.rules import (
     first_threshold,
     grant_first_window,
     measure_rtt,
@@ -27,10 +30,7 @@ from dlcp.sim.rules import (
     timeout_ps,
     wanted_credit,
 )
-from dlcp.sim.scenario import EcnSpec, SwitchSpec
-from dlcp.sim.simulation import failure
-from dlcp.sim.topology import LeafSpine, LinkSpec, Star, build_topology
-from dlcp.sim.transports import (
+from dlcp.sim.transports.specs import (
     CubicTransport,
     DctcpTransport,
     DlcpTransport,

@@ -10,21 +10,21 @@ from dlcp.arms import AUTO_BITS, PRECISIONS
 from dlcp.convergence import curve
 from dlcp.document import DocumentError
 from dlcp.planes import PlaneLayout
-from dlcp.sim.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
-from dlcp.sim.experiment import RunSetting, read
-from dlcp.sim.graph import NODE_RECORD, GraphBuilder
-from dlcp.sim.models import StepProfile, TimedLayer
-from dlcp.sim.packet_engine import counts_by_name
-from dlcp.sim.plan import PROFILE_CELLS
-from dlcp.sim.precision import Precision, SimulatedPrecision
-from dlcp.sim.running import run
+from dlcp.sim.engines.packet_engine import counts_by_name
+from dlcp.sim.engines.plan import PROFILE_CELLS
+from dlcp.sim.experiments.experiment import RunSetting, read
+from dlcp.sim.experiments.running import run
+from dlcp.sim.jobs.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
+from dlcp.sim.jobs.graph import NODE_RECORD, GraphBuilder
+from dlcp.sim.jobs.models import StepProfile, TimedLayer
+from dlcp.sim.jobs.precision import Precision, SimulatedPrecision
+from dlcp.sim.jobs.step_graph import class_shares
+from dlcp.sim.jobs.training import TrainingJob, place_jobs
+from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.step_graph import class_shares
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import TrainingJob, place_jobs
-from dlcp.sim.training_run import Progress, training
-from dlcp.sim.transports import DlcpTransport
+from dlcp.sim.transports.specs import DlcpTransport
 from dlcp.tags import plain_tags
 from dlcp.wire import DROP_CLASSES
 from tests.sim.experiments_small import EXPERIMENT, write_experiment

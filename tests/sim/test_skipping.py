@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from dlcp.document import DocumentError
-from dlcp.sim.experiment import RunSetting, read
-from dlcp.sim.running import run
+from dlcp.sim.experiments.experiment import RunSetting, read
+from dlcp.sim.experiments.running import run
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
 
 LONG = EXPERIMENT.replace("steps: 2, jitter: 0.1", "steps: 400, jitter: 0.05")

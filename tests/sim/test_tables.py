@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dlcp.cli import main
-from dlcp.sim.experiment import read
-from dlcp.sim.running import run
-from dlcp.sim.tables import TableRecorder, write_tables
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.experiments.running import run
+from dlcp.sim.tools.tables import TableRecorder, write_tables
 from tests.sim.experiments_small import write_experiment
 from tests.sim.test_goal import PING_PONG
 
@@ -108,7 +108,7 @@ def test_flows_have_tables(tmp_path):
 
 def test_many_samples_become_fewer_and_lose_nothing(small, monkeypatch):
     item, _, tables = small
-    monkeypatch.setattr("dlcp.sim.recording.SAMPLES_MAX", 64)
+    monkeypatch.setattr("dlcp.sim.tools.recording.SAMPLES_MAX", 64)
     recorder = TableRecorder()
     run(item, recorder=recorder)
     coarse = recorder.tables()

@@ -10,9 +10,11 @@ import pytest
 from dlcp import cli
 from dlcp.cli import main
 from dlcp.sim import simulate
-from dlcp.sim.chakra import write_chakra
-from dlcp.sim.experiment import ExperimentRun, RunSetting, read
-from dlcp.sim.operations import (
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting, read
+from dlcp.sim.experiments.running import digest, run
+from dlcp.sim.scenario import TraceJob
+from dlcp.sim.traces.chakra import write_chakra
+from dlcp.sim.traces.operations import (
     OperationKind,
     RankOperation,
     TraceFormatError,
@@ -20,10 +22,8 @@ from dlcp.sim.operations import (
     Workload,
     workload_graph,
 )
-from dlcp.sim.running import digest, run
-from dlcp.sim.scenario import TraceJob
-from dlcp.sim.trace_experiment import job_graph, write_trace
-from dlcp.sim.traces import place_traces, read_trace
+from dlcp.sim.traces.trace_experiment import job_graph, write_trace
+from dlcp.sim.traces.traced_jobs import place_traces, read_trace
 from tests.sim.experiments_small import PROFILE
 from tests.sim.test_goal import PING_PONG
 from tests.sim.test_profiler_trace import dlcp_trace, on_gpu

@@ -4,16 +4,16 @@
 import numpy as np
 import pytest
 
-from dlcp.sim.collectives import RESULT_MESSAGE, WITH_SERVERS, AllReduceSpec, all_reduce, ring
-from dlcp.sim.experiment import RunSetting
-from dlcp.sim.graph import Graph, GraphBuilder
-from dlcp.sim.models import StepProfile, TimedLayer
+from dlcp.sim.experiments.experiment import RunSetting
+from dlcp.sim.jobs.collectives import RESULT_MESSAGE, WITH_SERVERS, AllReduceSpec, all_reduce, ring
+from dlcp.sim.jobs.graph import Graph, GraphBuilder
+from dlcp.sim.jobs.models import StepProfile, TimedLayer
+from dlcp.sim.jobs.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces, step_graph
+from dlcp.sim.jobs.training import StragglerSpec, TrainingJob, place_jobs
+from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.simulation import Simulation
-from dlcp.sim.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces, step_graph
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import StragglerSpec, TrainingJob, place_jobs
-from dlcp.sim.training_run import Progress, training
-from dlcp.sim.transports import DctcpTransport
+from dlcp.sim.transports.specs import DctcpTransport
 
 LAYERS = tuple(TimedLayer(f"layer{i}", 1_000_000 * (i + 1), 0.001, 0.002) for i in range(4))
 

@@ -3,12 +3,12 @@
 
 import pytest
 
-from dlcp.sim.experiment import ExperimentRun, RunSetting
-from dlcp.sim.models import parse_size
-from dlcp.sim.running import run
+from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
+from dlcp.sim.experiments.running import run
+from dlcp.sim.jobs.models import parse_size
+from dlcp.sim.jobs.training import TrainingJob
+from dlcp.sim.network.topology import LinkSpec, Star
 from dlcp.sim.scenario import FlowPattern
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.training import TrainingJob
 
 RATE_GBPS = 100
 ON_THE_WIRE = (1500 + 64) / (1500 - 60)

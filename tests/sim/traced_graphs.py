@@ -6,10 +6,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.graph import Graph, GraphBuilder
-from dlcp.sim.topology import LinkSpec, Star
-from dlcp.sim.transports import DctcpTransport
+from dlcp.sim.jobs.collectives import AllReduceSpec, all_reduce
+from dlcp.sim.jobs.graph import Graph, GraphBuilder
+from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.transports.specs import DctcpTransport
 
 HOSTS = 4
 

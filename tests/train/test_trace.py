@@ -172,8 +172,8 @@ def test_a_bucket_goes_through_its_phases_one_after_the_other(trained):
 
 
 def test_the_simulator_reads_it(trained):
-    operations = pytest.importorskip("dlcp.sim.operations")
-    from dlcp.sim.profiler_trace import read_dlcp_trace
+    operations = pytest.importorskip("dlcp.sim.traces.operations")
+    from dlcp.sim.traces.profiler_trace import read_dlcp_trace
     from tests.train.scripts import make
 
     document = json.loads((trained[0] / "ddp.json").read_text())

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's Python side: grow arrays, add and free graphs, change links and routes."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.sim.engines.growing import Room, aligned_zeros, enlarged
+from dlcp.sim.engines.kernel import state as k
+from dlcp.sim.engines.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
+from dlcp.sim.engines.kernel.loop import begin_nodes, run
+from dlcp.sim.engines.packet_engine import (
+    COUNTER_CELLS,
+    PACKET_OUTCOME,
+    PORT_BYTES,
+    STREAM_START,
+    Completion,
+    CompletionKind,
+    Submission,
+    as_records,
+)
+from dlcp.sim.engines.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
+from dlcp.sim.network.routing import Routes
+from dlcp.sim.transports.rules import first_threshold
+
+_POOL: Final = 1 << 12
+"""Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
+_COMPLETIONS: Final = 1 << 12
+_ROWS_AT_ONCE: Final = 2048
+"""Nodes of a graph that are written at once: their rows fit in the second-level cache."""
+
+
+class KernelEngine:
+    """Runs a plan in the compiled kernel; see `dlcp.sim.engines.packet_engine.PacketEngine`."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self.plan = plan
+        self._world = np.zeros(1, k.WORLD)
+        self._w = self._world[0]
+        self._w["hosts"] = plan.hosts
+        self._w["free_stream"] = -1
+        # The arrays of the record, by their names in `k.ARRAYS`. Growing an array replaces it.
+        a = self._a = SimpleNamespace(**{name: np.zeros(0, row) for name, row in k.ARRAYS.items()})
+        a.counts, a.profiles = np.zeros(COUNTER_CELLS, np.int64), plan.profiles
+        a.buckets = np.full(TIME_BUCKETS, -1, np.int32)
+        a.occupied = np.zeros(TIME_BUCKETS // BUCKETS_PER_WORD, np.int64)
+        self._w["bucket_shift"], self._w["free_event"] = _bucket_shift(plan), -1
+        self._grow_events(_POOL)
+        a.ports = _make_ports(plan)
+        a.queues = aligned_zeros(len(a.ports) * PORT_QUEUES, np.zeros(0, k.QUEUE_ROW))
+        a.queues["head"] = a.queues["tail"] = -1
+        a.switches = np.zeros(len(plan.topology.names), k.SWITCH_ROW)
+        a.switches["random"], a.switches["salt"] = plan.node_random, plan.node_salt
+        a.switches["divisor"] = plan.topology.divisors
+        switches = len(plan.topology.names) - plan.hosts
+        has_slots = plan.switches.discipline == Discipline.DLCP
+        a.slots = np.zeros((switches, SLOT_REGISTER_SIZE) if has_slots else (1, 1), k.SLOT_ROW)
+        self._stream_count = 0
+        self._stream_rows: dict[int, int] = {-1: -1}
+        a.graphs = np.zeros(16, k.GRAPH_ROW)
+        a.completions = np.zeros((_COMPLETIONS, 2), np.int64)
+        a.rules, a.transports = as_rows([plan.switches]), as_rows(plan.transports)
+        self.set_routes(plan.routes)
+        self._free_graphs = list(range(15, -1, -1))
+        self._ranges: dict[int, tuple[slice, slice, slice]] = {}
+        self._graph_numbers: dict[int, int] = {}
+        self._message_room, self._state_room, self._follower_room = Room(), Room(), Room()
+        self._bound: dict[str, NDArray[Any]] = {}
+        self._grow_pool("packet")
+        self._grow_pool("transmission")
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Return the counts, indexed by `dlcp.sim.engines.packet_engine.EngineCounter`."""
+        counts: NDArray[np.int64] = self._a.counts
+        return counts
+
+    def _bind(self) -> None:
+        """Store the addresses of replaced arrays in the record."""
+        for name, array in vars(self._a).items():
+            if self._bound.get(name) is not array:
+                k.bind(self._w, name, array)
+                self._bound[name] = array
+
+    @property
+    def now_ps(self) -> int:
+        """Return the time of the latest event."""
+        return int(self._w["now"])
+
+    def run(self, limit_ps: int) -> list[Completion]:
+        """Run to the end of the first instant with a completion, at most to ``limit_ps``."""
+        while True:
+            self._bind()
+            if run(self._world, limit_ps):
+                break
+            self._grow()
+        rows = self._a.completions[: self._w["completed"]].tolist()
+        self._w["completed"] = 0
+        return [self._completion(CompletionKind(kind), number) for kind, number in rows]
+
+    def _completion(self, kind: CompletionKind, number: int) -> Completion:
+        if kind == CompletionKind.NODE_DONE:
+            slot = int(self._a.messages[number]["graph"])
+            return Completion(kind, self._graph_numbers[slot], number - self._ranges[slot][0].start)
+        return Completion(kind, self._graph_numbers[number])
+
+    def has_events(self) -> bool:
+        """Return whether any events are pending."""
+        return bool(self._w["events_waiting"])
+
+    # ------------------------------------------------------------------------------------------------------- graphs
+
+    def submit(self, submission: Submission) -> None:
+        """Start a graph. A node without predecessors begins after its delay."""
+        graph = submission.graph
+        count = len(graph)
+        self._add_streams(submission.new_streams)
+        nodes = self._message_room.take(count)
+        segments = self._state_room.take(int(submission.sizes["packets"].sum()))
+        edges = self._follower_room.take(len(graph.followers))
+        _refuse_beyond(nodes.stop, "messages in flight")
+        self._a.messages = enlarged(self._a.messages, nodes.stop)
+        self._a.states = enlarged(self._a.states, segments.stop)
+        self._a.followers = enlarged(self._a.followers, edges.stop)
+        slot = self._take_graph()
+        self._ranges[slot], self._graph_numbers[slot] = (nodes, segments, edges), submission.number
+        self._a.graphs[slot] = (count, count, nodes.start)
+        self._a.states[segments] = 0
+        self._a.followers[edges] = graph.followers + nodes.start
+        self._fill_messages(submission, slot, nodes, segments.start, edges.start)
+        self._w["followers_max"] = max(self._w["followers_max"], np.diff(graph.starts).max())
+        first = np.flatnonzero(graph.waits == 0)
+        self._begin(first + nodes.start, submission.now_ps + graph.nodes["delay_ps"][first])
+
+    def _fill_messages(self, submission: Submission, slot: int, nodes: slice, segment: int, edge: int) -> None:
+        """Write the rows of a graph's nodes, whose packets and followers begin at ``segment`` and ``edge``.
+
+        The rows are written in blocks. Writing thirty columns over more rows than fit in the caches takes three times
+        as long as everything else for a graph of millions of nodes.
+        """
+        graph = submission.graph
+        packets = submission.sizes["packets"]
+        offsets = segment + np.cumsum(packets) - packets
+        count = len(graph)
+        for start in range(0, count, _ROWS_AT_ONCE):
+            part = slice(start, min(start + _ROWS_AT_ONCE, count))
+            described = graph.nodes[part]
+            serials, inverse = np.unique(submission.streams[part], return_inverse=True)
+            streams = np.array([self._stream_rows[serial] for serial in serials.tolist()], np.int32)[inverse]
+            rows = self._a.messages[nodes.start + part.start : nodes.start + part.stop]
+            rows.view(np.uint8)[:] = 0
+            rows["begin"] = rows["end"] = -1
+            rows["offset"], rows["stream"] = offsets[part], streams
+            rows["graph"], rows["waits"] = slot, graph.waits[part]
+            rows["followers"] = edge + graph.starts[part]
+            rows["follower_count"] = graph.starts[part.start + 1 : part.stop + 1] - graph.starts[part]
+            _set_sizes(rows, slice(None), submission.sizes[part])
+            for name in ("owner", "salt", "queue", "bounded"):
+                rows[name] = getattr(submission, name)[part]
+            for name in ("order", "step", "transport", "watched"):
+                rows[name] = described[name]
+            rows["delay"] = described["delay_ps"]
+
+    def _begin(self, nodes: NDArray[np.int64], times: NDArray[np.int64]) -> None:
+        self._grow_events(int(self._w["events_waiting"]) + len(nodes) + k.SPARE_ROWS)
+        self._bind()
+        begin_nodes(self._world, times, nodes)
+
+    def records(self, number: int) -> NDArray[Any]:
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
+        return as_records(self._a.messages[self._ranges[self._slot_of(number)][0]])
+
+    def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what became of packets; see `dlcp.sim.engines.packet_engine.PacketEngine.outcomes`."""
+        rows = self._a.messages[self._ranges[self._slot_of(number)][0]][nodes]
+        packets, ends = rows["packets"], np.cumsum(rows["packets"])
+        cells = np.arange(packets.sum()) + np.repeat(rows["offset"] - ends + packets, packets)
+        states = self._a.states[cells]
+        outcomes = np.empty(len(states), PACKET_OUTCOME)
+        outcomes["drop_class"], outcomes["delivered"] = states & k.CLASS_MASK, states & k.STATE_DELIVERED
+        return outcomes
+
+    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun; see `dlcp.sim.engines.packet_engine.PacketEngine.resize`."""
+        rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
+        waiting = rows["begin"][nodes] < 0
+        _set_sizes(rows, nodes[waiting], sizes[waiting])
+
+    def _slot_of(self, number: int) -> int:
+        return next(slot for slot, known in self._graph_numbers.items() if known == number)
+
+    def forget(self, number: int) -> None:
+        """Free the rows of a closed graph."""
+        slot = self._slot_of(number)
+        nodes, segments, edges = self._ranges.pop(slot)
+        self._message_room.give(nodes)
+        self._state_room.give(segments)
+        self._follower_room.give(edges)
+        del self._graph_numbers[slot]
+        self._free_graphs.append(slot)
+
+    def _add_streams(self, new: NDArray[Any]) -> None:
+        if not len(new):
+            return
+        indices = np.empty(len(new), np.int64)
+        for number, serial in enumerate(new["serial"].tolist()):
+            index = int(self._w["free_stream"])
+            if index >= 0:
+                self._w["free_stream"] = self._a.streams["next"][index]
+                self._stream_rows.pop(int(self._a.streams["serial"][index]), None)
+            else:
+                index = self._stream_count
+                self._stream_count += 1
+                _refuse_beyond(self._stream_count, "streams")
+                self._a.streams = enlarged(self._a.streams, self._stream_count)
+            indices[number] = self._stream_rows[serial] = index
+        rows = np.zeros(len(new), k.STREAM_ROW)
+        for name in ("head", "tail", "retransmissions", "next", "first", "last", "epoch", "timer_at"):
+            rows[name] = -1
+        for name in STREAM_START.names or ():
+            rows[name] = new[name]
+        chosen = self._a.transports[new["transport"]]
+        rows["window"], rows["alpha"] = chosen["initial_window_packets"], 1.0
+        rows["threshold"] = [first_threshold(self.plan.transports[number]) for number in new["transport"]]
+        self._a.streams[indices] = rows
+
+    def _take_graph(self) -> int:
+        if not self._free_graphs:
+            count = len(self._a.graphs)
+            self._a.graphs = enlarged(self._a.graphs, 2 * count)
+            self._free_graphs = list(range(len(self._a.graphs) - 1, count - 1, -1))
+        return self._free_graphs.pop()
+
+    # -------------------------------------------------------------------------------------------------------- links
+
+    def set_loss(self, links: Sequence[int], loss: int) -> None:
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.engines.arithmetic.DRAW_LIMIT`."""
+        self._a.ports["loss"][list(links)] = loss
+        self._a.ports["lossy"][list(links)] = loss > 0
+
+    def set_routes(self, routes: Routes) -> None:
+        """Replace the routes."""
+        self._a.route_row, self._a.route_cells, self._a.choices = routes.row, routes.cells, routes.choices
+        self._a.route_first, self._a.route_targets = routes.first, routes.targets
+
+    def port_bytes(self) -> NDArray[Any]:
+        """Return the bytes at each link, `dlcp.sim.engines.packet_engine.PORT_BYTES` (links,)."""
+        return np.array(self._a.ports[list(PORT_BYTES.names or ())])
+
+    # ------------------------------------------------------------------------------------------------------- growth
+
+    def _grow(self) -> None:
+        spare = k.SPARE_ROWS + int(self._w["in_flight_max"])
+        while self._w["free_packets"] < spare:
+            self._grow_pool("packet")
+        while self._w["free_transmissions"] < k.SPARE_ROWS:
+            self._grow_pool("transmission")
+        self._grow_events(int(self._w["events_waiting"]) + spare + int(self._w["followers_max"]))
+        self._a.completions = enlarged(self._a.completions, int(self._w["completed"]) + spare)
+        if self._w["sequence"] > k.SEQUENCE_MAX:
+            self._renumber()
+
+    def _renumber(self) -> None:
+        """Renumber the waiting events from 0, in the order of insertion."""
+        near, far = int(self._w["heap_length"]), int(self._w["far_length"])
+        listed = []
+        following = self._a.events["next"]
+        for event in self._a.buckets[self._a.buckets >= 0].tolist():
+            while event >= 0:
+                listed.append(event)
+                event = int(following[event])
+        keys = np.concatenate([self._a.keys[:near], self._a.far_keys[:far], self._a.events["key"][listed]])
+        order = np.argsort(keys)  # by insertion number, the highest bits
+        what = keys & ((1 << k.SEQUENCE_SHIFT) - 1)
+        keys[order] = np.arange(len(keys)) << k.SEQUENCE_SHIFT | what[order]
+        self._a.keys[:near], self._a.far_keys[:far] = keys[:near], keys[near : near + far]
+        self._a.events["key"][listed] = keys[near + far :]
+        self._w["sequence"] = len(keys)
+
+    def _grow_events(self, needed: int) -> None:
+        """Make room for ``needed`` events in each of the three places."""
+        before = len(self._a.events)
+        self._a.times, self._a.keys = enlarged(self._a.times, needed), enlarged(self._a.keys, needed)
+        self._a.far_times, self._a.far_keys = enlarged(self._a.far_times, needed), enlarged(self._a.far_keys, needed)
+        self._a.events = enlarged(self._a.events, needed)
+        if len(self._a.events) > before:
+            self._a.events["next"][before:] = np.arange(before + 1, len(self._a.events) + 1)
+            self._a.events["next"][-1] = self._w["free_event"]
+            self._w["free_event"] = before
+
+    def _grow_pool(self, pool: str) -> None:
+        """Double a pool, and put its new rows at the head of its free list."""
+        rows, free = getattr(self._a, f"{pool}s"), f"free_{pool}"
+        before = len(rows)
+        larger = enlarged(rows, max(_POOL, 2 * before))
+        _refuse_beyond(len(larger), "packets in flight")
+        larger["next"][before:] = np.arange(before + 1, len(larger) + 1)
+        larger["serial"][before:] = -1
+        larger["next"][-1] = self._w[f"{free}_head"] if before else -1
+        self._w[f"{free}_head"] = before
+        self._w[f"{free}s"] += len(larger) - before
+        setattr(self._a, f"{pool}s", larger)
+
+
+def _set_sizes(rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
+    """Write `MESSAGE_SIZE` rows into rows of messages."""
+    for name in ("packets", "last_bytes", "upper", "budget", "profile"):
+        rows[name][where] = sizes[name]
+    rows["required"][where] = sizes["packets"] - sizes["allowed"]
+
+
+def _make_ports(plan: EnginePlan) -> NDArray[Any]:
+    ports = aligned_zeros(len(plan.links), np.zeros(0, k.PORT_ROW))
+    columns = {"node": "source", "target": "target", "kibibyte_ps": "kibibyte_ps", "delay": "delay_ps"}
+    for column, name in {**columns, "loss": "loss", "random": "random"}.items():
+        ports[column] = [getattr(link, name) for link in plan.links]
+    ports["lossy"] = ports["loss"] > 0
+    ports["control"] = ports["pulls"] = ports["spare_pulls"] = -1
+    return ports
+
+
+def _bucket_shift(plan: EnginePlan) -> int:
+    """Return the base-2 logarithm of the width of a time bucket in picoseconds.
+
+    A bucket has about eight events when every link is busy, which is not tuned. All buckets together span more than a
+    packet's time over the slowest link.
+    """
+    packet_ps = sum(1500 * link.kibibyte_ps >> 10 for link in plan.links) // len(plan.links)
+    reach_ps = max(link.delay_ps + (9000 * link.kibibyte_ps >> 10) for link in plan.links)
+    return max(8 * packet_ps // len(plan.links), 2 * reach_ps // TIME_BUCKETS, 1).bit_length()
+
+
+def _refuse_beyond(count: int, what: str) -> None:
+    """Raise MemoryError if ``count`` rows are more than an event's key can number."""
+    if count > k.ID_MASK:
+        raise MemoryError(f"{count:,} {what} exceed the simulator's limit of {k.ID_MASK:,}; simulate a smaller setting")

@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translate a scenario into the numbers of both packet engines: picoseconds, bytes, packets and tables.
+
+The reference reads `TransportRules` and `SwitchRules`. The kernel gets the same records as rows of structured arrays
+(`as_rows`), so each number has the same name in both engines.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.sim.engines.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
+from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.topology import NetworkTopology
+from dlcp.sim.scenario import SwitchSpec
+from dlcp.sim.transports.plugins import OWN_DISCIPLINES, OWN_SETTINGS_MAX, OWN_TRANSPORTS, setting_values
+from dlcp.sim.transports.specs import (
+    TRANSPORTS_MAX,
+    DlcpTransport,
+    NdpTransport,
+    NsccTransport,
+    OwnTransport,
+    PFabricTransport,
+    RcccTransport,
+    TransportSpec,
+    UltraEthernetTransport,
+)
+from dlcp.wire import DROP_CLASSES, Queue
+
+Row = Any
+"""A structured array, one of its rows, or Numba's view of either."""
+Number = Any
+"""An integer of Numba or NumPy."""
+PORT_QUEUES: Final = 8
+_ANY_ORDER: Final = 1 << 30
+"""``reorder_packets`` of transports that do not take reordering for loss."""
+NO_LIMIT: Final = 1 << 40
+"""A limit that no queue reaches."""
+PROFILE_CELLS: Final = 256
+"""Cells of a drop-class profile. A packet's hash chooses a cell, so each class gets packets in proportion to its
+cells."""
+PROTECTED_BLOCK_PACKETS: Final = 64
+"""Size of a block, in which the packets of class 0 are sent first. DLCP's hosts have since moved to blocks of 256
+(`dlcp.tags.BLOCK_PACKETS`); the simulator keeps 64, because all its published results were computed with it."""
+LOWER_PLANE_SHARES: Final = (0.0, *[1 / (DROP_CLASSES - 1)] * (DROP_CLASSES - 1))
+"""Share of the lower plane's packets in each drop class, as in `dlcp.planes.PlaneLayout.tags`."""
+TIMEOUT_BACKOFF_MAX: Final = 6
+"""Most doublings of a timeout; not tuned."""
+DLCP_BACKOFF_MAX: Final = 1
+"""The same for DLCP, where no answer may only mean that a stream waits in a lower queue. With six doublings, some steps
+took 20 ms longer; see `sim/experiments/README.md`."""
+CUBIC_SCALE: Final = 0.4
+"""C of RFC 9438, packets per second cubed."""
+CUBIC_KEEP: Final = 0.7
+"""beta of RFC 9438: the share of the window that remains after a loss."""
+DLCP_LOSS_KEEP: Final = 0.75
+"""The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
+TRIMMED_BYTES: Final = 64
+"""Size of a packet without its payload."""
+ULTRA_ETHERNET_WINDOW: Final = 1.5
+"""Largest window of Ultra Ethernet's transports in bandwidth-delay products."""
+RCCC_PULL_PERCENT: Final = 99
+"""The share of a link's rate for which RCCC's receiver gives credit."""
+# Constants of NSCC, `NsccTransport`; those in packets are for the reference network and grow with the product of a
+# network's rate and base round trip.
+NSCC_REFERENCE_BYTES: Final = 150_000
+"""Bandwidth-delay product of the reference network: 100 Gbit/s and 12 us."""
+NSCC_REFERENCE_RTT_PS: Final = 12_000_000
+NSCC_FAIR_PACKETS: Final = 5.0
+"""Growth in packets for each acknowledged window when the delay is above the target and nothing is marked."""
+NSCC_PROPORTIONAL_PACKETS: Final = 4.0
+"""The same for a delay that is 12 us below the target."""
+NSCC_FAST_SHARE: Final = 0.25
+"""Growth for each acknowledged packet after a window without delay."""
+NSCC_FAST_DELAY_PS: Final = 1_000_000
+"""A shorter delay counts as none."""
+NSCC_STEADY_PACKETS: Final = 0.15
+"""Growth in each base round trip."""
+NSCC_ADJUST_PACKETS: Final = 8
+"""Growth is applied after more packets than this, or after a base round trip."""
+NSCC_ADAPT_DELAY: Final = 4
+"""Quick adapt needs a trimmed packet, or a delay above this multiple of the target."""
+NSCC_ADAPT_SHARE: Final = 8
+"""Quick adapt needs fewer arrivals than the largest window divided by this."""
+
+# Constants of the P4 program in p4/shared/constants.p4; tests/sim/test_sim_agreement.py compares them.
+SLOT_REGISTER_SIZE: Final = 1 << 16
+SLOT_OWNED: Final = 0x80000000
+SLOT_IDLE_US: Final = 1_000_000
+ROUTE_MEMBERS_SIZE: Final = 1024
+PORT_INDEX_WIDTH: Final = 6
+EVENT_MARKED, EVENT_BUDGET_SPENT, EVENT_SLOT_TAKEN = 1, 5, 6
+
+
+class TransportKind(IntEnum):
+    """Congestion control and loss detection of a stream; names are the ``kind`` values in experiment files."""
+
+    NEW_RENO = 0
+    CUBIC = 1
+    DCTCP = 2
+    SWIFT = 3
+    PIAS = 4
+    PFABRIC = 5
+    NDP = 6
+    DLCP = 7
+    NSCC = 8
+    RCCC = 9
+
+
+OWN_KIND: Final = 100
+"""Number of the first transport in `dlcp.sim.transports.plugins.OWN_TRANSPORTS`, and of the first discipline in
+`OWN_DISCIPLINES`
+there; the others follow."""
+
+
+class Discipline(IntEnum):
+    """How ports queue and drop; names as in `dlcp.sim.scenario.SwitchSpec.discipline`."""
+
+    FIFO = 0
+    PRIORITY = 1
+    DLCP = 2
+    PFABRIC = 3
+    TRIM = 4
+
+
+class BufferScope(IntEnum):
+    """Scope of a buffer: a queue, a port, or the whole switch."""
+
+    QUEUE = 0
+    PORT = 1
+    SWITCH = 2
+
+
+class PathChoice(IntEnum):
+    """How a switch chooses among equal paths for a sprayed packet; other packets follow their flow's hash."""
+
+    HASH = 0
+    RANDOM = 1
+    ROUND_ROBIN = 2
+    LEAST_QUEUE = 3
+
+
+class PacketKind(IntEnum):
+    """Packet types. PULL is NDP's and RCCC's. A PROBE asks a receiver whether it needs more; a PROBE_REPLY answers."""
+
+    DATA = 0
+    ACK = 1
+    NACK = 2
+    PULL = 3
+    PROBE = 4
+    PROBE_REPLY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TransportRules:
+    """A transport's settings as numbers.
+
+    A field with the name of a setting has its value, as `dlcp.sim.transports.specs` explains it; 0 if the transport has
+    no such setting.
+
+    Parameters
+    ----------
+    payload
+        Most bytes of a message in a packet.
+    profile
+        Drop-class profile of messages that name none.
+    levels, demotion
+        PIAS: the number of thresholds in use, and the thresholds in bytes, padded with 0.
+    own
+        Settings of an `dlcp.sim.transports.specs.OwnTransport`, padded with 0.
+    base_rtt_ps, scale
+        Ultra Ethernet: the longest round trip without queues; NSCC: its windows' growth relative to its constants.
+    """
+
+    kind: int
+    payload: int
+    header_bytes: int
+    ack_bytes: int
+    reorder_packets: int
+    queue: int
+    control_queue: int
+    sprayed: bool
+    ecn: bool
+    immediate: bool
+    tail_probe: bool
+    probe_after_timeouts: int
+    profile: int
+    switch_hops: int
+    levels: int
+    initial_window_packets: float
+    max_window_packets: float
+    gain: float
+    beta: float
+    additive_packets: float
+    max_decrease: float
+    slope: float
+    intercept: float
+    timeout_ps: int
+    target_ps: int
+    step_gap_ps: int
+    base_rtt_ps: int
+    scale: float
+    entropies: int
+    credit_packets: int
+    credit_timeout_ps: int
+    demotion: tuple[int, ...]
+    own: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls, spec: TransportSpec, topology: NetworkTopology, routes: Routes, switches: SwitchSpec, profile: int
+    ) -> "TransportRules":
+        """Return a transport's rules in a network; ``profile`` is its default drop-class profile."""
+        settings: dict[str, Any] = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
+        demotion = getattr(spec, "demotion_bytes", ())
+        if isinstance(spec, OwnTransport):
+            kind = OWN_KIND + OWN_TRANSPORTS.index(type(spec))
+            own = [float(getattr(spec, name)) for name in spec.own_settings()]
+        else:
+            kind, own = TransportKind[str(spec.__struct_config__.tag).upper()], []
+        settings |= {
+            "kind": kind,
+            "payload": spec.packet_bytes - spec.header_bytes,
+            "control_queue": Queue.CONTROL,
+            "sprayed": spec.balancing == "packet",
+            "ecn": spec.ecn,
+            "profile": profile,
+            "switch_hops": getattr(spec, "switch_hops", 1),  # a divisor
+            "levels": len(demotion),
+            "timeout_ps": round(spec.min_timeout_us * PS_PER_US),
+            "target_ps": round(getattr(spec, "target_us", 0.0) * PS_PER_US),
+            "credit_timeout_ps": round(getattr(spec, "credit_timeout_us", 0.0) * PS_PER_US),
+            "step_gap_ps": round(getattr(spec, "step_gap_us", 0.0) * PS_PER_US),
+            "demotion": (*demotion, *[0] * (8 - len(demotion))),
+            "own": (*own, *[0.0] * (OWN_SETTINGS_MAX - len(own))),
+        }
+        if isinstance(spec, PFabricTransport | NdpTransport | RcccTransport):
+            # They reorder packets, and detect losses by a timer or a NACK.
+            settings["reorder_packets"] = _ANY_ORDER
+        if isinstance(spec, UltraEthernetTransport):
+            settings |= _ultra_ethernet_settings(spec, topology, routes, switches)
+        if switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport):
+            # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
+            settings |= {"queue": Queue.ORDINARY, "control_queue": Queue.ORDINARY, "sprayed": False, "levels": 0}
+        return cls(**settings)
+
+
+def _ultra_ethernet_settings(
+    spec: UltraEthernetTransport, topology: NetworkTopology, routes: Routes, switches: SwitchSpec
+) -> dict[str, Any]:
+    """Return the settings of Ultra Ethernet's transports that depend on the network."""
+    path = LongestPath.of(topology, routes, spec)
+    if spec.base_rtt_us:
+        path = dataclasses.replace(path, base_rtt_ps=round(spec.base_rtt_us * PS_PER_US))
+    largest = spec.max_window_packets or max(1.0, ULTRA_ETHERNET_WINDOW * path.product_bytes / spec.packet_bytes)
+    settings = {
+        "base_rtt_ps": path.base_rtt_ps,
+        "max_window_packets": largest,
+        "initial_window_packets": spec.initial_window_packets or largest,
+    }
+    if isinstance(spec, NsccTransport):
+        trims = switches.discipline == "trim"
+        settings |= {
+            "target_ps": round(spec.target_us * PS_PER_US) or path.base_rtt_ps * (3 if trims else 4) // 4,
+            "scale": path.product_bytes / NSCC_REFERENCE_BYTES,
+            "reorder_packets": _ANY_ORDER if trims else spec.reorder_packets,
+        }
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class LongestPath:
+    """The path with the longest round trip of a packet and its acknowledgement without queues.
+
+    Parameters
+    ----------
+    rate_gbps
+        Of its ends' links, the slower.
+    """
+
+    base_rtt_ps: int
+    rate_gbps: float
+
+    @property
+    def product_bytes(self) -> float:
+        """Return the bandwidth-delay product."""
+        return self.base_rtt_ps * self.rate_gbps / 8000
+
+    @classmethod
+    def of(cls, topology: NetworkTopology, routes: Routes, spec: UltraEthernetTransport) -> "LongestPath":
+        """Return a network's longest path: from the host that is farthest from host 0 to the one farthest from it.
+
+        It is the longest of all in a tree, and in a network whose hosts are alike.
+        """
+
+        def path(source: int, target: int) -> LongestPath:
+            links = [topology.links[number].spec for number in routes.path(topology.links, source, target)]
+            both_ways = sum(
+                2 * link.delay_us + (spec.packet_bytes + spec.ack_bytes) * 0.008 / link.rate_gbps for link in links
+            )
+            return cls(round(both_ways * PS_PER_US), min(links[0].rate_gbps, links[-1].rate_gbps))
+
+        def farthest(source: int) -> int:
+            others = (host for host in range(topology.hosts) if host != source)
+            return max(others, key=lambda host: path(source, host).base_rtt_ps)
+
+        end = farthest(0)
+        return path(end, farthest(end))
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRules:
+    """`dlcp.sim.scenario.SwitchSpec` as numbers.
+
+    Parameters
+    ----------
+    alpha_1024
+        ``alpha`` in units of 1/1024.
+    own
+        Settings of a discipline of another package.
+    ecn_probability
+        Highest marking probability, in units of 1 / `DRAW_LIMIT`.
+    mark_above, drop_above
+        Queue depths in packets; ``drop_above`` is by drop class.
+    """
+
+    discipline: int
+    buffer: BufferScope
+    limit_bytes: int
+    limit_packets: int
+    alpha_1024: int
+    ecn_min: int
+    ecn_max: int
+    ecn_probability: int
+    drop_incapable: bool
+    trim_packets: int
+    trims_either: bool
+    path_choice: PathChoice
+    mark_above: int
+    drop_above: tuple[int, ...]
+    own: tuple[float, ...]
+
+    @classmethod
+    def of(cls, spec: SwitchSpec) -> "SwitchRules":
+        """Return the rules of a `SwitchSpec`."""
+        # The P4 program marks by `mark_at`; pFabric does without marks.
+        ecn = spec.ecn if spec.discipline in ("fifo", "priority", "trim") else None
+        own = [*OWN_DISCIPLINES].index(spec.discipline) if spec.discipline in OWN_DISCIPLINES else -1
+        return cls(
+            discipline=Discipline[spec.discipline.upper()] if own < 0 else OWN_KIND + own,
+            buffer=BufferScope[spec.buffer.upper()],
+            limit_bytes=spec.buffer_packets * spec.packet_bytes,
+            limit_packets=spec.buffer_packets,
+            alpha_1024=round(spec.alpha * 1024),
+            ecn_min=ecn.min_packets if ecn else NO_LIMIT,
+            ecn_max=ecn.max_packets if ecn else NO_LIMIT,
+            ecn_probability=round(ecn.max_probability * DRAW_LIMIT) if ecn else 0,
+            drop_incapable=ecn is not None and ecn.drop_incapable,
+            trim_packets=spec.trim_packets,
+            trims_either=spec.trim_choice == "random",
+            path_choice=PathChoice[spec.spraying.upper()],
+            mark_above=int(spec.mark_at * spec.buffer_packets),
+            drop_above=(NO_LIMIT, *(int(share * spec.buffer_packets) for share in spec.drop_at)),
+            own=setting_values(spec.discipline, spec.settings),
+        )
+
+
+def _row_type(record: type[TransportRules | SwitchRules]) -> np.dtype[Any]:
+    """Return the row type of a record: a 64-bit number for each field, eight for a tuple."""
+    columns: list[Any] = []
+    for column in dataclasses.fields(record):
+        size = (8,) if column.type in (tuple[int, ...], tuple[float, ...]) else ()
+        is_float = column.type in (float, tuple[float, ...])
+        columns.append((column.name, np.float64 if is_float else np.int64, size))
+    return np.dtype(columns)
+
+
+TRANSPORT_ROW: Final = _row_type(TransportRules)
+SWITCH_RULES_ROW: Final = _row_type(SwitchRules)
+
+
+def as_rows(records: Sequence[TransportRules | SwitchRules]) -> NDArray[Any]:
+    """Return records of one type as a structured array for the kernel."""
+    return np.array([dataclasses.astuple(record) for record in records], _row_type(type(records[0])))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRules:
+    """One direction of a link: times in picoseconds, loss in units of 1 / `DRAW_LIMIT`, and the random state."""
+
+    source: int
+    target: int
+    kibibyte_ps: int
+    delay_ps: int
+    loss: int
+    random: int
+
+
+@dataclass(slots=True)
+class EnginePlan:
+    """Everything that stays constant during a run, and the initial routes.
+
+    Attributes
+    ----------
+    node_random, node_salt
+        Random state and hash salt, by node.
+    profiles
+        uint8 (n, `PROFILE_CELLS`): drop classes; the hash of a packet chooses the cell. The last one is for packets of
+        the lower plane in messages that are encoded.
+    """
+
+    topology: NetworkTopology
+    links: list[LinkRules]
+    routes: Routes
+    switches: SwitchRules
+    node_random: NDArray[np.int64]
+    node_salt: NDArray[np.int64]
+    transports: tuple[TransportRules, ...]
+    profiles: NDArray[np.uint8]
+    seed: int
+
+    @property
+    def hosts(self) -> int:
+        """Return the number of hosts."""
+        return self.topology.hosts
+
+    @property
+    def lower_profile(self) -> int:
+        """Return the drop-class profile of lower planes."""
+        return len(self.profiles) - 1
+
+
+def make_plan(
+    topology: NetworkTopology,
+    switches: SwitchSpec,
+    transports: Mapping[str, TransportSpec],
+    class_shares: Sequence[Sequence[float]],
+    seed: int,
+) -> EnginePlan:
+    """Return the plan of a network; ``seed`` feeds one random stream per node and per link.
+
+    Raises
+    ------
+    ValueError
+        There are more than `TRANSPORTS_MAX` transports.
+    """
+    if len(transports) > TRANSPORTS_MAX:
+        raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
+    routes = Routes.of(topology)
+    root = np.random.SeedSequence(seed)
+    nodes = len(topology.names)
+    link_seeds, node_seeds, salts = (
+        child.generate_state(count, np.uint64).view(np.int64) | 1
+        for child, count in zip(root.spawn(3), (len(topology.links), nodes, nodes), strict=True)
+    )
+    links = [
+        LinkRules(
+            link.source,
+            link.target,
+            ps_per_kibibyte(link.spec.rate_gbps),
+            round(link.spec.delay_us * PS_PER_US),
+            round(link.spec.loss_ratio * DRAW_LIMIT),
+            int(random),
+        )
+        for link, random in zip(topology.links, link_seeds, strict=True)
+    ]
+    # A DLCP transport's own shares follow those of the messages.
+    shares = [*class_shares, *(spec.class_shares for spec in transports.values() if isinstance(spec, DlcpTransport))]
+    profile = len(class_shares)
+    rules = []
+    for spec in transports.values():
+        own_profile = profile if isinstance(spec, DlcpTransport) else 0
+        rules.append(TransportRules.of(spec, topology, routes, switches, own_profile))
+        profile += isinstance(spec, DlcpTransport)
+    return EnginePlan(
+        topology,
+        links,
+        routes,
+        SwitchRules.of(switches),
+        node_seeds,
+        salts,
+        tuple(rules),
+        np.array([_profile(item) for item in [*shares, LOWER_PLANE_SHARES]], np.uint8),
+        seed,
+    )
+
+
+def _profile(shares: Sequence[float]) -> NDArray[np.uint8]:
+    """Fill `PROFILE_CELLS` cells with drop classes in proportion to their shares, by largest remainder."""
+    exact = np.asarray(shares, float) * PROFILE_CELLS
+    cells = np.floor(exact).astype(np.int64)
+    short = PROFILE_CELLS - int(cells.sum())
+    cells[np.argsort(cells - exact, kind="stable")[:short]] += 1
+    return np.repeat(np.arange(len(cells), dtype=np.uint8), cells)

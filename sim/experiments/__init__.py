@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments: their files, their runs, and results."""

@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of an experiment: its measurements and its result file."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import dlcp
+from dlcp.convergence import curve
+from dlcp.report.runs import progress_to
+from dlcp.sim.engines.packet_engine import PacketEngineName, counts_by_name, drops_by_class
+from dlcp.sim.experiments.experiment import ExperimentRun
+from dlcp.sim.experiments.run_size import check_run_size, pattern_size, trace_size, training_size
+from dlcp.sim.experiments.slowdown import IdealTimes
+from dlcp.sim.jobs.collectives import RESULT_MESSAGE
+from dlcp.sim.jobs.pipeline_training import pipelined_training
+from dlcp.sim.jobs.skipping import StepSkipper
+from dlcp.sim.jobs.step_graph import class_shares
+from dlcp.sim.jobs.training import place_jobs, profile_of
+from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.network.topology import FileTopology
+from dlcp.sim.simulation import (
+    Process,
+    Simulation,
+    SubmittedGraph,
+    simulated,
+    start_background_and_failures,
+    traced_job,
+)
+from dlcp.sim.tools.recording import AnyProgress, Recorder, RunOver
+from dlcp.sim.traces.traced_jobs import TraceProgress, trace_digest, trace_progress
+from dlcp.switch import PROGRAM_PATH
+
+Number = TypeVar("Number", int, float)
+FORMAT: Final = 4
+"""Format of result files. If it changes, a sweep runs everything again."""
+
+_SIMULATOR: Final = Path(__file__).resolve().parents[1]
+_DLCP: Final = Path(dlcp.__file__).resolve().parent
+_INDIFFERENT: Final = (*("tools/", "experiments/results.py", "experiments/sweep.py"),)
+"""Parts of the simulator that do not change results: they start runs, show them, or describe experiments."""
+_SHARED: Final = (
+    *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
+    *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
+    *("arms.py", "planes.py", "slow_ports.py", "tags.py"),
+    *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
+)
+"""Parts of DLCP itself that change results: they define packets, tags, loss bounds, precision and its
+costs, and what jobs learn."""
+
+_TIMES: Final = ("fct", "contribution", "result", "other", "small")
+"""Prefixes of the time metrics: all training messages, contributions, results; flows of other traffic, and the small
+ones among these."""
+PRECISION: Final = 0.002
+"""Largest relative error of quantiles; not tuned."""
+QUANTILES: Final = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+SMALL_FLOW_BYTES: Final = 100_000
+"""Flows up to this size count as small, as in the figures of pFabric and PIAS."""
+SLOWDOWN_SIZES: Final = {"all": 1 << 62, "10kb": 10_000, "100kb": 100_000, "1mb": 1_000_000, "10mb": 10_000_000} | {
+    "larger": 1 << 62
+}
+"""Largest size of a message in each class of slowdowns; a class begins where the one before ends."""
+_BASE: Final = math.log1p(PRECISION)
+RunEnd = Literal["complete", "stop_s", "stalled", "interrupted"]
+"""Why a run ended: everything has finished, time was over, nothing more can happen, or a user stopped it."""
+
+
+@dataclass(slots=True)
+class TimeDistribution:
+    """Times in picoseconds, counted in buckets that grow by `PRECISION` to save memory; the mean is exact."""
+
+    count: int = 0
+    total_ps: int = 0
+    least_ps: int = 0
+    most_ps: int = 0
+    _buckets: dict[int, int] = field(default_factory=dict)
+
+    def add(self, times_ps: NDArray[np.int64]) -> None:
+        """Count times, int64 (n,)."""
+        if not len(times_ps):
+            return
+        least, most = int(times_ps.min()), int(times_ps.max())
+        self.least_ps = least if not self.count else min(self.least_ps, least)
+        self.most_ps = max(self.most_ps, most)
+        self.count += len(times_ps)
+        # In two halves: the sum of times as long as the longest would not fit in 64 bits.
+        self.total_ps += (int((times_ps >> 32).sum()) << 32) + int((times_ps & 0xFFFFFFFF).sum())
+        numbers = np.floor(np.log(np.maximum(times_ps, 1)) / _BASE).astype(np.int64)
+        for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+            self._buckets[int(number)] = self._buckets.get(int(number), 0) + int(count)
+
+    @property
+    def mean_s(self) -> float:
+        """Return the mean in seconds; 0 if empty."""
+        return self.total_ps / self.count / 1e12 if self.count else 0.0
+
+    def quantile_s(self, share: float) -> float:
+        """Return the quantile at ``share`` in seconds; 0 if empty."""
+        wanted, seen = share * self.count, 0
+        for number in sorted(self._buckets):
+            seen += self._buckets[number]
+            if seen >= wanted:
+                middle = math.exp((number + 0.5) * _BASE)
+                return min(max(middle, self.least_ps), self.most_ps) / 1e12
+        return 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return count, mean and quantiles."""
+        return {
+            "count": self.count,
+            "mean_s": significant(self.mean_s),
+            "quantiles_s": [[share, significant(self.quantile_s(share))] for share in QUANTILES],
+        }
+
+
+@dataclass(slots=True)
+class MessageMeasures:
+    """Completion times and losses of messages: contributions and results of training, and other traffic.
+
+    A message's time runs from when its sender had it until its target had what it needed. It includes waiting for other
+    messages of the same sender.
+
+    Parameters
+    ----------
+    traffic
+        Names of the other traffic.
+    ideal
+        What its messages would take alone.
+
+    Attributes
+    ----------
+    slowdowns
+        Of the other traffic, by the largest size of a message in `SLOWDOWN_SIZES`, counted as seconds.
+    packets, missing, sent
+        int64 (2,), of contributions and of results: their packets, how many of these never arrived, and packets sent,
+        including retransmissions. An encoded contribution counts as the packets that it would have in full precision.
+        None of them is missing: a lost packet of the lower plane only rounds values.
+    """
+
+    traffic: frozenset[str] = frozenset()
+    ideal: IdealTimes | None = None
+    slowdowns: dict[str, TimeDistribution] = field(
+        default_factory=lambda: {name: TimeDistribution() for name in SLOWDOWN_SIZES}
+    )
+    times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _TIMES})
+    packets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    missing: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    sent: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+
+    def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        """Add the records of a graph. Messages that are not done do not count."""
+        nodes = submitted.graph.nodes
+        sends = (nodes["size_bytes"] > 0) & (records["end_ps"] > 0)
+        nodes, records, sizes, packets = nodes[sends], records[sends], submitted.sizes[sends], submitted.packets[sends]
+        took = records["end_ps"] - records["begin_ps"]
+        if submitted.label[0] in self.traffic:
+            self.times["other"].add(took)
+            self.times["small"].add(took[nodes["size_bytes"] <= SMALL_FLOW_BYTES])
+            if self.ideal is not None:
+                self._add_slowdowns(nodes["size_bytes"], took / self.ideal.of(nodes))
+            return
+        results = (nodes["message"] & RESULT_MESSAGE) != 0
+        self.times["fct"].add(took)
+        self.times["contribution"].add(took[~results])
+        self.times["result"].add(took[results])
+        encoded = sizes["upper"] > 0
+        for half, own in enumerate((~results, results)):
+            self.packets[half] += np.where(encoded & ~results, packets, records["packets"])[own].sum()
+            self.missing[half] += records["missing_packets"][own & ~encoded].sum()
+            self.sent[half] += records["sent_packets"][own].sum()
+
+    def _add_slowdowns(self, sizes: NDArray[np.int64], ratios: NDArray[np.float64]) -> None:
+        least = 0
+        for name, most in SLOWDOWN_SIZES.items():
+            own = sizes <= most if name == "all" else (sizes > least) & (sizes <= most)
+            self.slowdowns[name].add((ratios[own] * 1e12).astype(np.int64))
+            least = 0 if name == "all" else most
+
+    @property
+    def loss_ratios(self) -> tuple[float, float]:
+        """Return the shares of contributions' and of results' packets that never arrived."""
+        contributions, results = (self.missing / np.maximum(self.packets, 1)).tolist()
+        return contributions, results
+
+    @property
+    def sent_ratios(self) -> tuple[float, float]:
+        """Return how often a packet was sent in the mean, of contributions and of results; 0 if there are none."""
+        contributions, results = (self.sent / np.maximum(self.packets, 1)).tolist()
+        return contributions, results
+
+
+def significant(value: float, digits: int = 9) -> float:
+    """Round a number to ``digits`` significant digits, for a file."""
+    return float(f"{value:.{digits}g}")
+
+
+def run(
+    item: ExperimentRun,
+    engine: PacketEngineName = "auto",
+    on_progress: Callable[[int, int, str], None] | None = None,
+    recorder: Recorder | None = None,
+) -> dict[str, Any]:
+    """Run one combination of points.
+
+    Parameters
+    ----------
+    engine
+        What moves the packets, unless the setting asks for flows.
+    on_progress
+        Called a few times a second with the number of steps that have ended, of all steps, and a note.
+    recorder
+        Looks at the run, and changes nothing.
+
+    Returns
+    -------
+    The contents of the result file: plain values, the same in every process and on every machine for the same seed. If
+    ``complete`` is false, a job or a message did not end: ``ended`` says why, ``unfinished`` how far it came, and
+    there are no metrics of jobs and messages.
+    """
+    setting = item.setting
+    messages = MessageMeasures(
+        traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.patterns)])
+    )
+
+    def keep(submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        messages(submitted, records)
+        if recorder is not None:
+            recorder(submitted, records)
+
+    simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=keep)
+    messages.ideal = IdealTimes(simulation.plan)
+    placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
+    jobs = [Progress(job, profile_of(job.spec)) for job in placed]
+    taken = {host for job in placed for host in (*job.workers, *job.servers)}
+    traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
+    check_run_size(
+        [
+            *(training_size(job.job, job.profile) for job in jobs),
+            *map(trace_size, traced),
+            *(pattern_size(each, simulation.topology.hosts) for each in setting.patterns),
+        ]
+    )
+    skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
+    started = [
+        simulation.process(
+            pipelined_training(simulation, job)
+            if job.job.spec.pipeline
+            else training(simulation, job, skipper.skip_steps if skipper else None)
+        )
+        for job in jobs
+    ]
+    started += [simulation.process(traced_job(simulation, progress)) for progress in traced]
+    start_background_and_failures(simulation)
+    if started:
+        simulation.process(_end(simulation, started))
+
+    every_job: list[AnyProgress] = [*jobs, *traced]
+
+    def report() -> None:
+        if on_progress is not None:
+            done = sum(len(job.step_s) for job in every_job)
+            on_progress(done, sum(job.steps for job in every_job), f"steps, {simulated(simulation)}")
+
+    if recorder is not None:
+        recorder.begin(simulation, every_job)
+        simulation.process(_record(simulation, recorder))
+    ended: RunEnd = "complete"
+    try:
+        simulation.run(report if on_progress is not None else None)
+        ended = "stalled" if simulation.is_over else "stop_s"
+    except RunOver:
+        pass
+    except KeyboardInterrupt:
+        ended = "interrupted"
+    unfinished = "" if ended == "complete" else _unfinished(simulation, every_job, ended)
+    simulation.flush_records()
+    if not (unfinished or every_job or messages.times["other"].count):
+        unfinished = "no flow of the traffic began; raise its load or stop_s, or take another seed"
+    return _document(item, simulation, jobs, traced, messages, ended if unfinished else "complete", unfinished)
+
+
+def digest(item: ExperimentRun) -> str:
+    """Return a hash of a run: its setting and the files that this names, and the simulator's sources."""
+    parts: list[Any] = [FORMAT, sources_digest(), item.setting, item.convergence]
+    parts += [trace_digest(job) for job in item.setting.traces]
+    if isinstance(item.setting.topology, FileTopology):
+        parts.append(Path(item.setting.topology.file).read_text(encoding="utf-8"))
+    described = msgspec.json.encode(parts, order="sorted")
+    return hashlib.sha256(described).hexdigest()[:16]
+
+
+def write(document: Mapping[str, Any], path: Path) -> None:
+    """Write a result file atomically; devices and pipes are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    special = path.exists() and not path.is_file()  # a file must not replace /dev/null or /dev/stdout
+    part = path if special else path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not special:
+        part.replace(path)
+
+
+def _end(simulation: Simulation, started: list[Any]) -> Process:
+    yield simulation.env.all_of(started)
+    raise RunOver
+
+
+def _unfinished(simulation: Simulation, jobs: Sequence[AnyProgress], ended: RunEnd) -> str:
+    """Return which jobs, or without jobs how many messages, did not end, and why; empty if all did."""
+    parts = [
+        f"job {job.name!r} finished {len(job.step_s):,} of {job.steps:,} steps"
+        for job in jobs
+        if len(job.step_s) < job.steps
+    ]
+    if not jobs and (count := simulation.unfinished_messages):
+        parts = [f"{count:,} messages had not arrived"]
+    if not parts:
+        return ""
+    stop_s, failing = simulation.scenario.stop_s, ", or check the failures" if simulation.scenario.failures else ""
+    why = {
+        "stop_s": f"the run ended at stop_s, {stop_s:g} s; raise it, or make the job shorter{failing}",
+        "stalled": "nothing more can happen in the network; check failures and routes",
+        "interrupted": "the run was interrupted; run it again",
+    }
+    return f"{'; '.join(parts)}: {why[ended]}"
+
+
+def _record(simulation: Simulation, recorder: Recorder) -> Process:
+    """Let a recorder look at intervals, as long as anything else is left to happen."""
+    env = simulation.env
+    while simulation.engine.has_events() or env.peek() != float("inf"):
+        yield env.timeout(recorder.interval_ps)
+        recorder.look()
+
+
+def _document(
+    item: ExperimentRun,
+    simulation: Simulation,
+    jobs: list[Progress],
+    traced: list[TraceProgress],
+    messages: MessageMeasures,
+    ended: RunEnd,
+    unfinished: str,
+) -> dict[str, Any]:
+    counts = simulation.engine.counts
+    metrics = _counted(simulation)
+    if not unfinished:
+        metrics |= _metrics(jobs, traced, messages)
+        metrics |= _convergence(item, jobs, messages, metrics)
+        metrics |= _learning([job for job in jobs if job.curve])
+    return {
+        "experiment": item.experiment,
+        "point": dict(item.point),
+        "seed": item.setting.seed,
+        "engine": simulation.fidelity,
+        "version": dlcp.__version__,
+        "digest": digest(item),
+        "sources": sources_digest(),
+        "complete": not unfinished,
+        **({"ended": ended, "unfinished": unfinished} if unfinished else {}),
+        "metrics": {name: significant(value) for name, value in metrics.items()},
+        "times": {name: times.as_json() for name, times in messages.times.items() if times.count},
+        "jobs": [
+            {
+                "name": job.job.name,
+                "compute_s": significant(job.profile.compute_s),
+                "step_s": [significant(seconds) for seconds in job.step_s],
+                **({"skipped_steps": job.skipped} if job.skipped else {}),
+                **({"bits": job.bits} if job.bits else {}),
+                **({"pipeline": job.pipeline} if job.pipeline else {}),
+                **({"curve": _rounded_curve(job)} if job.curve else {}),
+                "profile": job.profile.source,
+            }
+            for job in jobs
+        ]
+        + [
+            {
+                "name": progress.job.name,
+                "compute_s": significant(progress.compute_s),
+                "step_s": [significant(seconds) for seconds in progress.step_s],
+                "measured_s": [significant(seconds) for seconds in progress.workload.measured_s],
+                "trace": progress.job.file,
+                **({"note": progress.workload.note} if progress.workload.note else {}),
+            }
+            for progress in traced
+        ],
+        "counts": counts_by_name(counts),
+        "drops_by_class": drops_by_class(counts),
+        # JSON has no infinity, such as the end of a failure without end: null stands for it.
+        "setting": msgspec.json.decode(msgspec.json.encode(item.setting)),
+    }
+
+
+def steady(steps: list[Number]) -> list[Number]:
+    """Return the steps that count: all but the first, which begins with empty queues and small windows."""
+    return steps[1:] or steps
+
+
+def _counted(simulation: Simulation) -> dict[str, float]:
+    """Return the metrics of a run that hold even if it is incomplete."""
+    dropped = [count for name, count in counts_by_name(simulation.engine.counts).items() if name.startswith("drops_")]
+    simulated_s = int(simulation.engine.now_ps + simulation.skipped_ps) / 1e12
+    return {"simulated_s": simulated_s, "dropped_packets": float(sum(dropped))}
+
+
+def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: MessageMeasures) -> dict[str, float]:
+    """Return the metrics for figures and claims of a complete run; see `sim/experiments/README.md`."""
+    found: dict[str, float] = {}
+    for prefix in _TIMES:
+        times = messages.times[prefix]
+        if times.count:
+            found[f"{prefix}_mean_s"] = times.mean_s
+            found[f"{prefix}_p50_s"] = times.quantile_s(0.5)
+            found[f"{prefix}_p99_s"] = times.quantile_s(0.99)
+            found[f"{prefix}_p999_s"] = times.quantile_s(0.999)
+            found[f"{prefix}_max_s"] = times.most_ps / 1e12
+    for name, slowdowns in messages.slowdowns.items():
+        if slowdowns.count:
+            prefix = "slowdown" if name == "all" else f"slowdown_{name}"
+            found[f"{prefix}_mean"] = slowdowns.mean_s
+            found[f"{prefix}_p99"] = slowdowns.quantile_s(0.99)
+    names = (("loss_ratio", "contribution_sent_ratio"), ("result_loss_ratio", "result_sent_ratio"))
+    for half, (lost, sent) in enumerate(names):
+        if messages.packets[half]:
+            found[lost], found[sent] = messages.loss_ratios[half], messages.sent_ratios[half]
+    if bits := [each for job in jobs for each in steady(job.bits)]:
+        found["bits_per_value"] = fmean(bits)
+    every_job: list[AnyProgress] = [*jobs, *traced]
+    counted = {job.name: steady(job.step_s) for job in every_job if job.step_s}
+    if counted:
+        every = [seconds for steps in counted.values() for seconds in steps]
+        found["step_s"] = sum(every) / len(every)
+        found["compute_s"] = fmean(job.compute_s for job in every_job)
+        found["waiting_s"] = found["step_s"] - found["compute_s"]
+        found["slowest_step_s"] = max(every)
+    if any(job.step_s for job in jobs):
+        found["samples_per_s"] = sum(
+            job.profile.batch * job.job.spec.workers * len(steps) / sum(steps)
+            for job in jobs
+            if (steps := counted.get(job.name))
+        )
+        speeds = [
+            (job.profile.compute_s / fmean(counted[job.job.name]), job.job.spec.workers)
+            for job in jobs
+            if job.step_s and job.profile.compute_s
+        ]
+        if speeds:
+            found["efficiency"] = fmean(speed for speed, _ in speeds)
+            found["speedup"] = fmean(speed * workers for speed, workers in speeds)
+        samples = sum(job.minibatches * job.profile.batch for job in jobs)
+        if not traced:  # whose packets would count, too
+            found["packets_per_sample"] = int(messages.sent.sum()) / samples
+    if measured := [seconds for each in traced for seconds in steady(each.workload.measured_s)]:
+        found["measured_step_s"] = fmean(measured)
+    return found
+
+
+def _convergence(
+    item: ExperimentRun, jobs: list[Progress], messages: MessageMeasures, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the factor on the number of steps due to loss and precision, and the step time multiplied by it.
+
+    The factor of precision is the mean over a job's steps, of the job with the largest.
+    """
+    if not jobs or "step_s" not in metrics:
+        return {}  # nothing that converges
+    factor = curve(item.convergence).steps_factor(messages.loss_ratios[0])
+    by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
+    factor *= max(map(fmean, by_job), default=1.0)
+    return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
+
+
+def _learning(jobs: Sequence[Progress]) -> dict[str, float]:
+    """Return the accuracy of jobs with ``learn``, and when and after how many steps they reached their targets.
+
+    These are means over jobs. Those of the target are missing if a job has not held it.
+    """
+    if not jobs:
+        return {}
+    found = {"accuracy": fmean(job.curve[-1].accuracy for job in jobs)}
+    for name, unit in (("accuracy_s", "seconds"), ("accuracy_steps", "step")):
+        reached = [_reached(job, unit) for job in jobs]
+        if None not in reached:
+            found[name] = fmean(value for value in reached if value is not None)
+    return found
+
+
+def _reached(job: Progress, unit: str) -> float | None:
+    assert job.job.spec.learn is not None
+    return progress_to({"curve": msgspec.to_builtins(job.curve)}, job.job.spec.learn.target, unit)
+
+
+def _rounded_curve(job: Progress) -> list[dict[str, float]]:
+    """Return the tests of a job's model, rounded for a file."""
+    return [{name: significant(value) for name, value in msgspec.to_builtins(each).items()} for each in job.curve]
+
+
+@cache
+def sources_digest() -> str:
+    """Return a hash of all sources that can change a run's results; it is the same on every machine."""
+    found = hashlib.sha256()
+    own = [path.relative_to(_SIMULATOR).as_posix() for path in _SIMULATOR.rglob("*.py")] + ["jobs/models.yaml"]
+    for folder, names in ((_SIMULATOR, sorted(own)), (_DLCP, _SHARED)):
+        for name in names:
+            if folder is _DLCP or not name.startswith(_INDIFFERENT):
+                found.update(f"{name}\0".encode() + (folder / name).read_bytes() + b"\0")
+    found.update(PROGRAM_PATH.read_bytes())
+    return found.hexdigest()[:16]

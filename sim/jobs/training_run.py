@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training job runs: its steps are submitted, and what becomes of them decides what the next ones send."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlcp.planes import FULL_BITS
+from dlcp.sim.experiments.run_size import step_nodes, steps_per_graph
+from dlcp.sim.jobs.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
+from dlcp.sim.jobs.models import StepProfile
+from dlcp.sim.jobs.precision import SimulatedPrecision
+from dlcp.sim.jobs.step_graph import pieces_of, step_graph
+from dlcp.sim.jobs.training import PlacedJob, computing_factors
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
+from dlcp.sim.transports.specs import DlcpTransport
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a job.
+
+    Attributes
+    ----------
+    step_s
+        Duration of each step, including the forward pass after it.
+    skipped
+        Steps that were not simulated.
+    bits
+        Bits per value of each step; empty in full precision.
+    minibatches
+        Minibatches that all workers together compute in the simulated steps.
+    pipeline
+        Replicas of each stage; empty if each worker has the whole model.
+    curve
+        Tests of the model that a job with ``learn`` trains.
+    """
+
+    job: PlacedJob
+    profile: StepProfile
+    step_s: list[float] = field(default_factory=list)
+    bits: list[int] = field(default_factory=list)
+    skipped: int = 0
+    minibatches: int = 0
+    pipeline: str = ""
+    curve: list[TestedAccuracy] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Count a minibatch per worker and step."""
+        self.minibatches = self.job.spec.steps * len(self.job.workers)
+
+    def skip(self, count: int, window: int) -> None:
+        """Add ``count`` steps that are like the last ``window`` ones, in turn."""
+        self.step_s += np.resize(self.step_s[-window:], count).tolist()
+        if self.bits:
+            self.bits += np.resize(self.bits[-window:], count).tolist()
+        self.skipped += count
+        self.minibatches -= count * len(self.job.workers)
+
+    @property
+    def name(self) -> str:
+        """Return the name of this copy of the job."""
+        return self.job.name
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps that the job is to run."""
+        return self.job.spec.steps
+
+    @property
+    def compute_s(self) -> float:
+        """Return the computing time of a step."""
+        return self.profile.compute_s
+
+
+def training(
+    simulation: Simulation, progress: Progress, skip_steps: Callable[[Progress], None] | None = None
+) -> Process:
+    """Run a job's steps, and record their durations in ``progress``.
+
+    Parameters
+    ----------
+    skip_steps
+        Called after each graph to skip steps; see `dlcp.sim.jobs.skipping`.
+    """
+    env, job = simulation.env, progress.job
+    spec = job.spec
+    parts = pieces_of(spec, progress.profile.layers)
+    factors = computing_factors(simulation.scenario.seed, job)
+    weights = spec.shard_weights(job.workers, simulation.topology)
+    precision = _precision(simulation, job)
+    learning = _learning(simulation, progress) if spec.learn else None
+    together = steps_per_graph(step_nodes(job, progress.profile, parts))
+    yield from simulation.until(job.start_s)
+    began = before = int(env.now)
+    first = 0
+    while first < spec.steps:
+        steps = step_graph(
+            job,
+            progress.profile,
+            parts,
+            factors[first : first + together],
+            first,
+            simulation.transports[spec.transport],
+            weights=weights,
+            watch_workers=precision is not None,
+        )
+        running = simulation.submit(steps.graph, label=(job.name, first), keeps_outcomes=learning is not None)
+        if precision:
+            precision.apply(simulation, running)
+        for step, end, worker_ends in zip(itertools.count(first), steps.ends, steps.worker_ends):
+            if precision:
+                progress.bits.append(precision.bits)
+                yield env.any_of([running.nodes[node] for node in worker_ends.tolist()])
+                taken_s, compute_s = (int(env.now) - before) / 1e12, progress.compute_s * float(factors[step].max())
+                precision.learn(running, simulation.records(running), step, taken_s, compute_s)
+                precision.apply(simulation, running)
+            yield running.nodes[end]
+            progress.step_s.append((int(env.now) - before) / 1e12)
+            before = int(env.now)
+            if learning:
+                outcome = _step_outcome(simulation, running, step, progress.bits[-1] if progress.bits else FULL_BITS)
+                nodes, seconds = running.graph.nodes, (before - began) / 1e12
+                learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
+        yield running.done
+        if skip_steps:
+            skip_steps(progress)
+        first = len(progress.step_s)
+    yield running.closed
+
+
+def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | None:
+    """Return what chooses the precision of a job's messages; None for full precision."""
+    spec, transport = job.spec, simulation.scenario.transports[job.spec.transport]
+    if spec.precision == FULL_BITS or not isinstance(transport, DlcpTransport):
+        return None
+    return SimulatedPrecision(
+        spec.precision,
+        spec.bytes_per_value,
+        has_servers=bool(job.servers),
+        error_feedback=transport.error_feedback,
+    )
+
+
+def _learning(simulation: Simulation, progress: Progress) -> SimulatedLearning:
+    """Return the training of a job."""
+    job, spec = progress.job, progress.job.spec
+    assert spec.learn is not None
+    trainer = TaskTrainer(spec.learn, spec.optimizer, spec.workers, spec.steps, simulation.scenario.seed)
+    transport = simulation.scenario.transports[spec.transport]
+    exchange = None
+    if isinstance(transport, DlcpTransport) and (spec.loss_bound > 0 or spec.precision != FULL_BITS):
+        exchange = GradientExchange(
+            trainer.sizes,
+            spec.workers,
+            value_bytes=spec.bytes_per_value,
+            payload_bytes=transport.packet_bytes - transport.header_bytes,
+            error_feedback=transport.error_feedback,
+        )
+    return SimulatedLearning(spec.learn, trainer, job.workers, exchange, progress.curve)
+
+
+def _step_outcome(simulation: Simulation, running: SubmittedGraph, step: int, bits: int) -> StepOutcome:
+    """Return what has become of the messages of a step with ``bits`` bits per value."""
+    lacking = simulation.outcomes(running, np.flatnonzero(running.graph.nodes["step"] == step))
+    return StepOutcome(running.sizes, bits, lacking)
