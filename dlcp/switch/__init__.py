@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in switch: runs the compiled P4 program on sockets, without root, BMv2 or hardware.
 
-This is the public interface, with the packages `dlcp.switch.p4runtime` (control over P4Runtime; needs finsy) and
-`dlcp.switch.stf` (packet tests). Internally, ``executor`` turns a program into code and holds its tables and state,
-``ports`` has queues and sockets, and ``forwarding`` and ``switch`` move packets between them.
+This is the public interface, with the package `dlcp.switch.p4runtime` (control over P4Runtime; needs finsy).
+Internally, ``executor`` turns a program into code and holds its tables and state, ``ports`` has queues and sockets, and
+``forwarding`` and ``switch`` move packets between them.
 """
 
 from dlcp.switch.entries import (

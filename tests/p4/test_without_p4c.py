@@ -54,7 +54,7 @@ def test_a_changed_rule_is_green_and_says_what_was_not_checked(tree):
     for module in ("tests/p4/test_p4_compiled.py", "tests/packet/test_stf.py", "tests/packet/test_coverage.py"):
         assert f"  {module}: " in end
 
-    outcome = run(tree, "dlcp.switch.stf", str(test))
+    outcome = run(tree, "tests.packet.stf", str(test))
     assert outcome.returncode == 1
     assert "sources changed since the program was compiled: run `make p4`" in outcome.stderr
 

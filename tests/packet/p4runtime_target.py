@@ -25,13 +25,13 @@ from dlcp.switch import (
 )
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer
-from dlcp.switch.stf import BuiltIn
 from tests.conformance.simple_switch import SimpleSwitch
 from tests.conformance.sites import GREEN
 from tests.p4runtime.control import DELETE, INSERT, MODIFY, Control, config
 from tests.p4runtime.loops import Loop
 from tests.p4runtime.targets import DEVICE_ID
 from tests.packet.bmv2_target import MARKED, Bmv2
+from tests.packet.stf import BuiltIn
 
 PIPELINE = CompiledProgram()
 GREEN_RATES = MeterConfig(**GREEN)

@@ -24,8 +24,8 @@ from dlcp.switch.executor.model import (
     TableDef,
 )
 from dlcp.switch.executor.tables import Table
-from dlcp.switch.stf import BuiltIn
 from tests.conformance import p4testgen
+from tests.packet.stf import BuiltIn
 
 COUNTER = "coverage"
 P4INFO = "dlcp.p4info.txtpb"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statements of packet tests written as text, as `dlcp.switch.stf.read` reads them."""
+"""Statements of packet tests written as text, as `tests.packet.stf.read` reads them."""
 
 from collections.abc import Iterable, Mapping
 
 from dlcp.switch import TableEntry, Value
-from dlcp.switch.stf import Call, CheckCounter, CheckRegister, Expect, NoPacket, SendPacket, Statement, WriteTimeAgo
+from tests.packet.stf import Call, CheckCounter, CheckRegister, Expect, NoPacket, SendPacket, Statement, WriteTimeAgo
 
 
 def text(statements: Iterable[Statement]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp.switch import stf
+from tests.packet import stf
 from tests.packet.program_coverage import Covered
 
 ROOT = Path(__file__).resolve().parents[2]

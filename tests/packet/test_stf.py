@@ -248,7 +248,7 @@ def test_the_command_tells_by_its_status(tmp_path, capsys):
         return status, "".join(capsys.readouterr())
 
     assert run(SETUP + SENT + CAME)[0] == 0
-    done = subprocess.run([sys.executable, "-m", "dlcp.switch.stf", str(path)], timeout=60, check=False, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "tests.packet.stf", str(path)], timeout=60, check=False, cwd=ROOT)
     assert done.returncode == 0
     status, said = run(SETUP + SENT)
     assert status == 1

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlcp.switch import stf
 from tests.conformance import p4testgen
-from tests.packet import as_stf
+from tests.packet import as_stf, stf
 from tests.packet.stf_text import text
 
 ROOT = Path(__file__).resolve().parents[2]

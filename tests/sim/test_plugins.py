@@ -109,9 +109,7 @@ def python(code: str, environment: dict[str, str]) -> subprocess.CompletedProces
 
 def test_a_package_brings_a_transport_and_a_discipline(tmp_path):
     transports = "[dlcp.sim.transports]\ngentle = own:Gentle\nplain = own:Plain\n"
-    done = python(
-        RUN, installed(tmp_path, f"{transports}[dlcp.sim.disciplines]\nearly = own:Early\ncalm = own:Calm\n")
-    )
+    done = python(RUN, installed(tmp_path, f"{transports}[dlcp.sim.disciplines]\nearly = own:Early\ncalm = own:Calm\n"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["plain"] == found["new_reno"], "without rules of its own it is NewReno"

@@ -17,10 +17,10 @@ from tests.tna.p4tokens import P4Error
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp.switch import Program, stf
+from dlcp.switch import Program
 from tests.conformance import replay
 from tests.conformance.recording import Burst, Change, Packet, SetEntries, Step
-from tests.packet import fuzz_steps
+from tests.packet import fuzz_steps, stf
 from tests.tna.tna_program import CELLS, DEPTH_MAX, SOURCE, TnaProgram
 
 ROOT = Path(__file__).resolve().parents[2]

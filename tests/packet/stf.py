@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packet tests as text: entries, registers, input packets and expected output packets.
 
-``python -m dlcp.switch.stf p4/stf/*.stf`` runs them on the built-in switch. In Python::
+``python -m tests.packet.stf p4/stf/*.stf`` runs them on the built-in switch. In Python::
 
-    from dlcp.switch import Program, stf
+    from dlcp.switch import Program
+    from tests.packet import stf
 
     outcome = stf.run(stf.read(path), stf.BuiltIn(Program.load("p4/build/dlcp.json")))
     assert outcome.passed, outcome.failures
@@ -830,7 +831,7 @@ class BuiltIn:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run tests on the built-in switch; return 1 if a test failed, 2 if one could not be run."""
-    parser = argparse.ArgumentParser(prog="python -m dlcp.switch.stf", description="Run packet tests (STF).")
+    parser = argparse.ArgumentParser(prog="python -m tests.packet.stf", description="Run packet tests (STF).")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="tests; see p4/stf/README.md")
     parser.add_argument(
         "--program", type=Path, default=PROGRAM_PATH, metavar="FILE", help="compiled program (BMv2 JSON)"
