@@ -4,7 +4,8 @@
 There are two programs: ``v1model/`` for BMv2 and the built-in switch, and ``tna/`` for Tofino, whose output stays as it
 is if its compiler is missing. ``--check`` compiles nothing and reports whether ``p4/build/`` comes from the current
 sources. The digest of a program's sources is a SHA-256 over each ``*.p4`` in ``shared/`` and in its own folder, in the
-order of their paths below ``p4/``: the path, a zero byte, the file, a zero byte.
+order of their paths below ``p4/``: the path, a zero byte, the file with lines of comments emptied, a zero byte: compiled
+files have line numbers, and comments that follow code, but not these.
 """
 
 import argparse
@@ -108,7 +109,8 @@ def sources_digest(p4_dir: Path = P4_DIR, program: Program = BMV2) -> str:
     """Return the SHA-256 of the source files in hexadecimal."""
     digest = hashlib.sha256()
     for path in sources(p4_dir, program):
-        digest.update(path.relative_to(p4_dir).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        code = re.sub(rb"^ *//.*", b"", path.read_bytes(), flags=re.MULTILINE)
+        digest.update(path.relative_to(p4_dir).as_posix().encode() + b"\0" + code + b"\0")
     return digest.hexdigest()
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every number the switch programs share. dlcp/wire holds the same values for the hosts; a test compares the two.
+// Constants of both switch programs. dlcp/wire defines the same values for the hosts; a test compares them.
 #ifndef DLCP_CONSTANTS_P4
 #define DLCP_CONSTANTS_P4
 
@@ -7,7 +7,7 @@ const bit<16> ETHERTYPE_IPV4 = 0x0800;
 const bit<8> PROTOCOL_TCP = 6;
 const bit<8> PROTOCOL_UDP = 17;
 
-// UDP destination ports 53696-53703: one aligned block of eight in the dynamic range.
+// UDP destination ports 53696 to 53703: an aligned block of eight in the dynamic range.
 const bit<16> DLCP_PORT_BASE = 53696;
 const bit<16> DLCP_PORT_MASK = 0xFFF8;
 const bit<16> DLCP_UDP_LENGTH_MIN = 40; // UDP header (8) + DLCP header (32)
@@ -15,8 +15,8 @@ const bit<16> DLCP_UDP_LENGTH_MIN = 40; // UDP header (8) + DLCP header (32)
 const bit<4> DLCP_VERSION = 1;
 const bit<4> DLCP_DATA = 1;
 
-// Queues, 7 the most urgent: hosts put control packets there. Ordinary traffic sits below the gradients and above what a
-// job sends over its share.
+// Queue 7 is the most urgent; hosts use it for control packets. Ordinary traffic has a lower priority than gradients,
+// and a higher one than traffic beyond a job's share.
 const bit<3> QUEUE_ORDINARY = 1;
 const bit<3> QUEUE_EXCESS = 0;
 
@@ -26,14 +26,14 @@ const bit<2> METER_GREEN = 0;
 const bit<2> ECN_NOT_CAPABLE = 0;
 const bit<2> ECN_CONGESTED = 3;
 
-// A budget slot that nobody used for this long may be taken by another message. Chosen by us: longer than any
-// message lives, so that a message never loses its count, and short enough to hand slots on between steps.
+// A message may take a budget slot that has been idle for this long. That is longer than a message lasts, so no message
+// loses its count, and short enough to free slots between training steps.
 const bit<32> SLOT_IDLE_US = 1000000;
-const bit<32> SLOT_OWNED = 0x80000000; // set in every owner, so that 0 is a slot that was never used
+const bit<32> SLOT_OWNED = 0x80000000; // set in every owner: 0 means that the slot has never been used
 
-// What ingress_events and egress_events count, the low bits of their index.
+// Events: the low bits of an index into ingress_events or egress_events.
 const bit<3> EVENT_NO_ROUTE = 0;
-const bit<3> EVENT_REFUSED = 1;      // not a packet a router may forward: cut short, version, options, checksum, TTL
+const bit<3> EVENT_REFUSED = 1;      // a router must not forward it: truncated; IP version, options, checksum or TTL
 const bit<3> EVENT_UNTRUSTED = 2;    // tags cleared
 const bit<3> EVENT_OVER_SHARE = 3;   // moved to QUEUE_EXCESS
 const bit<3> EVENT_POLICY_DROP = 4;
@@ -42,13 +42,13 @@ const bit<3> EVENT_SLOT_TAKEN = 6;   // forwarded: another live message holds th
 const bit<3> EVENT_FORWARDED = 0;
 const bit<3> EVENT_MARKED = 1;
 
-#define PORT_INDEX_WIDTH 6 // ports 0-63 have counters and depth registers
+#define PORT_INDEX_WIDTH 6 // ports 0 to 63 have counters and depth registers
 #define QUEUE_WIDTH 3
 #define DEPTH_INDEX_WIDTH 9 // port, queue
 #define EVENT_INDEX_WIDTH 15 // port, queue, drop class, event
 #define SLOT_WIDTH 16
 
-// Where a (port, queue) or a (port, queue, drop class, event) stands in its array.
+// Array indices of (port, queue) and of (port, queue, drop class, event).
 #define DEPTH_INDEX(port, queue) ((bit<32>)((port)[PORT_INDEX_WIDTH - 1:0] ++ (queue)))
 #define EVENT_INDEX(port, queue, drop_class, event) \
     ((bit<32>)((port)[PORT_INDEX_WIDTH - 1:0] ++ (queue) ++ (drop_class) ++ (event)))

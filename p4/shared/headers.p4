@@ -24,7 +24,7 @@ header ipv4_t {
     bit<32> dst_addr;
 }
 
-// What TCP and UDP have in common: enough to keep a flow on one path.
+// The fields that TCP and UDP share. They are enough to keep a flow on one path.
 header ports_t {
     bit<16> src_port;
     bit<16> dst_port;
@@ -36,8 +36,8 @@ header udp_t {
     bit<16> checksum;
 }
 
-// dlcp/wire defines this header; a test holds the compiled program against it.
-// A switch decides by the first eight bytes, and tells messages and paths apart by the rest.
+// dlcp/wire defines this header; a test compares it with the compiled program. A switch classifies packets by the first
+// eight bytes, and uses the fields after them to identify messages and to choose paths.
 header dlcp_t {
     bit<4> version;
     bit<4> type;

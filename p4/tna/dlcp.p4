@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The DLCP switch for Tofino (TNA). Beside ../v1model/dlcp.p4: the same tables and controls; ../README.md says what
-// differs and why.
+// The DLCP switch for Tofino (TNA). Tables and controls are those of ../v1model/dlcp.p4; ../README.md lists the
+// differences and their reasons.
 
 #include <core.p4>
 #include <tna.p4>
@@ -8,7 +8,7 @@
 #include "constants.p4"
 #include "headers.p4"
 
-// As deep as egress has last reported each queue; see report.p4.
+// Each queue's depth in cells, as egress reported it last; see report.p4.
 Register<bit<32>, depth_index_t>(DEPTH_REGISTER_SIZE) queue_depth;
 
 #include "parser.p4"
@@ -37,7 +37,7 @@ control DlcpIngress(
         if (hdr.report.isValid()) {
             meta.refused = 1;
         } else {
-            // A parser that failed may have left a header valid that is not all there.
+            // After a parser error, a truncated header may still be valid.
             if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION && from_parser.parser_err == PARSER_ERROR_OK) {
                 trust.apply(hdr, meta);
                 if (hdr.dlcp.type != DLCP_DATA) {
@@ -45,7 +45,7 @@ control DlcpIngress(
                 } else if (hdr.dlcp.retransmission == 0) {
                     meta.entropy = hdr.dlcp.index + hdr.dlcp.step;
                 } else {
-                    // A packet sent again takes another path than the first time.
+                    // A retransmission takes another path than the original.
                     meta.entropy = ~(hdr.dlcp.index ^ hdr.dlcp.step);
                 }
             }
@@ -93,7 +93,7 @@ control DlcpEgress(
     bit<32> limit_cells = 0;
     bit<1> marked = 0;
 
-    // An action, so that the difference is known before it is asked for: a condition computes none.
+    // An action, because a condition on Tofino cannot subtract.
     action subtract() {
         meta.over_cells = meta.depth_cells |-| limit_cells;
     }

@@ -2,22 +2,22 @@
 
 struct slot_t {
     int<32> owner;
-    int<32> used_ticks; // signed, so that a difference is right beyond the end of the clock
+    int<32> used_ticks; // signed, so that differences stay correct when the clock wraps around
 }
 
-// Marks the least valuable packets of a queue that is too deep, never more of one message than its header allows here;
-// the traffic manager drops what is marked if the queue is still deep when the packet gets there. Of what exceeds a job's
-// share, where a place is nobody's due, it marks all that may be dropped: the traffic manager knows how deep that queue is
-// even while others go first and nothing leaves it. A message is known by job, step, message and sender; one 32-bit hash
-// of them owns the slot that its low bits name.
+// Colours packets red whose drop class has a threshold below the queue's depth, but never more of one message than its
+// header's budget allows at this switch. The traffic manager drops red packets if the queue is still deep when they
+// reach it. In QUEUE_EXCESS every droppable packet is coloured red: while other queues are served, no packet leaves
+// that queue, so egress cannot report its depth; the traffic manager knows it anyway. Job, step, message and sender
+// identify a message. Their 32-bit hash is the slot's owner; its low bits are the slot's index.
 control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t ig) {
     Hash<bit<32>>(HashAlgorithm_t.CRC32) owner_hash;
     Register<slot_t, slot_index_t>(SLOT_REGISTER_SIZE) slot_owner;
     Register<bit<16>, slot_index_t>(SLOT_REGISTER_SIZE) slot_spent;
 
-    // Of the queue that the packet goes to, or that the report is about.
+    // The packet's queue, or the one that the report is about.
     depth_index_t queue = 0;
-    bit<32> cells = 0; // the threshold, or the depth reported
+    bit<32> cells = 0; // the threshold, or the reported depth
     bit<1> known = 0;
     bit<1> deeper = 0;
     bit<32> owner = 0;
@@ -38,7 +38,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
         }
     };
 
-    // Takes the slot if it is ours already, or if nobody used it for long; what it returns tells which of the two.
+    // Claims the slot if it is ours or idle, and returns which of the two it was.
     RegisterAction<slot_t, slot_index_t, bit<8>>(slot_owner) claim = {
         void apply(inout slot_t slot, out bit<8> found) {
             found = this.predicate(
@@ -93,7 +93,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
         deeper = is_deeper.execute(queue);
     }
 
-    // One table, for a register has one address and one operand, whoever asks.
+    // One table for packets and reports, because a register takes one address and one operand per pass.
     table depth_of_queue {
         key = { hdr.report.isValid(): exact @name("report"); }
         actions = { remember; compare; }
@@ -105,7 +105,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
     }
 
     apply {
-        // Early, whether it is needed or not: what depends on nothing costs no stage.
+        // Computed first and unconditionally: without dependencies, this needs no additional stage.
         owner = owner_hash.get({ hdr.dlcp.job, hdr.dlcp.step, hdr.dlcp.message, hdr.dlcp.sender });
         now_ticks = ig.ingress_mac_tstamp[47:16];
         if (hdr.report.isValid()) {

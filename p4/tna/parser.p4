@@ -6,7 +6,7 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
 
     state start {
         packet.extract(ig);
-        // What nobody writes would hold whatever shares its place.
+        // The compiler may place several fields in one container: an unwritten one would hold the value of another.
         meta.tagged = 0;
         meta.refused = 0;
         meta.is_control = 0;
@@ -23,7 +23,7 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         meta.event_port = 0;
         meta.checksum_error = false;
         meta.cleared = false;
-        // Before the first header stands what the driver keeps for each port.
+        // The driver's data for each port precedes the first header.
         meta.ig = port_metadata_unpack<port_metadata_t>(packet);
         transition select(ig.ingress_port) {
             RECIRCULATION_PORT &&& RECIRCULATION_PORT_MASK: parse_report;
@@ -31,7 +31,7 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         }
     }
 
-    // Nothing but our own egress sends to these ports, so nobody can forge a report.
+    // Only our own egress sends to these ports, so reports cannot be forged.
     state parse_report {
         packet.extract(hdr.report);
         transition accept;
@@ -45,7 +45,7 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         }
     }
 
-    // Options and fragments carry no ports where we would look for them.
+    // In packets with IP options and in fragments, ports are elsewhere or absent.
     state parse_ipv4 {
         packet.extract(hdr.ipv4);
         ipv4_checksum.add(hdr.ipv4);
@@ -70,8 +70,8 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         meta.src_port = hdr.ports.src_port;
         meta.dst_port = hdr.ports.dst_port;
         udp_checksum.subtract({hdr.udp.checksum});
-        // What is shorter than DLCP_UDP_LENGTH_MIN is ordinary traffic, and none of it is missing.
-        // A parser compares under a mask only.
+        // A datagram shorter than DLCP_UDP_LENGTH_MIN is ordinary traffic, not a truncated packet. Tofino's parser has
+        // no ranges, hence the masks.
         transition select(hdr.ports.dst_port, hdr.udp.length_) {
             (DLCP_PORT_BASE &&& DLCP_PORT_MASK, 0 &&& 0xFFE0): accept;
             (DLCP_PORT_BASE &&& DLCP_PORT_MASK, 32 &&& 0xFFF8): accept;
@@ -92,7 +92,7 @@ control DlcpDeparser(packet_out packet, inout headers_t hdr, in metadata_t meta)
     Checksum() udp_checksum;
 
     apply {
-        // A switch does not see the payload, so the checksum follows the word that changed.
+        // A switch does not parse the payload, so it updates the checksum incrementally.
         if (meta.cleared) {
             hdr.udp.checksum = udp_checksum.update(
                 { hdr.dlcp.queue, hdr.dlcp.drop_class, hdr.dlcp.spare, hdr.dlcp.layer, meta.udp_rest }, true);
@@ -101,7 +101,7 @@ control DlcpDeparser(packet_out packet, inout headers_t hdr, in metadata_t meta)
     }
 }
 
-// Egress reads no further than it writes.
+// Egress parses only the headers that it changes.
 parser DlcpEgressParser(
     packet_in packet, out headers_t hdr, out egress_metadata_t meta, out egress_intrinsic_metadata_t eg) {
     state start {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A host writes its own tags, so they are believed only on ports that the operator trusts. Elsewhere they are cleared,
-// and the packet travels as ordinary traffic here and at every switch behind.
+// Hosts write their own tags, so tags are used only if they arrive on a port that the operator trusts. On other ports
+// they are cleared, so that this switch and every later one treat the packet as ordinary traffic.
 control PortTrust(inout headers_t hdr, inout metadata_t meta) {
     Counter<bit<64>, class_index_t>(CLASS_COUNTER_SIZE, CounterType_t.PACKETS_AND_BYTES) untrusted_events;
     Hash<class_index_t>(HashAlgorithm_t.IDENTITY) index;
@@ -29,7 +29,7 @@ control PortTrust(inout headers_t hdr, inout metadata_t meta) {
             hdr.ipv4.dscp = 0;
             hdr.dlcp.queue = QUEUE_ORDINARY;
             hdr.dlcp.drop_class = CLASS_NEVER;
-            // Zero means that the sender sent none. The deparser does the rest.
+            // 0 means that the sender computed no checksum. The deparser updates it.
             if (hdr.udp.checksum != 0) {
                 meta.cleared = true;
             }
@@ -37,9 +37,9 @@ control PortTrust(inout headers_t hdr, inout metadata_t meta) {
     }
 }
 
-// A job may use its share of a port and no more: what exceeds it waits in the lowest queue, below ordinary traffic, so
-// it is sent only while the port would be idle. Control packets have a share of their own, else a burst of
-// gradients would hold up the messages that say when to stop sending them.
+// Limits a job to its share of a port. Traffic beyond the share goes to the lowest queue, below ordinary traffic, and
+// is sent only when the port would otherwise be idle. Control packets have their own share, so that a burst of
+// gradients cannot delay the control packets that end it.
 control JobShare(inout headers_t hdr, inout metadata_t meta) {
     DirectMeter(MeterType_t.BYTES) share_meter;
     Counter<bit<64>, class_index_t>(CLASS_COUNTER_SIZE, CounterType_t.PACKETS_AND_BYTES) share_events;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Only egress knows how deep a queue is, and only ingress can save a place in it. So egress sends a short packet back
-// to ingress whenever a queue has become deeper or shallower by a step.
+// Only egress knows the depth of a queue, and only ingress can keep packets out of it. So egress sends a report to
+// ingress whenever the depth has changed by more than REPORT_STEP_CELLS.
 control DepthReport(
     inout egress_metadata_t meta, in bridge_t bridge, inout egress_intrinsic_metadata_for_deparser_t to_deparser) {
     Register<int<32>, depth_index_t>(DEPTH_REGISTER_SIZE) reported_depth;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so each of their packets picks a
-// port for itself (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss.
+// Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so each packet selects its own port
+// (spraying). Other flows stay on one path, because TCP treats reordering as loss.
 control Route(
     inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_from_parser_t from_parser) {
-    // Numbers in a row take 2, 4, 8, ... ports in turn, for eight bits follow them: without, the low six bits of CRC-32
-    // take 16 of 64 values for 64 of them, and those of CRC16 fewer.
+    // Eight more bits (protocol) follow the packet's number in the hash input. With them, consecutive numbers use 2, 4,
+    // 8, ... ports in turn. Without, the low six bits of CRC-32 take only 16 of 64 values, and CRC-16 takes fewer.
     Hash<bit<32>>(HashAlgorithm_t.CRC32) route_hash;
     ActionProfile(ROUTE_MEMBERS_SIZE) route_members;
     ActionSelector(
@@ -56,9 +56,9 @@ control Route(
     }
 
     apply {
-        // The parser drops what it cannot read unless someone asks for its error.
+        // Reading parser_err makes the parser deliver packets with errors instead of dropping them.
         if (from_parser.parser_err != PARSER_ERROR_OK) {
-            // It ends within a header, so its receiver could not read it either.
+            // The packet ends within a header, so its receiver could not parse it either.
             refuse(EVENT_REFUSED);
         } else if (hdr.ipv4.isValid()) {
             if (hdr.ipv4.version != 4 || hdr.ipv4.ihl != 5 || hdr.ipv4.ttl <= 1 || meta.checksum_error) {

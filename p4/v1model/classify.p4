@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Queue and drop class come from the packet's tags unless the operator says otherwise for a job, a type or a tag.
+// Takes queue and drop class from the packet's tags, unless an entry overrides them for a job, packet type or tag.
 control Classify(inout headers_t hdr, inout metadata_t meta) {
     action as_tagged() {
         meta.queue = hdr.dlcp.queue;

@@ -8,17 +8,17 @@
 #include "../shared/constants.p4"
 #include "headers.p4"
 
-const bit<9> PORT_NONE = 511; // what is sent there is dropped, and never waits
+const bit<9> PORT_NONE = 511; // packets sent here are dropped without being queued
 
-// How many packets wait in each queue, known in ingress, where a drop still saves a place in the queue. Ingress adds one
-// for each packet that it forwards; egress, whom the traffic manager tells the depth, sets the number right whenever a
-// packet leaves. The number cannot drift, because egress never adds: whatever was wrong is over with the next departure.
-// Until then it may be
-// - too high by the packets that a full queue has dropped, of which nobody tells the program. They went to a queue in
-//   which others wait, so a departure follows, and meanwhile the queue is full in truth;
-// - too low by the packets that ingress has forwarded between the moment for which egress was told the depth and the one
-//   in which it writes it, and by one that ingress has counted and not yet handed over. They wait now, and will leave.
-// One thread of BMv2 serves a port, so departures are noted in their order, and the last packet leaves a zero behind.
+// The depth of each queue in packets, known in ingress, where a drop still saves space in the queue. Ingress adds one
+// for each packet that it forwards. At every departure, egress overwrites the count with the depth that the traffic
+// manager reports. Errors therefore last only until the next departure.
+// Until then the count may be
+// - too high by packets that a full queue has tail-dropped, since the program is not notified of them. Such a queue
+//   holds packets, so a departure will follow, and in the meantime it really is full;
+// - too low by the packets that ingress forwarded after the depth was sampled but before egress wrote it, plus one that
+//   is counted but not yet enqueued. These packets are in the queue, so their departures will correct the count.
+// BMv2 serves a port with one thread, so depths are written in the order of departures, and the last one writes 0.
 register<bit<19>, bit<32>>(DEPTH_REGISTER_SIZE) queue_depth;
 
 counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) ingress_events;
@@ -52,7 +52,7 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
         if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION) {
             trust.apply(hdr, meta, std);
             if (hdr.dlcp.type == DLCP_DATA) {
-                // A packet sent again takes another path than the first time.
+                // A retransmission takes another path than the original.
                 meta.path = hdr.dlcp.index + hdr.dlcp.step + (bit<32>)hdr.dlcp.retransmission;
             } else {
                 meta.is_control = 1;
@@ -71,7 +71,7 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
         if (meta.refused == 1) {
             mark_to_drop(std);
         } else if (std.egress_spec != PORT_NONE) {
-            // One action, for whose time BMv2 keeps egress away from the register.
+            // BMv2 locks the register, so egress cannot write between this read and this write.
             @atomic {
                 bit<19> depth;
                 queue_depth.read(depth, DEPTH_INDEX(std.egress_spec, meta.queue));

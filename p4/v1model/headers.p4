@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one stage of a v1model switch tells the next.
+// Headers, and the metadata that the blocks of a v1model switch share.
 #ifndef DLCP_V1MODEL_HEADERS_P4
 #define DLCP_V1MODEL_HEADERS_P4
 
@@ -14,14 +14,14 @@ struct headers_t {
 }
 
 struct metadata_t {
-    bit<1> tagged;      // a DLCP packet: its queue and drop class count
-    bit<1> refused;     // to be dropped, whatever else is found out
+    bit<1> tagged;      // a DLCP packet from a trusted port: its tags are used
+    bit<1> refused;     // dropped in any case
     bit<1> is_control;
     bit<3> queue;
     bit<3> drop_class;
-    bit<16> src_port;   // of TCP and UDP; zero where the parser reads no ports
+    bit<16> src_port;   // of TCP and UDP; 0 if the parser has not read ports
     bit<16> dst_port;
-    bit<32> path;       // chooses among equal-cost ports: the flow's hash, plus a number where packets take turns
+    bit<32> path;       // selects an equal-cost port: the flow's hash, plus a packet's number if it may take any path
     bit<2> color;
 }
 

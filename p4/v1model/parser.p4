@@ -9,7 +9,7 @@ parser DlcpParser(packet_in packet, out headers_t hdr, inout metadata_t meta, in
         }
     }
 
-    // Options and fragments carry no ports where we would look for them.
+    // In packets with IP options and in fragments, ports are elsewhere or absent.
     state parse_ipv4 {
         packet.extract(hdr.ipv4);
         transition select(hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.frag_offset, hdr.ipv4.protocol) {
@@ -31,7 +31,7 @@ parser DlcpParser(packet_in packet, out headers_t hdr, inout metadata_t meta, in
         packet.extract(hdr.udp);
         meta.src_port = hdr.ports.src_port;
         meta.dst_port = hdr.ports.dst_port;
-        // What is too short for the header is ordinary traffic, and none of it is missing.
+        // A datagram too short for the DLCP header is ordinary traffic, not a truncated packet.
         transition select(hdr.ports.dst_port, hdr.udp.length_) {
             (DLCP_PORT_BASE &&& DLCP_PORT_MASK, 0 .. DLCP_UDP_LENGTH_MIN - 1): accept;
             (DLCP_PORT_BASE &&& DLCP_PORT_MASK, _): parse_dlcp;

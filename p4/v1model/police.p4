@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A host writes its own tags, so they are believed only on ports that the operator trusts. Elsewhere they are cleared,
-// and the packet travels as ordinary traffic here and at every switch behind.
+// Hosts write their own tags, so tags are used only if they arrive on a port that the operator trusts. On other ports
+// they are cleared, so that this switch and every later one treat the packet as ordinary traffic.
 control PortTrust(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
     action trust() {
         meta.tagged = 1;
@@ -26,8 +26,8 @@ control PortTrust(inout headers_t hdr, inout metadata_t meta, inout standard_met
             hdr.ipv4.dscp = 0;
             hdr.dlcp.queue = QUEUE_ORDINARY;
             hdr.dlcp.drop_class = CLASS_NEVER;
-            // RFC 1624: a switch does not see the payload, so the checksum follows the word that changed.
-            // Zero means that the sender sent none.
+            // A switch does not parse the payload, so it updates the checksum incrementally (RFC 1624). 0 means that
+            // the sender computed no checksum.
             if (hdr.udp.checksum != 0) {
                 bit<16> after = QUEUE_ORDINARY ++ CLASS_NEVER ++ hdr.dlcp.spare ++ hdr.dlcp.layer;
                 bit<32> sum = (bit<32>)(~hdr.udp.checksum) + (bit<32>)(~before) + (bit<32>)after;
@@ -42,9 +42,9 @@ control PortTrust(inout headers_t hdr, inout metadata_t meta, inout standard_met
     }
 }
 
-// A job may use its share of a port and no more: what exceeds it waits in the lowest queue, below ordinary traffic, so
-// it is sent only while the port would be idle. Control packets have a share of their own, else a burst of
-// gradients would hold up the messages that say when to stop sending them.
+// Limits a job to its share of a port. Traffic beyond the share goes to the lowest queue, below ordinary traffic, and
+// is sent only when the port would otherwise be idle. Control packets have their own share, so that a burst of
+// gradients cannot delay the control packets that end it.
 control JobShare(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
     direct_meter<bit<2>>(MeterType.bytes) share_meter;
 

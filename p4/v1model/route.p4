@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so their packets take the ports in
-// turn (spraying); everything else keeps a flow on one path, for TCP takes disorder for loss. A hash that covers a
-// packet's number spreads packets less evenly: the low six bits of CRC-32 take 16 of 64 values for 64 numbers in a row.
+// Longest-prefix routing over groups of equal-cost ports. Gradients need no order, so their packets use the ports in
+// turn (spraying). Other flows stay on one path, because TCP treats reordering as loss. The packet's number is added to
+// the hash, not part of its input: the low six bits of CRC-32 take only 16 of 64 values over 64 consecutive numbers.
 control Route(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
     action_selector(HashAlgorithm.identity, ROUTE_MEMBERS_SIZE, 32) route_selector;
 
@@ -40,7 +40,7 @@ control Route(inout headers_t hdr, inout metadata_t meta, inout standard_metadat
 
     apply {
         if (std.parser_error != error.NoError) {
-            // It ends within a header, so its receiver could not read it either.
+            // The packet ends within a header, so its receiver could not parse it either.
             meta.refused = 1;
             ingress_events.count(EVENT_INDEX(std.ingress_port, meta.queue, meta.drop_class, EVENT_REFUSED));
         } else if (hdr.ipv4.isValid()) {

@@ -43,6 +43,17 @@ def test_a_new_and_a_missing_file_are_noticed(copy):
     assert p4_compile.differences(copy) == ["p4/build/dlcp.json is missing: run `make p4`"]
 
 
+def test_lines_of_comments_are_not_part_of_the_digest(copy):
+    before = p4_compile.sources_digest(copy)
+    source = copy / "v1model" / "drop.p4"
+    text = source.read_text()
+    source.write_text(re.sub("^ *//.*", "// Anything.", text, flags=re.MULTILINE))
+    assert p4_compile.sources_digest(copy) == before
+    for changed in (text.replace(" > ", " >= ", 1), text.replace("\n//", "\n\n//", 1)):
+        source.write_text(changed)
+        assert p4_compile.sources_digest(copy) != before
+
+
 def test_a_renamed_source_changes_the_digest(copy):
     before = p4_compile.sources_digest(copy)
     (copy / "v1model" / "drop.p4").rename(copy / "v1model" / "drops.p4")
