@@ -36,7 +36,7 @@ fast:
 # processes and networks, so two workers share a core. Modules are not reordered: the one with the fewest tests, which
 # would come last, takes minutes.
 test: $(STAMP) ## set up, check style and types, and run every test
-	@.ci/packages ip tshark clang
+	@.ci/packages ip tshark clang chromium
 	@mkdir -p out
 	@setsid $(MAKE) --no-print-directory -j2 --output-sync=target test-mxnet test-tensorflow test-jax \
 		>out/frameworks.log 2>&1 & frameworks=$$!; \
