@@ -13,7 +13,9 @@
 #include <math.h>
 #include <string.h>
 
-#include "rx.h"
+#include "ack.h"
+#include "flight.h"
+#include "path.h"
 
 /* Out -------------------------------------------------------------------------------------------------------------- */
 

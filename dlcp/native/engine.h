@@ -5,7 +5,8 @@
  * Python submits messages and windows, and keeps the buffers that it submits until an event says that the message is
  * done. It learns everything from events, which it takes after each batch of packets; nothing here calls Python. What
  * an event points at stays valid until the next call that moves packets. Times are in seconds on CLOCK_MONOTONIC. One
- * thread drives an engine; other threads may only set `woken`. */
+ * thread drives an engine. Other threads may call dlcp_wake, and read the numbers of views: each is aligned, so it is a
+ * value that was in force at some time, though several need not fit together. */
 #pragma once
 
 #include <stdbool.h>
@@ -66,7 +67,6 @@ typedef struct {
 typedef struct {
     const event *events;
     int64_t event_count;
-    bool woken;             /* set by any thread to make dlcp_turn return */
     bool failed;            /* memory ran out where nothing could be refused: the engine must not be used any more */
     bool offload;           /* whether the kernel accepts whole bursts (UDP_SEGMENT), as far as known */
     int64_t room;           /* without a socket: datagrams that may leave; negative: no limit */
@@ -157,6 +157,7 @@ void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t
 double dlcp_tick(engine *self, double now_s);
 int64_t dlcp_pump(engine *self, double now_s);
 int64_t dlcp_turn(engine *self, double until_s);
+void dlcp_wake(engine *self);
 
 /* Planes ----------------------------------------------------------------------------------------------------------- */
 
@@ -170,15 +171,15 @@ typedef struct {
     int64_t payload_bytes, bytes;
 } plane_layout;
 
-/* What is computed in one pass over values: the sum of `values` (with `has_own`) and of decoded ones, times `factor`.
- * With `code` the sum is encoded there, and what that lacks, times `weight`, is written to `rest`, 0 where it is not
- * finite. The sum, as it is decoded, replaces `values` unless `keeps_own`. */
+/* One pass over values: the sum of `values` (with `has_own`) and of decoded ones, times `factor`. With `code` the sum
+ * is encoded there, and the rounding error, times `weight`, is written to `rest`; 0 where it is not finite. The sum,
+ * rounded if it is encoded, replaces `values` unless `keeps_own`. */
 typedef struct {
     float *values;
     bool has_own, keeps_own;
     float factor, weight;
     uint8_t *code; /* NULL: it is not encoded */
-    float *rest;   /* NULL: nobody needs what the code lacks */
+    float *rest;   /* NULL: the rounding error is not needed */
 } plane_sum;
 
 void dlcp_planes_combine(const plane_layout *layout, const plane_sum *sum, const uint8_t *code,

@@ -10,7 +10,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "tx.h"
+#include "flight.h"
+#include "path.h"
 
 enum { BURSTS_FIRST = 16, BURST_BYTES_MAX = 65000 };
 /* Spacing of the send times of a burst's packets: much less than the time to send one, and still resolved by a double
@@ -52,8 +53,11 @@ static search lose_until(flow *self, burst_queue *sent, double until_s, double n
     search within = {.until_s = until_s, .newest_s = newest_s, .oldest_s = INFINITY};
     while (sent->count) {
         const sent_burst *first = &sent->bursts[sent->first];
-        if (first->message && (first->sent_s >= newest_s || !lose_burst(self, first, &within)))
-            break;
+        if (first->message) {
+            if (first->sent_s >= newest_s || !lose_burst(self, first, &within))
+                break;
+            first->message->bursts--;
+        }
         sent->first = (sent->first + 1) % sent->capacity;
         sent->count--;
     }
@@ -246,6 +250,7 @@ static int reserve_bursts(burst_queue *sent, int64_t more) {
 static void note_burst(burst_queue *sent, sent_burst one) {
     sent->bursts[place_of_burst(sent, sent->count)] = one; /* reserve_bursts has made room */
     sent->count++;
+    one.message->bursts++;
 }
 
 /* The queue that notes the packets of a burst. */

@@ -113,20 +113,12 @@ typedef struct {
     double ack_due_s, acknowledged_s, data_last_s;
 } flow;
 
-/* flow.c: how long packets and answers take */
 void flow_sample_rtt(flow *self, double rtt_s, double response_s);
 double flow_one_way_s(flow *self, uint32_t arrived_us, double sent_s);
 double flow_reordering_s(const flow *self);
 double flow_lateness_s(const flow *self);
 double flow_probe_timeout_s(const flow *self);
 double flow_stalled_s(const flow *self);
-/* path.c */
-int path_make(flow *self, int64_t count);
-int64_t path_choose(flow *self, int64_t *limit, double now_s);
-int64_t path_for_control(const flow *self);
-void path_leave(flow *self, path *one, double now_s);
-void path_judge_all(flow *self, double now_s);
-void path_sample_delay(path *self, double delay_s);
 
 static inline int64_t microseconds(double seconds) {
     return (int64_t)(seconds * 1e6);

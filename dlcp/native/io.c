@@ -12,6 +12,7 @@
 #include <time.h>
 
 #include "io.h"
+#include "path.h"
 
 #ifndef UDP_SEGMENT
 #define UDP_SEGMENT 103

@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An engine as a whole. Only its loop, engine.c, sees all of it and calls across. */
+/* An engine as a whole. Only its loop (engine.c) and what arrives (arrivals.c) see all of it and call across. */
 #pragma once
 
+#include <stdatomic.h>
+
 #include "rx.h"
+
+/* Datagrams received in one call, and memory for each: not a power of two, or small ones would all fall on the same
+ * cache lines. */
+enum { RECEIVE_BUFFERS = 32, RECEIVE_BUFFER_BYTES = DATAGRAM_MAX + 1600 };
 
 struct engine {
     io io;
@@ -11,10 +17,13 @@ struct engine {
     int64_t peers;
     int64_t *flow_of_rank;
     int wake, bell;
-    uint32_t *asleep; /* tells peers on this host that this engine waits for its bell; NULL: no such peers */
-    int64_t shared;   /* flows whose packets come through a ring */
-    int64_t singles;  /* consecutive data datagrams that arrived alone */
-    uint8_t *buffers; /* for receiving */
+    atomic_bool woken; /* by another thread, to make dlcp_turn return */
+    uint32_t *asleep;  /* tells peers on this host that this engine waits for its bell; NULL: no such peers */
+    int64_t shared;    /* flows whose packets come through a ring */
+    int64_t singles;   /* consecutive data datagrams that arrived alone */
+    uint8_t *buffers;  /* for receiving */
     double inbound_since_s, inbound_last_s; /* the stretch of arrivals being measured */
     int64_t inbound_count;                  /* packets in it, except the first */
 };
+
+int64_t receive_packets(engine *self);

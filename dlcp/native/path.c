@@ -13,7 +13,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "flow.h"
+#include "path.h"
 
 /* Allocate this many paths; return 0, or NO_MEMORY. */
 int path_make(flow *self, int64_t count) {

@@ -5,7 +5,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "tx.h"
+#include "flight.h"
+#include "path.h"
+#include "probe.h"
 
 /* Report a peer that is heard, but to which no full packet has arrived for some timeouts: the path may have become too
  * narrow for them or for the answers, with nobody to say so. Python finds out. */
@@ -29,7 +31,7 @@ void probe_send(io *io, flow *to, tx_message *self, double now_s) {
     io->view.counters.probe++;
     /* In the same queue behind the packets, or the probe could overtake them, for example in a growing queue. If it
      * goes unanswered it may have been lost there, and the next one only asks about older packets. */
-    int behind = self->flying && self->probes_unanswered == 1;
+    bool behind = self->flying && self->probes_unanswered == 1;
     self->questions++;
     self->asked[self->questions % QUESTIONS] = (question){now_s, behind ? now_s : self->probed_s};
     self->probed_s = now_s;
@@ -145,7 +147,7 @@ static void take_stop(io *io, flow *to, tx_message *self, int64_t first, int64_t
 
 /* Process a BITMAP, which packets have arrived, or a STOP: no more are needed. */
 void probe_take_answer(io *io, flow *to, const uint8_t *datagram, int64_t bytes, double now_s) {
-    int is_stop = header_type(datagram) == STOP;
+    bool is_stop = header_type(datagram) == STOP;
     msg_id id = {to->peer, header_step(datagram), header_message(datagram), NULL};
     int64_t first = header_index(datagram), span = io_bitmap_packets(io), size = bytes - HEADER_BYTES;
     tx_message *self = tx_find(to, id.step, id.message);
@@ -156,9 +158,9 @@ void probe_take_answer(io *io, flow *to, const uint8_t *datagram, int64_t bytes,
             io->view.counters.late++;
         return;
     }
-    int whole = is_stop && !size;
+    bool whole = is_stop && !size;
     int64_t count = whole ? self->packets : smaller(span, self->packets - first);
-    int fits = whole ? !first : first % span == 0 && size == (count + 7) / 8;
+    bool fits = whole ? !first : first % span == 0 && size == (count + 7) / 8;
     if (header_count(datagram) != self->packets || count < 1 || !fits) {
         io->view.counters.refused_malformed++;
         return;

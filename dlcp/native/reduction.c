@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "planes.h"
-#include "rx.h"
+#include "reduction.h"
 
 typedef float unaligned_float __attribute__((aligned(1), may_alias));
 

@@ -5,7 +5,10 @@
 #include <math.h>
 #include <string.h>
 
-#include "rx.h"
+#include "ack.h"
+#include "path.h"
+#include "reduction.h"
+#include "time_wait.h"
 
 enum { STEPS_AHEAD_MAX = 1 << 16 };
 /* From this size on, a message bypasses the caches: it would only evict useful data. The usual size of a core's L2. */
@@ -37,6 +40,9 @@ static rx_message *rx_make(receiver *rx, flow *from, int64_t step, int64_t messa
     }
     self->active = true;
     table_add(&rx->messages, &self->id);
+    self->older = rx->newest_message;
+    *(self->older ? &self->older->newer : &rx->oldest_message) = self;
+    rx->newest_message = self;
     return self;
 }
 
@@ -44,6 +50,8 @@ static rx_message *rx_make(receiver *rx, flow *from, int64_t step, int64_t messa
 static void rx_close(receiver *rx, rx_message *self) {
     ack_forget(self->from, self); /* its STOP covers what is not acknowledged yet */
     table_remove(&rx->messages, &self->id);
+    *(self->older ? &self->older->newer : &rx->oldest_message) = self->newer;
+    *(self->newer ? &self->newer->older : &rx->newest_message) = self->older;
     self->active = false;
     give_early(rx, self->buffer, self->early_bytes);
     self->early_bytes = 0;
@@ -209,34 +217,28 @@ int64_t rx_post(receiver *rx, const receive_request *request, double now_s) {
 }
 
 void rx_report_unexpected(receiver *rx, double now_s) {
-    for (int64_t i = 0; i < rx->messages.chain_count; i++)
-        for (msg_id *one = rx->messages.chains[i]; one; one = one->next) {
-            const rx_message *self = (rx_message *)one;
-            if (self->required < 0)
-                io_message_event(rx->io, EVENT_UNEXPECTED, one, self->packets, now_s);
-        }
+    for (const rx_message *self = rx->oldest_message; self; self = self->newer)
+        if (self->required < 0)
+            io_message_event(rx->io, EVENT_UNEXPECTED, &self->id, self->packets, now_s);
 }
 
 /* Refuse packets of steps before `step` from now on, and forget their messages. */
 void rx_begin_step(receiver *rx, int64_t step, double now_s) {
     if (step > rx->oldest_step)
         rx->oldest_step = step;
-    for (int64_t i = 0; i < rx->messages.chain_count; i++) {
-        msg_id *next = NULL;
-        for (msg_id *one = rx->messages.chains[i]; one; one = next) {
-            next = one->next;
-            if (one->step < step)
-                rx_drop(rx, (rx_message *)one);
-        }
+    rx_message *newer = NULL;
+    for (rx_message *self = rx->oldest_message; self; self = newer) {
+        newer = self->newer;
+        if (self->id.step < step)
+            rx_drop(rx, self);
     }
     time_wait_forget_steps(rx, step, now_s);
 }
 
 /* Drop all messages. */
 void rx_drop_all(receiver *rx) {
-    for (int64_t i = 0; i < rx->messages.chain_count; i++)
-        while (rx->messages.chains[i])
-            rx_drop(rx, (rx_message *)rx->messages.chains[i]);
+    while (rx->oldest_message)
+        rx_drop(rx, rx->oldest_message);
     while (rx->oldest)
         time_wait_free(rx, rx->oldest);
 }
@@ -282,8 +284,8 @@ static void refuse_misfit(receiver *rx, rx_message *self, const uint8_t *header,
     if (self->required < 0)
         return;
     int64_t payload_bytes = rx->io->config.payload_bytes, count = header_count(header);
-    int last = header_index(header) == count - 1;
-    int sound = size > 0 && size <= payload_bytes && (last || size == payload_bytes);
+    bool last = header_index(header) == count - 1;
+    bool sound = size > 0 && size <= payload_bytes && (last || size == payload_bytes);
     if (!sound || (count == self->packets && !last))
         return;
     io_message_event(rx->io, EVENT_MISMATCH, &self->id, count, now_s);
@@ -300,9 +302,9 @@ void rx_take_data(receiver *rx, flow *from, const uint8_t *header, const uint8_t
         if (!self)
             return;
     }
-    int last = index == self->packets - 1;
-    int fits = header_count(header) == self->packets && index < self->packets && size > 0 && size <= payload_bytes &&
-               (!last || !self->last_bytes || size == self->last_bytes) && (last || size == payload_bytes);
+    bool last = index == self->packets - 1;
+    bool fits = header_count(header) == self->packets && index < self->packets && size > 0 && size <= payload_bytes &&
+                (!last || !self->last_bytes || size == self->last_bytes) && (last || size == payload_bytes);
     if (!fits) {
         refuse_misfit(rx, self, header, size, now_s);
         return;

@@ -203,9 +203,9 @@ static uint32_t *place_of_block(const struct queue_order *queue, uint32_t block)
            (size_t)block * SEND_BLOCK_PACKETS;
 }
 
-/* Writes the packets' indices in sending order: the highest queue first; within a queue by blocks of 256 of its
-   packets, beginning with block `seed` modulo their number, or `chunk` of `chunks` parts of them later; within a block
-   droppable packets last. Queues are 0 to 7. */
+/* Writes packet indices in sending order. Queues run from 7 to 0. Within a queue, blocks of 256 packets start at block
+ * `seed` modulo the number of blocks, plus `chunk`/`chunks` of that number. Within a block, droppable packets come
+ * last. */
 void dlcp_send_order(const uint8_t *queue, const uint8_t *droppable, uint32_t packets, uint32_t seed, uint32_t chunk,
                      uint32_t chunks, uint32_t *order) {
     struct queue_order queues[QUEUES] = {0};

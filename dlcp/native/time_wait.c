@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "rx.h"
+#include "time_wait.h"
 
 /* Stop notifying the sender. */
 static void settle(receiver *rx, rx_time_wait *self) {

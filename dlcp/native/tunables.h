@@ -42,32 +42,32 @@ enum { UNANSWERED_PATIENCE = 4 };
 enum { NARROW_TIMEOUTS = 4 };
 /* STOP is repeated after a probe timeout, then after twice as long each time, up to this. */
 static const double STOP_REPEAT_MAX_S = 0.5;
-/* A sender that does not know that its message is complete probes within the first time, and a rank that leaves reminds
- * it for the second one. Both are several probe timeouts, up to a round trip of 100 ms; training does not wait for
- * them. */
+/* KNOWN_AFTER_S: a sender without confirmation that its message is complete probes within this time. REMIND_S: a rank
+ * that leaves repeats its confirmations for this long. Both are several probe timeouts, up to a round trip of 100 ms;
+ * training does not wait for them. */
 static const double KNOWN_AFTER_S = 1, REMIND_S = 0.2;
 
-/* Paths. A flow uses one more path for this many packets of its window, so that each path always carries some: losses
- * are found by later packets on the same path. A burst is no smaller than the second value unless the window is. A path
- * is judged after this many packets have returned or been lost, by averages with these gains; the gain for losses is
- * smaller, since a full queue loses many packets at a time. */
+/* Paths. A flow uses one path for each PATH_PACKETS of its window, so that every path always carries some: losses are
+ * found by later packets on the same path. A burst has at least PATH_BURST packets if the window allows. A path is
+ * judged whenever PATH_JUDGED of its packets have been delivered or lost, by averages with these gains; the gain for
+ * losses is smaller, since a full queue loses many packets at a time. */
 enum { PATH_PACKETS = 4, PATH_BURST = 4, PATH_JUDGED = 32 };
 static const double PATH_GAIN = 0.25, PATH_LOSS_GAIN = 0.0625;
-/* A path loses half its weight while it loses more than this share and more than this many times the other paths'
- * median; part of it while its delay exceeds this many times the best path's plus the deviation of round trips, or
- * while its share of marked packets is higher by this. Below the least weight it is abandoned; otherwise it regains
- * this much. A path at a quarter of the others' rate is hardly worth waiting for at the end of a message. */
+/* A path loses half its weight while it loses more than PATH_LOSSY of its packets and more than PATH_LOSSIER times the
+ * other paths' median; part of it while its delay exceeds PATH_SLOW times the best path's plus the deviation of round
+ * trips, or while its share of marked packets is higher by PATH_MARKED. Below PATH_LEAST it is abandoned; otherwise it
+ * regains PATH_CALM. A path at a quarter of the others' rate is hardly worth waiting for at the end of a message. */
 static const double PATH_LOSSY = 0.025, PATH_LOSSIER = 2, PATH_SLOW = 2, PATH_MARKED = 0.25;
 static const double PATH_LEAST = 0.25, PATH_CALM = 0.125;
-/* An abandoned path is tried again after the first time, then after twice as long each time up to the second. Repairs
- * take seconds, whatever the round trip; a trial costs one burst. */
+/* An abandoned path is tried again after PATH_AGAIN_S, then after twice as long each time, up to PATH_AGAIN_MAX_S.
+ * Repairs take seconds, whatever the round trip; a trial costs one burst. */
 static const double PATH_AGAIN_S = 1, PATH_AGAIN_MAX_S = 16;
 
 /* Pacing. Packets due within this time leave together, or PATH_BURST if that is more: a timer costs as much as a burst.
  * Only paths of 5 ms and more are paced; at 100 ms it is a hundredth of a round trip. */
 static const double PACE_TURN_S = 0.001;
 
-/* Inbound rate: that of the fastest stretch of at least this long and this many packets, without a pause of the last
- * value. A shorter stretch would measure the last switch's queue, a longer one the senders' pauses. */
+/* Inbound rate: that of the fastest stretch of at least INBOUND_S and INBOUND_PACKETS without a pause of
+ * INBOUND_PAUSE_S. A shorter stretch would measure the last switch's queue, a longer one the senders' pauses. */
 static const double INBOUND_S = 0.03, INBOUND_PAUSE_S = 0.02;
 enum { INBOUND_PACKETS = 8 };

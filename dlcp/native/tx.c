@@ -75,6 +75,17 @@ static void requeue(flow *to, tx_message *self) {
         after->more_urgent = self;
 }
 
+/* Let a queue's bursts of a message lead nowhere. Most are the newest: older ones have been found delivered or lost. */
+static void forget_bursts(burst_queue *sent, tx_message *of) {
+    for (int64_t k = sent->count - 1; of->bursts && k >= 0; k--) {
+        sent_burst *one = &sent->bursts[(sent->first + k) % sent->capacity];
+        if (one->message == of) {
+            one->message = NULL;
+            of->bursts--;
+        }
+    }
+}
+
 /* Forget a message and its packets in flight. */
 void tx_free(io *io, flow *to, tx_message *self) {
     table_remove(&to->messages, &self->id);
@@ -91,15 +102,9 @@ void tx_free(io *io, flow *to, tx_message *self) {
             to->paths[self->path[i]].flying--;
         }
     }
-    for (int64_t way = 0; way < to->path_count; way++)
-        for (int queue = 0; queue < QUEUES; queue++) {
-            burst_queue *sent = &to->paths[way].sent_bursts[queue];
-            for (int64_t k = 0; k < sent->count; k++) {
-                sent_burst *one = &sent->bursts[(sent->first + k) % sent->capacity];
-                if (one->message == self)
-                    one->message = NULL;
-            }
-        }
+    for (int64_t way = 0; self->bursts && way < to->path_count; way++)
+        for (int queue = 0; self->bursts && queue < QUEUES; queue++)
+            forget_bursts(&to->paths[way].sent_bursts[queue], self);
     release(io, self);
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The sending side: messages (tx.c), what is in flight (flight.c), and probes for what is missing (probe.c). */
+/* The sending side: messages, from dlcp_send until their receivers have acknowledged them. */
 #pragma once
 
 #include "io.h"
@@ -15,6 +15,7 @@ typedef struct {
 struct tx_message {
     msg_id id;
     int64_t packets, flying, sent, resent, delivered;
+    int64_t bursts;     /* of its packets that queues of bursts hold */
     int64_t unsent;     /* packets that wait for transmission or retransmission */
     double active_s;    /* when a packet was last sent or found delivered */
     double last_sent_s; /* when a packet was last sent */
@@ -53,7 +54,6 @@ struct tx_message {
     tx_message *more_urgent, *less_urgent; /* of those with unsent packets */
 };
 
-/* tx.c */
 tx_message *tx_find(const flow *to, int64_t step, int64_t message);
 tx_message *tx_make(io *io, flow *to, const send_request *request, double now_s);
 void tx_free(io *io, flow *to, tx_message *self);
@@ -66,15 +66,3 @@ void tx_gather(const io *io, tx_message *self, int64_t limit, burst *into);
 void tx_fill(const io *io, const flow *to, burst *into);
 void tx_note_sent(flow *to, const burst *sent, double now_s);
 bool tx_wants_probe(const flow *to, const tx_message *self);
-/* flight.c */
-bool flight_next_burst(io *io, flow *self, burst *into, double now_s);
-void flight_note_sent(flow *self, const burst *sent, double now_s);
-double flight_resumes_s(const flow *self, double now_s);
-double flight_find_overtaken(flow *self, double now_s);
-void flight_feed_back(flow *self, int64_t delivered, int64_t marked, int64_t lost, double now_s);
-double flight_report(io *io, flow *flows, double now_s);
-void flight_free(flow *self);
-/* probe.c */
-void probe_send(io *io, flow *to, tx_message *self, double now_s);
-double probe_due(io *io, flow *to, double now_s);
-void probe_take_answer(io *io, flow *to, const uint8_t *datagram, int64_t bytes, double now_s);

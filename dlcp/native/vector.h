@@ -5,8 +5,10 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A second version of a function for AVX2, chosen at load time; requires the GNU C library. */
-#if defined(__x86_64__) && defined(__GLIBC__) && (!defined(__clang__) || __clang_major__ >= 14)
+/* A second version of a function for AVX2, chosen at load time; requires the GNU C library. The code that chooses runs
+ * before the thread sanitizer is ready. */
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) &&                                      \
+    (!defined(__clang__) || __clang_major__ >= 14)
 #define FASTEST __attribute__((target_clones("avx2", "default")))
 #else
 #define FASTEST

@@ -6,7 +6,7 @@ Every error names the rank, the step and the layers concerned.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from dlcp.configuration import Range
 from dlcp.planes import PlaneLayout
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
-
-if TYPE_CHECKING:
-    from dlcp.transport.engine import Reduction
+from dlcp.transport.reduction import Reduction
 
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
@@ -124,7 +122,7 @@ class ReceiveRequest(NamedTuple):
     label: str
     into: Bytes | memoryview | None = None
     tail: Bytes = EMPTY
-    reduction: "Reduction | None" = None
+    reduction: Reduction | None = None
     position: int = 0
 
     def checked_into(self) -> Bytes | None:

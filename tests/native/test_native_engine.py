@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in C, compiled once more with checks on every access, goes through its tests."""
+"""The engine in C, compiled once more with checks on every access or for races, goes through its tests."""
 
 import os
 import platform
@@ -23,6 +23,7 @@ TESTS = [
     "transport/test_endpoint.py",
     "collectives/test_direct_in_place.py",
 ]
+THREADED = ["transport/test_endpoint.py", "transport/test_shared_memory.py"]
 RUN = f"""{LOAD}
 import pytest
 print(sys.argv[1])
@@ -30,22 +31,35 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory):
-    """The library with checks, and what has to be loaded before Python for it."""
+def checked_by(tmp_path_factory, flags, names):
+    """Return the library with checks, and what has to be loaded before Python for it."""
     if not can_compile():
         pytest.skip("needs DLCP's C sources and a compiler")
     library = tmp_path_factory.mktemp("checked") / "checked.so"
-    made = build(library, *SANITIZE)
+    made = build(library, *flags)
     preload = [
         subprocess.run(
             [*compiler(), f"-print-file-name={name}"], capture_output=True, text=True, timeout=60
         ).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
+        for name in names
     ]
     if made.returncode or not all(Path(path).is_absolute() for path in preload):
-        pytest.skip("the compiler has no address sanitizer")
+        pytest.skip(f"the compiler has no {names[0]}")
     return library, " ".join(preload)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    return checked_by(tmp_path_factory, SANITIZE, ["libasan.so", "libubsan.so"])
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    library, preload = checked_by(tmp_path_factory, ["-fsanitize=thread"], ["libtsan.so"])
+    alone = subprocess.run([sys.executable, "-c", ""], env=os.environ | {"LD_PRELOAD": preload}, timeout=LIMIT_S)
+    if alone.returncode:
+        pytest.skip("the thread sanitizer does not run here: it cannot place its memory")
+    return library, preload
 
 
 def run(checked, *arguments):
@@ -54,6 +68,7 @@ def run(checked, *arguments):
         "LD_PRELOAD": preload,
         "ASAN_OPTIONS": "detect_leaks=0:exitcode=86",
         "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=86",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=86",
         "PYTHONMALLOC": "malloc",
     }
     return subprocess.run(
@@ -101,6 +116,36 @@ def test_the_checks_see_an_access_that_is_out_of_bounds(checked, tmp_path):
     )
     assert done.returncode != 0
     assert "Sanitizer" in done.stdout + done.stderr or "runtime error" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", THREADED)
+def test_threads_do_not_race(watched, name):
+    done = run(watched, "-q", "-x", "-s", "-p", "no:cacheprovider", str(ROOT / "tests" / name))
+    told = done.stdout + done.stderr
+    assert "WARNING: ThreadSanitizer" not in told, told[told.find("WARNING: ThreadSanitizer") :][:3000]
+    assert done.returncode == 0, told[-3000:]
+
+
+RACE = f"""{LOAD}
+import threading
+import numpy as np
+from dlcp.planes import PlaneLayout
+layout = PlaneLayout.of(100_000, 4, 8, 1024)
+values, code = np.ones(100_000, np.float32), np.zeros(layout.bytes, np.uint8)
+threads = [threading.Thread(target=lambda: [layout.round(values, code) for _ in range(50)]) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_the_checks_see_a_race(watched):
+    library, preload = watched
+    environment = os.environ | {"LD_PRELOAD": preload, "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:exitcode=86"}
+    command = [sys.executable, "-c", RACE, str(library)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, "data race" in done.stderr) == (86, True)
 
 
 ALLOCATIONS = """
