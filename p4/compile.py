@@ -4,8 +4,8 @@
 There are two programs: ``v1model/`` for BMv2 and the built-in switch, and ``tna/`` for Tofino, whose output stays as it
 is if its compiler is missing. ``--check`` compiles nothing and reports whether ``p4/build/`` comes from the current
 sources. The digest of a program's sources is a SHA-256 over each ``*.p4`` in ``shared/`` and in its own folder, in the
-order of their paths below ``p4/``: the path, a zero byte, the file with lines of comments emptied, a zero byte: compiled
-files have line numbers, and comments that follow code, but not these.
+order of their paths below ``p4/``: the path, a zero byte, the file with empty lines in place of comments, a zero byte.
+Comments that follow code count: compiled files have some of them.
 """
 
 import argparse
