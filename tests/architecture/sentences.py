@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw sentences at random, to judge how plain they are: twenty from docstrings, messages and pages each.
+"""Draw sentences at random, to judge how plain they are: as many from docstrings, messages, comments and pages.
 
 ``python -m tests.architecture.sentences --seed 3 docs dlcp/wire``; without folders, from the whole project.
 """
@@ -10,14 +10,21 @@ import inspect
 import random
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-KINDS = "docstring", "message", "page"
+KINDS = "docstring", "message", "comment", "page"
 ALL = "dlcp", "controller", "sim", "p4", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md"
 _END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\[])")
 _WORD = re.compile(r"(?<![^\s(])[a-z]+(?![^\s,.:;)])")
+_COMMENTS = {
+    ".py": re.compile(r"(?:(?:^|(?<=  ))# .*\n?[ ]*)+", re.MULTILINE),
+    ".p4": re.compile(r"(?:// .*\n?[ ]*)+"),
+    ".c": re.compile(r"/\*.*?\*/", re.DOTALL),
+}
+_COMMENTS[".h"] = _COMMENTS[".c"]
 _NO_PROSE = re.compile(r"(?ms)```.*?```|<!--.*?-->|^\|[-| :]*\|$")
 
 
@@ -63,13 +70,25 @@ def _python(source: str) -> Iterator[tuple[str, int, str]]:
             yield "message", node.lineno, text
 
 
+def _comments(suffix: str, source: str) -> Iterator[tuple[str, int, str]]:
+    for match in _COMMENTS[suffix].finditer(source):
+        text = re.sub(r"(?m)^\s*(?:#|//|/?\*+) ?|type: ignore\S* #|noqa: \S+ +#|\*/|-{4,}", "", match[0])
+        yield "comment", source.count("\n", 0, match.start()) + 1, text
+
+
+def _python_with_comments(source: str) -> Iterator[tuple[str, int, str]]:
+    yield from _python(source)
+    yield from _comments(".py", source)
+
+
 def _markdown(source: str) -> Iterator[tuple[str, int, str]]:
     text = _NO_PROSE.sub(lambda match: "\n" * match[0].count("\n"), source)  # lines keep their numbers
     for match in re.finditer(r"[^\s|].*?(?=\n\s*\n|\n\s*(?:[-*]|\d+\.) | \||\n#|\Z)", text, re.DOTALL):
         yield "page", text.count("\n", 0, match.start()) + 1, match[0]
 
 
-_PARAGRAPHS = {".py": _python, ".md": _markdown}
+_PARAGRAPHS = {".py": _python_with_comments, ".md": _markdown}
+_PARAGRAPHS |= {suffix: partial(_comments, suffix) for suffix in (".c", ".h", ".p4")}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
