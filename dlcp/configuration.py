@@ -31,6 +31,8 @@ SECRET_VARIABLE: Final = "DLCP_SECRET"
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 """Prefixes of variables by which DLCP's processes tell each other something."""
 DEFAULT_FILE: Final = "dlcp.toml"
+LOSS_BOUND: Final = 0.1
+"""The default loss bound: it does not harm convergence (DLCP, arXiv 2008.08445)."""
 DEFAULT_ORIGIN: Final = "default"
 _DEFAULT, _FILE, _ENVIRONMENT, _ARGUMENT = range(4)
 """The layers of options, in ascending order of precedence."""

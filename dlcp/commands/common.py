@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp import configuration
-from dlcp.configuration import Range, short
+from dlcp.configuration import LOSS_BOUND, Range, short
 
 if TYPE_CHECKING:
     from dlcp.sim.jobs.models import ModelInput
@@ -165,7 +165,7 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
     parser.add_argument("--collective", choices=["direct", "ps"], help="all-reduce (the default) or parameter server")
     add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
     add_steps(parser, steps)
-    add(parser, "--loss-bound", "SHARE", real(SHARE), "share of a message that may be lost", default=0.1)
+    add(parser, "--loss-bound", "SHARE", real(SHARE), "share of a message that may be lost", default=LOSS_BOUND)
     bits = "bits of a value: 32, 16, 8, 4, or what is fastest: exact, auto (8 or 32), fast (also 4)"
     add(parser, "--precision", "BITS", option("precision"), bits, default="auto")
     only = "only these runs: gloo plain dlcp dlcp_priority; the page needs all of them but gloo, the figures do not"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dlcp.arms import AUTO_PRECISION, HALF_PRECISION
+from dlcp.configuration import LOSS_BOUND
 from dlcp.demo.background import BURST_S, BackgroundBurst, schedule
 from dlcp.planes import FULL_BITS
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
@@ -43,7 +44,7 @@ class DemoSetup:
     steps: int = 24
     rate_bps: int = 32_000_000
     depth_packets: int = 32
-    loss_bound: float = 0.1
+    loss_bound: float = LOSS_BOUND
     precision: str = AUTO_PRECISION
     collective: str = "direct"
     fp16: bool = False

@@ -11,7 +11,7 @@ from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import AUTO, DIRECT, RING, SERVER, Topology, flow_weight
 from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
-from dlcp.configuration import ByPattern, HostPort, Means, OneOf, Range, Trait, Unit
+from dlcp.configuration import LOSS_BOUND, ByPattern, HostPort, Means, OneOf, Range, Trait, Unit
 from dlcp.error_text import closest
 from dlcp.tags import TagPolicy
 from dlcp.transport import LossBound, TransportOptions
@@ -122,7 +122,7 @@ class Options:
         There is no such option.
     """
 
-    loss_bound: Annotated[float | str, BOUNDS, Unit("of a message's packets"), AGREED] = 0.1
+    loss_bound: Annotated[float | str, BOUNDS, Unit("of a message's packets"), AGREED] = LOSS_BOUND
     precision: Annotated[str, OneOf(PRECISIONS), Unit("bits"), AGREED] = AUTO_PRECISION
     immediate: Annotated[bool, AGREED] = False
     error_feedback: Annotated[bool, AGREED] = True

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import yaml
 
+from dlcp.configuration import LOSS_BOUND
 from dlcp.error_text import nearest
 from dlcp.sim.experiments.experiment import Experiment, RunSetting, changed_fields
 from dlcp.sim.jobs.collectives import WITH_SERVERS, CollectiveName
@@ -32,8 +33,6 @@ _WORKERS_PER_SERVER: Final = 4
 _IMAGES: Final = 32
 """Batch of a worker, as in the experiments that come with DLCP: a published throughput has larger ones, which hide all
 communication. Other models keep the published batch."""
-_LOSS_BOUND: Final = 0.1
-"""Share of a contribution that DLCP may lose, as in the experiments that come with it."""
 _WIDTH: Final = 110
 _ALSO_SHOWN: Final = ("scheduler", "steps", "seed", "engine", "spines", "oversubscription")
 """Fields that are in the file even if they have their default."""
@@ -160,7 +159,7 @@ def guided_setting(answers: Answers) -> RunSetting:
         collective=collective,
         scheduler="dlcp" if is_dlcp else "fifo",
         transport=transport,
-        loss_bound=_LOSS_BOUND if is_dlcp else 0.0,
+        loss_bound=LOSS_BOUND if is_dlcp else 0.0,
     )
     network = FittedNetwork(
         answers["fabric"], answers["rate_gbps"], transport=transport, discipline=answers["discipline"]
