@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import RATE, Bucket, BucketRun, ContributionTail, RankContext, protect_all_but
+from dlcp.collectives.direct_plan import DirectPlan
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
@@ -32,12 +33,10 @@ from dlcp.collectives.shards import (
     AveragedShard,
     ShardAccumulator,
     inbound_rates,
-    shard_bounds,
 )
 from dlcp.dtypes import ValueType
-from dlcp.magnitudes import packet_magnitudes
 from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.tags import ChunkOrder, PacketTags
+from dlcp.tags import PacketTags
 from dlcp.transport import (
     EMPTY,
     RELIABLE,
@@ -45,7 +44,6 @@ from dlcp.transport import (
     Bytes,
     Delivery,
     EncodedReduction,
-    LossBound,
     MessageKey,
     ReceiveRequest,
     SendRequest,
@@ -53,7 +51,7 @@ from dlcp.transport import (
 )
 
 if TYPE_CHECKING:
-    from dlcp.collectives.pair import PairRun
+    from dlcp.collectives.pair import PairRun  # most jobs have more than two ranks
 
 
 ONE_HOP_BYTES_MAX: Final = 1 << 20
@@ -139,9 +137,10 @@ class DirectAllReduce:
         """Return a bucket's run, with residual added, tagged and ready to start."""
         bits = self._bits_of(bucket)
         if self._goes_in_one_hop(bucket, bits):
-            from dlcp.collectives.pair import PairRun  # most jobs have more than two ranks
+            from dlcp.collectives.pair import PairRun
 
-            pair = self._runs[step, sequence] = PairRun(self, step, sequence, bucket)
+            plan = self.plan_of(sequence, bucket, dict.fromkeys(self.context.peers, 1.0))
+            pair = self._runs[step, sequence] = PairRun(self.context, plan, step, sequence, bucket, self.end_before)
             return pair
         direct = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket, bits)
         return direct
@@ -157,9 +156,7 @@ class DirectAllReduce:
         allowed = self._one_hop and not bucket.scattered and bits == FULL_BITS
         return allowed and bucket.values.nbytes <= ONE_HOP_BYTES_MAX
 
-    def plan_of(
-        self, sequence: int, bucket: Bucket, weights: Mapping[int, float], bits: int = FULL_BITS
-    ) -> "DirectPlan":
+    def plan_of(self, sequence: int, bucket: Bucket, weights: Mapping[int, float], bits: int = FULL_BITS) -> DirectPlan:
         """Return a bucket's plan: that of the last step, if bucket, division and precision are unchanged."""
         plan = self._plans.get(sequence)
         if plan is None or not plan.fits(bucket, weights, bits):
@@ -197,131 +194,6 @@ class DirectAllReduce:
         """Record the rates that a rank reported with a bucket, unless a later bucket's are known."""
         if sequence >= self._reported_with.get(rank, -1):
             self.rates_bps[rank], self._reported_with[rank] = rates_bps, sequence
-
-
-class DirectPlan:
-    """The parts of a bucket's run that are the same in every step, as long as its layers and division stay the same.
-
-    Attributes
-    ----------
-    bounds
-        Start and end of each owner's shard, in values.
-    packets
-        The packets of each owner's shard.
-    numbers
-        Numbers of the bucket's messages, by phase and receiver.
-    labels, loss_bounds, orders
-        Per non-empty shard: label for error messages, loss bound, and the first part of this rank's contribution to
-        send.
-    bound
-        The loss bound of layers without their own.
-    whole
-        The bucket's tags if nothing may be lost.
-    layouts
-        The layout of each owner's shard in encoded messages; empty if they are not encoded.
-    bits
-        Precision of the messages, in bits of a value.
-    """
-
-    def __init__(
-        self, context: RankContext, sequence: int, bucket: Bucket, weights: Mapping[int, float], bits: int
-    ) -> None:
-        self._fits = self._what_it_fits(bucket, weights, bits)
-        per_packet, options = context.connection.options.payload_bytes // bucket.values.itemsize, context.options
-        self.bounds = shard_bounds(len(bucket.values), per_packet, weights)
-        self.packets = {
-            owner: slice(start // per_packet, -(-stop // per_packet)) for owner, (start, stop) in self.bounds.items()
-        }
-        receivers = ((REDUCE_SCATTER, self.bounds), (ALL_GATHER, context.contributors))
-        self.numbers = {
-            (phase, receiver): context.key(0, sequence, phase, receiver).message
-            for phase, ranks in receivers
-            for receiver in ranks
-        }
-        self.labels: dict[int, str] = {}
-        self.loss_bounds: dict[int, LossBound] = {}
-        self.orders: dict[int, ChunkOrder] = {}
-        for owner, (start, stop) in self.bounds.items():
-            if start < stop:
-                self.labels[owner] = bucket.label(start, stop)
-                self.loss_bounds[owner] = options.bound_within(bucket, start, stop, per_packet)
-                others = [rank for rank in context.contributors if rank != owner]
-                first = -others.index(context.rank) % len(others) if context.rank in others else 0
-                self.orders[owner] = ChunkOrder(first, max(1, len(others)))
-        payload_bytes = context.connection.options.payload_bytes
-        self.layouts = {
-            owner: layout
-            for owner, (start, stop) in self.bounds.items()
-            if (layout := PlaneLayout.of(stop - start, bucket.values.itemsize, bits, payload_bytes))
-        }
-        for owner, layout in self.layouts.items():
-            bound = self.loss_bounds[owner]
-            self.loss_bounds[owner] = replace(bound, ratio=min(bound.ratio, layout.loss_bound_max))
-        self.bits = bits if self.layouts else FULL_BITS
-        self.bound = options.bound_of(bucket)
-        self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
-        self._whole_parts: dict[tuple[int, int], PacketTags] = {}
-        self._whole_encoded: dict[tuple[int, int], PacketTags] = {}
-
-    def fits(self, bucket: Bucket, weights: Mapping[int, float], bits: int) -> bool:
-        """Return whether the plan fits a bucket divided by these weights, with this precision."""
-        return self._fits == self._what_it_fits(bucket, weights, bits)
-
-    @staticmethod
-    def _what_it_fits(bucket: Bucket, weights: Mapping[int, float], bits: int) -> tuple[Any, ...]:
-        size = len(bucket.values), bucket.value_type, bits
-        return *size, bucket.whole, weights, tuple(bucket.segments)
-
-    def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
-        """Return the tags of a bucket's packets: by magnitude if any may be lost."""
-        bound, per_packet = self.bound, context.connection.options.payload_bytes // bucket.values.itemsize
-        layers, count = context.options.layers, len(bucket.values)
-        # Magnitudes cost a tenth of a fast network's time: they wait for the first sign of possible loss.
-        clear = context.connection.is_clear
-        at_risk = [owner for owner in self.bounds if owner != context.rank and (bound.immediate or not clear(owner))]
-        at_risk = [owner for owner in at_risk if owner not in self.layouts]  # these have their own classes
-        if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
-            return self.whole
-        magnitudes = bucket.magnitudes
-        if magnitudes is None:  # of droppable packets; all others count as the largest
-            magnitudes = np.full(-(-count // per_packet), np.inf, np.float32)
-            for owner in at_risk:
-                start, stop = self.bounds[owner]
-                if start < stop:
-                    found = packet_magnitudes(bucket.values[start:stop], bucket.value_type, per_packet)
-                    magnitudes[self.packets[owner]] = found
-        tags = context.tagger.tag_magnitudes(magnitudes, count, bucket.segments, per_packet)
-        layers.protect(tags, bucket.segments, per_packet, bound, seed=step)
-        return tags
-
-    def encoded_tags(
-        self, owner: int, per_packet: int, tail_bytes: int, code: Bytes, may_drop: NDArray[np.bool_] | None
-    ) -> PacketTags:
-        """Return the tags of an encoded shard's packets and of a tail; see :meth:`dlcp.planes.PlaneLayout.tags`.
-
-        Parameters
-        ----------
-        per_packet
-            Values in a packet that is not encoded.
-        """
-        found = self._whole_encoded.get((owner, tail_bytes)) if may_drop is None else None
-        if found is not None:
-            return found
-        layout = self.layouts[owner]
-        more = -(-(layout.bytes + tail_bytes) // layout.payload_bytes) - layout.planes * layout.packets
-        tags = layout.tags(self.tags_of(owner, self.whole), per_packet, code, may_drop, more)
-        if may_drop is None:
-            self._whole_encoded[owner, tail_bytes] = tags
-        return tags
-
-    def tags_of(self, owner: int, tags: PacketTags, more: int = 0) -> PacketTags:
-        """Return the tags of a shard's packets from those of the bucket, plus ``more`` packets like the last."""
-        if tags is not self.whole:
-            return tags.part(self.packets[owner], more)
-        found = self._whole_parts.get((owner, more))
-        if found is None:
-            found = self._whole_parts[owner, more] = tags.part(self.packets[owner], more)
-        return found
 
 
 class BucketPhase(Enum):
@@ -363,7 +235,7 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
             if plan.layouts:
-                self.rest = np.empty(len(self.values), np.float32)
+                self.rest = plan.memory_for_rest()
         self.tags = plan.tag(self.context, bucket, step)
         self._note("tagged", plan.bits)
         self.phase = BucketPhase.EXCHANGING

@@ -8,30 +8,43 @@ Replicas stay equal even with packet loss: the peer's acknowledgement tells a ra
 arrived. The rank leaves out the others, as the peer must, and keeps them as residual.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, BucketRun
+from dlcp.collectives.bucket import Bucket, BucketRun, RankContext
+from dlcp.collectives.direct_plan import DirectPlan
 from dlcp.collectives.message_numbers import REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
 from dlcp.dtypes import ValueType
 from dlcp.transport import Arrival, Delivery, MessageKey, ReceiveRequest, SendRequest
 
-if TYPE_CHECKING:
-    from dlcp.collectives.direct import DirectAllReduce
-
 
 class PairRun(BucketRun):
-    """One bucket of two ranks in progress."""
+    """One bucket of two ranks in progress.
 
-    def __init__(self, reducer: "DirectAllReduce", step: int, sequence: int, bucket: Bucket) -> None:
-        super().__init__(reducer.context, step, sequence, bucket)
-        self.reducer, self.rank = reducer, reducer.context.rank
-        (self.peer,) = reducer.context.peers
-        self.plan = reducer.plan_of(sequence, bucket, {self.peer: 1.0})
+    Parameters
+    ----------
+    plan
+        A plan in which the peer owns everything.
+    end_before
+        Called with the step once it shows that the peer has all earlier averages.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        plan: DirectPlan,
+        step: int,
+        sequence: int,
+        bucket: Bucket,
+        end_before: Callable[[int], None],
+    ) -> None:
+        super().__init__(context, step, sequence, bucket)
+        self.plan, self.rank, self._end_before = plan, context.rank, end_before
+        (self.peer,) = context.peers
         if self.context.options.error_feedback:
             self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
         tags = self.plan.tag(self.context, bucket, step)
@@ -102,7 +115,7 @@ class PairRun(BucketRun):
         self._note("summed")
         self._note("gathered", self.peer)
         # The peer would not have begun this step before it had all earlier results.
-        self.reducer.end_before(self.step)
+        self._end_before(self.step)
         self.done.set_result(ours)
 
     def partial_result(self) -> PartialResult:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,10 @@ from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.pipeline import has_own_format
 from dlcp.configuration import Trait
 from dlcp.planes import FULL_BITS
+from dlcp.session.bucket_table import BucketTable
 from dlcp.session.options import AUTO_ROUTE, FRAMEWORK_ROUTE, Options
 from dlcp.tags import plain_tags
 from dlcp.transport import RELIABLE, Arrival, Endpoint, MessageKey, ReceiveRequest, SendRequest, TransportError
-
-if TYPE_CHECKING:
-    from dlcp.session.session import BucketTable
 
 log = logging.getLogger("dlcp")
 
@@ -184,7 +182,7 @@ class StepChooser:
         arms: Sequence[Arm],
         framework: FrameworkRoute | None,
         exchange: ReportExchange | None,
-        table: "BucketTable",
+        table: BucketTable,
         endpoint: Endpoint,
         *,
         remote: bool = True,

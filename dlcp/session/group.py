@@ -27,19 +27,12 @@ from dlcp.collectives.shards import binomial_tree
 from dlcp.error_text import closest
 from dlcp.ledger import Ledger
 from dlcp.session.averager import StepAverager
+from dlcp.session.bucket_table import PendingBucket
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
-from dlcp.session.session import (
-    DEADLINE_FACTOR,
-    LEFT,
-    Fallback,
-    PeerWatch,
-    PendingBucket,
-    TrainingSession,
-    reason_of,
-    reason_of_exit,
-)
+from dlcp.session.recovery import PeerWatch
+from dlcp.session.session import DEADLINE_FACTOR, LEFT, Fallback, TrainingSession, reason_of, reason_of_exit
 from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
 from dlcp.tags import Tagger, layers_in_order, plain_tags
 from dlcp.transport import (

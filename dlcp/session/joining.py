@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from dlcp.collectives.choice import Topology
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, meeting_host, own_addresses, own_place
 from dlcp.session.options import Options
-from dlcp.session.secret import SealedStore, proof, session_token
+from dlcp.session.secret import KeyValueStore, SealedStore, proof, session_token
 from dlcp.transport import Address, Endpoint, TransportError, shared_memory
 from dlcp.transport.connection import OnMessage
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
@@ -49,27 +49,6 @@ class NotJoinedError(RuntimeError):
 
 
 # Agreement ------------------------------------------------------------------------------------------------------------
-
-
-class KeyValueStore(Protocol):
-    """The store through which ranks agree: one of PyTorch's, or :class:`dlcp.session.store.Store`."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that has one."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all these keys have a value."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write ``desired`` if the value is ``expected``; ``""`` means no value.
-
-        Returns
-        -------
-        The key's value afterwards.
-        """
 
 
 class Agreement:

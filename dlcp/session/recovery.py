@@ -13,31 +13,77 @@ import os
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 from dlcp.arms import Route
-from dlcp.collectives.partial_result import PartialResult, UnrecoverableError, recover
+from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.error_text import describe
+from dlcp.session.averager import StepAverager
+from dlcp.session.bucket_table import BucketId, BucketTable, PendingBucket
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
-
-if TYPE_CHECKING:
-    from dlcp.session.session import BucketId, PendingBucket, TrainingSession
 
 WAIT_SHARE: Final = 0.9
 """A rank waits for its own bucket for this share of the deadline; the rest is for telling the others. Not tuned."""
 log = logging.getLogger("dlcp")
 
 
-class Recovery:
-    """Completes the open buckets of a session whose endpoint has been closed."""
+class PeerWatch(ABC):
+    """How ranks notice that another one has left DLCP or ended, and how they reach each other to recover."""
 
-    def __init__(self, session: "TrainingSession") -> None:
-        assert session.fallback.watch
-        self._session, self._watch = session, session.fallback.watch
-        self._deadline_s = session.options.deadline_s
+    def open(self) -> bool:
+        """Open :meth:`channel`; all ranks call it. If it returns False, a failure of DLCP is an error."""
+        return True
+
+    @abstractmethod
+    def channel(self) -> RecoveryChannel:
+        """Return the channel that the ranks recover over."""
+
+    @abstractmethod
+    def check_peers(self, where: str) -> BaseException | None:
+        """Return why this rank should leave DLCP, if others have left it or have ended.
+
+        Parameters
+        ----------
+        where
+            This rank's step and the layers it waits for, for the message.
+
+        Raises
+        ------
+        RuntimeError
+            The others cannot be watched any more.
+        """
+
+    @abstractmethod
+    def publish_left(self, reason: str) -> None:
+        """Announce to the others' :meth:`check_peers` that this rank has left DLCP."""
+
+    def publish_failed(self, reason: str) -> None:  # noqa: B027 - optional
+        """Announce that this rank has failed for good."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release resources."""
+
+
+class Recovery:
+    """Completes the open buckets of a session whose endpoint has been closed.
+
+    Parameters
+    ----------
+    averager, table
+        The session's; ``table`` has the open buckets.
+    payload_bytes
+        Size of a packet's payload.
+    watch
+        How the ranks reach each other.
+    """
+
+    def __init__(self, averager: StepAverager, table: BucketTable, payload_bytes: int, watch: PeerWatch) -> None:
+        self._averager, self._table, self._watch = averager, table, watch
+        self._payload_bytes, self._deadline_s = payload_bytes, averager.options.deadline_s
         self._channel = self._watch.channel()
 
     def complete_buckets(self, error: BaseException) -> str:
@@ -59,14 +105,14 @@ class Recovery:
         PeerHangsError
             A rank, possibly this one, did not reach a bucket in time; all ranks raise it.
         """
-        session, table = self._session, self._session.table
+        table = self._table
         self._watch.publish_left(describe(error))
         with table.changed:
             begun = {which: pending for which, pending in table.pending.items() if pending.reducing}
             routed = [which for which, pending in table.pending.items() if pending.route is Route.FRAMEWORK]
         for pending in begun.values():
             pending.decided.wait(self._deadline_s)
-        held = {(partial.step, partial.sequence): partial for partial in session.averager.partial_results()}
+        held = {(partial.step, partial.sequence): partial for partial in self._averager.partial_results()}
         hopeless, secondhand = isinstance(error, MessageMismatchError), isinstance(error, PeerAbortedError)
         views = self._channel.gather((sorted(begun), sorted(routed), hopeless, secondhand, describe(error)))
         for _, _, hopeless, _, reason in views.values():
@@ -79,34 +125,33 @@ class Recovery:
         # A rank that left only because another one did knows less about the cause, so its reason counts last.
         return str(min((secondhand, rank, reason) for rank, (_, _, _, secondhand, reason) in views.items())[2])
 
-    def _complete(self, which: "BucketId", held: "dict[BucketId, PartialResult]") -> None:
-        session, mine = self._session, held.get(which)
+    def _complete(self, which: BucketId, held: dict[BucketId, PartialResult]) -> None:
+        averager, mine = self._averager, held.get(which)
         pending = self._wait_for_all(which)
         if pending and not pending.reducing:
             mine = self._untouched(pending)
-        recovered = recover(self._channel, session.rank, session.ranks, mine, finished=pending is None)
+        recovered = recover(self._channel, averager.rank, averager.ranks, mine, finished=pending is None)
         if pending and pending.bucket and recovered:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
-            if recovered.residual is not None and session.options.error_feedback:
-                session.averager.feedback.add(recovered.residual, pending.segments)
-            session.table.finish(pending)
+            if recovered.residual is not None and averager.options.error_feedback:
+                averager.feedback.add(recovered.residual, pending.segments)
+            self._table.finish(pending)
 
-    def _untouched(self, pending: "PendingBucket") -> PartialResult:
+    def _untouched(self, pending: PendingBucket) -> PartialResult:
         """Return the partial result of a bucket that has not reached the reducer: contribution and residual."""
-        session, bucket = self._session, pending.bucket
+        averager, bucket = self._averager, pending.bucket
         assert bucket
-        assert session.endpoint
         values = bucket.value_type.widen(bucket.values).copy()
-        session.averager.feedback.apply(values, pending.segments)
-        per_packet = session.endpoint.connection.options.payload_bytes // bucket.values.itemsize
-        return PartialResult.untouched(session.rank, *pending.id, values, per_packet)
+        averager.feedback.apply(values, pending.segments)
+        per_packet = self._payload_bytes // bucket.values.itemsize
+        return PartialResult.untouched(averager.rank, *pending.id, values, per_packet)
 
-    def _wait_for_all(self, which: "BucketId") -> "PendingBucket | None":
+    def _wait_for_all(self, which: BucketId) -> PendingBucket | None:
         """Wait until all ranks have reached a bucket; return this rank's, or None if it has finished it."""
-        rank, (step, sequence) = self._session.rank, which
+        rank, (step, sequence) = self._averager.rank, which
         pending, absent = None, ""
         try:
-            pending = self._session.table.wait_for(which, WAIT_SHARE * self._deadline_s)
+            pending = self._table.wait_for(which, WAIT_SHARE * self._deadline_s)
         except TimeoutError:
             absent = f"rank {rank}"
             log.error(
@@ -115,8 +160,9 @@ class Recovery:
             )
         reports = self._channel.gather(absent)
         if missing := ", ".join(filter(None, reports.values())):
+            where = at_step(self._averager.options.job, step)
             raise PeerHangsError(
-                f"{at_step(self._session.options.job, step)}: {missing} answers but has not reached bucket {sequence}, "
+                f"{where}: {missing} answers but has not reached bucket {sequence}, "
                 f"{WAIT_SHARE * self._deadline_s:g} s after others left DLCP over it; its log says where it hangs"
             )
         return pending

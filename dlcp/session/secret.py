@@ -12,13 +12,10 @@ import logging
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, Protocol, cast
 
 from dlcp.configuration import SECRET_VARIABLE
 from dlcp.session.options import Options
-
-if TYPE_CHECKING:
-    from dlcp.session.joining import KeyValueStore
 
 log = logging.getLogger("dlcp")
 
@@ -126,6 +123,27 @@ def session_token(key: bytes) -> int:
     return int.from_bytes(proof(key, b"token")[:8], "big") | 1
 
 
+class KeyValueStore(Protocol):
+    """The store through which ranks agree: one of PyTorch's, or :class:`dlcp.session.store.Store`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that has one."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all these keys have a value."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write ``desired`` if the value is ``expected``; ``""`` means no value.
+
+        Returns
+        -------
+        The key's value afterwards.
+        """
+
+
 class SealedStore:
     """Seals the values in a store that anyone can write to, such as PyTorch's, with a proof of the secret.
 
@@ -145,7 +163,7 @@ class SealedStore:
         The keys whose values were refused, each once.
     """
 
-    def __init__(self, store: "KeyValueStore", secret: bytes) -> None:
+    def __init__(self, store: KeyValueStore, secret: bytes) -> None:
         self.refused: list[str] = []
         self._store, self._keys = store, [secret]
         self._genuine: dict[str, bytes] = {}

@@ -13,11 +13,10 @@ their gradients into buckets.
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -28,14 +27,13 @@ from numpy.typing import NDArray
 from dlcp.arms import Route
 from dlcp.closing import ExitCallback, ending_error, exiting
 from dlcp.collectives import Bucket, Reducer
-from dlcp.collectives.partial_result import RecoveryChannel
 from dlcp.error_text import describe
 from dlcp.session.averager import StepAverager
+from dlcp.session.bucket_table import BucketTable, PendingBucket
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
-from dlcp.session.recovery import HangWatchdog, Recovery
-from dlcp.tags import Segment
+from dlcp.session.recovery import HangWatchdog, PeerWatch, Recovery
 from dlcp.transport import (
     DeadlineError,
     Endpoint,
@@ -49,7 +47,7 @@ from dlcp.transport.messages import at_step
 from dlcp.transport.shared_memory import EXPORT_BYTES
 
 if TYPE_CHECKING:  # loaded when options ask for it
-    from dlcp.session.snapshots import SnapshotWriter, StepMeter
+    from dlcp.session.snapshots import SnapshotWriter
     from dlcp.timeline import Timeline
 
 log = logging.getLogger("dlcp")
@@ -63,9 +61,6 @@ WATCH_S: Final = 0.25
 much, and a check is one query of the store, under 1 ms."""
 DEADLINE_FACTOR: Final = 3
 """A bucket may take this many deadlines: one for each of its two hops, and one to recover if they fail."""
-
-BucketId = tuple[int, int]
-"""A bucket's step, and its number within the step."""
 
 
 class SessionPhase(Enum):
@@ -81,170 +76,6 @@ class SessionPhase(Enum):
     FAILED = "failed"
     """Nothing averages any more."""
     CLOSED = "closed"
-
-
-@dataclass(slots=True, eq=False)
-class PendingBucket:
-    """A bucket from when its step reaches it until its owner has the average.
-
-    Parameters
-    ----------
-    step, sequence
-        Training step, and the bucket's number within it; the same on all ranks.
-    segments
-        Its layers.
-    size_bytes
-        Size of its values.
-    then
-        Called once, from any thread: with None when ``bucket.values`` hold the average, otherwise with the error.
-    bucket
-        Its values on the host; None until they are there.
-
-    Attributes
-    ----------
-    reducing
-        Whether the averager has it. Valid once ``decided`` is set.
-    route
-        The route of its step while DLCP works.
-    """
-
-    step: int
-    sequence: int
-    segments: Sequence[Segment]
-    size_bytes: int
-    then: Callable[[BaseException | None], None] | None
-    bucket: Bucket | None = None
-    reducing: bool = False
-    route: Route = Route.DLCP
-    decided: threading.Event = field(default_factory=threading.Event)
-    _answering: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def id(self) -> BucketId:
-        """Its name, the same on all ranks."""
-        return self.step, self.sequence
-
-    @property
-    def label(self) -> str:
-        """Its layers, for error messages."""
-        names = [self.segments[0].layer.name, self.segments[-1].layer.name]
-        return "..".join(dict.fromkeys(names))
-
-    def answer(self, error: BaseException | None = None) -> None:
-        """Call ``then``, unless it has been called."""
-        with self._answering:
-            then, self.then = self.then, None
-        if then is not None:
-            then(error)
-
-
-class BucketTable:
-    """The buckets that are not averaged yet, and those of the current step that are.
-
-    Attributes
-    ----------
-    changed
-        Guards the table and the session's phase; notified when either has changed.
-    step
-        The latest step with a bucket; -1 before the first.
-    ready_s, averaged_s
-        When the latest bucket was ready, and when the latest average was there (monotonic).
-    meter
-        Measures steps, for snapshots; None if nobody watches.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.meter: StepMeter | None = None
-        self.step = -1
-        self.ready_s = self.averaged_s = 0.0
-        self.pending: dict[BucketId, PendingBucket] = {}
-        self._finished: set[int] = set()
-
-    def add(self, pending: PendingBucket) -> None:
-        """Enter a bucket; hold ``changed``."""
-        if pending.step > self.step:
-            self.step = pending.step
-            self._finished.clear()
-        self.pending[pending.id] = pending
-        self.ready_s = time.monotonic()
-        if self.meter is not None:
-            self.meter.on_ready(pending.step, pending.segments)
-        self.changed.notify_all()
-
-    def finish(self, pending: PendingBucket) -> None:
-        """Remove an averaged bucket, and answer its owner."""
-        with self.changed:
-            found = self.pending.pop(pending.id, None)
-            self._finished.add(pending.sequence)
-            self.averaged_s = time.monotonic()
-        if self.meter is not None:  # before the answer, with which the next step may begin
-            self.meter.on_averaged(pending.step)
-        if found:
-            found.answer()
-
-    def drain(self) -> list[PendingBucket]:
-        """Remove all buckets; hold ``changed``."""
-        drained = list(self.pending.values())
-        self.pending.clear()
-        return drained
-
-    def wait_for(self, which: BucketId, deadline_s: float) -> PendingBucket | None:
-        """Return a bucket once it is here and it is decided who averages it; None if this rank has finished it.
-
-        Raises
-        ------
-        TimeoutError
-            It has not come within the deadline.
-        """
-        step, sequence = which
-
-        def came() -> bool:
-            if which in self.pending:
-                return self.pending[which].decided.is_set()
-            return step < self.step or (step == self.step and sequence in self._finished)
-
-        with self.changed:
-            if not self.changed.wait_for(came, deadline_s):
-                raise TimeoutError
-            return self.pending.get(which)
-
-
-class PeerWatch(ABC):
-    """How ranks notice that another one has left DLCP or ended, and how they reach each other to recover."""
-
-    def open(self) -> bool:
-        """Open :meth:`channel`; all ranks call it. If it returns False, a failure of DLCP is an error."""
-        return True
-
-    @abstractmethod
-    def channel(self) -> RecoveryChannel:
-        """Return the channel that the ranks recover over."""
-
-    @abstractmethod
-    def check_peers(self, where: str) -> BaseException | None:
-        """Return why this rank should leave DLCP, if others have left it or have ended.
-
-        Parameters
-        ----------
-        where
-            This rank's step and the layers it waits for, for the message.
-
-        Raises
-        ------
-        RuntimeError
-            The others cannot be watched any more.
-        """
-
-    @abstractmethod
-    def publish_left(self, reason: str) -> None:
-        """Announce to the others' :meth:`check_peers` that this rank has left DLCP."""
-
-    def publish_failed(self, reason: str) -> None:  # noqa: B027 - optional
-        """Announce that this rank has failed for good."""
-
-    def close(self) -> None:  # noqa: B027 - optional
-        """Release resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +251,17 @@ class TrainingSession:
     def framework_steps(self) -> int:
         """Number of steps that the framework has averaged while DLCP worked."""
         return self.chooser.framework_steps if self.chooser else 0
+
+    def described(self) -> dict[str, Any]:
+        """Return its fields of a snapshot; see :class:`dlcp.session.snapshots.RankSnapshot`."""
+        return {
+            "phase": self.phase.value,
+            "reason": self.reason,
+            "fallback": self.fallback.name,
+            "route": self.route,
+            "framework_steps": self.framework_steps,
+            **(self.compared() if self.compared else {"slow": None, "activities_s": {}}),
+        }
 
     @property
     def timeline(self) -> "Timeline | None":
@@ -652,7 +494,11 @@ class TrainingSession:
             if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
                 self.fail(describe(error))
                 return
-            self._hand_over(Recovery(self).complete_buckets(error))
+            assert self.endpoint
+            assert self.fallback.watch
+            payload_bytes = self.endpoint.connection.options.payload_bytes
+            recovery = Recovery(self.averager, self.table, payload_bytes, self.fallback.watch)
+            self._hand_over(recovery.complete_buckets(error))
         except PeerHangsError as hanging:  # the cause of the error, whatever the error says
             self.fail(str(hanging))
         except Exception as problem:

@@ -22,16 +22,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypedDict, TypeVar, cast
+from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
 
 from dlcp.closing import ExitCallback
 from dlcp.planes import FULL_BITS
+from dlcp.session.averager import StepAverager
 from dlcp.session.slowness import Verdict
 from dlcp.tags import Segment
 from dlcp.transport import Connection, Endpoint, TransportError
-
-if TYPE_CHECKING:
-    from dlcp.session.session import TrainingSession
 
 SNAPSHOT_SUFFIX: Final = ".snapshot"
 EVERY_S: Final = 1.0
@@ -233,6 +231,19 @@ class ComparedRank(Protocol):
         """Return the fields ``slow`` and ``activities_s`` of a :class:`RankSnapshot`."""
 
 
+class ObservedSession(Protocol):
+    """What snapshots show of a :class:`dlcp.session.session.TrainingSession`."""
+
+    averager: StepAverager
+    endpoint: Endpoint | None
+
+    def described(self) -> dict[str, Any]:
+        """Return the fields ``phase``, ``reason``, ``fallback``, ``route``, ``framework_steps`` of a snapshot.
+
+        Also ``slow`` and ``activities_s``.
+        """
+
+
 def as_slow_rank(verdict: Verdict) -> SlowRank:
     """Return a verdict as a snapshot shows it."""
     found = verdict.as_json()
@@ -350,15 +361,16 @@ class SnapshotWriter(SnapshotFile):
         Measures the session's steps.
     """
 
-    def __init__(self, session: "TrainingSession", folder: Path) -> None:
+    def __init__(self, session: ObservedSession, folder: Path) -> None:
         self._session = session
         self.meter = StepMeter()
         self._peers: dict[str, Any] = {}
-        super().__init__(session.rank, session.ranks, folder)
+        super().__init__(session.averager.rank, session.averager.ranks, folder)
 
     def phase(self) -> str:
         """Return the session's phase."""
-        return self._session.phase.value
+        phase: str = self._session.described()["phase"]
+        return phase
 
     def figures(self) -> dict[str, Any]:
         """Return what is known of the session."""
@@ -368,12 +380,9 @@ class SnapshotWriter(SnapshotFile):
         found = self.meter.totals()
         names: Mapping[str, list[str]] = found.pop("layers")
         return {
-            "reason": session.reason,
-            "fallback": session.fallback.name,
-            "route": session.route,
-            "framework_steps": session.framework_steps,
+            **session.described(),
             **found,
-            "loss_bound": session.options.bound().ratio,
+            "loss_bound": session.averager.options.bound().ratio,
             "bound_exceeded": totals["violations"],
             "worst_loss": totals["max_message_ratio"],
             "bits": ledger.latest_bits(),
@@ -383,7 +392,6 @@ class SnapshotWriter(SnapshotFile):
                 [int(position), names.get(position, []), *counts] for position, counts in totals["by_layer"].items()
             ],
             "peers": self._ask_peers(),
-            **(session.compared() if session.compared else {"slow": None, "activities_s": {}}),
         }
 
     def _ask_peers(self) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.choosing import FrameworkRoute
 from dlcp.session.joining import Agreement, join, next_number
 from dlcp.session.options import Options
+from dlcp.session.recovery import PeerWatch
 from dlcp.session.secret import configured_secret
-from dlcp.session.session import LEFT, PeerWatch
+from dlcp.session.session import LEFT
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 
 log = logging.getLogger("dlcp")

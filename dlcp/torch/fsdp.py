@@ -20,8 +20,9 @@ from dlcp.arms import Route
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
 from dlcp.configuration import Trait
+from dlcp.session.bucket_table import PendingBucket
 from dlcp.session.options import Options
-from dlcp.session.session import DEADLINE_FACTOR, Fallback, PendingBucket
+from dlcp.session.session import DEADLINE_FACTOR, Fallback
 from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.framework import framework_route, scale_of
 from dlcp.torch.state import VALUE_TYPES, State, as_array

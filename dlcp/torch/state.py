@@ -26,9 +26,10 @@ from dlcp.collectives.reduction_rules import check_samples
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session.averager import StepAverager
+from dlcp.session.bucket_table import PendingBucket
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
-from dlcp.session.session import Fallback, PendingBucket, TrainingSession
+from dlcp.session.session import Fallback, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger, layers_in_order
 from dlcp.torch.framework import GlooWatch, agreement_of, framework_route, leave_with_group
 from dlcp.torch.staging import Staged, Stager, stager_for

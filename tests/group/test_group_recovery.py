@@ -14,7 +14,9 @@ from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session import Options
 from dlcp.session.averager import StepAverager
-from dlcp.session.session import Fallback, PeerWatch, PendingBucket, SessionPhase, TrainingSession
+from dlcp.session.bucket_table import PendingBucket
+from dlcp.session.recovery import PeerWatch
+from dlcp.session.session import Fallback, SessionPhase, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
