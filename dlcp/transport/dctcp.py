@@ -361,6 +361,178 @@ class Trial(NamedTuple):
     """The part of ``rtt_s`` in which acknowledgements queued."""
 
 
+class Rounds:
+    """The division of feedback into rounds.
+
+    Attributes
+    ----------
+    current
+        The round in progress.
+    packets
+        The window when it began.
+    aftermath_s
+        Its length in seconds, if its packets were in flight at a decrease; 0 in other rounds, which last for a window.
+    """
+
+    def __init__(self, window: float) -> None:
+        self.aftermath_s = 0.0
+        self.begin(0.0, window)
+
+    def begin(self, now_s: float, window: float) -> None:
+        """Begin a round."""
+        self.current, self.packets = Round(now_s), max(window, ROUND_PACKETS_MIN)
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether the current round has all its packets."""
+        if self.aftermath_s:
+            over = now_s - self.current.began_s >= self.aftermath_s
+        else:
+            over = self.current.packets >= ROUND_PART * self.packets
+        return over and self.current.packets >= ROUND_PACKETS_MIN
+
+
+class Growth:
+    """Growth of the window while there is no congestion.
+
+    Attributes
+    ----------
+    per_round
+        Packets.
+    """
+
+    def __init__(self) -> None:
+        self.per_round = 0.0
+        self._calm_rounds = 0
+
+    def restart(self) -> None:
+        """Note congestion."""
+        self._calm_rounds = 0
+
+    def accelerate(self, weight: float, window: float) -> None:
+        """Grow faster after each round without congestion: capacity that stays free is claimed faster.
+
+        Other flows' bursts end as suddenly as they begin.
+        """
+        doublings = min(self._calm_rounds, CALM_ROUNDS_MAX) + max(0, min(self._calm_rounds, 64) - PATIENCE_ROUNDS)
+        self._calm_rounds += 1
+        self.per_round = min(weight * 2.0**doublings, max(weight, window / GENTLE))
+
+
+class Drain:
+    """Decreases of the window that let the queue drain, and trials whether they do.
+
+    Attributes
+    ----------
+    trial
+        The trial in progress.
+    probed
+        The window to return to once the idle path has been measured; 0 if it is not being measured.
+    """
+
+    def __init__(self) -> None:
+        self.trial: Trial | None = None
+        self.probed = 0.0
+
+    def end(self) -> None:
+        """End the trial and the measurement."""
+        self.trial, self.probed = None, 0.0
+
+    def lowered(self, window: float, delay_s: float, path: IdlePath, report: Report) -> float:
+        """Return a smaller window: no less than the path carries, unless its idle round trip has to be measured."""
+        allowed_s = path.allowed_s
+        carried = path.carried + path.rate * allowed_s
+        least = window * (1 - min(DELAY_CUT_MAX, DELAY_BETA * (1 - allowed_s / delay_s)))
+        if path.fading(report.now_s):
+            least, carried = 0.0, PROBE_PART * path.carried
+            self.probed = path.carried + path.rate * allowed_s / 2
+        return max(min(window, carried), least)
+
+    def begin_trial(self, before: float, window: float, path: IdlePath, report: Report) -> None:
+        """Try whether a decrease from ``before`` shortens the queue, if it is large enough to be measured."""
+        if window < before * (1 - TRIAL_CUT_MIN):
+            self.trial = Trial(before, report.smoothed_rtt_s, path.back_s)
+
+    def is_in_vain(self, window: float, rtt_s: float, path: IdlePath) -> bool:
+        """Return whether the trial's decrease has shortened the queue by too little: others fill it."""
+        trial = self.trial
+        if trial is None:
+            return False
+        before_s = trial.rtt_s - trial.back_s
+        alone_s = max(path.base_s, before_s - trial.rtt_s * (1 - window / trial.window))
+        # The decrease of the forward delay, relative to that expected without other flows.
+        share = (before_s - (rtt_s - path.back_s)) / (before_s - alone_s) if before_s > alone_s else 1.0
+        return share < OURS_MIN
+
+
+class Contest:
+    """A queue that other flows fill: losses alone set the window, as they set theirs (:class:`CubicWindow`)."""
+
+    def __init__(self) -> None:
+        self._cubic: CubicWindow | None = None
+        """Sets the window while the queue is contested."""
+        self._regained = math.inf
+        """The window before the last loss."""
+        self._was_full = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the queue is contested."""
+        return self._cubic is not None
+
+    def enter(self, weight: float, window: float) -> None:
+        """Begin with a window."""
+        self._cubic, self._regained = CubicWindow(weight), math.inf
+        self._cubic.resume(window)
+
+    def leave(self) -> None:
+        """Let delay count again."""
+        self._cubic = None
+
+    def note_pause(self, window: float) -> None:
+        """Let less than before suffice: the other flows may be gone."""
+        self._regained = min(self._regained, window)
+
+    def grown(self, weight: float, report: Report) -> float:
+        """Return the window after deliveries."""
+        assert self._cubic
+        self._cubic.weight = weight
+        self._cubic.grow(report)
+        return self._cubic.window
+
+    def shrunk(self, window: float, smallest: float, report: Report) -> float:
+        """Return the window after a loss."""
+        assert self._cubic
+        self._regained = self._cubic.window = window
+        self._cubic.back_off(report.now_s, report.smoothed_rtt_s)
+        self._cubic.window = max(smallest, self._cubic.window)
+        return self._cubic.window
+
+    def loses(self, finished: Round, path: IdlePath, random: RandomLoss, delay_s: float, report: Report) -> bool:
+        """Return whether a round's losses are congestion."""
+        full, self._was_full = self._was_full, path.may_be_full(delay_s, report.smoothed_rtt_s)
+        if random.explains(finished.packets, finished.lost):
+            return False
+        return full or self._was_full or finished.lost > COLLAPSE * finished.packets
+
+    def is_over(
+        self,
+        window: float,
+        finished: Round,
+        path: IdlePath,
+        random: RandomLoss,
+        delay_s: float,
+        report: Report,
+    ) -> bool:
+        """Return whether to try again what delay does, after a round without congestion."""
+        queued = delay_s > path.allowed_s
+        # Without a standing queue and with no more losses than usual, the losses are not due to other flows.
+        idle = not path.queued(path.average_s(report.smoothed_rtt_s))
+        if idle and random.watch(finished.packets, finished.lost):
+            return True
+        regained = window >= self._regained * (REGAINED_QUEUED if queued else REGAINED_IDLE)
+        return regained and (queued or not self._was_full)
+
+
 class DctcpWindow:
     """Window control in proportion to marks, losses and delay; extends DCTCP's rule (RFC 8257).
 
@@ -386,6 +558,9 @@ class DctcpWindow:
     Packets in flight at a decrease do not shrink the window again. Marks are an exception if the marking threshold
     exceeds the path's capacity: many flows that begin together then find their shares.
 
+    What these rules have to remember is in :class:`IdlePath`, :class:`RandomLoss`, :class:`Rounds`, :class:`Growth`,
+    :class:`Drain` and :class:`Contest`. While the queue is contested, there is no slow start and no trial.
+
     Parameters
     ----------
     weight
@@ -403,27 +578,17 @@ class DctcpWindow:
         self.weight = weight
         self._heed_delay = heed_delay
         self.window = self._initial
+        self._path, self._random = IdlePath(), RandomLoss()
+        self._rounds, self._growth = Rounds(self.window), Growth()
+        self._drain, self._contest = Drain(), Contest()
         self._fraction = 0.0
+        """Smoothed share of marked packets."""
         self._starting = True
-        self._calm_rounds = 0
-        self._growth = 0.0
         self._former = 0.0
+        """The window before a trial of losses."""
         self._timeouts = 0
         self._resume_at = 0.0
-        self._path = IdlePath()
-        self._random = RandomLoss()
-        self._round = Round(0.0)
-        self._round_packets = max(self.window, ROUND_PACKETS_MIN)
-        self._aftermath_s = 0.0
-        """Length of a round whose packets were in flight at a decrease, in seconds; 0 in other rounds."""
-        self._trial: Trial | None = None
-        self._probed = 0.0
-        """The window to return to once the idle path has been measured; 0 if it is not being measured."""
-        self._cubic: CubicWindow | None = None
-        """Sets the window while the queue is contested."""
-        self._regained = math.inf
-        """The window before the last loss in a contested queue."""
-        self._was_full = False
+        """The window up to which it grows by all delivered packets."""
         self._reported_s = 0.0
         self._overflowed_s = -math.inf
         """The time when losses last shrank the window."""
@@ -431,7 +596,7 @@ class DctcpWindow:
     @property
     def contested(self) -> bool:
         """Whether other flows fill the queue, so that only losses count."""
-        return self._cubic is not None
+        return self._contest.active
 
     @property
     def slow_start(self) -> bool:
@@ -448,34 +613,27 @@ class DctcpWindow:
 
     def on_report(self, report: Report) -> None:
         """Process one report; the window shrinks at most once a round."""
-        self._timeouts = 0
+        self._timeouts, rounds = 0, self._rounds
         if report.now_s - self._reported_s > max(PAUSE_MIN_S, report.smoothed_rtt_s) * PAUSE_ROUNDS:
-            self._regained = min(self._regained, self.window)
+            self._contest.note_pause(self.window)
             if self._path.base_s > DELAY_MIN_S and not self._starting:
                 # A whole window leaves at once, and a short queue may overflow even on a good path.
-                self._round, self._aftermath_s = Round(report.now_s), LATE * report.smoothed_rtt_s
+                rounds.current, rounds.aftermath_s = Round(report.now_s), LATE * report.smoothed_rtt_s
         self._reported_s = report.now_s
         if report.limited:
             self._grow(report)
-        self._round.add(report)
-        if self._aftermath_s:
-            over = report.now_s - self._round.began_s >= self._aftermath_s
-        else:
-            over = self._round.packets >= ROUND_PART * self._round_packets
-        if over and self._round.packets >= ROUND_PACKETS_MIN:
+        rounds.current.add(report)
+        if rounds.is_over(report.now_s):
             self._end_round(report)
-            self._round = Round(report.now_s)
-            self._round_packets = max(self.window, ROUND_PACKETS_MIN)
+            rounds.begin(report.now_s, self.window)
 
     def _grow(self, report: Report) -> None:
-        if self._cubic:
-            self._cubic.weight = self.weight
-            self._cubic.grow(report)
-            self.window = max(self._smallest, self._cubic.window)
+        if self.contested:
+            self.window = max(self._smallest, self._contest.grown(self.weight, report))
             return
         self._start(report)
-        rounds = min(ROUNDS_MAX, (report.delivered + report.lost) / self._round_packets)
-        self.window += self._growth * rounds
+        count = min(ROUNDS_MAX, (report.delivered + report.lost) / self._rounds.packets)
+        self.window += self._growth.per_round * count
 
     def _start(self, report: Report) -> None:
         """Grow by all delivered packets: at first, and after silence."""
@@ -488,33 +646,42 @@ class DctcpWindow:
             self._resume_at = 0.0
 
     def _end_round(self, report: Report) -> None:
-        finished, before = self._round, self.window
+        rounds, drain, before = self._rounds, self._drain, self.window
+        finished = rounds.current
         delay_s = self._path.add(finished, report.now_s, keep=self.contested) if self._heed_delay else 0.0
-        if self._aftermath_s:
-            self._aftermath_s = 0.0
-            if self._trial:
-                self._trial = self._trial._replace(rtt_s=max(self._trial.rtt_s, report.smoothed_rtt_s))
-            if not self._cubic:
-                self._growth = self._next_growth(wary=True)
+        if rounds.aftermath_s:
+            rounds.aftermath_s = 0.0
+            if drain.trial:
+                drain.trial = drain.trial._replace(rtt_s=max(drain.trial.rtt_s, report.smoothed_rtt_s))
+            if not self.contested:
+                self._set_growth(wary=True)
             return
-        if self._cubic:
-            self._contest(self._cubic, report, delay_s)
-        elif self._trial and self._share_of_queue(self._trial, finished.rtt_s) < OURS_MIN:
-            self._enter_contest(self._trial.window, self._trial.rtt_s, report)
+        if self.contested:
+            self._end_contested_round(finished, report, delay_s)
+        elif drain.trial and drain.is_in_vain(self.window, finished.rtt_s, self._path):
+            self._enter_contest(drain.trial.window, drain.trial.rtt_s, report)
         else:
-            self._trial, self.window, self._probed = None, max(self.window, self._probed), 0.0
-            self._finish_round(report, delay_s)
+            self.window = max(self.window, drain.probed)
+            drain.end()
+            self._finish_round(finished, report, delay_s)
         if finished.lost and self.window < before and not self._random.trying:
             self._overflowed_s = report.now_s
         brief = finished.marked and self._path.base_s > DELAY_MIN_S and not self._path.queued(delay_s)
-        if self.window < before and (brief or self._trial or self._cubic or not self._heed_delay):
+        if self.window < before and (brief or drain.trial or self.contested or not self._heed_delay):
             # Packets sent in place of many lost ones may be lost too: that is the same event.
-            rounds = 2 if finished.lost > LOSS_CUT * finished.packets else 1
-            self._aftermath_s = rounds * LATE * max(report.smoothed_rtt_s, report.rtt_s)
+            count = 2 if finished.lost > LOSS_CUT * finished.packets else 1
+            rounds.aftermath_s = count * LATE * max(report.smoothed_rtt_s, report.rtt_s)
 
-    def _finish_round(self, report: Report, delay_s: float) -> None:
-        finished, before = self._round, self.window
-        full = self._path.may_be_full(delay_s, report.smoothed_rtt_s)
+    def _end_contested_round(self, finished: Round, report: Report, delay_s: float) -> None:
+        contest, context = self._contest, (self._path, self._random, delay_s, report)
+        if contest.loses(finished, *context):
+            self.window = contest.shrunk(self.window, self._smallest, report)
+        elif contest.is_over(self.window, finished, *context):
+            contest.leave()
+            self._growth.per_round = self.weight
+
+    def _finish_round(self, finished: Round, report: Report, delay_s: float) -> None:
+        before, full = self.window, self._path.may_be_full(delay_s, report.smoothed_rtt_s)
         self._heed_marks(finished)
         unexplained = not self._random.explains(finished.packets, finished.lost)
         if finished.marked or full:
@@ -522,20 +689,22 @@ class DctcpWindow:
             self._random.abandon()
             if unexplained and self._heed_delay and not finished.marked:
                 self._enter_contest(self.window, finished.rtt_s, report)
-                self._yield(report)
+                self.window = self._contest.shrunk(self.window, self._smallest, report)
                 return
             if unexplained:
                 self._shrink(max(LOSS_CUT, finished.lost / finished.packets))
         else:
             self._heed_silent_losses(finished, report)
         if self.window == before and delay_s > self._path.allowed_s:
-            self._drain(delay_s, report)
+            self._let_drain(delay_s, report)
         calm = self.window >= before
         if not calm:
-            self._calm_rounds = 0
+            self._growth.restart()
             self._resume_at *= self.window / before
-        wary = finished.marked > 0 or unexplained or self._path.queued(delay_s)
-        self._growth = self._next_growth(wary) if calm and not self._starting and not self._random.trying else 0.0
+        if calm and not self._starting and not self._random.trying:
+            self._set_growth(wary=finished.marked > 0 or unexplained or self._path.queued(delay_s))
+        else:
+            self._growth.per_round = 0.0
 
     def _heed_marks(self, finished: Round) -> None:
         fraction = finished.marked / finished.packets
@@ -560,24 +729,12 @@ class DctcpWindow:
         self._starting = False
         self.window = max(self._smallest, self.window * (1 - share))
 
-    def _drain(self, delay_s: float, report: Report) -> None:
-        before, allowed_s = self.window, self._path.allowed_s
-        carried = self._path.carried + self._path.rate * allowed_s
-        least = before * (1 - min(DELAY_CUT_MAX, DELAY_BETA * (1 - allowed_s / delay_s)))
-        if self._path.fading(report.now_s):
-            least, carried = 0.0, PROBE_PART * self._path.carried
-            self._probed = self._path.carried + self._path.rate * allowed_s / 2
-        self.window = max(self._smallest, min(before, carried), least)
-        # It is not known yet how long the packets of a slow start will queue.
-        if self.window < before * (1 - TRIAL_CUT_MIN) and not self._starting:
-            self._trial = Trial(before, report.smoothed_rtt_s, self._path.back_s)
+    def _let_drain(self, delay_s: float, report: Report) -> None:
+        before = self.window
+        self.window = max(self._smallest, self._drain.lowered(before, delay_s, self._path, report))
+        if not self._starting:  # else it is not known yet how long the packets of slow start will queue
+            self._drain.begin_trial(before, self.window, self._path, report)
         self._starting = False
-
-    def _share_of_queue(self, trial: Trial, rtt_s: float) -> float:
-        """Return the decrease of the forward delay, relative to that expected without other flows."""
-        before_s = trial.rtt_s - trial.back_s
-        alone_s = max(self._path.base_s, before_s - trial.rtt_s * (1 - self.window / trial.window))
-        return (before_s - (rtt_s - self._path.back_s)) / (before_s - alone_s) if before_s > alone_s else 1.0
 
     def _enter_contest(self, window: float, rtt_s: float, report: Report) -> None:
         """React to losses alone, from ``window`` or from the packets in flight per round trip if these are fewer.
@@ -586,42 +743,18 @@ class DctcpWindow:
         """
         carried = max(self._path.rate * rtt_s, window / 2) if self._path.rate else window
         self.window = max(self._smallest, min(window, carried))
-        self._starting, self._trial, self._probed = False, None, 0.0
+        self._starting = False
+        self._drain.end()
         self._random.abandon()
         self._path.meet(report.now_s)
-        self._cubic, self._regained = CubicWindow(self.weight), math.inf
-        self._cubic.resume(self.window)
+        self._contest.enter(self.weight, self.window)
 
-    def _contest(self, cubic: CubicWindow, report: Report, delay_s: float) -> None:
-        finished = self._round
-        full, self._was_full = self._was_full, self._path.may_be_full(delay_s, report.smoothed_rtt_s)
-        queued = delay_s > self._path.allowed_s
-        if not self._random.explains(finished.packets, finished.lost) and (
-            full or self._was_full or finished.lost > COLLAPSE * finished.packets
-        ):
-            self._yield(report)
-            return
-        # Without a standing queue and with no more losses than usual, the losses are not due to other flows.
-        idle = not self._path.queued(self._path.average_s(report.smoothed_rtt_s))
-        lossy = idle and self._random.watch(finished.packets, finished.lost)
-        regained = self.window >= self._regained * (REGAINED_QUEUED if queued else REGAINED_IDLE)
-        if lossy or (regained and (queued or not self._was_full)):
-            self._cubic, self._growth = None, self.weight
-
-    def _yield(self, report: Report) -> None:
-        assert self._cubic
-        self._regained = self._cubic.window = self.window
-        self._cubic.back_off(report.now_s, report.smoothed_rtt_s)
-        self.window = self._cubic.window = max(self._smallest, self._cubic.window)
-
-    def _next_growth(self, wary: bool) -> float:
-        # Other flows' bursts end as suddenly as they begin: capacity that stays free is claimed faster.
+    def _set_growth(self, *, wary: bool) -> None:
         if wary:
-            self._calm_rounds = 0
-            return self.weight
-        doublings = min(self._calm_rounds, CALM_ROUNDS_MAX) + max(0, min(self._calm_rounds, 64) - PATIENCE_ROUNDS)
-        self._calm_rounds += 1
-        return min(self.weight * 2.0**doublings, max(self.weight, self.window / GENTLE))
+            self._growth.restart()
+            self._growth.per_round = self.weight
+        else:
+            self._growth.accelerate(self.weight, self.window)
 
     def restart(self, now_s: float) -> bool:
         """See :meth:`RateControl.restart`: the window grows by all delivered packets until it has its old size."""
@@ -637,6 +770,7 @@ class DctcpWindow:
         """Halve the window on the second timeout in a row: one probe or answer may have been lost at random."""
         self._timeouts += 1
         if self._timeouts > 1:
-            self._cubic = self._trial = None
+            self._contest.leave()
+            self._drain.trial = None
             self._resume_at = max(self._resume_at, self.window / 2)
             self.window = max(self._smallest, self.window / 2)
