@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import RATE, Bucket, BucketRun, ContributionTail, RankContext, protect_all_but
-from dlcp.collectives.direct_plan import DirectPlan
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
@@ -31,6 +30,7 @@ from dlcp.collectives.shards import (
     COPY_BYTES_PER_S,
     PATIENCE_S,
     AveragedShard,
+    DirectPlan,
     ShardAccumulator,
     inbound_rates,
 )
@@ -51,7 +51,7 @@ from dlcp.transport import (
 )
 
 if TYPE_CHECKING:
-    from dlcp.collectives.pair import PairRun  # most jobs have more than two ranks
+    from dlcp.collectives.pair import PairRun
 
 
 ONE_HOP_BYTES_MAX: Final = 1 << 20
@@ -137,7 +137,7 @@ class DirectAllReduce:
         """Return a bucket's run, with residual added, tagged and ready to start."""
         bits = self._bits_of(bucket)
         if self._goes_in_one_hop(bucket, bits):
-            from dlcp.collectives.pair import PairRun
+            from dlcp.collectives.pair import PairRun  # most jobs have more than two ranks
 
             plan = self.plan_of(sequence, bucket, dict.fromkeys(self.context.peers, 1.0))
             pair = self._runs[step, sequence] = PairRun(self.context, plan, step, sequence, bucket, self.end_before)

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket, BucketRun, RankContext
-from dlcp.collectives.direct_plan import DirectPlan
 from dlcp.collectives.message_numbers import REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
+from dlcp.collectives.shards import DirectPlan
 from dlcp.dtypes import ValueType
 from dlcp.transport import Arrival, Delivery, MessageKey, ReceiveRequest, SendRequest
 

@@ -19,7 +19,7 @@ from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.pipeline import has_own_format
 from dlcp.configuration import Trait
 from dlcp.planes import FULL_BITS
-from dlcp.session.bucket_table import BucketTable
+from dlcp.session.averager import BucketTable
 from dlcp.session.options import AUTO_ROUTE, FRAMEWORK_ROUTE, Options
 from dlcp.tags import plain_tags
 from dlcp.transport import RELIABLE, Arrival, Endpoint, MessageKey, ReceiveRequest, SendRequest, TransportError

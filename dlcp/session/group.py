@@ -26,8 +26,7 @@ from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.error_text import closest
 from dlcp.ledger import Ledger
-from dlcp.session.averager import StepAverager
-from dlcp.session.bucket_table import PendingBucket
+from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options

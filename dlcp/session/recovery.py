@@ -21,8 +21,7 @@ from typing import ClassVar, Final
 from dlcp.arms import Route
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.error_text import describe
-from dlcp.session.averager import StepAverager
-from dlcp.session.bucket_table import BucketId, BucketTable, PendingBucket
+from dlcp.session.averager import BucketId, BucketTable, PendingBucket, StepAverager
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 

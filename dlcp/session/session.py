@@ -28,8 +28,7 @@ from dlcp.arms import Route
 from dlcp.closing import ExitCallback, ending_error, exiting
 from dlcp.collectives import Bucket, Reducer
 from dlcp.error_text import describe
-from dlcp.session.averager import StepAverager
-from dlcp.session.bucket_table import BucketTable, PendingBucket
+from dlcp.session.averager import BucketTable, PendingBucket, StepAverager
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import FRAMEWORK_ROUTE, Options

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
 
 from dlcp.closing import ExitCallback
+from dlcp.ledger import Ledger
 from dlcp.planes import FULL_BITS
-from dlcp.session.averager import StepAverager
+from dlcp.session.options import Options
 from dlcp.session.slowness import Verdict
 from dlcp.tags import Segment
 from dlcp.transport import Connection, Endpoint, TransportError
@@ -231,11 +232,23 @@ class ComparedRank(Protocol):
         """Return the fields ``slow`` and ``activities_s`` of a :class:`RankSnapshot`."""
 
 
+class ObservedAverager(Protocol):
+    """What snapshots show of a :class:`dlcp.session.averager.StepAverager`."""
+
+    ledger: Ledger
+    options: Options
+    rank: int
+    ranks: list[int]
+
+
 class ObservedSession(Protocol):
     """What snapshots show of a :class:`dlcp.session.session.TrainingSession`."""
 
-    averager: StepAverager
     endpoint: Endpoint | None
+
+    @property
+    def averager(self) -> ObservedAverager:
+        """Its averager."""
 
     def described(self) -> dict[str, Any]:
         """Return the fields ``phase``, ``reason``, ``fallback``, ``route``, ``framework_steps`` of a snapshot.

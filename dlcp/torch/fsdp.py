@@ -20,7 +20,7 @@ from dlcp.arms import Route
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
 from dlcp.configuration import Trait
-from dlcp.session.bucket_table import PendingBucket
+from dlcp.session.averager import PendingBucket
 from dlcp.session.options import Options
 from dlcp.session.session import DEADLINE_FACTOR, Fallback
 from dlcp.tags import Layer, Segment, layers_in_order

@@ -25,8 +25,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.collectives.reduction_rules import check_samples
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
-from dlcp.session.averager import StepAverager
-from dlcp.session.bucket_table import PendingBucket
+from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.session import Fallback, TrainingSession

@@ -4,6 +4,7 @@
 from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
+from dlcp.transport.engine import EncodedReduction, Reduction, StreamingReduction
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
@@ -27,7 +28,6 @@ from dlcp.transport.messages import (
 )
 from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Fail, Then
-from dlcp.transport.reduction import EncodedReduction, Reduction, StreamingReduction
 from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [

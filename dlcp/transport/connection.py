@@ -33,6 +33,7 @@ from dlcp.transport.engine import (
     PathState,
     Reported,
     Sent,
+    StreamingReduction,
     Unanswered,
     Unexpected,
     first_block,
@@ -59,7 +60,6 @@ from dlcp.transport.messages import (
 from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.path_mtu import NarrowPath
 from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
-from dlcp.transport.reduction import StreamingReduction
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import GREETING, GREETING_PORT, PacketType
 

@@ -6,7 +6,7 @@ Every error names the rank, the step and the layers concerned.
 
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from dlcp.configuration import Range
 from dlcp.planes import PlaneLayout
 from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
-from dlcp.transport.reduction import Reduction
 
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
@@ -96,6 +95,21 @@ class SendRequest(NamedTuple):
     layout: PlaneLayout | None = None
 
 
+class Reducing(Protocol):
+    """What messages are added to as they arrive; see :class:`dlcp.transport.engine.Reduction`."""
+
+    message_bytes: int
+    kept: list[Bytes | None]
+    pointer: Any
+
+    @property
+    def takes_tail(self) -> bool:
+        """Whether contributions may have a tail."""
+
+    def needs_buffer(self, position: int) -> bool:
+        """Return whether packets of a contribution may have to wait in a buffer."""
+
+
 class ReceiveRequest(NamedTuple):
     """A message to receive: a posted receive.
 
@@ -122,7 +136,7 @@ class ReceiveRequest(NamedTuple):
     label: str
     into: Bytes | memoryview | None = None
     tail: Bytes = EMPTY
-    reduction: Reduction | None = None
+    reduction: Reducing | None = None
     position: int = 0
 
     def checked_into(self) -> Bytes | None:

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dlcp.collectives import Bucket, direct
+from dlcp.collectives import Bucket, shards
 from dlcp.collectives.direct import DirectRun
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.shards import shard_bounds
@@ -334,8 +334,8 @@ def test_magnitudes_are_found_only_where_something_was_lost_or_marked_lately(mon
     """Until then, and a minute later, nothing that rank 0 sends may be dropped."""
     ranks = SmallRanks(3, bound=0.5, policy=NOTHING_PROTECTED, clear_after_s=60.0)
     peers = ranks.network.ranks[0]._peers
-    find, found = direct.packet_magnitudes, []
-    monkeypatch.setattr(direct, "packet_magnitudes", lambda *given: found.append(given) or find(*given))
+    find, found = shards.packet_magnitudes, []
+    monkeypatch.setattr(shards, "packet_magnitudes", lambda *given: found.append(given) or find(*given))
 
     def tagged(at_s):
         ranks.network.now = at_s

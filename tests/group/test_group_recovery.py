@@ -13,8 +13,7 @@ from dlcp.collectives import Bucket, Residual
 from dlcp.dtypes import ValueType
 from dlcp.ledger import Ledger
 from dlcp.session import Options
-from dlcp.session.averager import StepAverager
-from dlcp.session.bucket_table import PendingBucket
+from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.session import Fallback, SessionPhase, TrainingSession
 from dlcp.tags import Layer, Segment, Tagger
