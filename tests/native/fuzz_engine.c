@@ -21,6 +21,8 @@
 #include <time.h>
 
 #include "loop.h"
+#include "reduction.h"
+#include "time_wait.h"
 
 enum { RANKS_MAX = 3, MESSAGES = 24, SUMS = 4, IN_FLIGHT = 512, EXPORTED = 1 << 17, FILL = 0xEE };
 enum { RING_SIZES = 3, TOKEN = 0x12345678, JOB = 7, PORT = 5000, FIRST_STEP = 3, SPIN_MAX = 10000 };
