@@ -12,8 +12,8 @@ your own processes.
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +33,8 @@ from dlcp.sim.engines.packet_engine import (
 )
 from dlcp.sim.engines.plan import EnginePlan, make_plan
 from dlcp.sim.jobs.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.jobs.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder, Nodes, row_type
+from dlcp.sim.jobs.graph import OWN_LANE, Graph, GraphBuilder, Nodes, row_type
+from dlcp.sim.jobs.step_times import StepTimes
 from dlcp.sim.limits import FOREVER_PS, PACKETS_WAITING_MAX, LimitError, check_within
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.network.topology import build_topology
@@ -44,13 +45,11 @@ from dlcp.sim.scenario import (
     FlowPattern,
     NetworkSetting,
     Scenario,
-    TraceJob,
     TrafficSpec,
     draw_sizes,
 )
 from dlcp.sim.tools.progress import ProgressBar
 from dlcp.sim.traces.traced_jobs import TraceProgress, trace_progress
-from dlcp.sim.transports.specs import DlcpTransport, TransportSpec
 
 Process: TypeAlias = Generator[simpy.Event, Any, Any]
 RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]
@@ -316,26 +315,16 @@ def random_of(seed: int, *concern: int) -> np.random.Generator:
 # ------------------------------------------------------------------------------------------- processes of a scenario
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """When each step of a job began and ended, in picoseconds."""
-
-    name: str
-    begin_ps: list[int] = field(default_factory=list)
-    end_ps: list[int] = field(default_factory=list)
-
-
 def collective_job(simulation: Simulation, spec: CollectiveJob, number: int, times: StepTimes) -> Process:
     """Compute and all-reduce, step by step. Each rank waits until the all-reduce has ended on all ranks."""
-    env = simulation.env
     yield from simulation.until(spec.start_s)
+    times.begin_ps = simulation.now_ps
     for step in range(spec.steps):
-        times.begin_ps.append(int(env.now))
         if spec.compute_s:
-            yield env.timeout(seconds_to_ps(spec.compute_s))
+            yield simulation.env.timeout(seconds_to_ps(spec.compute_s))
         graph = collective_graph(spec, simulation.transports[spec.transport], number, step)
         yield simulation.submit(graph, label=(spec.name, step)).done
-        times.end_ps.append(int(env.now))
+        times.end_ps.append(simulation.now_ps)
 
 
 def collective_graph(spec: CollectiveJob, transport: int, number: int, step: int) -> Graph:
@@ -357,9 +346,9 @@ def collective_graph(spec: CollectiveJob, transport: int, number: int, step: int
 
 def traced_job(simulation: Simulation, progress: TraceProgress) -> Process:
     """Run a traced job as often as it is to be repeated, and note the ends of its steps."""
-    env, job = simulation.env, progress.job
+    job = progress.job
     yield from simulation.until(job.start_s)
-    progress.begin_ps = int(env.now)
+    progress.begin_ps = simulation.now_ps
     built = progress.graph(simulation.transports[job.transport])
     for turn in range(job.repeat):
         nodes = built.graph.nodes.copy()
@@ -368,10 +357,10 @@ def traced_job(simulation: Simulation, progress: TraceProgress) -> Process:
         running = simulation.submit(dataclasses.replace(built.graph, nodes=nodes), label=(job.name, turn))
         for end in built.ends:
             yield running.nodes[end]
-            progress.end_ps.append(int(env.now))
+            progress.end_ps.append(simulation.now_ps)
         yield running.done
         if not built.ends:
-            progress.end_ps.append(int(env.now))
+            progress.end_ps.append(simulation.now_ps)
     yield running.closed
 
 
@@ -463,6 +452,36 @@ def failure(simulation: Simulation, spec: FailureSpec) -> Process:
         engine.set_routes(Routes.of(topology, simulation.failed_links))
 
 
+def start(simulation: Simulation, jobs: Iterable[Process]) -> list[simpy.Process]:
+    """Start the processes of jobs, then those of the scenario's patterns, background traffic and failures.
+
+    Returns
+    -------
+    The jobs.
+    """
+    scenario, started = simulation.scenario, [simulation.process(job) for job in jobs]
+    for number, pattern in enumerate(scenario.patterns):
+        simulation.process(flow_pattern(simulation, pattern, number))
+    for number, flows in enumerate(scenario.traffic):
+        simulation.process(background(simulation, flows, number))
+    for failing in scenario.failures:
+        simulation.process(failure(simulation, failing))
+    return started
+
+
+def reporting(
+    simulation: Simulation, jobs: Sequence[StepTimes], show: Callable[[int, int, str], None]
+) -> Callable[[], None]:
+    """Return what shows the number of finished steps, of all steps, and a note, for `Simulation.run`."""
+    total = sum(job.steps for job in jobs)
+
+    def report() -> None:
+        done_ms = (simulation.engine.now_ps + simulation.skipped_ps) / 1e9
+        show(sum(len(job.end_ps) for job in jobs), total, f"steps, {done_ms:.3g} ms simulated")
+
+    return report
+
+
 # ----------------------------------------------------------------------------------------- a scenario and its result
 
 MESSAGE_RECORD = row_type(
@@ -473,6 +492,15 @@ MESSAGE_RECORD = row_type(
     (np.bool_, "congested"),
 )
 """A message's outcome: it began when it could be sent, and ended when its target had what it needed."""
+
+
+def joined_rows(kind: np.dtype[Any], *parts: NDArray[Any]) -> NDArray[Any]:
+    """Return rows of a type with the columns that it has in common with other rows, of equal length."""
+    rows = np.zeros(len(parts[0]), kind)
+    for part in parts:
+        for name in {*(kind.names or ())} & {*(part.dtype.names or ())}:
+            rows[name] = part[name]
+    return rows
 
 
 @dataclass(slots=True)
@@ -495,9 +523,6 @@ class SimulationResult:
         `MESSAGE_RECORD` (n,), in the order in which graphs were closed.
     labels
         Names of jobs and background traffic, by the number in ``messages``.
-    lost_packets
-        By job: packets whose values were never used. With error feedback these are the last step's only, because values
-        that are missing in a step are added to the next.
     wall_s
         Duration of the run: the only number here that differs from run to run.
     """
@@ -509,46 +534,12 @@ class SimulationResult:
     steps: list[StepTimes]
     messages: NDArray[Any]
     labels: list[str]
-    lost_packets: dict[str, int]
     wall_s: float
 
     @property
     def hops(self) -> int:
         """Return the number of transmissions over a link, of data and control packets."""
         return self.counts["hops_data"] + self.counts["hops_control"]
-
-
-@dataclass(slots=True)
-class _Collector:
-    labels: list[str]
-    keep_messages: bool
-    parts: list[NDArray[Any]] = field(default_factory=list)
-    missing: dict[tuple[str, int], int] = field(default_factory=dict)
-
-    def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
-        label = submitted.label
-        self.missing[label] = self.missing.get(label, 0) + int(records["missing_packets"].sum())
-        if self.keep_messages:
-            self._keep(submitted, records)
-
-    def lost(self, job: CollectiveJob | TraceJob, transport: TransportSpec) -> int:
-        """Return the number of a job's packets whose values were lost for good."""
-        steps = [packets for (name, _), packets in sorted(self.missing.items()) if name == job.name]
-        if isinstance(transport, DlcpTransport) and transport.error_feedback:
-            return sum(steps[-1:])
-        return sum(steps)
-
-    def _keep(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
-        nodes = submitted.graph.nodes
-        sent = nodes["size_bytes"] > 0
-        rows = np.zeros(int(sent.sum()), MESSAGE_RECORD)
-        name, rows["step"] = submitted.label
-        rows["label"] = self.labels.index(name)
-        for column in ("source", "target", "size_bytes"):
-            rows[column] = nodes[column][sent]
-        for column in NODE_RECORD.names or ():
-            rows[column] = records[column][sent]
-        self.parts.append(rows)
 
 
 def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: bool = True) -> SimulationResult:
@@ -565,62 +556,37 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
         Jobs or traffic contradict each other or the network.
     """
     scenario.check_senders("jobs", "traces", "traffic", "patterns")
-    jobs: list[CollectiveJob | TraceJob] = [*scenario.jobs, *scenario.traces]
-    labels = [
-        *(job.name for job in jobs),
-        *(each.name for each in scenario.traffic),
-        *(each.name for each in scenario.patterns),
-    ]
-    collector = _Collector(labels, keep_messages)
-    simulation = Simulation(scenario, engine=engine, on_records=collector)
-    steps = [StepTimes(job.name) for job in scenario.jobs]
-    for number, job in enumerate(scenario.jobs):
-        simulation.process(collective_job(simulation, job, number, steps[number]))
+    labels = [each.name for each in (*scenario.jobs, *scenario.traces, *scenario.traffic, *scenario.patterns)]
+    messages = [np.zeros(0, MESSAGE_RECORD)]
+
+    def keep(submitted: SubmittedGraph, records: NDArray[Any]) -> None:
+        sent = submitted.graph.nodes["size_bytes"] > 0
+        rows = joined_rows(MESSAGE_RECORD, submitted.graph.nodes[sent], records[sent])
+        rows["label"], rows["step"] = labels.index(submitted.label[0]), submitted.label[1]
+        messages.append(rows)
+
+    simulation = Simulation(scenario, engine=engine, on_records=keep if keep_messages else None)
+    steps = [StepTimes(name=job.name, steps=job.steps) for job in scenario.jobs]
     taken = {host for job in scenario.jobs for host in job.hosts}
-    traced = trace_progress(scenario.traces, taken, simulation.topology.hosts, scenario.seed, first=len(scenario.jobs))
-    for progress in traced:
-        simulation.process(traced_job(simulation, progress))
-    start_background_and_failures(simulation)
+    traced = trace_progress(scenario.traces, taken, simulation.topology.hosts, scenario.seed, first=len(steps))
+    jobs = [
+        collective_job(simulation, job, number, times)
+        for number, (job, times) in enumerate(zip(scenario.jobs, steps, strict=True))
+    ]
+    start(simulation, [*jobs, *(traced_job(simulation, progress) for progress in traced)])
     began = time.perf_counter()
-    total = sum(job.steps for job in scenario.jobs) + sum(progress.steps for progress in traced)
     with ProgressBar("simulating") as bar:
-
-        def on_progress() -> None:
-            done = sum(len(times.end_ps) for times in steps) + sum(len(progress.end_ps) for progress in traced)
-            bar.update(done, total, f"steps, {simulated(simulation)}")
-
-        simulation.run(on_progress if bar.shown else None)
-    wall_s = time.perf_counter() - began
-    counts = simulation.engine.counts
-    for progress in traced:
-        begins = [progress.begin_ps, *progress.end_ps[:-1]]
-        steps.append(StepTimes(progress.job.name, begins, progress.end_ps))
+        simulation.run(reporting(simulation, [*steps, *traced], bar.update) if bar.shown else None)
     return SimulationResult(
         end_ps=simulation.engine.now_ps,
         fidelity=simulation.fidelity,
-        counts=counts_by_name(counts),
-        drops_by_class=drops_by_class(counts),
-        steps=steps,
-        messages=np.concatenate(collector.parts) if collector.parts else np.zeros(0, MESSAGE_RECORD),
-        labels=collector.labels,
-        lost_packets={job.name: collector.lost(job, scenario.transports[job.transport]) for job in jobs},
-        wall_s=wall_s,
+        counts=counts_by_name(simulation.engine.counts),
+        drops_by_class=drops_by_class(simulation.engine.counts),
+        steps=[*steps, *traced],
+        messages=np.concatenate(messages),
+        labels=labels,
+        wall_s=time.perf_counter() - began,
     )
-
-
-def simulated(simulation: Simulation) -> str:
-    """Say how much has been simulated."""
-    return f"{(simulation.engine.now_ps + simulation.skipped_ps) / 1e9:.3g} ms simulated"
-
-
-def start_background_and_failures(simulation: Simulation) -> None:
-    """Start the processes of a scenario's background traffic, flows and failures."""
-    for number, pattern in enumerate(simulation.scenario.patterns):
-        simulation.process(flow_pattern(simulation, pattern, number))
-    for number, flows in enumerate(simulation.scenario.traffic):
-        simulation.process(background(simulation, flows, number))
-    for failing in simulation.scenario.failures:
-        simulation.process(failure(simulation, failing))
 
 
 def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:

@@ -30,14 +30,7 @@ from dlcp.sim.jobs.step_graph import class_shares
 from dlcp.sim.jobs.training import place_jobs, profile_of
 from dlcp.sim.jobs.training_run import Progress, training
 from dlcp.sim.network.topology import FileTopology
-from dlcp.sim.simulation import (
-    Process,
-    Simulation,
-    SubmittedGraph,
-    simulated,
-    start_background_and_failures,
-    traced_job,
-)
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, reporting, start, traced_job
 from dlcp.sim.tools.recording import AnyProgress, Recorder, RunOver
 from dlcp.sim.traces.traced_jobs import TraceProgress, trace_digest, trace_progress
 from dlcp.switch import PROGRAM_PATH
@@ -71,6 +64,7 @@ SLOWDOWN_SIZES: Final = {"all": 1 << 62, "10kb": 10_000, "100kb": 100_000, "1mb"
     "larger": 1 << 62
 }
 """Largest size of a message in each class of slowdowns; a class begins where the one before ends."""
+_QUANTILE_METRICS: Final = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 _BASE: Final = math.log1p(PRECISION)
 RunEnd = Literal["complete", "stop_s", "stalled", "interrupted"]
 """Why a run ended: everything has finished, time was over, nothing more can happen, or a user stopped it."""
@@ -142,8 +136,8 @@ class MessageMeasures:
     ----------
     slowdowns
         Of the other traffic, by the largest size of a message in `SLOWDOWN_SIZES`, counted as seconds.
-    packets, missing, sent
-        int64 (2,), of contributions and of results: their packets, how many of these never arrived, and packets sent,
+    packets
+        int64 (3, 2), of contributions and of results: their packets, how many of these never arrived, and packets sent,
         including retransmissions. An encoded contribution counts as the packets that it would have in full precision.
         None of them is missing: a lost packet of the lower plane only rounds values.
     """
@@ -154,9 +148,7 @@ class MessageMeasures:
         default_factory=lambda: {name: TimeDistribution() for name in SLOWDOWN_SIZES}
     )
     times: dict[str, TimeDistribution] = field(default_factory=lambda: {name: TimeDistribution() for name in _TIMES})
-    packets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
-    missing: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
-    sent: NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    packets: NDArray[np.int64] = field(default_factory=lambda: np.zeros((3, 2), np.int64))
 
     def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
         """Add the records of a graph. Messages that are not done do not count."""
@@ -175,10 +167,10 @@ class MessageMeasures:
         self.times["contribution"].add(took[~results])
         self.times["result"].add(took[results])
         encoded = sizes["upper"] > 0
-        for half, own in enumerate((~results, results)):
-            self.packets[half] += np.where(encoded & ~results, packets, records["packets"])[own].sum()
-            self.missing[half] += records["missing_packets"][own & ~encoded].sum()
-            self.sent[half] += records["sent_packets"][own].sum()
+        whole = np.where(encoded & ~results, packets, records["packets"])
+        missing = np.where(encoded, 0, records["missing_packets"])
+        for row, column in enumerate((whole, missing, records["sent_packets"])):
+            self.packets[row] += column[~results].sum(), column[results].sum()
 
     def _add_slowdowns(self, sizes: NDArray[np.int64], ratios: NDArray[np.float64]) -> None:
         least = 0
@@ -188,21 +180,19 @@ class MessageMeasures:
             least = 0 if name == "all" else most
 
     @property
-    def loss_ratios(self) -> tuple[float, float]:
-        """Return the shares of contributions' and of results' packets that never arrived."""
-        contributions, results = (self.missing / np.maximum(self.packets, 1)).tolist()
-        return contributions, results
-
-    @property
-    def sent_ratios(self) -> tuple[float, float]:
-        """Return how often a packet was sent in the mean, of contributions and of results; 0 if there are none."""
-        contributions, results = (self.sent / np.maximum(self.packets, 1)).tolist()
-        return contributions, results
+    def ratios(self) -> list[list[float]]:
+        """Return the shares of packets that never arrived, and how often one was sent: of contributions, of results."""
+        found: list[list[float]] = (self.packets[1:] / np.maximum(self.packets[0], 1)).tolist()
+        return found
 
 
 def significant(value: float, digits: int = 9) -> float:
     """Round a number to ``digits`` significant digits, for a file."""
     return float(f"{value:.{digits}g}")
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: significant(value) for name, value in values.items()}
 
 
 def run(
@@ -252,32 +242,21 @@ def run(
         ]
     )
     skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
-    started = [
-        simulation.process(
-            pipelined_training(simulation, job)
-            if job.job.spec.pipeline
-            else training(simulation, job, skipper.skip_steps if skipper else None)
-        )
+    skip_steps = skipper.skip_steps if skipper else None
+    trained = [
+        pipelined_training(simulation, job) if job.job.spec.pipeline else training(simulation, job, skip_steps)
         for job in jobs
     ]
-    started += [simulation.process(traced_job(simulation, progress)) for progress in traced]
-    start_background_and_failures(simulation)
+    started = start(simulation, [*trained, *(traced_job(simulation, progress) for progress in traced)])
     if started:
         simulation.process(_end(simulation, started))
-
     every_job: list[AnyProgress] = [*jobs, *traced]
-
-    def report() -> None:
-        if on_progress is not None:
-            done = sum(len(job.step_s) for job in every_job)
-            on_progress(done, sum(job.steps for job in every_job), f"steps, {simulated(simulation)}")
-
     if recorder is not None:
         recorder.begin(simulation, every_job)
         simulation.process(_record(simulation, recorder))
     ended: RunEnd = "complete"
     try:
-        simulation.run(report if on_progress is not None else None)
+        simulation.run(on_progress and reporting(simulation, every_job, on_progress))
         ended = "stalled" if simulation.is_over else "stop_s"
     except RunOver:
         pass
@@ -318,9 +297,9 @@ def _end(simulation: Simulation, started: list[Any]) -> Process:
 def _unfinished(simulation: Simulation, jobs: Sequence[AnyProgress], ended: RunEnd) -> str:
     """Return which jobs, or without jobs how many messages, did not end, and why; empty if all did."""
     parts = [
-        f"job {job.name!r} finished {len(job.step_s):,} of {job.steps:,} steps"
+        f"job {job.name!r} finished {len(job.end_ps):,} of {job.steps:,} steps"
         for job in jobs
-        if len(job.step_s) < job.steps
+        if len(job.end_ps) < job.steps
     ]
     if not jobs and (count := simulation.unfinished_messages):
         parts = [f"{count:,} messages had not arrived"]
@@ -368,7 +347,7 @@ def _document(
         "sources": sources_digest(),
         "complete": not unfinished,
         **({"ended": ended, "unfinished": unfinished} if unfinished else {}),
-        "metrics": {name: significant(value) for name, value in metrics.items()},
+        "metrics": _rounded(metrics),
         "times": {name: times.as_json() for name, times in messages.times.items() if times.count},
         "jobs": [
             {
@@ -378,7 +357,7 @@ def _document(
                 **({"skipped_steps": job.skipped} if job.skipped else {}),
                 **({"bits": job.bits} if job.bits else {}),
                 **({"pipeline": job.pipeline} if job.pipeline else {}),
-                **({"curve": _rounded_curve(job)} if job.curve else {}),
+                **({"curve": [_rounded(msgspec.to_builtins(each)) for each in job.curve]} if job.curve else {}),
                 "profile": job.profile.source,
             }
             for job in jobs
@@ -416,23 +395,20 @@ def _counted(simulation: Simulation) -> dict[str, float]:
 def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: MessageMeasures) -> dict[str, float]:
     """Return the metrics for figures and claims of a complete run; see `sim/experiments/README.md`."""
     found: dict[str, float] = {}
-    for prefix in _TIMES:
-        times = messages.times[prefix]
+    for prefix, times in messages.times.items():
         if times.count:
             found[f"{prefix}_mean_s"] = times.mean_s
-            found[f"{prefix}_p50_s"] = times.quantile_s(0.5)
-            found[f"{prefix}_p99_s"] = times.quantile_s(0.99)
-            found[f"{prefix}_p999_s"] = times.quantile_s(0.999)
+            found |= {f"{prefix}_{name}_s": times.quantile_s(share) for name, share in _QUANTILE_METRICS.items()}
             found[f"{prefix}_max_s"] = times.most_ps / 1e12
     for name, slowdowns in messages.slowdowns.items():
         if slowdowns.count:
             prefix = "slowdown" if name == "all" else f"slowdown_{name}"
-            found[f"{prefix}_mean"] = slowdowns.mean_s
-            found[f"{prefix}_p99"] = slowdowns.quantile_s(0.99)
-    names = (("loss_ratio", "contribution_sent_ratio"), ("result_loss_ratio", "result_sent_ratio"))
-    for half, (lost, sent) in enumerate(names):
-        if messages.packets[half]:
-            found[lost], found[sent] = messages.loss_ratios[half], messages.sent_ratios[half]
+            found |= {f"{prefix}_mean": slowdowns.mean_s, f"{prefix}_p99": slowdowns.quantile_s(0.99)}
+    (lost, results_lost), (sent, results_sent) = messages.ratios
+    if messages.packets[0, 0]:
+        found |= {"loss_ratio": lost, "contribution_sent_ratio": sent}
+    if messages.packets[0, 1]:
+        found |= {"result_loss_ratio": results_lost, "result_sent_ratio": results_sent}
     if bits := [each for job in jobs for each in steady(job.bits)]:
         found["bits_per_value"] = fmean(bits)
     every_job: list[AnyProgress] = [*jobs, *traced]
@@ -459,7 +435,7 @@ def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: Messag
             found["speedup"] = fmean(speed * workers for speed, workers in speeds)
         samples = sum(job.minibatches * job.profile.batch for job in jobs)
         if not traced:  # whose packets would count, too
-            found["packets_per_sample"] = int(messages.sent.sum()) / samples
+            found["packets_per_sample"] = int(messages.packets[2].sum()) / samples
     if measured := [seconds for each in traced for seconds in steady(each.workload.measured_s)]:
         found["measured_step_s"] = fmean(measured)
     return found
@@ -474,7 +450,7 @@ def _convergence(
     """
     if not jobs or "step_s" not in metrics:
         return {}  # nothing that converges
-    factor = curve(item.convergence).steps_factor(messages.loss_ratios[0])
+    factor = curve(item.convergence).steps_factor(messages.ratios[0][0])
     by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
     factor *= max(map(fmean, by_job), default=1.0)
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
@@ -489,20 +465,14 @@ def _learning(jobs: Sequence[Progress]) -> dict[str, float]:
         return {}
     found = {"accuracy": fmean(job.curve[-1].accuracy for job in jobs)}
     for name, unit in (("accuracy_s", "seconds"), ("accuracy_steps", "step")):
-        reached = [_reached(job, unit) for job in jobs]
+        reached = [
+            progress_to({"curve": msgspec.to_builtins(job.curve)}, job.job.spec.learn.target, unit)
+            for job in jobs
+            if job.job.spec.learn
+        ]
         if None not in reached:
             found[name] = fmean(value for value in reached if value is not None)
     return found
-
-
-def _reached(job: Progress, unit: str) -> float | None:
-    assert job.job.spec.learn is not None
-    return progress_to({"curve": msgspec.to_builtins(job.curve)}, job.job.spec.learn.target, unit)
-
-
-def _rounded_curve(job: Progress) -> list[dict[str, float]]:
-    """Return the tests of a job's model, rounded for a file."""
-    return [{name: significant(value) for name, value in msgspec.to_builtins(each).items()} for each in job.curve]
 
 
 @cache

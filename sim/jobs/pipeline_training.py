@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import PS_PER_S
 from dlcp.sim.jobs.collectives import all_reduce
 from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder, Nodes
 from dlcp.sim.jobs.models import StepProfile
@@ -46,22 +45,21 @@ def pipeline_of(job: PlacedJob, profile: StepProfile, topology: NetworkTopology)
 
 def pipelined_training(simulation: Simulation, progress: Progress) -> Process:
     """Run a pipelined job's steps, and record their durations in ``progress``."""
-    env, job = simulation.env, progress.job
+    job = progress.job
     plan = pipeline_of(job, progress.profile, simulation.topology)
     # The pipeline drains while it ends; another step keeps it full until the last one that counts.
     factors = computing_factors(simulation.scenario.seed, job)
     factors = np.concatenate([factors, factors[-1:]])
     yield from simulation.until(job.start_s)
-    before = int(env.now)
+    progress.begin(simulation)
     steps = pipeline_graph(job, plan, factors, simulation.transports[job.spec.transport])
     running = simulation.submit(steps.graph, label=(job.name, 0))
     progress.minibatches = len(steps.ends) * len(job.workers)
     progress.pipeline = plan.replicas
     for end in steps.ends:
         yield running.nodes[end]
-        progress.step_s.append((int(env.now) - before) / PS_PER_S)
-        before = int(env.now)
-    del progress.step_s[job.spec.steps :]
+        progress.end_step(simulation)
+    del progress.end_ps[job.spec.steps :]
     yield running.closed
 
 

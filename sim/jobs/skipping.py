@@ -61,31 +61,33 @@ class StepSkipper:
             self._begin_skip()
         count, known = self._to_skip.pop(progress.name, (0, 0))
         if count:
-            progress.skip(min(count, progress.steps - len(progress.step_s)), known)
-            self._first[progress.name] = len(progress.step_s)
+            progress.skip(min(count, progress.steps - len(progress.end_ps)), known)
+            self._first[progress.name] = len(progress.end_ps)
 
     def _note_changes(self) -> None:
         passed = (
             bisect_right(self._changes_ps, self._simulation.now_ps),
-            sum(len(job.step_s) == job.steps for job in self._jobs),
+            sum(len(job.end_ps) == job.steps for job in self._jobs),
         )
         if passed != self._passed:
             self._passed = passed
-            self._first = {job.name: len(job.step_s) for job in self._jobs}
+            self._first = {job.name: len(job.end_ps) for job in self._jobs}
 
     def _begin_skip(self) -> None:
         """Skip as far as all jobs train on and nothing changes, if the means of all running jobs are known."""
-        running = [job for job in self._jobs if len(job.step_s) < job.steps]
+        running = [job for job in self._jobs if len(job.end_ps) < job.steps]
         means = [self._mean_s(job) for job in running]
         if not running or None in means:
             return
         left_s = [
             # Other jobs have begun up to a graph of steps that they have not ended.
-            mean * (job.steps - len(job.step_s) - (STEPS_PER_GRAPH if len(running) > 1 else 0))
+            mean * (job.steps - len(job.end_ps) - (STEPS_PER_GRAPH if len(running) > 1 else 0))
             for job, mean in zip(running, means, strict=True)
             if mean is not None
         ]
-        span_ps = min(seconds_to_ps(max(0.0, min(left_s))), self._next_change_ps() - self._simulation.now_ps)
+        now_ps = self._simulation.now_ps
+        change_ps = next((each for each in self._changes_ps if each > now_ps), FOREVER_PS)
+        span_ps = min(seconds_to_ps(max(0.0, min(left_s))), change_ps - now_ps)
         if span_ps >= seconds_to_ps(STEPS_PER_GRAPH * max(mean for mean in means if mean is not None)):
             self._simulation.skip(span_ps)
             # A change right after the span begins new windows, so all that is needed of these is kept.
@@ -95,13 +97,9 @@ class StepSkipper:
                 if mean is not None
             }
 
-    def _next_change_ps(self) -> int:
-        number = bisect_right(self._changes_ps, self._simulation.now_ps)
-        return self._changes_ps[number] if number < len(self._changes_ps) else FOREVER_PS
-
     def _window(self, progress: Progress) -> NDArray[np.float64]:
         """Return the durations of the steps since the last change in whole batches, without the first quarter."""
-        steps = np.array(progress.step_s[self._first[progress.name] :])
+        steps = np.diff([progress.begin_ps, *progress.end_ps][self._first[progress.name] :]) / PS_PER_S
         batch = 3 * len(steps) // 4 // BATCHES
         return steps[len(steps) - batch * BATCHES :]
 

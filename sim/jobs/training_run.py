@@ -13,21 +13,22 @@ from dlcp.sim.jobs.learning import GradientExchange, SimulatedLearning, StepOutc
 from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.precision import SimulatedPrecision
 from dlcp.sim.jobs.step_graph import pieces_of, step_graph
+from dlcp.sim.jobs.step_times import StepTimes
 from dlcp.sim.jobs.training import PlacedJob, computing_factors
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
 from dlcp.sim.transports.specs import DlcpTransport
 
 
 @dataclass(slots=True)
-class Progress:
-    """Progress of a job.
+class Progress(StepTimes):
+    """Progress of a job. A step includes the forward pass after it.
 
     Attributes
     ----------
-    step_s
-        Duration of each step, including the forward pass after it.
     skipped
         Steps that were not simulated.
+    skipped_ps
+        How much later a moment of the job is than the engine's time: what this job and others have skipped.
     bits
         Bits per value of each step; empty in full precision.
     minibatches
@@ -40,34 +41,36 @@ class Progress:
 
     job: PlacedJob
     profile: StepProfile
-    step_s: list[float] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
     skipped: int = 0
+    skipped_ps: int = 0
     minibatches: int = 0
     pipeline: str = ""
     curve: list[TestedAccuracy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Count a minibatch per worker and step."""
-        self.minibatches = self.job.spec.steps * len(self.job.workers)
+        self.name, self.steps = self.job.name, self.job.spec.steps
+        self.minibatches = self.steps * len(self.job.workers)
+
+    def begin(self, simulation: Simulation) -> None:
+        """Note that the job begins now."""
+        self.begin_ps, self.skipped_ps = simulation.now_ps, simulation.skipped_ps
+
+    def end_step(self, simulation: Simulation) -> None:
+        """Note that a step ends now."""
+        self.end_ps.append(int(simulation.env.now) + self.skipped_ps)
 
     def skip(self, count: int, window: int) -> None:
         """Add ``count`` steps that are like the last ``window`` ones, in turn."""
-        self.step_s += np.resize(self.step_s[-window:], count).tolist()
+        times = np.diff([self.begin_ps, *self.end_ps][-window - 1 :])
+        ends = self.end_ps[-1] + np.cumsum(np.resize(times, count))
+        self.skipped_ps += int(ends[-1]) - self.end_ps[-1]
+        self.end_ps += ends.tolist()
         if self.bits:
             self.bits += np.resize(self.bits[-window:], count).tolist()
         self.skipped += count
         self.minibatches -= count * len(self.job.workers)
-
-    @property
-    def name(self) -> str:
-        """Return the name of this copy of the job."""
-        return self.job.name
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps that the job is to run."""
-        return self.job.spec.steps
 
     @property
     def compute_s(self) -> float:
@@ -94,7 +97,7 @@ def training(
     learning = _learning(simulation, progress) if spec.learn else None
     together = steps_per_graph(step_nodes(job, progress.profile, parts))
     yield from simulation.until(job.start_s)
-    began = before = int(env.now)
+    progress.begin(simulation)
     first = 0
     while first < spec.steps:
         steps = step_graph(
@@ -114,20 +117,21 @@ def training(
             if precision:
                 progress.bits.append(precision.bits)
                 yield env.any_of([running.nodes[node] for node in worker_ends.tolist()])
-                taken_s, compute_s = (int(env.now) - before) / 1e12, progress.compute_s * float(factors[step].max())
+                before_ps = progress.end_ps[-1] if progress.end_ps else progress.begin_ps
+                taken_s = (int(env.now) + progress.skipped_ps - before_ps) / 1e12
+                compute_s = progress.compute_s * float(factors[step].max())
                 precision.learn(running, simulation.records(running), step, taken_s, compute_s)
                 precision.apply(simulation, running)
             yield running.nodes[end]
-            progress.step_s.append((int(env.now) - before) / 1e12)
-            before = int(env.now)
+            progress.end_step(simulation)
             if learning:
                 outcome = _step_outcome(simulation, running, step, progress.bits[-1] if progress.bits else FULL_BITS)
-                nodes, seconds = running.graph.nodes, (before - began) / 1e12
+                nodes, seconds = running.graph.nodes, (progress.end_ps[-1] - progress.begin_ps) / 1e12
                 learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
         yield running.done
         if skip_steps:
             skip_steps(progress)
-        first = len(progress.step_s)
+        first = len(progress.end_ps)
     yield running.closed
 
 

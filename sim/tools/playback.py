@@ -18,7 +18,7 @@ from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.experiments.results import ReportError
 from dlcp.sim.jobs.graph import Graph
 from dlcp.sim.simulation import Simulation, SubmittedGraph
-from dlcp.sim.tools.recording import AnyProgress, LinkSamples, RunOver, hosts_of, link_names, step_bounds_ps
+from dlcp.sim.tools.recording import AnyProgress, LinkSamples, RunOver, hosts_of, link_names
 
 SHOWN_RANKS: Final = 32
 """Ranks on the page: as many as fit on a tall screen."""
@@ -81,7 +81,7 @@ class StepRecorder:
     def look(self) -> None:
         """Take a sample; begin anew with the step, and end the run after it."""
         self.samples.look()
-        finished = len(self.job.step_s)
+        finished = len(self.job.end_ps)
         if finished == self.step and not self._began:
             self._began = True
             self.samples.restart()
@@ -90,7 +90,7 @@ class StepRecorder:
 
     def __call__(self, submitted: SubmittedGraph, records: NDArray[Any]) -> None:
         """Keep a graph that may have a part in the step."""
-        if submitted.label[0] == self.job.name and len(self.job.step_s) >= self.step:
+        if submitted.label[0] == self.job.name and len(self.job.end_ps) >= self.step:
             self.graphs.append((submitted.graph, records))
 
 
@@ -170,7 +170,7 @@ def step_playback(recorder: StepRecorder) -> StepPlayback:
     ReportError
         The run ended before the step did.
     """
-    job, bounds = recorder.job, step_bounds_ps(recorder.job)
+    job, bounds = recorder.job, recorder.job.bounds_ps
     if len(bounds) <= recorder.step:
         raise ReportError(
             f"the run ended before step {recorder.step} of {job.name}; if it was not interrupted, raise stop_s"

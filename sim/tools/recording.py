@@ -2,13 +2,11 @@
 """What happens during a run, for those who show it: links over time, and the bounds of a job's steps."""
 
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import seconds_to_ps
 from dlcp.sim.jobs.training_run import Progress
 from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.traces.traced_jobs import TraceProgress
@@ -127,13 +125,6 @@ def link_names(simulation: Simulation, hosts: Mapping[int, str] | None = None) -
     for host, name in (hosts or {}).items():
         names[host] = name
     return [f"{names[link.source]} → {names[link.target]}" for link in simulation.plan.links]
-
-
-def step_bounds_ps(job: AnyProgress) -> list[tuple[int, int]]:
-    """Return when each finished step of a job began and ended."""
-    first = job.begin_ps if isinstance(job, TraceProgress) else seconds_to_ps(job.job.start_s)
-    bounds = [round(each) for each in accumulate((seconds * 1e12 for seconds in job.step_s), initial=first)]
-    return list(pairwise(bounds))
 
 
 def hosts_of(job: AnyProgress) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -20,7 +20,7 @@ from dlcp.sim.experiments.slowdown import IdealTimes
 from dlcp.sim.jobs.collectives import RESULT_MESSAGE
 from dlcp.sim.jobs.graph import row_type
 from dlcp.sim.simulation import Simulation, SubmittedGraph
-from dlcp.sim.tools.recording import AnyProgress, LinkSamples, hosts_of, link_names, step_bounds_ps
+from dlcp.sim.tools.recording import AnyProgress, LinkSamples, hosts_of, link_names
 from dlcp.sim.traces.traced_jobs import TraceProgress
 
 Table: TypeAlias = Mapping[str, NDArray[Any]]
@@ -96,7 +96,7 @@ class TableRecorder:
     def _steps(self) -> Table:
         rows = []
         for job in self._jobs:
-            for step, (begin, end) in enumerate(step_bounds_ps(job)):
+            for step, (begin, end) in enumerate(job.bounds_ps):
                 seconds = (end - begin) / PS_PER_S
                 rows.append((job.name, step, begin / PS_PER_S, end / PS_PER_S, seconds, job.compute_s))
         return _columns(("job", "step", "begin_s", "end_s", "step_s", "compute_s"), rows)
@@ -107,7 +107,7 @@ class TableRecorder:
         for job in self._jobs:
             own = events[events["label"] == self._labels.get(job.name, -1)]
             workers, servers = hosts_of(job)
-            hosts, bounds = (*workers, *servers), step_bounds_ps(job)
+            hosts, bounds = (*workers, *servers), job.bounds_ps
             steps, size = len(bounds), 1 + max(hosts)
             # A cell for each step and host.
             taken = own["step"] < steps

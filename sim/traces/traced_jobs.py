@@ -6,9 +6,8 @@
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from dlcp.document import Document, DocumentError, PlaceError
 from dlcp.foreign_formats import foreign_format
+from dlcp.sim.jobs.step_times import StepTimes
 from dlcp.sim.scenario import TraceJob, choose_hosts
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, rank_files, read_chakra
 from dlcp.sim.traces.goal import is_binary_goal, read_goal
@@ -207,8 +207,8 @@ def place_traces(traces: Sequence[TraceJob], taken: Collection[int], hosts: int,
 
 
 @dataclass(slots=True)
-class TraceProgress:
-    """Progress of a traced job.
+class TraceProgress(StepTimes):
+    """Progress of a traced job; a trace without steps is one step.
 
     Parameters
     ----------
@@ -216,34 +216,16 @@ class TraceProgress:
         A host for each rank.
     number
         Number of the job in the simulation.
-
-    Attributes
-    ----------
-    end_ps
-        When each step ended, on all ranks; a trace without steps is one step.
     """
 
     job: TraceJob
     workload: Workload
     hosts: tuple[int, ...]
     number: int
-    begin_ps: int = 0
-    end_ps: list[int] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """Return the name of the job."""
-        return self.job.name
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps that the job is to run."""
-        return self.job.repeat * max(1, len(self.workload.steps))
-
-    @property
-    def step_s(self) -> list[float]:
-        """Return the duration of each step so far."""
-        return [(end - begin) / 1e12 for begin, end in pairwise([self.begin_ps, *self.end_ps])]
+    def __post_init__(self) -> None:
+        """Count the steps of all turns."""
+        self.name, self.steps = self.job.name, self.job.repeat * max(1, len(self.workload.steps))
 
     @property
     def compute_s(self) -> float:

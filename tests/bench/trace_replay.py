@@ -79,7 +79,7 @@ def simulated(file: Path, ranks: int, rate_bps: int) -> list[float]:
         traces=(TraceJob(name="job", file=str(file), transport="dlcp"),),
     )
     (steps,) = simulate(scenario, keep_messages=False).steps
-    return [(end - begin) / 1e12 for begin, end in zip(steps.begin_ps, steps.end_ps, strict=True)]
+    return steps.step_s
 
 
 def _replay(arguments: argparse.Namespace) -> list[BenchResult]:
