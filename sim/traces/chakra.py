@@ -57,65 +57,48 @@ _COLLECTIVES: Final[tuple[TracedCollective, ...]] = (
 )
 """By the number of ``CollectiveCommType``; number 8 is REDUCE_SCATTER_BLOCK."""
 _ROOTED: Final = ("reduce", "gather", "scatter", "broadcast")
-_FIELD: Final = descriptor_pb2.FieldDescriptorProto
-_VALUES: Final = {
-    "double": 3,
-    "float": 5,
-    "int32": 7,
-    "int64": 9,
-    "uint32": 11,
-    "uint64": 13,
-    "sint32": 15,
-    "sint64": 17,
-    "fixed32": 19,
-    "fixed64": 21,
-    "sfixed32": 23,
-    "sfixed64": 25,
-    "bool": 27,
-    "string": 29,
+_MESSAGES: Final = {
+    "AttributeProto": "name string 1",
+    "IOInfo": "values string 1",
+    "GlobalMetadata": "version string 1, attr AttributeProto* 2",
+    "Node": (
+        "id uint64 1, name string 2, type int32 3, ctrl_deps uint64* 4, data_deps uint64* 5, duration_micros uint64 7, "
+        "inputs IOInfo 8, attr AttributeProto* 10"
+    ),
 }
-"""Field numbers of an attribute's value by its type; lists are not read."""
+"""Fields of a message: name, type and number; ``*`` repeats."""
+_VALUES: Final = (
+    *("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64"),
+    *("fixed32", "fixed64", "sfixed32", "sfixed64", "bool", "string"),
+)
+"""Types of an attribute's value; their fields have the numbers 3, 5, 7 and so on. Lists, in between, are not read."""
 
 
-def _schema() -> tuple[Any, Any]:
-    """Return the classes of GlobalMetadata and Node."""
+def _schema() -> Iterator[Any]:
+    """Yield the classes of GlobalMetadata and Node."""
+    kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="chakra.proto", package="ChakraProtoMsg", syntax="proto3")
-
-    def message(name: str, fields: Mapping[str, tuple[int, str, bool]]) -> Any:
+    for name, fields in _MESSAGES.items():
         made = file.message_type.add(name=name)
-        for field, (number, kind, repeated) in fields.items():
-            label = _FIELD.LABEL_REPEATED if repeated else _FIELD.LABEL_OPTIONAL
-            own = kind[0].isupper()
-            added = made.field.add(name=field, number=number, label=label)
-            added.type = _FIELD.TYPE_MESSAGE if own else getattr(_FIELD, f"TYPE_{kind.upper()}")
-            if own:
-                added.type_name = f".ChakraProtoMsg.{kind}"
-        return made
-
-    attribute = message("AttributeProto", {"name": (1, "string", False)})
+        for field, kind, number in map(str.split, fields.split(", ")):
+            own, repeated = kind.rstrip("*"), kind.endswith("*")
+            label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
+            added = made.field.add(name=field, number=int(number), label=label)
+            if own in _MESSAGES:
+                added.type, added.type_name = kinds.TYPE_MESSAGE, f".ChakraProtoMsg.{own}"
+            else:
+                added.type = getattr(kinds, f"TYPE_{own.upper()}")
+    attribute = file.message_type[0]
     attribute.oneof_decl.add(name="value")
-    for kind, number in _VALUES.items():
-        value = attribute.field.add(name=f"{kind}_val", number=number, label=_FIELD.LABEL_OPTIONAL, oneof_index=0)
-        value.type = getattr(_FIELD, f"TYPE_{kind.upper()}")
-    message("IOInfo", {"values": (1, "string", False)})
-    message("GlobalMetadata", {"version": (1, "string", False), "attr": (2, "AttributeProto", True)})
-    message(
-        "Node",
-        {
-            "id": (1, "uint64", False),
-            "name": (2, "string", False),
-            "type": (3, "int32", False),
-            "ctrl_deps": (4, "uint64", True),
-            "data_deps": (5, "uint64", True),
-            "duration_micros": (7, "uint64", False),
-            "inputs": (8, "IOInfo", False),
-            "attr": (10, "AttributeProto", True),
-        },
-    )
+    for number, kind in enumerate(_VALUES):
+        value = attribute.field.add(
+            name=f"{kind}_val", number=3 + 2 * number, label=kinds.LABEL_OPTIONAL, oneof_index=0
+        )
+        value.type = getattr(kinds, f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    metadata, node = (pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}") for name in ("GlobalMetadata", "Node"))
-    return message_factory.GetMessageClass(metadata), message_factory.GetMessageClass(node)
+    for name in ("GlobalMetadata", "Node"):
+        yield message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}"))
 
 
 _Metadata, _Node = _schema()
@@ -175,8 +158,42 @@ def read_chakra(
         A file is wrong or incomplete; the message names the file, the node and the reason.
     """
     reader = _Reader(len(files), dict(groups or {}), flops)
-    ranks = [reader.rank(rank, path) for rank, path in enumerate(files)]
-    return Workload(str(files[0]), ranks, eager_bytes=ALWAYS_EAGER)
+    return Workload(str(files[0]), [reader.rank(path) for path in files], eager_bytes=ALWAYS_EAGER)
+
+
+class _ReadNode:
+    """A node of a file, and its attributes."""
+
+    def __init__(self, path: Path, node: Any) -> None:
+        self.path, self.node = path, node
+        self.name = f"{node.id} ({node.name[:60]})"
+        self.attributes: dict[str, Any] = {
+            each.name: getattr(each, each.WhichOneof("value")) if each.WhichOneof("value") else None
+            for each in node.attr
+        }
+
+    def error(self, reason: str) -> TraceFormatError:
+        return TraceFormatError(f"{self.path}: node {self.name}: {reason}")
+
+    def operation(self, kind: OperationKind, **fields: Any) -> RankOperation:
+        return RankOperation(kind, self.name, str(self.path), order=self.node.id, **fields)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return an attribute, a whole number of at least 0."""
+        value = self.attributes.get(name, default)
+        if value is None:
+            raise self.error(f"the attribute {name} is missing")
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
+            return int(value)
+        if isinstance(value, int | float) and 0 <= value < 1 << 64 and value == int(value):
+            return int(value)
+        raise self.error(f"{name} is {str(value)[:20]!r}; it must be a number of at least 0")
+
+    def size(self) -> int:
+        """Return the bytes that are sent."""
+        if size := self.number("comm_size"):
+            return size
+        raise self.error("comm_size is 0, so the trace does not say how much is sent")
 
 
 @dataclass(slots=True)
@@ -185,140 +202,87 @@ class _Reader:
     groups: dict[str, tuple[int, ...]]
     flops: float | None
 
-    def rank(self, rank: int, path: Path) -> list[RankOperation]:
+    def rank(self, path: Path) -> list[RankOperation]:
         """Return the operations in a rank's file."""
-        nodes = list(_nodes(path))
+        nodes = [_ReadNode(path, each) for each in _nodes(path)]
         positions: dict[int, int] = {}
-        for position, node in enumerate(nodes):
-            if node.id in positions:
-                raise TraceFormatError(f"{path}: two nodes have the id {node.id}")
-            positions[node.id] = position
-        declared = dict(self.groups)
-        for node in nodes:
-            if "process_group:init" in node.name:
-                declared |= self._declared(path, node)
-        from_pytorch = any(each.name == "rf_id" for node in nodes for each in node.attr)
+        groups = dict(self.groups)
+        for position, each in enumerate(nodes):
+            if each.node.id in positions:
+                raise TraceFormatError(f"{path}: two nodes have the id {each.node.id}")
+            positions[each.node.id] = position
+            if "process_group:init" in each.node.name:
+                groups |= self._declared(each)
+        from_pytorch = any("rf_id" in each.attributes for each in nodes)
         operations = []
-        for node in nodes:
-            operation = self._operation(rank, path, node, declared)
-            for before in dict.fromkeys((*node.data_deps, *(() if from_pytorch else node.ctrl_deps))):
+        for each in nodes:
+            operation = self._operation(each, groups)
+            for before in dict.fromkeys((*each.node.data_deps, *(() if from_pytorch else each.node.ctrl_deps))):
                 if before not in positions:
-                    raise self._error(path, node, f"it waits for node {before}, which the file does not have")
+                    raise each.error(f"it waits for node {before}, which the file does not have")
                 operation.after.append(positions[before])
             operations.append(operation)
         return operations
 
-    def _error(self, path: Path, node: Any, reason: str) -> TraceFormatError:
-        return TraceFormatError(f"{path}: node {node.id} ({node.name[:60]}): {reason}")
-
-    def _declared(self, path: Path, node: Any) -> dict[str, tuple[int, ...]]:
+    def _declared(self, each: _ReadNode) -> dict[str, tuple[int, ...]]:
         """Return the process groups that a node lists."""
         try:
             # PyTorch writes a list with one element, a text in quotes: JSON again.
-            listed = json.loads(node.inputs.values.strip()[2:-2])
-            everyone = range(self.count)
-            return {str(each["pg_name"]): tuple(map(int, each["ranks"] or everyone)) for each in listed}
+            listed = json.loads(each.node.inputs.values.strip()[2:-2])
+            return {str(group["pg_name"]): tuple(map(int, group["ranks"] or range(self.count))) for group in listed}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            raise self._error(path, node, "it does not list process groups as PyTorch does") from None
+            raise each.error("it does not list process groups as PyTorch does") from None
 
-    def _operation(self, rank: int, path: Path, node: Any, groups: Mapping[str, tuple[int, ...]]) -> RankOperation:
-        attributes = {each.name: _value(each) for each in node.attr}
-        place, name = str(path), f"{node.id} ({node.name[:60]})"
-        if not 0 < node.type < len(_NODE_TYPES):
-            raise self._error(path, node, f"its type is {node.type}; 1 to {len(_NODE_TYPES) - 1} are possible")
-        kind = _NODE_TYPES[node.type]
-        on_cpu = bool(attributes.get("is_cpu_op", False))
+    def _operation(self, each: _ReadNode, groups: Mapping[str, tuple[int, ...]]) -> RankOperation:
+        number, on_cpu = each.node.type, bool(each.attributes.get("is_cpu_op", False))
+        if not 0 < number < len(_NODE_TYPES):
+            raise each.error(f"its type is {number}; 1 to {len(_NODE_TYPES) - 1} are possible")
+        kind = _NODE_TYPES[number]
         if kind == "COMM_COLL_NODE" and not on_cpu:
-            operation = self._collective(rank, path, node, attributes, groups)
-        elif kind in ("COMM_SEND_NODE", "COMM_RECV_NODE"):
+            return self._collective(each, groups)
+        if kind in ("COMM_SEND_NODE", "COMM_RECV_NODE"):
             sends = kind == "COMM_SEND_NODE"
-            peer = self._number(path, node, attributes, "comm_dst" if sends else "comm_src")
-            size = self._size(path, node, attributes)
-            columns = {each: attributes[_OWN + each] for each in COLUMNS if _OWN + each in attributes}
-            operation = RankOperation(
+            return each.operation(
                 OperationKind.SEND if sends else OperationKind.RECEIVE,
-                *(name, place),
-                peer=peer,
-                size_bytes=size,
-                tag=self._number(path, node, attributes, "comm_tag", default=0),
-                columns=columns or None,
+                peer=each.number("comm_dst" if sends else "comm_src"),
+                size_bytes=each.size(),
+                tag=each.number("comm_tag", 0),
+                columns={name: each.attributes[_OWN + name] for name in COLUMNS if _OWN + name in each.attributes},
             )
-        else:
-            duration_ps = 0 if kind == "METADATA_NODE" else self._duration_ps(path, node, attributes, kind)
-            default = _CPU if on_cpu else _GPU
-            processor = self._number(path, node, attributes, _OWN + "processor", default=default)
-            operation = RankOperation(OperationKind.COMPUTE, name, place, duration_ps=duration_ps, processor=processor)
-        operation.order = node.id
-        return operation
+        processor = each.number(_OWN + "processor", _CPU if on_cpu else _GPU)
+        return each.operation(OperationKind.COMPUTE, duration_ps=self._duration_ps(each, kind), processor=processor)
 
-    def _duration_ps(self, path: Path, node: Any, attributes: Mapping[str, Any], kind: str) -> int:
-        if _OWN + "delay_ps" in attributes:
-            return self._number(path, node, attributes, _OWN + "delay_ps")
-        work = self._number(path, node, attributes, "num_ops", default=0)
-        if kind != "COMP_NODE" or node.duration_micros or not work:
-            return int(node.duration_micros) * PS_PER_US
+    def _duration_ps(self, each: _ReadNode, kind: str) -> int:
+        if kind == "METADATA_NODE":
+            return 0
+        if _OWN + "delay_ps" in each.attributes:
+            return each.number(_OWN + "delay_ps")
+        work = each.number("num_ops", 0)
+        if kind != "COMP_NODE" or each.node.duration_micros or not work:
+            return int(each.node.duration_micros) * PS_PER_US
         if self.flops is None:
-            raise self._error(
-                path, node, f"it has no duration, but {work} operations (num_ops); give the rate of a GPU as flops"
-            )
+            raise each.error(f"it has no duration, but {work} operations (num_ops); give the rate of a GPU as flops")
         return round(work / self.flops * 1e12)
 
-    def _collective(
-        self, rank: int, path: Path, node: Any, attributes: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]
-    ) -> RankOperation:
-        number = self._number(path, node, attributes, "comm_type")
+    def _collective(self, each: _ReadNode, groups: Mapping[str, tuple[int, ...]]) -> RankOperation:
+        number = each.number("comm_type")
         if number >= len(_COLLECTIVES):
-            raise self._error(path, node, f"comm_type is {number}; 0 to {len(_COLLECTIVES) - 1} are possible")
+            raise each.error(f"comm_type is {number}; 0 to {len(_COLLECTIVES) - 1} are possible")
         collective = _COLLECTIVES[number]
-        group_name = str(attributes.get("pg_name") or attributes.get("comm_group") or "")
-        if group_name in groups:
-            group = groups[group_name]
-        elif group_name in ("", "0"):
+        name = str(each.attributes.get("pg_name") or each.attributes.get("comm_group") or "")
+        group = groups.get(name)
+        if group is None and name in ("", "0"):
             group = tuple(range(self.count))
-        else:
+        elif group is None:
             known = f"; known are {', '.join(sorted(groups))}" if groups else ""
-            raise self._error(
-                path, node, f"the trace does not say which ranks are in its process group {group_name!r}{known}"
-            )
+            raise each.error(f"the trace does not say which ranks are in its process group {name!r}{known}")
         if not group:
-            raise self._error(path, node, f"its process group {group_name!r} has no ranks")
-        root = self._number(path, node, attributes, "comm_root", default=group[0]) if collective in _ROOTED else 0
-        size = 0 if collective == "barrier" else self._size(path, node, attributes)
+            raise each.error(f"its process group {name!r} has no ranks")
+        root = each.number("comm_root", group[0]) if collective in _ROOTED else 0
         if root not in group and collective in _ROOTED:
-            raise self._error(path, node, f"its root, rank {root}, is not in its group")
-        return RankOperation(
-            OperationKind.COLLECTIVE,
-            *(f"{node.id} ({node.name[:60]})", str(path)),
-            collective=collective,
-            size_bytes=size,
-            group=group,
-            peer=root,
-        )
-
-    def _size(self, path: Path, node: Any, attributes: Mapping[str, Any]) -> int:
-        """Return the bytes that are sent."""
-        size = self._number(path, node, attributes, "comm_size")
-        if not size:
-            raise self._error(path, node, "comm_size is 0, so the trace does not say how much is sent")
-        return size
-
-    def _number(
-        self, path: Path, node: Any, attributes: Mapping[str, Any], name: str, *, default: int | None = None
-    ) -> int:
-        """Return an attribute, a whole number of at least 0."""
-        value = attributes.get(name, default)
-        if value is None:
-            raise self._error(path, node, f"the attribute {name} is missing")
-        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
-            return int(value)
-        if isinstance(value, int | float) and 0 <= value < 1 << 64 and value == int(value):
-            return int(value)
-        raise self._error(path, node, f"{name} is {str(value)[:20]!r}; it must be a number of at least 0")
-
-
-def _value(attribute: Any) -> Any:
-    kind = attribute.WhichOneof("value")
-    return None if kind is None else getattr(attribute, kind)
+            raise each.error(f"its root, rank {root}, is not in its group")
+        size = 0 if collective == "barrier" else each.size()
+        return each.operation(OperationKind.COLLECTIVE, collective=collective, size_bytes=size, group=group, peer=root)
 
 
 def _nodes(path: Path) -> Iterator[Any]:
@@ -386,35 +350,27 @@ def write_chakra(graph: Graph, path: Path) -> list[Path]:
         file = path.with_name(f"{path.name}.{rank}.et")
         with file.open("wb") as out:
             _write_message(out, _Metadata(version="0.0.4", attr=[_attribute("generator", f"dlcp {dlcp.__version__}")]))
-            numbers = [_number_of(operation) for operation in operations]
+            # A node's id follows the graph's node, so that a reader can begin nodes in the graph's order.
+            numbers = [4 * operation.order + "ndsr".index(operation.name[0]) for operation in operations]
             for operation, number in zip(operations, numbers, strict=True):
                 _write_message(out, _node_of(rank, operation, number, numbers))
         files.append(file)
     return files
 
 
-def _number_of(operation: RankOperation) -> int:
-    """Return a node's id. It follows the graph's node, so that a reader can begin nodes in the graph's order."""
-    return 4 * operation.order + "ndsr".index(operation.name[0])
-
-
 def _node_of(rank: int, operation: RankOperation, number: int, numbers: list[int]) -> Any:
-    kinds = {
-        OperationKind.COMPUTE: "COMP_NODE",
-        OperationKind.SEND: "COMM_SEND_NODE",
-        OperationKind.RECEIVE: "COMM_RECV_NODE",
-    }
-    kind = kinds[operation.kind]
+    computes, sends = operation.kind is OperationKind.COMPUTE, operation.kind is OperationKind.SEND
+    kind = "COMP_NODE" if computes else "COMM_SEND_NODE" if sends else "COMM_RECV_NODE"
     node = _Node(id=number, name=operation.name, type=_NODE_TYPES.index(kind))
     node.data_deps.extend(numbers[before] for before in operation.after)
     attributes: dict[str, Any] = {"is_cpu_op": False}
-    if operation.kind is OperationKind.COMPUTE:
+    if computes:
         node.duration_micros = round(operation.duration_ps / PS_PER_US)
         attributes |= {_OWN + "delay_ps": operation.duration_ps}
         if operation.processor not in (_GPU, NO_PROCESSOR):
             attributes |= {_OWN + "processor": operation.processor}
     else:
-        source, target = (rank, operation.peer)[:: 1 if operation.kind is OperationKind.SEND else -1]
+        source, target = (rank, operation.peer)[:: 1 if sends else -1]
         attributes |= {"comm_src": source, "comm_dst": target}
         attributes |= {"comm_size": operation.size_bytes, "comm_tag": operation.tag}
         attributes |= {_OWN + name: value for name, value in (operation.columns or {}).items()}
