@@ -27,7 +27,6 @@ from dlcp.sim.limits import SECONDS_MAX, Seed, check_within
 from dlcp.sim.network.topology import build_topology
 from dlcp.sim.scenario import Fidelity, NetworkSetting, TraceJob
 from dlcp.sim.traces.traced_jobs import place_traces
-from dlcp.sim.transports.specs import DlcpTransport
 
 
 class RunSetting(NetworkSetting, frozen=True, kw_only=True):
@@ -43,24 +42,6 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
     training: tuple[TrainingJob, ...] = ()
     traces: tuple[TraceJob, ...] = ()
     skip_steady: Annotated[float, Meta(ge=0, le=0.1)] = 0.0
-
-    def check_skipping(self) -> None:
-        """Reject jobs whose steps cannot be skipped.
-
-        Raises
-        ------
-        dlcp.document.PlaceError
-            There is one; ``steps`` lead to its place.
-        """
-        if not self.skip_steady:
-            return
-        for number, job in enumerate(self.training):
-            for name in ("learn", "pipeline"):
-                if getattr(job, name):
-                    message = f"skip_steady is for jobs without {name}: leave out one of the two"
-                    raise PlaceError(message, "training", number, name)
-        if self.traces:
-            raise PlaceError("skip_steady is for training, not for traces: leave out one of the two", "traces")
 
     def check_content(self) -> None:
         """Reject a setting without anything to simulate.
@@ -82,34 +63,28 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
                         *(field, number, "start_s"),
                     )
 
-    def check_learning(self) -> None:
-        """Reject jobs that learn with the engine ``flows``, which does not know which packets are missing.
+    def check_jobs(self) -> None:
+        """Reject lower precision over other transports than DLCP's, and jobs that the engine or skipping is not for.
 
         Raises
         ------
         dlcp.document.PlaceError
-            A job has it; ``steps`` lead to its place.
+            There is such a job; ``steps`` lead to its place.
         """
         for number, job in enumerate(self.training):
-            if job.learn and self.engine == "flows":
-                raise PlaceError(
-                    "learn needs `engine: packets`, which knows the missing ones", "training", number, "learn"
-                )
-
-    def check_precision(self) -> None:
-        """Reject lower precision over other transports than DLCP's.
-
-        Raises
-        ------
-        dlcp.document.PlaceError
-            A job has it; ``steps`` lead to its place.
-        """
-        for number, job in enumerate(self.training):
-            transport = self.transports[job.transport]
-            if job.precision != FULL_BITS and not isinstance(transport, DlcpTransport):
-                kind = transport.__struct_config__.tag
+            kind = self.transports[job.transport].__struct_config__.tag
+            if job.precision != FULL_BITS and kind != "dlcp":
                 message = f"precision {job.precision} needs a transport of kind dlcp, but {job.transport!r} is {kind}"
                 raise PlaceError(message, "training", number, "precision")
+            if job.learn and self.engine == "flows":  # which does not know which packets are missing
+                message = "learn needs `engine: packets`, which knows the missing ones"
+                raise PlaceError(message, "training", number, "learn")
+            for name in ("learn", "pipeline"):
+                if self.skip_steady and getattr(job, name):
+                    message = f"skip_steady is for jobs without {name}: leave out one of the two"
+                    raise PlaceError(message, "training", number, name)
+        if self.skip_steady and self.traces:
+            raise PlaceError("skip_steady is for training, not for traces: leave out one of the two", "traces")
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -426,9 +401,7 @@ class _ChangedSetting:
         with self._blamed("engine"):
             setting.check_engine(setting.engine)
         with self._blamed():
-            setting.check_precision()
-            setting.check_learning()
-            setting.check_skipping()
+            setting.check_jobs()
         return setting
 
     @contextmanager

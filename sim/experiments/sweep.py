@@ -24,6 +24,8 @@ from dlcp.sim.tools.progress import ProgressBar
 WAIT_S: Final = 24 * 3600.0
 """How long a sweep waits for its next result: far longer than any run takes."""
 
+_IGNORE_INTERRUPTS: Final = signal.SIGINT, signal.SIG_IGN
+"""What the processes of a pool do with Ctrl-C: they leave it to the one that owns the pool."""
 DASK_TIMEOUT_S: Final = 20.0
 """How long a Dask scheduler may take to answer; not tuned."""
 
@@ -134,7 +136,7 @@ def _process_pool(processes: int) -> tuple[Executor, Callable[[], None]]:
     """Return a pool of processes, and a function that terminates them without waiting for their runs."""
     # Spawned processes inherit no state from this one, so results cannot depend on it.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=_ignore_interrupts)
+    pool = ProcessPoolExecutor(processes, context, initializer=signal.signal, initargs=_IGNORE_INTERRUPTS)
 
     def stop() -> None:
         for process in list((getattr(pool, "_processes", None) or {}).values()):
@@ -155,11 +157,6 @@ def _dask_pool(address: str) -> tuple[Executor, Callable[[], None]]:
     except OSError as error:
         raise SweepError(f"no Dask scheduler answers at {address}: {error}") from None
     return client.get_executor(pure=False), client.close
-
-
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the process that owns the pool."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _summary(document: dict[str, Any]) -> str:

@@ -441,17 +441,13 @@ def _users(name: str, function: Callable[..., Any], *arguments: Any, **options: 
 def _raised(name: str, error: BaseException) -> ProfileError:
     """Return an error that says what a user's code has raised, and where: in the last of its lines."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if each.filename != __file__ and not _is_installed(each.filename)]
+    others = ("<", sysconfig.get_path("stdlib"), __file__)
+    own = [each for each in frames if not each.filename.startswith(others) and "site-packages" not in each.filename]
     at = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError) and error.filename:
         at = f" ({error.filename}, line {error.lineno})"
     text = str(error).strip().partition("\n")[0]
     return ProfileError(f"{name} raised {type(error).__name__}{f': {text}' if text else ''}{at}")
-
-
-def _is_installed(filename: str) -> bool:
-    """Return whether a file is the library's, and not the user's."""
-    return "site-packages" in Path(filename).parts or filename.startswith(("<", sysconfig.get_path("stdlib")))
 
 
 def measured_profile(name: str, given: ModelInput, device: str = "cpu") -> StepProfile:
@@ -499,7 +495,7 @@ def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: Mod
         sizes = values  # it computes with values; only the parameters are known
     needed = sum(values.values()) + sum(sizes.values())  # gradients are as large as values
     try:
-        free = _free_bytes(torch, device)
+        free = int(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else available_bytes()
     except (OSError, RuntimeError, AssertionError):
         return  # no such device, which moving the model will tell
     if needed > free:
@@ -509,12 +505,6 @@ def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: Mod
             f"on {device}, and {free / 1e9:.1f} GB are free; take fewer samples, a larger device, or a published "
             f"model: {', '.join(MODELS)}"
         )
-
-
-def _free_bytes(torch: Any, device: str) -> int:
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
 
 
 def _with_tokens(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of training as graphs: when gradients are ready, and in which pieces and order they are sent.
 
-A scheduler cuts a job's gradients into pieces (`pieces`). A step is the backward pass of every worker, the all-reduces
-of its pieces, and the next forward pass, whose layers wait for the X
+A scheduler cuts a job's gradients into pieces (`pieces_of`). A step is the backward pass of every worker, the
+all-reduces of its pieces, and the next forward pass, whose layers wait for the pieces that they need:
 
 ``fifo``
     PyTorch's DistributedDataParallel: buckets of 25 MB, filled from the output layer on and sent as they become ready;
@@ -105,61 +105,34 @@ class GradientPiece:
     shares: int
 
 
-def pieces(
-    scheduler: SchedulerName,
-    layers: Sequence[TimedLayer],
-    bytes_per_value: float,
-    most: int,
-    *,
-    layer_queues: bool = True,
-    magnitude_classes: bool = True,
-) -> list[GradientPiece]:
-    """Return the pieces of a step, in the order in which backward makes them ready.
+def pieces_of(job: TrainingJob, layers: Sequence[TimedLayer], workers: int | None = None) -> list[GradientPiece]:
+    """Return the pieces of some layers of a job, in the order in which backward makes them ready.
 
     Parameters
     ----------
-    bytes_per_value
-        Bytes per value after compression.
-    most
-        Largest piece in bytes.
-    layer_queues, magnitude_classes
-        See `dlcp.sim.jobs.training.TrainingJob`.
+    workers
+        See `piece_limit`.
 
     Raises
     ------
     dlcp.sim.limits.LimitError
         There are too many of them.
     """
+    most, bytes_per_value = piece_limit(job, workers), job.bytes_per_value / job.compression
     sizes = [max(1, round(layer.parameters * bytes_per_value)) if layer.parameters else 0 for layer in layers]
-    check_within(
-        "the number of pieces of the gradients",
-        sum(-(-size // most) for size in sizes) if scheduler != "fifo" else len(sizes),
-        PIECES_MAX,
-        "set a larger piece_bytes",
-    )
-    if scheduler == "fifo":
+    count = sum(-(-size // most) for size in sizes) if job.scheduler != "fifo" else len(sizes)
+    check_within("the number of pieces of the gradients", count, PIECES_MAX, "set a larger piece_bytes")
+    if job.scheduler == "fifo":
         return _buckets(sizes, most)
     found: list[GradientPiece] = []
     for index in reversed(range(len(layers))):
         position = round(255 * index / max(1, len(layers) - 1))
         queue, shares = -1, -1
-        if scheduler == "dlcp":
-            queue = int(queue_of_layer(np.array([position], np.uint8))[0]) if layer_queues else -1
-            shares = position if magnitude_classes else UNIFORM_PROFILE
+        if job.scheduler == "dlcp":
+            queue = int(queue_of_layer(np.array([position], np.uint8))[0]) if job.layer_queues else -1
+            shares = position if job.magnitude_classes else UNIFORM_PROFILE
         found += [GradientPiece(size, index, (index,), index, queue, shares) for size in _cut(sizes[index], most)]
     return found
-
-
-def pieces_of(job: TrainingJob, layers: Sequence[TimedLayer], workers: int | None = None) -> list[GradientPiece]:
-    """Return the pieces of some layers of a job; see `piece_limit` for ``workers``."""
-    return pieces(
-        job.scheduler,
-        layers,
-        job.bytes_per_value / job.compression,
-        piece_limit(job, workers),
-        layer_queues=job.layer_queues,
-        magnitude_classes=job.magnitude_classes,
-    )
 
 
 def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpec) -> None:

@@ -94,10 +94,6 @@ def _rate(answer: str, answers: Answers) -> float:
         raise ValueError(f"expected a rate above 0 and up to 10,000 Gbit/s, got {answer[:20]!r}") from None
 
 
-def _models(answers: Answers) -> list[str]:
-    return list(dict.fromkeys(each.model for each in THROUGHPUTS))
-
-
 def _gpus(answers: Answers) -> list[str]:
     return list(dict.fromkeys(each.gpu for each in THROUGHPUTS if each.model == answers["model"]))
 
@@ -120,7 +116,9 @@ def _servers(collective: str, workers: int) -> int:
 
 
 QUESTIONS: Final = (
-    _one_of("model", "Model", _default(TrainingJob, "model"), _models),
+    _one_of(
+        "model", "Model", _default(TrainingJob, "model"), lambda _: list(dict.fromkeys(e.model for e in THROUGHPUTS))
+    ),
     _one_of("gpu", "GPU", _default_gpu, _gpus),
     Question("workers", "Workers, one GPU each", lambda answers: _default(TrainingJob, "workers"), _workers),
     Question("collective", "Collective", lambda answers: "direct", _collective, lambda answers: _COLLECTIVES),

@@ -101,9 +101,10 @@ def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()
         Experiments without results.
     """
     documents = [document for section in sections for _, document in section.results.documents]
+    findings = [each for section in sections for each in section.findings]
     return render(
         Path(__file__).parent / "experiments.html",
-        {"number": _cell, "signed": _signed, "measured": _measured, "range": _range, "words": _words},
+        {"number": _cell, "signed": _signed, "range": _range, "words": _words},
         sections=sections,
         empty=empty,
         version=__version__,
@@ -112,8 +113,7 @@ def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()
         runs=len(documents),
         used_curves=_curves(sections),
         columns=_columns,
-        reasons=_reasons,
-        sources_of=_sources(sections),
+        sources_of=list(dict.fromkeys(each.claim.source for each in findings if each.claim.source)),
     )
 
 
@@ -190,12 +190,6 @@ def _columns(results: Results) -> dict[str, str]:
     return {name: heading for name, heading in wanted.items() if name in there}
 
 
-def _sources(sections: Sequence[ExperimentSection]) -> list[str]:
-    """Return the sources of the published figures, each once."""
-    every = [finding.claim.source for section in sections for finding in section.findings]
-    return list(dict.fromkeys(source for source in every if source))
-
-
 def _curves(sections: Sequence[ExperimentSection]) -> list[Any]:
     used = {section.results.experiment.convergence for section in sections}
     return [item for name, item in curves().items() if name in used or item.measured]
@@ -216,10 +210,6 @@ def _signed(value: float | None, unit: str) -> str:
     return f"{value:+.1f} %" if unit == "%" else f"{number(value)} {unit}"
 
 
-def _measured(value: Spread | None, unit: str) -> str:
-    return _signed(None if value is None else value.mean, unit)
-
-
 def _range(value: Spread | None, unit: str) -> str:
     """Return the range over seeds as text; empty for a single seed."""
     if value is None or value.seeds < 2:
@@ -233,11 +223,6 @@ def _words(name: str) -> str:
     return " ".join([words[0][0].upper() + words[0][1:] if words[0] not in _NAMES.values() else words[0], *words[1:]])
 
 
-def _reasons(findings: Sequence[ClaimFinding]) -> list[str]:
-    """Return the reasons why figures differ, each once."""
-    return list(dict.fromkeys(finding.claim.reason for finding in findings if finding.claim.reason))
-
-
 # --------------------------------------------------------------------------------------------------------------- plots
 
 
@@ -249,7 +234,7 @@ def draw(figure: Figure, series: Series, name: str, caption: str) -> Plot:
     ValueError
         There are no numbers to draw.
     """
-    if in_milliseconds(figure):
+    if figure.metric.endswith("_s") and not figure.metric.endswith("_per_s") and figure.relative_to is None:
         series = {name: {x: value.times(1e3) for x, value in line.items()} for name, line in series.items()}
     xs = list(dict.fromkeys(x for line in series.values() for x in line))
     if not xs:
@@ -295,11 +280,6 @@ def draw_curves(figure: Figure, curves: Mapping[str, Sequence[CurvePoint]], name
         axes.yaxis.set_major_formatter(lambda value, _: number(value))
         axes.set_xlabel("seconds of training")
         return finish(canvas, name, figure.title, caption)
-
-
-def in_milliseconds(figure: Figure) -> bool:
-    """Return whether a figure shows times, which are drawn in milliseconds."""
-    return figure.metric.endswith("_s") and not figure.metric.endswith("_per_s") and figure.relative_to is None
 
 
 def number(value: float) -> str:

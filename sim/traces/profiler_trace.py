@@ -249,7 +249,8 @@ class _Replay:
             elif kind == "exchange":
                 self._exchange(index)
             else:
-                self.ends.append(self._step_end())
+                self._main = self._main or [self._compute("begin", 0, [])]
+                self.ends.append(self._main[0])
 
     def _advance(self, until_us: float) -> None:
         """Compute until some time, without the waits before it."""
@@ -306,11 +307,6 @@ class _Replay:
         if ended:
             self._awaited.update(ended)
             self._main = [self._compute("wait", 0, [*self._main, *(self._done[index] for index in ended)])]
-
-    def _step_end(self) -> int:
-        if not self._main:
-            self._main = [self._compute("begin", 0, [])]
-        return self._main[0]
 
 
 # ---------------------------------------------------------------------------------------------------- DLCP's own traces
@@ -517,7 +513,7 @@ class _Profile:
         if not busy:
             raise TraceFormatError(f"{self.path}: it has no computation: profile the CPU, or the GPU with its kernels")
         trace = _RankTrace(str(self.path))
-        spans = _union(busy)
+        spans = _joined((each["ts"], each["ts"] + each["dur"]) for each in busy)
         if steps:
             trace.steps = [steps[0][0], *(end for _, end, *_ in steps)]
         else:
@@ -607,11 +603,6 @@ class _Profile:
         if not values:
             raise TraceFormatError(f"{where}: it has 0 values, so the profile does not say how much is sent")
         return int(values) * width
-
-
-def _union(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return when at least one of some events lasted."""
-    return _joined((each["ts"], each["ts"] + each["dur"]) for each in events)
 
 
 def _joined(lasted: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

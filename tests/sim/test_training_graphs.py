@@ -8,7 +8,7 @@ from dlcp.sim.experiments.experiment import RunSetting
 from dlcp.sim.jobs.collectives import RESULT_MESSAGE, WITH_SERVERS, AllReduceSpec, all_reduce, ring
 from dlcp.sim.jobs.graph import Graph, GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
-from dlcp.sim.jobs.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces, step_graph
+from dlcp.sim.jobs.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces_of, step_graph
 from dlcp.sim.jobs.training import StragglerSpec, TrainingJob, place_jobs
 from dlcp.sim.jobs.training_run import Progress, training
 from dlcp.sim.network.topology import LinkSpec, Star
@@ -102,7 +102,7 @@ def test_pieces_hold_all_and_priority_follows_layers() -> None:
     total = sum(layer.parameters for layer in LAYERS) * 4
     for scheduler in ("fifo", "p3", "bytescheduler", "dlcp"):
         job = TrainingJob(name="j", workers=8, servers=2, collective="parameter_server", scheduler=scheduler)
-        parts = pieces(scheduler, LAYERS, 4, piece_limit(job))
+        parts = pieces_of(job, LAYERS)
         assert sum(piece.size_bytes for piece in parts) == total
         assert max(piece.size_bytes for piece in parts) <= max(piece_limit(job), 16_000_000 * (scheduler == "fifo"))
         if scheduler == "fifo":
@@ -112,16 +112,16 @@ def test_pieces_hold_all_and_priority_follows_layers() -> None:
             assert [piece.ready for piece in parts] == sorted((piece.ready for piece in parts), reverse=True)
     assert {piece.queue for piece in parts if piece.ready == 0} == {6}
     assert {piece.queue for piece in parts if piece.ready == 3} == {2}
-    alike = pieces("dlcp", LAYERS, 4, 10**6, layer_queues=False, magnitude_classes=False)
+    alike = pieces_of(TrainingJob(name="j", scheduler="dlcp", layer_queues=False, magnitude_classes=False), LAYERS)
     assert {(piece.queue, piece.shares) for piece in alike} == {(-1, UNIFORM_PROFILE)}
     assert len(class_shares()) == UNIFORM_PROFILE + 1
     assert all(sum(shares) == pytest.approx(1) for shares in class_shares())
 
 
 def test_a_step_waits_for_what_it_needs() -> None:
-    job = TrainingJob(name="j", workers=4, scheduler="p3", transport="t", steps=2)
+    job = TrainingJob(name="j", workers=4, scheduler="p3", piece_bytes=4_000_000, transport="t", steps=2)
     placed = place_jobs([job], 4, 1)[0]
-    parts = pieces("p3", LAYERS, 4, 4_000_000)
+    parts = pieces_of(job, LAYERS)
     steps = step_graph(placed, StepProfile("m", LAYERS, 1, "-"), parts, np.ones((2, 4)), 0, 0)
     before = reached(steps.graph)
     assert len(before[steps.ends[0]]) < len(before[steps.ends[1]])
