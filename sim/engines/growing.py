@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that grow, and ranges of them that are allocated and freed: the memory of both compiled engines."""
+"""The memory of both compiled engines: arrays that grow, ranges of them, and the rows of graphs and their nodes."""
 
 import math
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dlcp.sim.engines.packet_engine import Completion, CompletionKind, Submission
+from dlcp.sim.engines.plan import EnginePlan
+from dlcp.sim.jobs.graph import NODE_RECORD
 
 _LINE_BYTES: Final = 64
 
@@ -60,3 +65,82 @@ def aligned_zeros(count: int, like: NDArray[Any]) -> NDArray[Any]:
     room = np.zeros(size + _LINE_BYTES, np.uint8)
     start = -room.ctypes.data % _LINE_BYTES
     return room[start : start + size].view(like.dtype).reshape(count, *like.shape[1:])
+
+
+class CompiledEngine:
+    """Keeps the rows of graphs; see `dlcp.sim.engines.packet_engine.PacketEngine`.
+
+    Parameters
+    ----------
+    arrays
+        The compiled code's arrays by name; growing an array replaces it. Both engines have ``messages``, ``followers``,
+        ``graphs``, ``completions`` (a kind and a number, in turn) and ``counts``.
+    """
+
+    def __init__(self, plan: EnginePlan, arrays: SimpleNamespace) -> None:
+        self.plan, self._a = plan, arrays
+        self._message_room, self._follower_room, self._graph_room = Room(), Room(), Room()
+        self._places: dict[int, tuple[int, slice, slice]] = {}
+        """By graph, its row, and those of its nodes and their followers."""
+        self._graph_at: dict[int, int] = {}
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Return the counts, indexed by `dlcp.sim.engines.packet_engine.EngineCounter`."""
+        counts: NDArray[np.int64] = self._a.counts
+        return counts
+
+    def _place(self, submission: Submission) -> tuple[int, slice, slice]:
+        """Make room for a graph, and write its followers; return its row, and those of its nodes and followers."""
+        graph, arrays = submission.graph, self._a
+        nodes, edges = self._message_room.take(len(graph)), self._follower_room.take(len(graph.followers))
+        slot = self._graph_room.take(1).start
+        arrays.messages = enlarged(arrays.messages, nodes.stop)
+        arrays.followers = enlarged(arrays.followers, edges.stop)
+        arrays.graphs = enlarged(arrays.graphs, slot + 1)
+        arrays.followers[edges] = graph.followers + nodes.start
+        self._places[submission.number], self._graph_at[slot] = (slot, nodes, edges), submission.number
+        return slot, nodes, edges
+
+    def _completions(self, count: int) -> list[Completion]:
+        """Return the completions that the compiled code has noted."""
+        found = []
+        for number, at in self._a.completions.reshape(-1, 2)[:count].tolist():
+            kind = CompletionKind(number)
+            if kind == CompletionKind.NODE_DONE:
+                graph = self._graph_at[int(self._a.messages[at]["graph"])]
+                found.append(Completion(kind, graph, at - self._places[graph][1].start))
+            else:
+                found.append(Completion(kind, self._graph_at[at]))
+        return found
+
+    def _rows(self, number: int) -> NDArray[Any]:
+        rows: NDArray[Any] = self._a.messages[self._places[number][1]]
+        return rows
+
+    def records(self, number: int) -> NDArray[Any]:
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
+        rows = self._rows(number)
+        records = np.zeros(len(rows), NODE_RECORD)
+        records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
+        records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
+        records["congested"] = rows["congested"]
+        return records
+
+    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun; see `dlcp.sim.engines.packet_engine.PacketEngine.resize`."""
+        rows = self._rows(number)
+        waiting = rows["begin"][nodes] < 0
+        self._set_sizes(rows, nodes[waiting], sizes[waiting])
+
+    def _set_sizes(self, rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        """Write `MESSAGE_SIZE` rows into rows of messages."""
+        raise NotImplementedError
+
+    def forget(self, number: int) -> None:
+        """Free the rows of a closed graph."""
+        slot, nodes, edges = self._places.pop(number)
+        self._graph_room.give(slice(slot, slot + 1))
+        self._message_room.give(nodes)
+        self._follower_room.give(edges)
+        del self._graph_at[slot]

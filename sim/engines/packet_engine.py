@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.engines.arithmetic import path_hashes, slot_owners
 from dlcp.sim.engines.plan import EnginePlan, TransportKind, as_rows
-from dlcp.sim.jobs.graph import NODE_RECORD, OWN_LANE, Graph, row_type
+from dlcp.sim.jobs.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.limits import check_packets
 from dlcp.sim.network.routing import Routes
 from dlcp.wire import UDP_PORT_BASE, Queue
@@ -136,15 +136,6 @@ class Submission:
     owner: NDArray[np.int64]
     queue: NDArray[np.int8]
     salt: NDArray[np.int64]
-
-
-def as_records(rows: NDArray[Any]) -> NDArray[Any]:
-    """Return the records of messages, `dlcp.sim.jobs.graph.NODE_RECORD` (n,), from an engine's own rows."""
-    records = np.zeros(len(rows), NODE_RECORD)
-    records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]
-    records["missing_packets"], records["sent_packets"] = rows["missing"], rows["sent"]
-    records["congested"] = rows["congested"]
-    return records
 
 
 class PacketEngine(Protocol):

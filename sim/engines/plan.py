@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translate a scenario into the numbers of both packet engines: picoseconds, bytes, packets and tables.
 
-The reference reads `TransportRules` and `SwitchRules`. The kernel gets the same records as rows of structured arrays
-(`as_rows`), so each number has the same name in both engines.
+The reference reads `TransportRules` and `SwitchRules`. The kernel gets the same as rows of arrays (`as_rows`), so each
+number has the same name in both engines.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.engines.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
+from dlcp.sim.engines.rows import Row, f8, i8
+from dlcp.sim.jobs.graph import row_type
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.network.topology import NetworkTopology
 from dlcp.sim.scenario import SwitchSpec
@@ -32,11 +35,6 @@ from dlcp.sim.transports.specs import (
 )
 from dlcp.wire import DROP_CLASSES, Queue
 
-Row = Any
-"""A structured array, one of its rows, or Numba's view of either."""
-Number = Any
-"""An integer of Numba or NumPy."""
-PORT_QUEUES: Final = 8
 _ANY_ORDER: Final = 1 << 30
 """``reorder_packets`` of transports that do not take reordering for loss."""
 NO_LIMIT: Final = 1 << 40
@@ -156,14 +154,29 @@ class PacketKind(IntEnum):
     PROBE_REPLY = 5
 
 
-@dataclass(frozen=True, slots=True)
-class TransportRules:
+def _transport_row() -> np.dtype[Any]:
+    """Return the columns of all transports' settings, and of what follows from these; microseconds become ``_ps``."""
+    integers = "kind payload control_queue sprayed ecn profile levels"
+    columns = {**dict.fromkeys(integers.split(), i8), "scale": f8, "demotion": (i8, 8)}
+    for kind in (*get_args(TransportSpec), *OWN_TRANSPORTS):
+        for setting in msgspec.structs.fields(kind):
+            if setting.name.endswith("_us"):
+                columns[f"{setting.name[:-3]}_ps"] = i8
+            elif isinstance(setting.default, int | float):
+                columns.setdefault(setting.name, f8 if isinstance(setting.default, float) else i8)
+    return row_type(*((kind, name) for name, kind in columns.items()))
+
+
+TRANSPORT_ROW: Final = _transport_row()
+
+
+class TransportRules(Row, fields=TRANSPORT_ROW):
     """A transport's settings as numbers.
 
-    A field with the name of a setting has its value, as `dlcp.sim.transports.specs` explains it; 0 if the transport has
-    no such setting.
+    A setting has its name in `dlcp.sim.transports.specs`, or the same with ``_ps`` if it is in microseconds; 0 if the
+    transport has no such setting.
 
-    Parameters
+    Attributes
     ----------
     payload
         Most bytes of a message in a packet.
@@ -171,83 +184,41 @@ class TransportRules:
         Drop-class profile of messages that name none.
     levels, demotion
         PIAS: the number of thresholds in use, and the thresholds in bytes, padded with 0.
-    own
-        Settings of an `dlcp.sim.transports.specs.OwnTransport`, padded with 0.
     base_rtt_ps, scale
         Ultra Ethernet: the longest round trip without queues; NSCC: its windows' growth relative to its constants.
     """
-
-    kind: int
-    payload: int
-    header_bytes: int
-    ack_bytes: int
-    reorder_packets: int
-    queue: int
-    control_queue: int
-    sprayed: bool
-    ecn: bool
-    immediate: bool
-    tail_probe: bool
-    probe_after_timeouts: int
-    profile: int
-    switch_hops: int
-    levels: int
-    initial_window_packets: float
-    max_window_packets: float
-    gain: float
-    beta: float
-    additive_packets: float
-    max_decrease: float
-    slope: float
-    intercept: float
-    timeout_ps: int
-    target_ps: int
-    step_gap_ps: int
-    base_rtt_ps: int
-    scale: float
-    entropies: int
-    credit_packets: int
-    credit_timeout_ps: int
-    demotion: tuple[int, ...]
-    own: tuple[float, ...]
 
     @classmethod
     def of(
         cls, spec: TransportSpec, topology: NetworkTopology, routes: Routes, switches: SwitchSpec, profile: int
     ) -> "TransportRules":
         """Return a transport's rules in a network; ``profile`` is its default drop-class profile."""
-        settings: dict[str, Any] = {field.name: getattr(spec, field.name, 0) for field in dataclasses.fields(cls)}
+        tag = str(spec.__struct_config__.tag).upper()
         demotion = getattr(spec, "demotion_bytes", ())
-        if isinstance(spec, OwnTransport):
-            kind = OWN_KIND + OWN_TRANSPORTS.index(type(spec))
-            own = [float(getattr(spec, name)) for name in spec.own_settings()]
-        else:
-            kind, own = TransportKind[str(spec.__struct_config__.tag).upper()], []
-        settings |= {
-            "kind": kind,
-            "payload": spec.packet_bytes - spec.header_bytes,
-            "control_queue": Queue.CONTROL,
-            "sprayed": spec.balancing == "packet",
-            "ecn": spec.ecn,
-            "profile": profile,
-            "switch_hops": getattr(spec, "switch_hops", 1),  # a divisor
-            "levels": len(demotion),
-            "timeout_ps": round(spec.min_timeout_us * PS_PER_US),
-            "target_ps": round(getattr(spec, "target_us", 0.0) * PS_PER_US),
-            "credit_timeout_ps": round(getattr(spec, "credit_timeout_us", 0.0) * PS_PER_US),
-            "step_gap_ps": round(getattr(spec, "step_gap_us", 0.0) * PS_PER_US),
-            "demotion": (*demotion, *[0] * (8 - len(demotion))),
-            "own": (*own, *[0.0] * (OWN_SETTINGS_MAX - len(own))),
-        }
+        given = {name: getattr(spec, name) for name in spec.__struct_fields__}
+        numbers = {"switch_hops": 1} | {name: given[name] for name in given.keys() & {*(TRANSPORT_ROW.names or ())}}
+        rules = cls(
+            **numbers,
+            **{f"{name[:-3]}_ps": round(us * PS_PER_US) for name, us in given.items() if name.endswith("_us")},
+            kind=OWN_KIND + OWN_TRANSPORTS.index(type(spec)) if isinstance(spec, OwnTransport) else TransportKind[tag],
+            payload=spec.packet_bytes - spec.header_bytes,
+            control_queue=Queue.CONTROL,
+            sprayed=spec.balancing == "packet",
+            ecn=spec.ecn,
+            profile=profile,
+            levels=len(demotion),
+            demotion=(*demotion, *[0] * (8 - len(demotion))),
+        )
         if isinstance(spec, PFabricTransport | NdpTransport | RcccTransport):
             # They reorder packets, and detect losses by a timer or a NACK.
-            settings["reorder_packets"] = _ANY_ORDER
+            rules.reorder_packets = _ANY_ORDER
         if isinstance(spec, UltraEthernetTransport):
-            settings |= _ultra_ethernet_settings(spec, topology, routes, switches)
+            vars(rules).update(_ultra_ethernet_settings(spec, topology, routes, switches))
         if switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport):
             # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
-            settings |= {"queue": Queue.ORDINARY, "control_queue": Queue.ORDINARY, "sprayed": False, "levels": 0}
-        return cls(**settings)
+            rules.queue = rules.control_queue = Queue.ORDINARY
+            rules.sprayed, rules.levels = False, 0
+        return rules
 
 
 def _ultra_ethernet_settings(
@@ -313,11 +284,18 @@ class LongestPath:
         return path(end, farthest(end))
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchRules:
+SWITCH_RULES_ROW: Final = row_type(
+    (i8, "discipline buffer limit_bytes limit_packets alpha_1024 ecn_min ecn_max ecn_probability drop_incapable"),
+    (i8, "trim_packets trims_either path_choice mark_above"),
+    ((i8, DROP_CLASSES), "drop_above"),
+    ((f8, OWN_SETTINGS_MAX), "own"),
+)
+
+
+class SwitchRules(Row, fields=SWITCH_RULES_ROW):
     """`dlcp.sim.scenario.SwitchSpec` as numbers.
 
-    Parameters
+    Attributes
     ----------
     alpha_1024
         ``alpha`` in units of 1/1024.
@@ -328,22 +306,6 @@ class SwitchRules:
     mark_above, drop_above
         Queue depths in packets; ``drop_above`` is by drop class.
     """
-
-    discipline: int
-    buffer: BufferScope
-    limit_bytes: int
-    limit_packets: int
-    alpha_1024: int
-    ecn_min: int
-    ecn_max: int
-    ecn_probability: int
-    drop_incapable: bool
-    trim_packets: int
-    trims_either: bool
-    path_choice: PathChoice
-    mark_above: int
-    drop_above: tuple[int, ...]
-    own: tuple[float, ...]
 
     @classmethod
     def of(cls, spec: SwitchSpec) -> "SwitchRules":
@@ -370,23 +332,9 @@ class SwitchRules:
         )
 
 
-def _row_type(record: type[TransportRules | SwitchRules]) -> np.dtype[Any]:
-    """Return the row type of a record: a 64-bit number for each field, eight for a tuple."""
-    columns: list[Any] = []
-    for column in dataclasses.fields(record):
-        size = (8,) if column.type in (tuple[int, ...], tuple[float, ...]) else ()
-        is_float = column.type in (float, tuple[float, ...])
-        columns.append((column.name, np.float64 if is_float else np.int64, size))
-    return np.dtype(columns)
-
-
-TRANSPORT_ROW: Final = _row_type(TransportRules)
-SWITCH_RULES_ROW: Final = _row_type(SwitchRules)
-
-
-def as_rows(records: Sequence[TransportRules | SwitchRules]) -> NDArray[Any]:
-    """Return records of one type as a structured array for the kernel."""
-    return np.array([dataclasses.astuple(record) for record in records], _row_type(type(records[0])))
+def as_rows(records: Sequence[Any], kind: np.dtype[Any] = TRANSPORT_ROW) -> NDArray[Any]:
+    """Return `TransportRules`, or others of a type, as a structured array for the kernel."""
+    return np.array([tuple(getattr(record, name) for name in kind.names or ()) for record in records], kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference engine: the network as SimPy events and plain objects. Slow and simple, to check the kernel against.
 
-Decisions of hosts that both engines share are in `dlcp.sim.transports.rules`. Everything else is written a second time
-here, with lists and objects in place of the kernel's rows, and must give the same results. Switches with the discipline
-``dlcp`` run the compiled P4 program itself, packet by packet. Names are those of `dlcp.sim.engines.kernel`.
+Its objects have the fields of the kernel's rows, and decisions of hosts that both engines share are in
+`dlcp.sim.transports.rules`. Everything else is written a second time here, with lists and references in place of
+indices, and must give the same results. Switches with the discipline ``dlcp`` run the compiled P4 program itself,
+packet by packet.
 """
 
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from dlcp.sim.engines.arithmetic import DRAW_LIMIT, HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
 from dlcp.sim.engines.packet_engine import (
     COUNTER_CELLS,
+    MESSAGE_SIZE,
     ORDINARY_PORT,
     PACKET_OUTCOME,
     PORT_BYTES,
+    STREAM_START,
     Completion,
     CompletionKind,
     EngineCounter,
@@ -36,7 +38,6 @@ from dlcp.sim.engines.plan import (
     EVENT_SLOT_TAKEN,
     OWN_KIND,
     PORT_INDEX_WIDTH,
-    PORT_QUEUES,
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
     ROUTE_MEMBERS_SIZE,
@@ -44,21 +45,20 @@ from dlcp.sim.engines.plan import (
     Discipline,
     EnginePlan,
     LinkRules,
-    Number,
     PacketKind,
     PathChoice,
     TransportKind,
     TransportRules,
 )
-from dlcp.sim.jobs.graph import NODE_RECORD
-from dlcp.sim.limits import FOREVER_PS
+from dlcp.sim.engines.rows import GRAPH_ROW, MESSAGE_ROW, PACKET_ROW, PORT_QUEUES, STREAM_ROW, TRANSMISSION_ROW, Row
+from dlcp.sim.jobs.graph import NODE_RECORD, NODE_ROW
 from dlcp.sim.network.disciplines import Admission
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.transports import rules
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Flag, Header, PacketType, Queue
 
-# ---------------------------------------------------------------------------------------- packets, messages and streams
+# ------------------------------------------------------------------------------------------------ messages and packets
 
 
 class PacketState(Enum):
@@ -71,230 +71,98 @@ class PacketState(Enum):
     HOLE = "lost, and stays lost unless the receiver needs it"
 
 
-@dataclass(slots=True, eq=False)
-class GraphState:
-    """A graph; ``remaining`` of its nodes are not done, and ``open`` are not closed."""
-
-    number: int
-    nodes: list["Message"]
-    remaining: int
-    open: int
+class GraphState(Row, fields=GRAPH_ROW):
+    """A graph: its ``number`` and its ``nodes``."""
 
 
-@dataclass(slots=True, eq=False)
-class Message:
-    """A node of a graph; fields are those of `dlcp.sim.engines.kernel.state.MESSAGE_ROW`."""
+class Message(Row, fields=MESSAGE_ROW):
+    """A node of a graph.
 
-    graph: GraphState
-    node: int
-    packets: int
-    last_bytes: int
-    upper: int
-    delay_ps: int
-    order: int
-    waits: int
-    watched: bool
-    bounded: bool
-    required: int
-    budget: int
-    queue: int
-    salt: int
-    job: int
-    step: int
-    message: int
-    sender: int
-    profile: list[int]
+    Attributes
+    ----------
+    graph, stream, transport, followers
+        The objects themselves; ``stream`` is None for a node that sends nothing.
+    drop_class, state, arrived, delivered
+        Of each packet: its drop class, its state at the sender, whether it has arrived, and whether it had when the
+        message was done.
+    """
+
+    stream: "MessageStream"
     transport: TransportRules
-    stream: "MessageStream | None"
-    followers: list["Message"] = field(default_factory=list)
-    drop_class: list[int] = field(default_factory=list)
-    state: list[PacketState] = field(default_factory=list)
-    arrived: list[bool] = field(default_factory=list)
-    delivered: list[bool] = field(default_factory=list)
-    begin_ps: int = -1
-    end_ps: int = -1
-    next_index: int = 0
-    acked: int = 0
-    received: int = 0
-    protected: int = 0
-    in_flight: int = 0
-    retransmits: int = 0
-    holes: int = 0
-    refs: int = 0
-    sent: int = 0
-    missing: int = 0
-    pulls: int = 0
-    trims: int = 0
-    listed: bool = False
-    done: bool = False
-    closed: bool = False
-    satisfied: bool = False
-    congested: bool = False
-    probed: bool = False
-    probing: bool = False
-    filling_holes: bool = False
-    probe_timer: bool = False
-    probe_at: int = 0
-    probe_backoff: int = 0
 
-    @property
-    def flow(self) -> "MessageStream":
-        """Return the stream of a message that sends something."""
-        assert self.stream is not None
-        return self.stream
+    def __init__(self, **values: Any) -> None:
+        super().__init__(begin=-1, end=-1, **values)
+        self.followers: list[Message] = []
+        self.drop_class: list[int] = []
+        self.state: list[PacketState] = []
+        self.arrived: list[bool] = []
+        self.delivered: list[bool] = []
 
     @property
     def left(self) -> int:
         """Return how many packets have not been acknowledged."""
-        return self.packets - self.acked
+        return int(self.packets - self.acked)
+
+    def prepare(self) -> None:
+        """Assign drop classes to the packets; the upper plane, and in each block those of class 0, come first."""
+        self.state, self.arrived = [PacketState.UNSENT] * self.packets, [False] * self.packets
+        if not self.bounded:
+            return
+        droppable = [drop_class for drop_class in self.profile if drop_class]
+        for start in range(0, self.packets, PROTECTED_BLOCK_PACKETS):
+            count = min(PROTECTED_BLOCK_PACKETS, self.packets - start)
+            keep = rules.protected_packets(PROFILE_CELLS - len(droppable), count)
+            indices = range(start + keep, start + count)
+            self.drop_class += [0] * keep
+            self.drop_class += [droppable[mix(index, self.salt & MASK64) % len(droppable)] for index in indices]
+        self.drop_class[: self.upper] = [0] * self.upper
+        self.protected = self.drop_class.count(0)
+
+    def next_hole(self) -> int:
+        """Return the next hole that the receiver lacks, or the number of packets."""
+        rest = range(self.next_index, self.packets)
+        return next((at for at in rest if self.state[at] is PacketState.HOLE and not self.arrived[at]), self.packets)
 
 
-@dataclass(slots=True, eq=False)
-class Transmission:
-    """The sender's record of a packet; ``repeated``: the packet was lost before."""
+class Transmission(Row, fields=TRANSMISSION_ROW):
+    """The sender's record of a packet of a message, which may be ``in_flight``."""
 
     message: Message
-    index: int
-    queue: int = 0
-    number: int = 0
-    sent_ps: int = 0
-    in_flight: bool = False
-    repeated: bool = False
+    in_flight = False
 
 
-@dataclass(slots=True, eq=False)
-class MessageStream:
-    """A stream of messages.
+class SimulatedPacket(Row, fields=PACKET_ROW):
+    """A packet in the network.
 
     Attributes
     ----------
-    messages
-        Messages with unsent packets.
-    retransmissions
-        Packets to retransmit, first come first served.
-    in_flight_by_queue
-        Packets in flight. A dict keeps the order of sending, and finds a packet in constant time.
-    repairing
-        Number of packets that were lost and have not been acknowledged since.
-    spare
-        Number of packets allowed beyond the window.
-    timer_at_ps
-        Time of the only valid timer event.
-    deadline, tail_due
-        When all packets in flight are declared lost, and when the tail is probed.
-    tail_probing, tail_number, tail_of
-        Whether a tail probe is unanswered, its number, and the packet that it repeats.
-    window, threshold and all after ``tail_of``
-        As in `dlcp.sim.engines.kernel.state.STREAM_ROW`, for the functions of `dlcp.sim.transports.rules`.
+    message, transmission
+        The objects themselves; a control packet answers a transmission, or has none.
+    back
+        Whether it goes to the stream's source.
+    frame, carry, enqueued_us, enqueued_depth
+        The P4 program's.
     """
 
-    serial: int
-    source: int
-    target: int
-    transport: TransportRules
-    path_hash: int
-    reverse_path_hash: int
-    window: float
-    threshold: float
-    messages: deque[Message] = field(default_factory=deque)
-    retransmissions: deque[Transmission] = field(default_factory=deque)
-    in_flight_by_queue: list[dict[Transmission, None]] = field(default_factory=lambda: [{} for _ in range(PORT_QUEUES)])
-    number: int = 0
-    in_flight: int = 0
-    credit: int = 0
-    ready: bool = False
-    repairing: int = 0
-    spare: int = 0
-    timer_at_ps: int | None = None
-    deadline: int = 0
-    tail_due: int = FOREVER_PS
-    tail_probing: bool = False
-    tail_number: int = 0
-    tail_of: tuple[Message, int] | None = None
-    backoff: int = 0
-    probe_mode: int = 0
-    recover: int = 0
-    rtt: int = 0
-    rtt_var: int = 0
-    rtt_min: int = 0
-    alpha: float = 1.0
-    acked: int = 0
-    marked: int = 0
-    round_end: int = 0
-    reduced: int = 0
-    cut_at: int = 0
-    epoch: int = -1
-    peak: float = 0.0
-    reno: float = 0.0
-    acked_at: int = 0
-    step_acked: int = 0
-    step_packets: int = 0
-    mean_delay: float = 0.0
-    growth: float = 0.0
-    base_rtt: int = 0
-    adapt_at: int = 0
-    grown_at: int = 0
-    arrived: int = 0
-    arrived_since: int = 0
-    ignoring: int = 0
-    undelayed: int = 0
-    fast: int = 0
-    trimmed: int = 0
-    backlog: int = 0
-    speculating: int = 0
-    pulled: int = 0
-    asked: int = 0
-    granted: int = 0
-    pulling: int = 0
-
-    @property
-    def has_work(self) -> bool:
-        """Return whether the stream's lists are not empty. Their packets may turn out not to need sending."""
-        return bool(self.retransmissions or self.messages)
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedPacket:
-    """A packet in the network; the last four fields are the P4 program's."""
-
-    kind: PacketKind
     message: Message
-    target: int
-    size: int
-    queue: int
-    path_hash: int
-    index: int = 0
-    transmission: Transmission | None = None
-    rank: int = -1
-    drop_class: int = 0
-    ecn: int = 0
-    sprayed: bool = False
-    retransmission: bool = False
-    trimmed: bool = False
-    satisfied: bool = False
-    ecn_echo: bool = False
-    credit: int = 0
-    back: bool = False
-    frame: bytearray = field(default_factory=bytearray)
-    carry: tuple[int, ...] = ()
-    enqueued_us: int = 0
-    enqueued_depth: int = 0
+    transmission: Transmission
+    back = False
+    enqueued_us = enqueued_depth = 0
 
 
-def data_packet(transmission: Transmission, retransmission: bool) -> SimulatedPacket:
+def data_packet(sent: Transmission, retransmission: bool) -> SimulatedPacket:
     """Return the packet of a transmission."""
-    message, index = transmission.message, transmission.index
-    stream, transport = message.flow, message.transport
-    path_hash = int(rules.packet_hash(stream, transport, message, index, transmission.number, retransmission))
+    message, index = sent.message, sent.index
+    stream, transport = message.stream, message.transport
     return SimulatedPacket(
-        PacketKind.DATA,
-        message,
-        stream.target,
-        rules.packet_bytes(transport, message, index),
-        transmission.queue,
-        path_hash,
+        kind=PacketKind.DATA,
+        message=message,
+        target=stream.target,
+        size=rules.packet_bytes(transport, message, index),
+        queue=sent.queue,
+        path_hash=int(rules.packet_hash(stream, transport, message, index, sent.number, retransmission)),
         index=index,
-        transmission=transmission,
+        transmission=sent,
         rank=message.left,
         drop_class=message.drop_class[index] if message.bounded and not retransmission else 0,
         ecn=transport.ecn,
@@ -304,34 +172,21 @@ def data_packet(transmission: Transmission, retransmission: bool) -> SimulatedPa
     )
 
 
-def control_packet(message: Message, kind: PacketKind, *, back: bool) -> SimulatedPacket:
+def control_packet(message: Message, kind: PacketKind, *, back: bool, **more: Any) -> SimulatedPacket:
     """Return a control packet of a message's stream, to its target or ``back`` to its source."""
-    stream, transport = message.flow, message.transport
-    return SimulatedPacket(
-        kind,
-        message,
-        stream.source if back else stream.target,
-        transport.ack_bytes,
-        transport.control_queue,
-        stream.reverse_path_hash if back else stream.path_hash,
-        ecn=transport.ecn,
-        back=back,
-    )
+    stream, transport = message.stream, message.transport
+    fields = {"rank": -1, **more, "size": transport.ack_bytes, "queue": transport.control_queue, "ecn": transport.ecn}
+    target, path_hash = (stream.source, stream.reverse_path_hash) if back else (stream.target, stream.path_hash)
+    return SimulatedPacket(kind=kind, message=message, back=back, target=target, path_hash=path_hash, **fields)
 
 
 # --------------------------------------------------------------------------------------------------- links and switches
 
 
-class RandomBits:
-    """A random generator."""
-
-    def __init__(self, state: int) -> None:
-        self._state = state & MASK64
-
-    def draw(self) -> int:
-        """Return 31 random bits."""
-        self._state, value = draw(self._state)
-        return value
+def drawn(owner: "SimulatedLink | ReferenceSwitch") -> int:
+    """Return 31 random bits, and advance the owner's generator."""
+    owner.random, value = draw(owner.random)
+    return value
 
 
 class SimulatedLink:
@@ -339,10 +194,8 @@ class SimulatedLink:
 
     def __init__(self, engine: "ReferenceEngine", number: int, rules: LinkRules) -> None:
         self.engine, self.number, self.rules = engine, number, rules
-        self.busy_ps = 0
-        self.loss = rules.loss
-        self.sent_bytes = 0
-        self.random = RandomBits(rules.random)
+        self.busy_ps = self.sent_bytes = 0
+        self.loss, self.random = rules.loss, rules.random & MASK64
 
     def send(self, packet: SimulatedPacket) -> None:
         """Send a packet; the link has to be free."""
@@ -351,10 +204,10 @@ class SimulatedLink:
         self.sent_bytes += packet.size
         data = packet.kind is PacketKind.DATA
         engine.count(EngineCounter.HOPS_DATA if data else EngineCounter.HOPS_CONTROL)
-        if self.loss and self.random.draw() < self.loss:
+        if self.loss and drawn(self) < self.loss:
             engine.drop(packet, EngineCounter.DROPS_LINK)
         else:
-            engine.at(self.busy_ps + rules.delay_ps, lambda: engine.arrive(rules.target, packet))
+            engine.at(self.busy_ps + rules.delay_ps, engine.arrive, rules.target, packet)
 
 
 class ReferenceSwitch:
@@ -364,11 +217,10 @@ class ReferenceSwitch:
         plan = engine.plan
         self.engine, self.node = engine, node
         self.rules = plan.switches
-        self.random = RandomBits(int(plan.node_random[node]))
+        self.random = int(plan.node_random[node]) & MASK64
         self.salt = int(plan.node_salt[node]) & MASK64
         self.divisor = plan.topology.divisors[node]
-        self.used_bytes = 0
-        self.turn = 0
+        self.used_bytes = self.turn = 0
         self.ports: dict[int, SwitchPort] = {}
         self.program: P4Pipeline | None = None
 
@@ -394,11 +246,11 @@ class ReferenceSwitch:
             value = mix(packet.path_hash, self.salt) if packet.sprayed else packet.path_hash
             return mix(value, self.salt) % count
         if self.rules.path_choice == PathChoice.RANDOM:
-            return self.random.draw() % count
+            return drawn(self) % count
         if self.rules.path_choice == PathChoice.ROUND_ROBIN:
             self.turn += 1
             return (self.turn - 1) % count
-        first = self.random.draw() % count
+        first = drawn(self) % count
         positions = [(first + step) % count for step in range(count)]
         return min(positions, key=lambda position: self.ports[links[position]].bytes)
 
@@ -454,7 +306,7 @@ class SwitchPort:
         if packet.kind is PacketKind.DATA and not packet.trimmed:
             if len(self.queues[0]) < self.rules.trim_packets:
                 return 0
-            if self.rules.trims_either and self.link.random.draw() & 1 and self.queues[0][-1].size >= packet.size:
+            if self.rules.trims_either and drawn(self.link) & 1 and self.queues[0][-1].size >= packet.size:
                 last = self.queues[0][-1]
                 self._take(0, last)
                 self._trim(last)
@@ -471,7 +323,7 @@ class SwitchPort:
     def _drops_early(self, packet: SimulatedPacket, queue: int) -> bool:
         limits, waiting = self.rules, len(self.queues[queue])
         if limits.discipline >= OWN_KIND:
-            chance = self.link.random.draw() / DRAW_LIMIT
+            chance = drawn(self.link) / DRAW_LIMIT
             levels = waiting, self.queue_bytes[queue], self.bytes
             verdict = rules.own_admission(limits.discipline, packet, limits.own, *levels, chance)
             if verdict == Admission.MARK and packet.ecn:
@@ -489,19 +341,15 @@ class SwitchPort:
         if waiting < rules.ecn_min or waiting >= rules.ecn_max:
             return waiting >= rules.ecn_max
         share = (waiting - rules.ecn_min) * rules.ecn_probability
-        return self.link.random.draw() * (rules.ecn_max - rules.ecn_min) < share
+        return drawn(self.link) * (rules.ecn_max - rules.ecn_min) < share
 
     def _mark(self, packet: SimulatedPacket) -> None:
         packet.ecn = 3
         self.engine.count(EngineCounter.MARKS)
 
     def _least_urgent(self, arriving: SimulatedPacket) -> SimulatedPacket:
-        # Ties go to the last packet in the queue, and to the arriving packet before any of these.
-        worst = arriving
-        for packet in self.queues[0]:
-            if packet.rank > worst.rank or (packet.rank == worst.rank and worst is not arriving):
-                worst = packet
-        return worst
+        # Ties go to the arriving packet, then to the last one in the queue.
+        return max([arriving, *reversed(self.queues[0])], key=lambda packet: int(packet.rank))
 
     def _put(self, queue: int, packet: SimulatedPacket) -> None:
         self.queues[queue].append(packet)
@@ -660,7 +508,7 @@ class P4Pipeline:
 def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearray:
     """Return a packet's headers as bytes, to another address if one is given. The program reads no payload."""
     message = packet.message
-    stream = message.flow
+    stream = message.stream
     dlcp = message.transport.kind == TransportKind.DLCP
     source, target = (stream.target, stream.source) if packet.back else (stream.source, stream.target)
     destination = HOST_ADDRESS + target if destination is None else destination
@@ -685,181 +533,135 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
     return bytearray(headers + header.encode())
 
 
-# ---------------------------------------------------------------------------------------------------------------- hosts
+# -------------------------------------------------------------------------------------------------------------- senders
 
 
-class HostInterface:
-    """A host's end of a link: control packets first, then streams in turn, the most urgent queue first."""
+class MessageStream(Row, fields=STREAM_ROW):
+    """A stream of messages, as its sender sees it.
 
-    def __init__(self, engine: "ReferenceEngine", link: SimulatedLink) -> None:
-        self.engine, self.link = engine, link
-        self.control: deque[SimulatedPacket] = deque()
-        self.ready: list[deque[MessageStream]] = [deque() for _ in range(PORT_QUEUES)]
-        self.pulls: tuple[deque[SimulatedPacket], deque[SimulatedPacket]] = deque(), deque()
-        self.pulling = False
-        self.pull_next_ps = 0
-        self.pending = False
+    Attributes
+    ----------
+    messages
+        Messages with unsent packets.
+    lost
+        Packets to retransmit, first come first served.
+    sent
+        Packets in flight, by queue. A dict keeps the order of sending, and finds a packet in constant time.
+    tail_of
+        The packet that a tail probe repeats: its message and index.
+    """
 
-    def offer(self, stream: MessageStream) -> None:
-        """List a stream as ready, if it may send and is not listed yet."""
-        if not stream.ready and may_send(stream):
-            stream.ready = True
-            self.ready[next_queue(stream)].append(stream)
+    def __init__(self, engine: "ReferenceEngine", transport: TransportRules, **start: Any) -> None:
+        super().__init__(window=transport.initial_window_packets, threshold=rules.first_threshold(transport), **start)
+        self.alpha, self.epoch, self.timer_at = 1.0, -1, -1
+        self.engine, self.transport = engine, transport
+        self.messages: deque[Message] = deque()
+        self.lost: deque[Transmission] = deque()
+        self.sent: list[dict[Transmission, None]] = [{} for _ in range(PORT_QUEUES)]
+        self.tail_of: tuple[Message, int] | None = None
 
-    def kick(self) -> None:
-        """Send the next packet, or schedule that for when the link is free."""
-        if self.pending or not (self.control or any(self.ready)):
-            return
-        if self.link.busy_ps > self.engine.now_ps:
-            self._wait()
-            return
-        packet = self.control.popleft() if self.control else self._next_packet()
-        if packet is None:
-            return
-        self.link.send(packet)
-        if self.control or any(self.ready):
-            self._wait()
+    @property
+    def interface(self) -> "HostInterface":
+        """Return the interface by which it sends, which depends on the routes."""
+        return self.engine.interface_at(self, self.source)
 
-    def _wait(self) -> None:
-        self.pending = True
-        self.engine.at(self.link.busy_ps, self._free)
+    @property
+    def has_work(self) -> bool:
+        """Return whether its lists are not empty. Their packets may turn out not to need sending."""
+        return bool(self.lost or self.messages)
 
-    def _free(self) -> None:
-        self.pending = False
-        self.kick()
+    def may_send(self) -> bool:
+        """Return whether its window is open and its lists are not empty."""
+        return self.has_work and bool(rules.window_is_open(self, self.transport))
 
-    def _next_packet(self) -> SimulatedPacket | None:
-        while not self.control and any(self.ready):
-            waiting = next(streams for streams in reversed(self.ready) if streams)
-            if self.engine.plan.switches.discipline == Discipline.PFABRIC:
-                move_smallest_first(waiting)
-            stream = waiting.popleft()
-            stream.ready = False
-            packet = self._packet_of(stream)
-            self.offer(stream)
-            if packet is not None:
-                return packet
-        return self.control.popleft() if self.control else None
+    def awaits_reply(self) -> bool:
+        """Return whether it waits for a PULL, or for a reply to a probe, if nothing is in flight."""
+        return self.has_work and bool(rules.needs_reply(self, self.transport))
 
-    def _request_packet(self, message: Message) -> None:
-        """Queue a PULL for a message's stream."""
-        self._queue_pull(0, message)
-        if not self.pulling:
-            self.pulling = True
-            self.engine.at(max(self.engine.now_ps, self.pull_next_ps), self._send_pull)
-
-    def _queue_pull(self, queue: int, message: Message) -> None:
-        message.refs += 1
-        self.pulls[queue].append(control_packet(message, PacketKind.PULL, back=True))
-
-    def _send_pull(self) -> None:
-        """Send the first PULL. The next one follows after the serialization time of the requested packets.
-
-        Spare ones wait for all others, and are not sent for messages that are done.
-        """
-        wanted, spare = self.pulls
-        while spare and spare[0].message.done and not wanted:
-            message = spare.popleft().message
-            message.flow.pulling &= rules.PULL_QUEUED
-            self.engine.release(message)
-        self.pulling = bool(wanted or spare)
-        if self.pulling:
-            is_spare = int(not wanted)
-            pull = self.pulls[is_spare].popleft()
-            stream, transport = pull.message.flow, pull.message.transport
-            credit = rules.give_credit(stream, transport, is_spare)
-            pull.credit = stream.granted
-            packet_ps = (transport.header_bytes + transport.payload) * self.link.rules.kibibyte_ps >> RATE_SHIFT
-            self.pull_next_ps = self.engine.now_ps + rules.credit_ps(transport, credit, packet_ps)
-            self.control.append(pull)
-            queue = rules.queue_after_pull(stream, transport, is_spare)
-            if queue >= 0:
-                self._queue_pull(queue, pull.message)
-            self.pulling = bool(wanted or spare)
-            if self.pulling:
-                self.engine.at(self.pull_next_ps, self._send_pull)
-        self.kick()
-
-    # ---------------------------------------------------------------------------------------------------------- sending
+    def next_queue(self) -> int:
+        """Return the queue of the packet at the head of its lists."""
+        message = self.lost[0].message if self.lost else self.messages[0]
+        return rules.queue_of(self.transport, message, self.lost[0].index if self.lost else message.next_index)
 
     def begin(self, message: Message) -> None:
-        """Assign drop classes to a message's packets, and put the message into its stream."""
-        message.state = [PacketState.UNSENT] * message.packets
-        message.arrived = [False] * message.packets
-        if message.bounded:
-            message.drop_class = drop_classes(message)
-            message.protected = message.drop_class.count(0)
-        stream = message.flow
-        rules.grant_first_window(stream, message.transport, message)
-        self._enqueue_message(message)
-        self.offer(stream)
-        self.kick()
+        """Begin a message."""
+        message.prepare()
+        rules.grant_first_window(self, self.transport, message)
+        self.enqueue(message)
+        self.interface.offer(self)
+        self.interface.kick()
 
-    def _enqueue_message(self, message: Message) -> None:
-        """Insert a message into its stream's list by order, but never before one that is being sent."""
+    def enqueue(self, message: Message) -> None:
+        """Insert a message into the list by order, but never before one that is being sent."""
         message.listed = True
-        waiting = message.flow.messages
+        waiting = self.messages
         position = len(waiting)
         while position and waiting[position - 1].order > message.order and (position > 1 or not waiting[0].next_index):
             position -= 1
         waiting.insert(position, message)
 
-    def _packet_of(self, stream: MessageStream) -> SimulatedPacket | None:
-        """Return a stream's next packet and put it in flight; None also if a probe of a receiver has to go first.
+    def next_packet(self, interface: "HostInterface") -> SimulatedPacket | None:
+        """Return the next packet and put it in flight; None also if a probe of a receiver has to go first.
 
-        No control packet may be waiting.
+        Parameters
+        ----------
+        interface
+            Where the stream is listed; no control packet may be waiting there.
         """
-        if not may_send(stream):
+        if not self.may_send():
             return None
-        found, retransmission = None, False
-        while stream.retransmissions and found is None:
-            found = stream.retransmissions.popleft()
+        while self.lost:
+            found = self.lost.popleft()
             message = found.message
             message.retransmits -= 1
             lost = message.state[found.index] is PacketState.LOST
             if lost and not message.satisfied:
-                retransmission = True
-                continue
-            stream.repairing -= 1
-            rules.add_backlog(stream, stream.transport, -1)
+                return self._transmit(found, retransmission=True)
+            self.repairing -= 1
+            rules.add_backlog(self, self.transport, -1)
             if lost:
                 message.state[found.index] = PacketState.HOLE
                 message.holes += 1
-            found = None
             # It was acknowledged late, or the receiver needs no more. It may have been the last to delay a probe.
-            self.probe_receiver(message)
+            self._probe_receiver(message, interface)
             self.engine.close_message(message)
-            if self.control:
+            if interface.control:
                 return None
-        while stream.messages and found is None:
-            message = stream.messages[0]
+        while self.messages:
+            message = self.messages[0]
+            index = message.packets
             if not message.satisfied:
-                while message.filling_holes and message.next_index < message.packets and not _is_missing_hole(message):
-                    message.next_index += 1
-                if message.next_index < message.packets:
-                    found = Transmission(message, message.next_index)
-                    message.next_index += 1
-                    if message.filling_holes:
-                        message.holes -= 1
-                        retransmission = True
-            if found is None or (not message.filling_holes and message.next_index == message.packets):
-                stream.messages.popleft()
+                index = message.next_index
+                if message.filling_holes:
+                    index = message.next_index = message.next_hole()
+            sends = index < message.packets
+            message.next_index += sends
+            message.holes -= sends and message.filling_holes
+            if not sends or (not message.filling_holes and message.next_index == message.packets):
+                self.messages.popleft()
                 message.listed = False
-                if found is None:
-                    self.engine.close_message(message)
-        return None if found is None else self._transmit(stream, found, retransmission)
+            if sends:
+                return self._transmit(Transmission(message=message, index=index), bool(message.filling_holes))
+            self.engine.close_message(message)
+        return None
 
-    def _transmit(self, stream: MessageStream, sent: Transmission, retransmission: bool) -> SimulatedPacket:
-        message = sent.message
+    def _transmit(self, sent: Transmission, retransmission: bool) -> SimulatedPacket:
+        message, now = sent.message, self.engine.now_ps
         sent.queue = rules.queue_of(message.transport, message, sent.index)
         message.state[sent.index] = PacketState.IN_FLIGHT
-        sent.number, sent.sent_ps, sent.in_flight = stream.number, self.engine.now_ps, True
-        stream.in_flight_by_queue[sent.queue][sent] = None
-        rules.on_send(stream, stream.transport, message, self.engine.now_ps)
-        self._arm_timer(stream)
+        sent.number, sent.sent_at, sent.in_flight = self.number, now, True
+        self.sent[sent.queue][sent] = None
+        rules.on_send(self, self.transport, message, now)
+        self._arm_timer()
         self.engine.count(EngineCounter.SENT)
         self.engine.count(EngineCounter.RETRANSMITTED, retransmission)
         return data_packet(sent, retransmission)
+
+    def _take_from_flight(self, sent: Transmission) -> None:
+        del self.sent[sent.queue][sent]
+        sent.in_flight = False
+        self.in_flight -= 1
+        sent.message.in_flight -= 1
 
     def _declare_lost(self, sent: Transmission) -> None:
         """Declare a packet in flight lost: retransmit it, or make it a hole if the message may do without it."""
@@ -868,135 +670,240 @@ class HostInterface:
         message.congested = True
         self.engine.count(EngineCounter.DECLARED_LOST)
         if message.satisfied or (message.bounded and message.drop_class[sent.index]):
-            message.flow.repairing -= sent.repeated
+            self.repairing -= sent.repeated
             message.state[sent.index] = PacketState.HOLE
             message.holes += 1
         else:
             self._queue_retransmission(sent)
 
-    def _take_from_flight(self, sent: Transmission) -> None:
-        stream = sent.message.flow
-        del stream.in_flight_by_queue[sent.queue][sent]
-        sent.in_flight = False
-        stream.in_flight -= 1
-        sent.message.in_flight -= 1
-
     def _queue_retransmission(self, sent: Transmission) -> None:
         message = sent.message
         message.state[sent.index] = PacketState.LOST
         message.retransmits += 1
-        rules.add_backlog(message.flow, message.transport, 1)
-        message.flow.repairing += not sent.repeated
-        message.flow.retransmissions.append(Transmission(message, sent.index, repeated=True))
-
-    # ----------------------------------------------------------------------------------------------------------- timers
-
-    def _arm_timer(self, stream: MessageStream) -> None:
-        """Ensure that an event is scheduled at the stream's earliest timer."""
-        due = min(stream.deadline, stream.tail_due)
-        if stream.timer_at_ps is None or due < stream.timer_at_ps:
-            stream.timer_at_ps = due
-            self.engine.at(due, lambda: self.engine.source_of(stream)._stream_timer(stream))
-
-    def _stream_timer(self, stream: MessageStream) -> None:
-        """Handle the timers that are due. A replaced event does nothing."""
-        if self.engine.now_ps == stream.timer_at_ps:
-            stream.timer_at_ps = None
-            if stream.in_flight or awaits_reply(stream):
-                if self.engine.now_ps >= stream.deadline:
-                    self._time_out(stream)
-                else:
-                    if self.engine.now_ps >= stream.tail_due:
-                        self._probe_tail(stream)
-                    self._arm_timer(stream)
-                self.offer(stream)
-        self.kick()
-
-    def _time_out(self, stream: MessageStream) -> None:
-        """Declare all packets in flight lost."""
-        self.engine.count(EngineCounter.TIMEOUTS)
-        rules.on_timeout(stream, stream.transport)
-        for in_flight in stream.in_flight_by_queue:
-            for sent in list(in_flight):
-                self._lose(sent)
-        if stream.probe_mode and awaits_reply(stream):
-            # A pFabric flow's probe has the priority of its data.
-            message = (stream.retransmissions[0].message if stream.retransmissions else None) or stream.messages[0]
-            message.refs += 1
-            self.engine.count(EngineCounter.PROBES)
-            probe = control_packet(message, PacketKind.PROBE, back=False)
-            probe.rank = message.left
-            self.control.append(probe)
-            rules.restart_timers(stream, stream.transport, self.engine.now_ps)
-            self._arm_timer(stream)
+        rules.add_backlog(self, self.transport, 1)
+        self.repairing += not sent.repeated
+        self.lost.append(Transmission(message=message, index=sent.index, repeated=True))
 
     def _lose(self, sent: Transmission) -> None:
         self._declare_lost(sent)
-        self.probe_receiver(sent.message)
+        self._probe_receiver(sent.message, self.interface)
         self.engine.close_message(sent.message)
 
-    def _probe_tail(self, stream: MessageStream) -> None:
+    # ----------------------------------------------------------------------------------------------------------- timers
+
+    def _arm_timer(self) -> None:
+        """Ensure that an event is scheduled at the earliest timer."""
+        due = min(self.deadline, self.tail_due)
+        if self.timer_at < 0 or due < self.timer_at:
+            self.timer_at = due
+            self.engine.at(due, self._on_timer)
+
+    def _restart_timers(self) -> None:
+        rules.restart_timers(self, self.transport, self.engine.now_ps)
+        self._arm_timer()
+
+    def _on_timer(self) -> None:
+        """Handle the timers that are due. A replaced event does nothing."""
+        now = self.engine.now_ps
+        if now == self.timer_at:
+            self.timer_at = -1
+            if self.in_flight or self.awaits_reply():
+                if now >= self.deadline:
+                    self._time_out()
+                else:
+                    if now >= self.tail_due:
+                        self._probe_tail()
+                    self._arm_timer()
+                self.interface.offer(self)
+        self.interface.kick()
+
+    def _time_out(self) -> None:
+        """Declare all packets in flight lost."""
+        self.engine.count(EngineCounter.TIMEOUTS)
+        rules.on_timeout(self, self.transport)
+        for in_flight in self.sent:
+            for sent in list(in_flight):
+                self._lose(sent)
+        if self.probe_mode and self.awaits_reply():
+            # A pFabric flow's probe has the priority of its data.
+            message = self.lost[0].message if self.lost else self.messages[0]
+            self._probe(message, self.interface, rank=message.left)
+            self._restart_timers()
+
+    def _probe_tail(self) -> None:
         """Send a tail probe: allow one more packet, unless the stream has one ready at its interface anyway."""
-        if stream.ready:
-            rules.restart_tail_timer(stream, stream.transport, self.engine.now_ps)
+        if self.ready:
+            rules.restart_tail_timer(self, self.transport, self.engine.now_ps)
             return
         self.engine.count(EngineCounter.TAIL_PROBES)
-        stream.tail_of = None
-        rules.begin_tail_probe(stream, stream.transport, self.engine.now_ps)
-        if not stream.has_work:
-            in_flight = (sent for by_queue in stream.in_flight_by_queue for sent in by_queue)
-            latest = max(in_flight, key=lambda sent: sent.number)
-            stream.tail_of = (latest.message, latest.index)
+        self.tail_of = None
+        rules.begin_tail_probe(self, self.transport, self.engine.now_ps)
+        if not self.has_work:
+            latest = max((sent for by_queue in self.sent for sent in by_queue), key=lambda sent: int(sent.number))
+            self.tail_of = (latest.message, latest.index)
             self._take_from_flight(latest)
             self._queue_retransmission(latest)
 
-    def probe_receiver(self, message: Message) -> None:
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    def _probe(self, message: Message, interface: "HostInterface", **fields: Any) -> None:
+        message.refs += 1
+        self.engine.count(EngineCounter.PROBES)
+        interface.control.append(control_packet(message, PacketKind.PROBE, back=False, **fields))
+
+    def _probe_receiver(self, message: Message, interface: "HostInterface") -> None:
         """Ask a receiver whether it needs the holes, once every packet is sent and answered."""
         if not rules.may_probe(message):
             return
-        message.refs += 1
-        rules.on_probe(message.flow, message.transport, message, self.engine.now_ps)
-        self.engine.count(EngineCounter.PROBES)
-        self.control.append(control_packet(message, PacketKind.PROBE, back=False))
+        rules.on_probe(self, self.transport, message, self.engine.now_ps)
+        self._probe(message, interface)
         if not message.probe_timer:
             message.probe_timer = True
             message.refs += 1
-            self.engine.at(message.probe_at, lambda: self.engine.source_of(message.flow)._probe_timer(message))
+            self.engine.at(message.probe_at, self._on_probe_timer, message)
 
-    def _probe_timer(self, message: Message) -> None:
+    def _on_probe_timer(self, message: Message) -> None:
         """Probe again, unless the message is complete."""
-        if message.satisfied or message.acked == message.packets:
+        if message.satisfied or not message.left:
             message.probe_timer = False
             message.refs -= 1
             self.engine.close_message(message)
         else:
             if self.engine.now_ps >= message.probe_at:
-                rules.on_probe_timeout(message.flow, message.transport, message, self.engine.now_ps)
-                self.probe_receiver(message)
-            self.engine.at(message.probe_at, lambda: self.engine.source_of(message.flow)._probe_timer(message))
+                rules.on_probe_timeout(self, self.transport, message, self.engine.now_ps)
+                self._probe_receiver(message, self.interface)
+            self.engine.at(message.probe_at, self._on_probe_timer, message)
+        self.interface.kick()
+
+    def receive(self, packet: SimulatedPacket) -> None:
+        """Handle an answer from the receiver."""
+        message = packet.message
+        if packet.kind is PacketKind.ACK:
+            self._receive_ack(packet)
+        elif packet.kind is PacketKind.NACK:
+            self._receive_nack(packet)
+        elif packet.kind is PacketKind.PULL:
+            rules.on_pull(self, self.transport, packet.credit)
+        elif rules.on_probe_reply(self, self.transport, message, packet.satisfied):
+            self.enqueue(message)
+        self.interface.offer(self)
+
+    def _receive_nack(self, packet: SimulatedPacket) -> None:
+        """Handle a NACK: a packet arrived without its payload."""
+        now, sent = self.engine.now_ps, packet.transmission
+        if sent.in_flight:
+            self.backoff = 0
+            rules.on_nack(self, self.transport, now - sent.sent_at, now)
+            self._restart_timers()
+            self._declare_lost(sent)
+            self._probe_receiver(packet.message, self.interface)
+
+    def _receive_ack(self, packet: SimulatedPacket) -> None:
+        """Handle an ACK; it may show that earlier packets are lost."""
+        message, sent, t, now = packet.message, packet.transmission, self.transport, self.engine.now_ps
+        if packet.satisfied:
+            message.satisfied = True
+        state = message.state[packet.index]
+        rules.leave_probe_mode(self)
+        if sent.in_flight:
+            limited = rules.is_limited(self)
+            self._take_from_flight(sent)
+            self.repairing -= sent.repeated
+            message.state[packet.index] = PacketState.ACKED
+            message.acked += 1
+            rtt_ps = now - sent.sent_at
+            rules.measure_rtt(self, t, rtt_ps)
+            self.backoff = 0
+            message.congested |= packet.ecn_echo
+            rules.on_ack(self, t, packet.ecn_echo, rtt_ps, sent.number, now, limited)
+            before = -1
+            if self.tail_probing and sent.number >= self.tail_number:
+                # The tail probe has been answered: every unacknowledged packet sent before it is lost.
+                before, self.tail_probing = self.tail_number, False
+                if sent.number == before and self.tail_of is not None:
+                    rules.on_loss(self, t, sent.number, now)  # the repeated packet was lost: the probe replaced it
+            in_flight = self.sent[sent.queue]
+            while in_flight:
+                first = next(iter(in_flight))
+                if first.number + t.reorder_packets > sent.number and first.number >= before:
+                    break
+                rules.on_loss(self, t, first.number, now)
+                self._lose(first)
+            self._restart_timers()
+        else:
+            self.engine.count(EngineCounter.LATE_ACKS)
+            if state in (PacketState.LOST, PacketState.HOLE):
+                message.state[packet.index] = PacketState.ACKED
+                message.acked += 1
+                message.holes -= state is PacketState.HOLE
+            if self.tail_probing and self.tail_of == (message, packet.index):
+                self.tail_of = None  # the repeated packet was not lost
+        if message.bounded:
+            self._probe_receiver(message, self.interface)
+
+
+# --------------------------------------------------------------------------------------------- interfaces and receivers
+
+
+class HostInterface:
+    """A host's end of a link: control packets first, then streams in turn, the most urgent queue first."""
+
+    def __init__(self, engine: "ReferenceEngine", link: SimulatedLink) -> None:
+        self.engine, self.link, self.discipline = engine, link, engine.plan.switches.discipline
+        self.control: deque[SimulatedPacket] = deque()
+        self.ready: list[deque[MessageStream]] = [deque() for _ in range(PORT_QUEUES)]
+        self.pulls: tuple[deque[SimulatedPacket], deque[SimulatedPacket]] = deque(), deque()
+        self.pulling = self.pending = False
+        self.pull_next_ps = 0
+
+    def offer(self, stream: MessageStream) -> None:
+        """List a stream as ready, if it may send and is not listed yet."""
+        if not stream.ready and stream.may_send():
+            stream.ready = True
+            self.ready[stream.next_queue()].append(stream)
+
+    def kick(self) -> None:
+        """Send the next packet, or schedule that for when the link is free."""
+        if self.pending or not (self.control or any(self.ready)):
+            return
+        if self.link.busy_ps <= self.engine.now_ps:
+            packet = self._next_packet()
+            if packet is None:
+                return
+            self.link.send(packet)
+        if self.control or any(self.ready):
+            self.pending = True
+            self.engine.at(self.link.busy_ps, self._free)
+
+    def _free(self) -> None:
+        self.pending = False
         self.kick()
+
+    def _next_packet(self) -> SimulatedPacket | None:
+        while not self.control and any(self.ready):
+            waiting = next(streams for streams in reversed(self.ready) if streams)
+            stream = waiting[0]
+            if self.discipline == Discipline.PFABRIC and stream.transport.kind == TransportKind.PFABRIC:
+                # The message with the fewest packets left goes first.
+                stream = min(waiting, key=lambda stream: stream.messages[0].left if stream.messages else 0)
+            waiting.remove(stream)
+            stream.ready = False
+            packet = stream.next_packet(self)
+            self.offer(stream)
+            if packet is not None:
+                return packet
+        return self.control.popleft() if self.control else None
 
     # -------------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, packet: SimulatedPacket) -> None:
         """Handle a packet that has arrived at the end of its stream."""
-        message = packet.message
         if packet.kind is PacketKind.DATA:
             self._receive_data(packet)
-            message.refs += 1  # of the acknowledgement
         elif packet.kind is PacketKind.PROBE:
             self._receive_probe(packet)
-            message.refs += 1
         else:
-            if packet.kind is PacketKind.ACK:
-                self._receive_ack(packet)
-            elif packet.kind is PacketKind.NACK:
-                self._receive_nack(packet)
-            elif packet.kind is PacketKind.PULL:
-                rules.on_pull(message.flow, message.transport, packet.credit)
-            else:
-                self._receive_probe_reply(packet)
-            self.offer(message.flow)
+            packet.message.stream.receive(packet)
         self.kick()
 
     def _receive_data(self, packet: SimulatedPacket) -> None:
@@ -1014,13 +921,14 @@ class HostInterface:
                 message.protected -= 1
             if not message.done and rules.is_complete(message.transport, message):
                 self.engine.complete_node(message)
-        ack = control_packet(message, PacketKind.NACK if packet.trimmed else PacketKind.ACK, back=True)
-        ack.index, ack.transmission = packet.index, packet.transmission
-        ack.ecn_echo = packet.ecn == 3
-        ack.satisfied = message.done and message.missing > 0
-        self.control.append(ack)
-        if rules.may_pull(message.flow, message.transport, message, packet.credit, packet.trimmed):
-            self._request_packet(message)
+        kind = PacketKind.NACK if packet.trimmed else PacketKind.ACK
+        answered = {"index": packet.index, "transmission": packet.transmission, "ecn_echo": packet.ecn == 3}
+        self._answer(message, kind, satisfied=message.done and message.missing > 0, **answered)
+        if rules.may_pull(message.stream, message.transport, message, packet.credit, packet.trimmed):
+            self._queue_pull(0, message)
+            if not self.pulling:
+                self.pulling = True
+                self.engine.at(max(self.engine.now_ps, self.pull_next_ps), self._send_pull)
 
     def _receive_probe(self, packet: SimulatedPacket) -> None:
         """Answer a sender's probe: whether the message is complete within its loss bound."""
@@ -1028,127 +936,45 @@ class HostInterface:
         message.probed = True
         if not message.done and rules.has_enough(message):
             self.engine.complete_node(message)
-        reply = control_packet(message, PacketKind.PROBE_REPLY, back=True)
-        reply.satisfied = message.done
-        self.control.append(reply)
+        self._answer(message, PacketKind.PROBE_REPLY, satisfied=message.done)
 
-    def _receive_probe_reply(self, packet: SimulatedPacket) -> None:
-        """Stop if the receiver needs no more, otherwise retransmit the holes. A pFabric flow leaves probe mode."""
-        message = packet.message
-        if rules.on_probe_reply(message.flow, message.transport, message, packet.satisfied):
-            self._enqueue_message(message)
+    def _answer(self, message: Message, kind: PacketKind, **fields: Any) -> None:
+        message.refs += 1
+        self.control.append(control_packet(message, kind, back=True, **fields))
 
-    def _receive_nack(self, packet: SimulatedPacket) -> None:
-        """Handle a NACK at the sender: a packet arrived without its payload."""
-        assert packet.transmission is not None
-        if packet.transmission.in_flight:
-            stream = packet.message.flow
-            now = self.engine.now_ps
-            stream.backoff = 0
-            rules.on_nack(stream, stream.transport, now - packet.transmission.sent_ps, now)
-            rules.restart_timers(stream, stream.transport, now)
-            self._arm_timer(stream)
-            self._declare_lost(packet.transmission)
-            self.probe_receiver(packet.message)
+    def _queue_pull(self, queue: int, message: Message) -> None:
+        message.refs += 1
+        self.pulls[queue].append(control_packet(message, PacketKind.PULL, back=True))
 
-    def _receive_ack(self, packet: SimulatedPacket) -> None:
-        """Handle an ACK at the sender; it may show that earlier packets are lost."""
-        message, sent = packet.message, packet.transmission
-        assert sent is not None
-        stream = message.flow
-        if packet.satisfied:
-            message.satisfied = True
-        state = message.state[packet.index]
-        rules.leave_probe_mode(stream)
-        if sent.in_flight:
-            limited = rules.is_limited(stream)
-            self._take_from_flight(sent)
-            stream.repairing -= sent.repeated
-            message.state[packet.index] = PacketState.ACKED
-            message.acked += 1
-            rtt_ps = self.engine.now_ps - sent.sent_ps
-            rules.measure_rtt(stream, stream.transport, rtt_ps)
-            stream.backoff = 0
-            message.congested |= packet.ecn_echo
-            rules.on_ack(stream, stream.transport, packet.ecn_echo, rtt_ps, sent.number, self.engine.now_ps, limited)
-            before = self._end_tail_probe(stream, sent.number)
-            in_flight = stream.in_flight_by_queue[sent.queue]
-            while in_flight:
-                first = next(iter(in_flight))
-                if first.number + stream.transport.reorder_packets > sent.number and first.number >= before:
-                    break
-                rules.on_loss(stream, stream.transport, first.number, self.engine.now_ps)
-                self._lose(first)
-            rules.restart_timers(stream, stream.transport, self.engine.now_ps)
-            self._arm_timer(stream)
-        else:
-            self.engine.count(EngineCounter.LATE_ACKS)
-            if state in (PacketState.LOST, PacketState.HOLE):
-                message.state[packet.index] = PacketState.ACKED
-                message.acked += 1
-                message.holes -= state is PacketState.HOLE
-            if stream.tail_probing and stream.tail_of == (message, packet.index):
-                stream.tail_of = None  # the repeated packet was not lost
-        if message.bounded:
-            self.probe_receiver(message)
+    def _send_pull(self) -> None:
+        """Send the first PULL. The next one follows after the serialization time of the requested packets.
 
-    def _end_tail_probe(self, stream: MessageStream, number: int) -> int:
-        """End an answered tail probe: return the number before which every unacknowledged packet is lost, or -1."""
-        before = stream.tail_number
-        if not stream.tail_probing or number < before:
-            return -1
-        stream.tail_probing = False
-        if number == before and stream.tail_of is not None:
-            # The repeated packet was lost, and the probe has replaced it.
-            rules.on_loss(stream, stream.transport, number, self.engine.now_ps)
-        return before
-
-
-def move_smallest_first(streams: deque[MessageStream]) -> None:
-    """Move the pFabric stream whose message has the fewest packets left to the front."""
-    if streams[0].transport.kind == TransportKind.PFABRIC:
-        best = min(streams, key=lambda stream: stream.messages[0].left if stream.messages else 0)
-        streams.remove(best)
-        streams.appendleft(best)
-
-
-def may_send(stream: MessageStream) -> bool:
-    """Return whether a stream's window is open and its lists are not empty."""
-    return stream.has_work and rules.window_is_open(stream, stream.transport)
-
-
-def next_queue(stream: MessageStream) -> Number:
-    """Return the queue of the packet at the head of a stream's lists."""
-    if stream.retransmissions:
-        return rules.queue_of(stream.transport, stream.retransmissions[0].message, stream.retransmissions[0].index)
-    return rules.queue_of(stream.transport, stream.messages[0], stream.messages[0].next_index)
-
-
-def awaits_reply(stream: MessageStream) -> bool:
-    """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
-    return stream.has_work and rules.needs_reply(stream, stream.transport)
-
-
-def _is_missing_hole(message: Message) -> bool:
-    index = message.next_index
-    return message.state[index] is PacketState.HOLE and not message.arrived[index]
+        Spare ones wait for all others, and are not sent for messages that are done.
+        """
+        wanted, spare = self.pulls
+        while spare and spare[0].message.done and not wanted:
+            message = spare.popleft().message
+            message.stream.pulling &= rules.PULL_QUEUED
+            self.engine.release(message)
+        if wanted or spare:
+            is_spare = int(not wanted)
+            pull = self.pulls[is_spare].popleft()
+            stream, transport = pull.message.stream, pull.message.transport
+            credit = rules.give_credit(stream, transport, is_spare)
+            pull.credit = stream.granted
+            packet_ps = (transport.header_bytes + transport.payload) * self.link.rules.kibibyte_ps >> RATE_SHIFT
+            self.pull_next_ps = self.engine.now_ps + rules.credit_ps(transport, credit, packet_ps)
+            self.control.append(pull)
+            queue = rules.queue_after_pull(stream, transport, is_spare)
+            if queue >= 0:
+                self._queue_pull(queue, pull.message)
+        self.pulling = bool(wanted or spare)
+        if self.pulling:
+            self.engine.at(self.pull_next_ps, self._send_pull)
+        self.kick()
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
-
-
-def drop_classes(message: Message) -> list[int]:
-    """Return the drop class of each packet; the upper plane, and in each block the packets of class 0, come first."""
-    classes = []
-    droppable = [drop_class for drop_class in message.profile if drop_class]
-    zeros = PROFILE_CELLS - len(droppable)
-    for start in range(0, message.packets, PROTECTED_BLOCK_PACKETS):
-        count = min(PROTECTED_BLOCK_PACKETS, message.packets - start)
-        keep = rules.protected_packets(zeros, count)
-        classes += [0] * keep
-        indices = range(start + keep, start + count)
-        classes += [droppable[mix(index, message.salt & MASK64) % len(droppable)] for index in indices]
-    return [0] * message.upper + classes[message.upper :]
 
 
 class ReferenceEngine:
@@ -1209,25 +1035,23 @@ class ReferenceEngine:
         """Return whether any events are pending."""
         return self.env.peek() != float("inf")
 
-    def at(self, time_ps: int, action: Callable[[], None]) -> None:
+    def at(self, time_ps: int, action: Callable[..., None], *arguments: Any) -> None:
         """Schedule an action, now or later."""
         event = simpy.Event(self.env)
         event._ok, event._value = True, None
-        event.callbacks = [lambda _: action()]
+        event.callbacks = [lambda _: action(*arguments)]
         self.env.schedule(event, delay=time_ps - self.now_ps)
 
     # ----------------------------------------------------------------------------------------------------------- graphs
 
     def submit(self, submission: Submission) -> None:
         """Start a graph. A node without predecessors begins after its delay."""
-        for serial, source, target, transport, path_hash, reverse_path_hash, _ in submission.new_streams.tolist():
-            own = self.plan.transports[transport]
-            threshold = rules.first_threshold(own)
-            self._streams[serial] = MessageStream(
-                serial, source, target, own, path_hash, reverse_path_hash, own.initial_window_packets, threshold
-            )
+        for start in submission.new_streams:
+            values = _fields(STREAM_START, start)
+            transport = self.plan.transports[values.pop("transport")]
+            self._streams[values["serial"]] = MessageStream(self, transport, **values)
         count = len(submission.graph)
-        graph = GraphState(submission.number, [], count, count)
+        graph = GraphState(number=submission.number, remaining=count, open=count)
         self._graphs[submission.number] = graph
         graph.nodes = [self._message(submission, graph, node) for node in range(count)]
         starts, followers = submission.graph.starts.tolist(), submission.graph.followers.tolist()
@@ -1236,45 +1060,41 @@ class ReferenceEngine:
         for message in graph.nodes:
             if not message.waits:
                 # This engine's clock is at the latest packet; the graph begins at the time of the SimPy processes.
-                self._begin_after(message, submission.now_ps)
+                self.at(submission.now_ps + message.delay_ps, self._begin, message)
 
     def _message(self, submission: Submission, graph: GraphState, node: int) -> Message:
         row = submission.graph.nodes[node]
-        given = {
-            name: row[name].item() for name in ("delay_ps", "order", "watched", "job", "step", "message", "sender")
-        }
         derived = {name: getattr(submission, name)[node].item() for name in ("bounded", "queue", "salt")}
         return Message(
-            graph=graph,
-            node=node,
-            waits=int(submission.graph.waits[node]),
-            transport=self.plan.transports[int(row["transport"])],
-            stream=self._streams.get(int(submission.streams[node])),
-            **given,
-            **derived,
-            **self._size_fields(submission.sizes[node]),
+            **{
+                **_fields(NODE_ROW, row),
+                **derived,
+                **self._size_fields(submission.sizes[node]),
+                "graph": graph,
+                "node": node,
+                "waits": int(submission.graph.waits[node]),
+                "transport": self.plan.transports[int(row["transport"])],
+                "stream": self._streams.get(int(submission.streams[node])),
+            }
         )
 
     def _size_fields(self, size: np.void) -> dict[str, Any]:
         """Return a message's fields for a `MESSAGE_SIZE` row."""
-        fields = {name: size[name].item() for name in ("packets", "last_bytes", "upper", "budget")}
-        required = fields["packets"] - size["allowed"].item()
-        return {**fields, "required": required, "profile": self._profiles[int(size["profile"])]}
-
-    def _begin_after(self, message: Message, now_ps: int) -> None:
-        self.at(now_ps + message.delay_ps, lambda: self._begin(message))
+        fields = _fields(MESSAGE_SIZE, size)
+        required = fields["packets"] - fields["allowed"]
+        return {**fields, "required": required, "profile": self._profiles[fields["profile"]]}
 
     def _begin(self, message: Message) -> None:
-        message.begin_ps = self.now_ps
+        message.begin = self.now_ps
         if message.packets:
-            self.source_of(message.flow).begin(message)
+            message.stream.begin(message)
         else:
             self.complete_node(message)
             self.close_message(message)
 
     def complete_node(self, message: Message) -> None:
         """Mark a node as done, report it if watched, and start the nodes that have waited for it."""
-        message.done, message.end_ps = True, self.now_ps
+        message.done, message.end = True, self.now_ps
         message.missing = message.packets - message.received
         message.delivered = message.arrived.copy()
         self.count(EngineCounter.MESSAGES_DONE)
@@ -1284,7 +1104,7 @@ class ReferenceEngine:
         for other in message.followers:
             other.waits -= 1
             if not other.waits:
-                self._begin_after(other, self.now_ps)
+                self.at(self.now_ps + other.delay_ps, self._begin, other)
         graph.remaining -= 1
         if not graph.remaining:
             self._completions.append(Completion(CompletionKind.GRAPH_DONE, graph.number))
@@ -1301,7 +1121,7 @@ class ReferenceEngine:
     def records(self, number: int) -> NDArray[Any]:
         """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
         nodes = self._graphs[number].nodes
-        return np.array([(m.begin_ps, m.end_ps, m.packets, m.missing, m.sent, m.congested) for m in nodes], NODE_RECORD)
+        return np.array([(m.begin, m.end, m.packets, m.missing, m.sent, m.congested) for m in nodes], NODE_RECORD)
 
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
         """Return what became of packets; see `dlcp.sim.engines.packet_engine.PacketEngine.outcomes`."""
@@ -1317,19 +1137,14 @@ class ReferenceEngine:
         """Set the sizes of messages that have not begun; see `dlcp.sim.engines.packet_engine.PacketEngine.resize`."""
         for node, size in zip(nodes.tolist(), sizes, strict=True):
             message = self._graphs[number].nodes[node]
-            if message.begin_ps < 0:
-                for name, value in self._size_fields(size).items():
-                    setattr(message, name, value)
+            if message.begin < 0:
+                vars(message).update(self._size_fields(size))
 
     def forget(self, number: int) -> None:
         """Free the memory of a closed graph."""
         del self._graphs[number]
 
     # ---------------------------------------------------------------------------------------------------------- packets
-
-    def source_of(self, stream: MessageStream) -> HostInterface:
-        """Return the interface by which a stream sends, which depends on the routes."""
-        return self.interface_at(stream, stream.source)
 
     def interface_at(self, stream: MessageStream, host: int) -> HostInterface:
         """Return the interface by which a host at one end of a stream reaches the other end."""
@@ -1349,7 +1164,7 @@ class ReferenceEngine:
         if node >= self.plan.hosts:
             self._switches[node].arrive(packet)
         else:
-            self.interface_at(packet.message.flow, node).receive(packet)
+            self.interface_at(packet.message.stream, node).receive(packet)
             self.release(packet.message)
 
     def drop(self, packet: SimulatedPacket, reason: EngineCounter) -> None:
@@ -1386,3 +1201,8 @@ class ReferenceEngine:
             for number, port in switch.ports.items():
                 found["bytes"][number], found["bytes_max"][number] = port.bytes, port.bytes_max
         return found
+
+
+def _fields(kind: np.dtype[Any], row: np.void) -> dict[str, Any]:
+    """Return the values of a row by column."""
+    return dict(zip(kind.names or (), row.item(), strict=True))

@@ -18,7 +18,7 @@ from dlcp.sim.transports.specs import OwnTransport, TransportSpec
 TRANSPORT_GROUP: Final = "dlcp.sim.transports"
 DISCIPLINE_GROUP: Final = "dlcp.sim.disciplines"
 OWN_SETTINGS_MAX: Final = 8
-"""Most settings of a transport or a discipline of another package."""
+"""Most settings of a discipline of another package."""
 
 
 def _loaded(group: str, base: type, taken: set[str]) -> Iterator[tuple[str, str, Any]]:
@@ -39,23 +39,18 @@ def _loaded(group: str, base: type, taken: set[str]) -> Iterator[tuple[str, str,
         yield where, point.name, kind
 
 
-def _check_settings(where: str, count: int) -> None:
-    if count > OWN_SETTINGS_MAX:
-        raise ImportError(f"{where} has {count} settings; at most {OWN_SETTINGS_MAX} are allowed")
-
-
 def _own_transports() -> Iterator[type[OwnTransport]]:
     known = {str(kind.__struct_config__.tag) for kind in vars(transports).values() if hasattr(kind, "disciplines")}
     for where, name, kind in _loaded(TRANSPORT_GROUP, OwnTransport, known):
         if kind.__struct_config__.tag != name:
             raise ImportError(f"{where} has the tag {kind.__struct_config__.tag!r}; give the entry point this name")
-        _check_settings(where, len(kind.own_settings()))
         yield kind
 
 
 def _own_disciplines() -> Iterator[tuple[str, type[OwnDiscipline]]]:
     for where, name, kind in _loaded(DISCIPLINE_GROUP, OwnDiscipline, set(BUILT_IN_DISCIPLINES)):
-        _check_settings(where, len(kind.settings))
+        if len(kind.settings) > OWN_SETTINGS_MAX:
+            raise ImportError(f"{where} has {len(kind.settings)} settings; at most {OWN_SETTINGS_MAX} are allowed")
         yield name, kind
 
 

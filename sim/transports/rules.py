@@ -31,10 +31,9 @@ from dlcp.sim.engines.plan import (
     TIMEOUT_BACKOFF_MAX,
     BufferScope,
     Discipline,
-    Number,
-    Row,
     TransportKind,
 )
+from dlcp.sim.engines.rows import Row
 from dlcp.sim.limits import FOREVER_PS, TIMER_MAX_PS
 from dlcp.sim.transports.plugins import OWN_DISCIPLINES, OWN_TRANSPORTS
 from dlcp.wire import Queue
@@ -59,13 +58,13 @@ def by_kind(rules: Iterable[Callable[..., Any] | None]) -> Callable[..., Any]:
 
 
 @shared
-def _no_rule(_kind: int, *_values: Number) -> Number:
+def _no_rule(_kind: int, *_values: int) -> int:
     return 0
 
 
 def _either(kind: int, rule: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
     @shared
-    def decide(number: int, *values: Number) -> Number:
+    def decide(number: int, *values: int) -> int:
         return rule(*values) if number == kind else other(number, *values)
 
     return decide
@@ -78,7 +77,7 @@ def own_rules(name: str) -> Callable[..., Any]:
         compiled = shared(rule)
 
         @shared
-        def handle(*values: Number) -> Number:
+        def handle(*values: int) -> int:
             compiled(*values)
             return 1
 
@@ -117,18 +116,18 @@ def first_threshold(t: Row) -> float:
 
 
 @shared
-def timeout_ps(s: Row, t: Row) -> Number:
+def timeout_ps(s: Row, t: Row) -> int:
     """Return the timeout (RFC 6298) in picoseconds, doubled after each timeout in a row; pFabric's is constant.
 
     With nothing in flight, an RCCC sender waits for credit, which takes longer.
     """
     if t.kind == TransportKind.PFABRIC:
-        return t.timeout_ps
+        return t.min_timeout_ps
     if t.kind == TransportKind.RCCC and s.in_flight == 0:
         return t.credit_timeout_ps << s.backoff
     wait = s.rtt + 4 * s.rtt_var
-    if wait < t.timeout_ps:
-        wait = t.timeout_ps
+    if wait < t.min_timeout_ps:
+        wait = t.min_timeout_ps
     if wait > TIMER_MAX_PS:
         wait = TIMER_MAX_PS
     return wait << s.backoff
@@ -197,7 +196,7 @@ def follow_step(s: Row, t: Row, now: int) -> None:
 
 
 @shared
-def eagerness(s: Row, t: Row) -> Number:
+def eagerness(s: Row, t: Row) -> int:
     """Return the factor on the window's growth: for MLTCP, it grows with the share of the step that has been sent.
 
     A stream's first step counts its packets, so it has the factor 1.
@@ -310,7 +309,7 @@ def update_base_rtt(s: Row, t: Row, rtt: int) -> None:
 
 
 @shared
-def average_delay(s: Row, t: Row, delay: Number) -> None:
+def average_delay(s: Row, t: Row, delay: int) -> None:
     """Add a delay to the average (NSCC)."""
     s.mean_delay += t.gain * (delay - s.mean_delay)
 
@@ -322,13 +321,13 @@ def bound_window(s: Row, t: Row) -> None:
 
 
 @shared
-def largest_window(s: Row, t: Row) -> Number:
+def largest_window(s: Row, t: Row) -> int:
     """Return a stream's largest window: its path's share of the longest path's (NSCC)."""
     return t.max_window_packets * s.base_rtt / t.base_rtt_ps
 
 
 @shared
-def grow_fast(s: Row, t: Row, delay: int) -> Number:
+def grow_fast(s: Row, t: Row, delay: int) -> int:
     """Grow by a share of every packet once a whole window has met no delay; return whether that is so (NSCC)."""
     if delay >= NSCC_FAST_DELAY_PS:
         s.fast = 0
@@ -342,7 +341,7 @@ def grow_fast(s: Row, t: Row, delay: int) -> Number:
 
 
 @shared
-def adapt_quickly(s: Row, t: Row, marked: int, severe: bool, now: int) -> Number:
+def adapt_quickly(s: Row, t: Row, marked: int, severe: bool, now: int) -> int:
     """Set the window to what has arrived in a round trip, if that is little and delays are severe (NSCC).
 
     Returns whether that was done, or whether a mark is to be ignored because its packet was sent before.
@@ -451,7 +450,7 @@ def on_timeout(s: Row, t: Row) -> None:
 
 
 @shared
-def is_limited(s: Row) -> Number:
+def is_limited(s: Row) -> int:
     """Return whether the window limits the sender.
 
     In slow start, using half of the window counts: the link may be the limit, and growth must not stop (as in Linux).
@@ -469,7 +468,7 @@ def leave_probe_mode(s: Row) -> None:
 
 
 @shared
-def window_is_open(s: Row, t: Row) -> Number:
+def window_is_open(s: Row, t: Row) -> int:
     """Return whether a stream may have one more packet in flight."""
     if is_credited(t):
         return s.credit > 0
@@ -477,7 +476,7 @@ def window_is_open(s: Row, t: Row) -> Number:
 
 
 @shared
-def needs_reply(s: Row, t: Row) -> Number:
+def needs_reply(s: Row, t: Row) -> int:
     """Return whether a stream with data to send has to wait for a PULL or for a reply to a probe."""
     return s.probe_mode != 0 or (is_credited(t) and s.credit <= 0)
 
@@ -510,19 +509,19 @@ def begin_tail_probe(s: Row, t: Row, now: int) -> None:
 
 
 @shared
-def protected_packets(zeros: int, count: int) -> Number:
+def protected_packets(zeros: int, count: int) -> int:
     """Return how many of ``count`` packets are in class 0, which has ``zeros`` cells of the drop-class profile."""
     return (zeros * count + PROFILE_CELLS // 2) // PROFILE_CELLS
 
 
 @shared
-def packet_bytes(t: Row, m: Row, index: int) -> Number:
+def packet_bytes(t: Row, m: Row, index: int) -> int:
     """Return the size of a message's packet, headers included."""
     return t.header_bytes + (m.last_bytes if index == m.packets - 1 else t.payload)
 
 
 @shared
-def queue_of(t: Row, m: Row, index: int) -> Number:
+def queue_of(t: Row, m: Row, index: int) -> int:
     """Return a packet's queue: its message's, or for PIAS by the bytes of the message before it."""
     queue = int(m.queue)
     if t.kind == TransportKind.PIAS and t.levels > 0:
@@ -535,7 +534,7 @@ def queue_of(t: Row, m: Row, index: int) -> Number:
 
 
 @shared
-def packet_hash(s: Row, t: Row, m: Row, index: int, number: int, retransmission: int) -> Number:
+def packet_hash(s: Row, t: Row, m: Row, index: int, number: int, retransmission: int) -> int:
     """Return the path hash of a stream's packet ``number``. A retransmission gets another path than before.
 
     Ultra Ethernet's entropies take turns, in an order that changes each time: all of them, exclusive-or one that is
@@ -550,7 +549,7 @@ def packet_hash(s: Row, t: Row, m: Row, index: int, number: int, retransmission:
 
 
 @shared
-def sprayed_hash(path_hash: int, number: int) -> Number:
+def sprayed_hash(path_hash: int, number: int) -> int:
     """Return the hash that chooses a sprayed packet's path: its flow's plus its number, as in p4/v1model/route.p4."""
     return (path_hash + number) & 0xFFFFFFFF
 
@@ -577,7 +576,7 @@ def on_send(s: Row, t: Row, m: Row, now: int) -> None:
 
 
 @shared
-def is_credited(t: Row) -> Number:
+def is_credited(t: Row) -> int:
     """Return whether a receiver's PULLs, not a window, let senders send."""
     return t.kind in (TransportKind.NDP, TransportKind.RCCC)
 
@@ -613,7 +612,7 @@ def stop_speculating(s: Row) -> None:
 
 
 @shared
-def wanted_credit(s: Row, t: Row) -> Number:
+def wanted_credit(s: Row, t: Row) -> int:
     """Return the pull target that a packet carries: how many packets of credit its sender wants in total (RCCC)."""
     wanted = min(s.backlog, int(t.max_window_packets)) - s.credit
     if s.speculating != 0 and s.backlog > 0:
@@ -622,7 +621,7 @@ def wanted_credit(s: Row, t: Row) -> Number:
 
 
 @shared
-def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> Number:
+def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> int:
     """Return whether a receiver has to queue a PULL, after a packet with the pull target ``wanted``.
 
     NDP needs a PULL for each packet of a message. An RCCC stream has one PULL in the queue as long as it needs credit,
@@ -643,7 +642,7 @@ def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> Number:
 
 
 @shared
-def give_credit(s: Row, t: Row, spare: int) -> Number:
+def give_credit(s: Row, t: Row, spare: int) -> int:
     """Count the credit of a PULL that leaves, and return it in packets.
 
     A ``spare`` one gives an RCCC sender credit that it has not asked for, because nobody asks.
@@ -656,7 +655,7 @@ def give_credit(s: Row, t: Row, spare: int) -> Number:
 
 
 @shared
-def queue_after_pull(s: Row, t: Row, spare: int) -> Number:
+def queue_after_pull(s: Row, t: Row, spare: int) -> int:
     """Return the queue for a stream's next PULL after one left the queue ``spare``, or -1.
 
     An RCCC receiver queues another as long as credit is wanted. Then it queues spare ones, for a window more.
@@ -677,7 +676,7 @@ def queue_after_pull(s: Row, t: Row, spare: int) -> Number:
 
 
 @shared
-def credit_ps(t: Row, credit: int, packet_ps: int) -> Number:
+def credit_ps(t: Row, credit: int, packet_ps: int) -> int:
     """Return the time from a PULL with ``credit`` to the next one; ``packet_ps`` is a packet's time on the link."""
     if t.kind == TransportKind.NDP:
         return packet_ps
@@ -700,13 +699,13 @@ def on_pull(s: Row, t: Row, granted: int) -> None:
 
 
 @shared
-def has_enough(m: Row) -> Number:
+def has_enough(m: Row) -> int:
     """Return whether a receiver's loss bound is met: it may do without the missing packets."""
     return m.protected == 0 and m.received >= m.required
 
 
 @shared
-def is_complete(t: Row, m: Row) -> Number:
+def is_complete(t: Row, m: Row) -> int:
     """Return whether a receiver needs no more packets: all have arrived, or the loss bound lets it stop now."""
     if m.received == m.packets:
         return True
@@ -714,7 +713,7 @@ def is_complete(t: Row, m: Row) -> Number:
 
 
 @shared
-def may_probe(m: Row) -> Number:
+def may_probe(m: Row) -> int:
     """Return whether a sender has to probe the receiver: every packet is sent and answered, and holes remain."""
     if m.holes == 0 or m.satisfied != 0 or m.probing != 0:
         return False
@@ -738,7 +737,7 @@ def on_probe_timeout(s: Row, t: Row, m: Row, now: int) -> None:
 
 
 @shared
-def on_probe_reply(s: Row, t: Row, m: Row, satisfied: int) -> Number:
+def on_probe_reply(s: Row, t: Row, m: Row, satisfied: int) -> int:
     """Stop if the receiver needs no more, otherwise send the holes again. A pFabric flow leaves probe mode.
 
     Returns whether the message has to be put into its stream's list again.
@@ -758,7 +757,7 @@ def on_probe_reply(s: Row, t: Row, m: Row, satisfied: int) -> Number:
 
 
 @shared
-def may_close(m: Row) -> Number:
+def may_close(m: Row) -> int:
     """Return whether a message is done and nothing refers to it any more.
 
     The rows of a closed graph are freed at once. So before that no packet or timer (``refs``), no transmission
@@ -773,7 +772,7 @@ def may_close(m: Row) -> Number:
 
 
 @shared
-def is_full(rules: Row, queue_packets: int, queue_bytes: int, port_bytes: int, switch_bytes: int, size: int) -> Number:
+def is_full(rules: Row, queue_packets: int, queue_bytes: int, port_bytes: int, switch_bytes: int, size: int) -> int:
     """Return whether a queue has no room for ``size`` bytes, given what waits in it, at its port, and in its switch.
 
     With DLCP an empty queue always has room: the program assumes that a tail-dropped packet has others before it.

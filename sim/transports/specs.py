@@ -263,8 +263,7 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     switch_hops
         Number of switches that share a message's drop budget: all that its packets may cross, on any path.
     error_feedback
-        Add lost values to the next step, so that ``lost_packets`` counts only the last step's losses; otherwise it
-        counts all. The packets are the same either way.
+        Add lost values to the next step; otherwise they are lost for good. The packets are the same either way.
     """
 
     ecn: ClassVar[bool] = True
@@ -291,18 +290,13 @@ class OwnTransport(TailProbeTransport, frozen=True):
 
     A subclass may have settings of its own, numbers with defaults, and any of these static methods. Each replaces the
     rule of the same name in `dlcp.sim.transports.rules`, whose documentation explains the parameters; without it, a
-    transport behaves as NewReno. Rules are compiled, so they may use nothing but numbers. They read own settings as
-    ``t.own[0]`` to ``t.own[7]``, in the order of their declaration, and change the window, ``s.window``.
+    transport behaves as NewReno. Rules are compiled, so they may use nothing but numbers. They read settings by name
+    from ``t``, where those in microseconds end with ``_ps``, and change the window, ``s.window``.
     """
 
     on_ack: ClassVar[Callable[..., Any] | None] = None
     on_loss: ClassVar[Callable[..., Any] | None] = None
     on_timeout: ClassVar[Callable[..., Any] | None] = None
-
-    @classmethod
-    def own_settings(cls) -> tuple[str, ...]:
-        """Return the names of the settings that the subclass adds."""
-        return tuple(name for name in cls.__struct_fields__ if name not in OwnTransport.__struct_fields__)
 
 
 TRANSPORTS_MAX = 32

@@ -25,7 +25,7 @@ class Gentle(OwnTransport, frozen=True, tag="gentle"):
     @staticmethod
     def on_ack(s, t, marked, rtt, number, now, limited):
         if marked != 0:
-            s.window = max(1.0, s.window * (1.0 - t.own[0]))
+            s.window = max(1.0, s.window * (1.0 - t.decrease))
         elif limited != 0:
             s.window = min(t.max_window_packets, s.window + 1.0)
 
@@ -52,8 +52,8 @@ RUN = """
 import json, sys
 import numpy as np, numba
 from dlcp.sim.transports import rules
-from dlcp.sim.engines.plan import as_rows
-from dlcp.sim.engines.kernel.state import STREAM_ROW
+from dlcp.sim.engines.plan import SWITCH_RULES_ROW, as_rows
+from dlcp.sim.engines.rows import STREAM_ROW
 from dlcp.sim.scenario import Scenario
 from dlcp.sim.simulation import Simulation, simulate
 import msgspec
@@ -85,7 +85,7 @@ streams = np.zeros(1, STREAM_ROW)
 streams["window"] = 8.0
 ack(streams, as_rows(plan.transports))
 found["compiled window"] = float(streams["window"][0])
-switch = as_rows([plan.switches])
+switch = as_rows([plan.switches], SWITCH_RULES_ROW)
 found["compiled verdicts"] = [int(verdict(switch, streams, waiting)) for waiting in (5, 15, 20)]
 print(json.dumps(found))
 """
@@ -142,9 +142,9 @@ def test_a_wrong_entry_point_is_refused_with_its_place(tmp_path, points, message
 
 
 def test_too_many_settings_are_refused(tmp_path):
-    settings = "".join(f"    s{number}: float = 0\n" for number in range(9))
+    settings = {f"s{number}": 0.0 for number in range(9)}
     module = (
-        f"from dlcp.sim.transports.specs import OwnTransport\nclass A(OwnTransport, frozen=True, tag='a'):\n{settings}"
+        f"from dlcp.sim.network.disciplines import OwnDiscipline\nclass A(OwnDiscipline):\n    settings = {settings}\n"
     )
-    done = python("import dlcp.sim", installed(tmp_path, "[dlcp.sim.transports]\na = own:A\n", module))
+    done = python("import dlcp.sim", installed(tmp_path, "[dlcp.sim.disciplines]\na = own:A\n", module))
     assert "has 9 settings; at most 8 are allowed" in done.stderr

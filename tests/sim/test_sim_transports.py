@@ -17,7 +17,6 @@ from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star, build_topology
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.simulation import failure
 from dlcp.sim.transports.rules import (
-    first_threshold,
     grant_first_window,
     measure_rtt,
     on_ack,
@@ -49,7 +48,7 @@ PACKET_PS = 1_200_000
 
 def stream(spec) -> tuple[MessageStream, TransportRules]:
     rules = make_plan(build_topology(Star(hosts=2)), SwitchSpec(), {"t": spec}, (), 1).transports[0]
-    return MessageStream(0, 0, 1, rules, 0, 0, rules.initial_window_packets, first_threshold(rules)), rules
+    return MessageStream(None, rules), rules
 
 
 def run(transport, switches: SwitchSpec, messages, topology=None, seed: int = 1, engine: str = "reference"):

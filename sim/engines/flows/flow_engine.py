@@ -2,6 +2,7 @@
 """The Python side of the engine: grow arrays, add and free graphs, change links and routes."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -11,25 +12,18 @@ from dlcp.sim.engines.arithmetic import DRAW_LIMIT
 from dlcp.sim.engines.flows import rates as r
 from dlcp.sim.engines.flows.loop import begin_nodes, relist, run, update_rates
 from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, new_entries, trace
-from dlcp.sim.engines.growing import Room, enlarged
-from dlcp.sim.engines.packet_engine import (
-    COUNTER_CELLS,
-    PORT_BYTES,
-    Completion,
-    CompletionKind,
-    Submission,
-    as_records,
-)
+from dlcp.sim.engines.growing import CompiledEngine, Room, enlarged
+from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion, Submission
 from dlcp.sim.engines.plan import (
     CUBIC_KEEP,
     DLCP_LOSS_KEEP,
-    PORT_QUEUES,
     Discipline,
     EnginePlan,
     TransportKind,
     TransportRules,
     as_rows,
 )
+from dlcp.sim.engines.rows import PORT_QUEUES
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.network.routing import Routes
 
@@ -37,37 +31,29 @@ _ENTRIES: Final = 1 << 12
 """Initial room for the paths of a graph's flows; doubled until they fit."""
 
 
-class FlowEngine:
+class FlowEngine(CompiledEngine):
     """Carries messages as fluid; see `dlcp.sim.engines.packet_engine.PacketEngine`."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        self.plan = plan
-        self._numbers = np.zeros(1, r.NUMBERS)
-        self._n = self._numbers[0]
+        numbers, transports = np.zeros(1, r.NUMBERS), as_rows(plan.transports)
+        a = SimpleNamespace(numbers=numbers, counts=np.zeros(COUNTER_CELLS, np.int64), transports=transports)
+        super().__init__(plan, a)
+        a.messages, a.graphs = np.zeros(0, r.FLUID_MESSAGE_ROW), np.zeros(0, r.FLUID_GRAPH_ROW)
+        a.flows, a.entries, a.ports = np.zeros(0, r.FLOW_ROW), new_entries(0), np.zeros(0, r.FLUID_PORT_ROW)
+        a.followers, a.finishing, a.touched, a.due = (np.zeros(0, np.int32) for _ in range(4))
+        a.event_times, a.event_nodes, a.completions = (np.zeros(0, np.int64) for _ in range(3))
+        self._n = numbers[0]
         self._n["seed"], self._n["rates_at"] = plan.seed, FOREVER_PS
         self._n["mark_above"] = min(plan.switches.mark_above, plan.switches.ecn_min)
-        self.counts: NDArray[np.int64] = np.zeros(COUNTER_CELLS, np.int64)
-        self._transports: NDArray[Any] = as_rows(plan.transports)
         self._droppable = _droppable_shares(plan)
         self._keep = np.array([_kept_share(rules) for rules in plan.transports])
         self._loss = np.array([link.loss for link in plan.links], np.int64)
-        self._messages, self._flows = np.zeros(0, r.FLUID_MESSAGE_ROW), np.zeros(0, r.FLOW_ROW)
-        self._followers, self._entries = np.zeros(0, np.int32), new_entries(0)
-        self._graphs = np.zeros(0, r.FLUID_GRAPH_ROW)
-        self._message_room, self._follower_room, self._graph_room = Room(), Room(), Room()
         self._flow_room, self._entry_room = Room(), Room()
-        self._ranges: dict[int, tuple[slice, slice]] = {}
-        self._slots: dict[int, int] = {}
-        self._numbers_of: dict[int, int] = {}
         # Flows that were added together: their rows, their entries, and their serial numbers. Those of a graph's
         # single-use streams are freed with it, by its number; others stay, by numbers below 0.
         self._batches: dict[int, tuple[slice, slice, list[int]]] = {}
         self._flow_of: dict[int, int] = {-1: -1}
         self._sent_bytes = np.zeros(len(plan.links))
-        self._ports = np.zeros(0, r.FLUID_PORT_ROW)
-        small, large = ("finishing", "touched", "due"), ("event_times", "event_nodes", "completions")
-        self._scratch: dict[str, NDArray[Any]] = {name: np.zeros(0, np.int32) for name in small}
-        self._scratch |= {name: np.zeros(0, np.int64) for name in large}
         self._set_ports(plan.routes)
         self._resize_scratch()
 
@@ -81,15 +67,9 @@ class FlowEngine:
     def run(self, limit_ps: int) -> list[Completion]:
         """Run to the end of the first instant with a completion, at most to ``limit_ps``."""
         run(self._state, limit_ps)
-        rows = self._state.completions[: 2 * int(self._n["completed"])].reshape(-1, 2).tolist()
+        found = self._completions(int(self._n["completed"]))
         self._n["completed"] = 0
-        return [self._completion(CompletionKind(kind), number) for kind, number in rows]
-
-    def _completion(self, kind: CompletionKind, number: int) -> Completion:
-        if kind == CompletionKind.NODE_DONE:
-            graph = self._numbers_of[int(self._messages[number]["graph"])]
-            return Completion(kind, graph, number - self._ranges[graph][0].start)
-        return Completion(kind, self._numbers_of[number])
+        return found
 
     def has_events(self) -> bool:
         """Return whether any events are pending."""
@@ -99,17 +79,11 @@ class FlowEngine:
 
     def submit(self, submission: Submission) -> None:
         """Start a graph. A node without predecessors begins after its delay."""
-        graph, number = submission.graph, submission.number
+        graph = submission.graph
         self._add_flows(submission)
-        nodes, edges = self._message_room.take(len(graph)), self._follower_room.take(len(graph.followers))
-        slot = self._graph_room.take(1).start
-        self._messages = enlarged(self._messages, nodes.stop)
-        self._followers = enlarged(self._followers, edges.stop)
-        self._graphs = enlarged(self._graphs, slot + 1)
-        self._ranges[number], self._slots[number], self._numbers_of[slot] = (nodes, edges), slot, number
-        self._graphs[slot] = (len(graph), len(graph) + np.count_nonzero(submission.sizes["packets"]))
-        self._followers[edges] = graph.followers + nodes.start
-        rows = self._messages[nodes]
+        slot, nodes, edges = self._place(submission)
+        self._a.graphs[slot] = (len(graph), len(graph) + np.count_nonzero(submission.sizes["packets"]))
+        rows = self._a.messages[nodes]
         serials, inverse = np.unique(submission.streams, return_inverse=True)
         rows["flow"] = np.array([self._flow_of[serial] for serial in serials.tolist()], np.int32)[inverse]
         rows["graph"], rows["waits"] = slot, graph.waits
@@ -123,22 +97,11 @@ class FlowEngine:
         first = np.flatnonzero(graph.waits == 0)
         begin_nodes(self._state, submission.now_ps + graph.nodes["delay_ps"][first], first + nodes.start)
 
-    def records(self, number: int) -> NDArray[Any]:
-        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
-        return as_records(self._messages[self._ranges[number][0]])
-
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
         """Refuse: fluid has no packets."""
         raise ValueError("the engine `flows` does not know which packets are missing; use `packets`")
 
-    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
-        """Set the sizes of messages that have not begun; see `dlcp.sim.engines.packet_engine.PacketEngine.resize`."""
-        rows = self._messages[self._ranges[number][0]]
-        waiting = rows["begin"][nodes] < 0
-        self._set_sizes(rows, nodes[waiting], sizes[waiting])
-
     def _set_sizes(self, rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
-        """Write `MESSAGE_SIZE` rows into rows of messages."""
         for name in ("packets", "last_bytes", "allowed"):
             rows[name][where] = sizes[name]
         droppable = self._droppable[sizes["profile"]] * (sizes["packets"] - sizes["upper"])
@@ -146,12 +109,7 @@ class FlowEngine:
 
     def forget(self, number: int) -> None:
         """Free the rows of a closed graph, and of its single-use streams."""
-        nodes, edges = self._ranges.pop(number)
-        self._message_room.give(nodes)
-        self._follower_room.give(edges)
-        slot = self._slots.pop(number)
-        del self._numbers_of[slot]
-        self._graph_room.give(slice(slot, slot + 1))
+        super().forget(number)
         flows, entries, serials = self._batches.pop(number, (slice(0, 0), slice(0, 0), []))
         self._flow_room.give(flows)
         self._entry_room.give(entries)
@@ -165,12 +123,12 @@ class FlowEngine:
             if not len(new):
                 continue
             flows = self._flow_room.take(len(new))
-            self._flows = enlarged(self._flows, flows.stop)
-            rows = self._flows[flows]
+            self._a.flows = enlarged(self._a.flows, flows.stop)
+            rows = self._a.flows[flows]
             touched = rows["touched"].copy()  # a freed row may still be in the list of touched ones
             rows.view(np.uint8)[:] = 0
             rows["touched"], rows["head"], rows["heap_at"] = touched, -1, -1
-            rows["window"] = self._transports["initial_window_packets"][new["transport"]]
+            rows["window"] = self._a.transports["initial_window_packets"][new["transport"]]
             for name in ("source", "target", "transport", "path_hash", "reverse_path_hash", "single_use"):
                 rows[name] = new[name]
             serials = new["serial"].tolist()
@@ -191,7 +149,7 @@ class FlowEngine:
 
     def _change_paths(self, routes: Routes | None) -> None:
         """Find the paths of all flows anew, and continue on these; without routes, only measure them anew."""
-        active = np.flatnonzero(self._flows["active"]).tolist()
+        active = np.flatnonzero(self._a.flows["active"]).tolist()
         for flow in active:
             relist(self._state, flow, 0)
         update_rates(self._state)
@@ -210,7 +168,7 @@ class FlowEngine:
 
     def _set_ports(self, routes: Routes) -> None:
         """Make the ports of these routes; all links of a port have the same rate."""
-        if len(self._ports):
+        if len(self._a.ports):
             self._collect_bytes()
         self._map = PortMap.of(self.plan, routes)
         self._network = network_of(self.plan, routes, self._map)
@@ -219,14 +177,14 @@ class FlowEngine:
         source = np.array([link.source for link in self.plan.links])
         delay = np.array([float(link.delay_ps) for link in self.plan.links])
         prioritized = self.plan.switches.discipline in (Discipline.PRIORITY, Discipline.DLCP)
-        self._ports = np.zeros(len(size), r.FLUID_PORT_ROW)
-        self._ports["capacity"] = np.bincount(number, rate)
-        self._ports["ordered"][number] = (source < self.plan.hosts) | prioritized  # a host serves urgent queues first
-        self._levels = np.zeros(len(size) * PORT_QUEUES, r.LEVEL_ROW)
-        self._levels["level"], self._levels["head"] = r.UNLIMITED, -1
-        self._stale = np.zeros(len(self._levels), np.int32)
+        self._a.ports = np.zeros(len(size), r.FLUID_PORT_ROW)
+        self._a.ports["capacity"] = np.bincount(number, rate)
+        self._a.ports["ordered"][number] = (source < self.plan.hosts) | prioritized  # hosts serve urgent queues first
+        self._a.levels = np.zeros(len(size) * PORT_QUEUES, r.LEVEL_ROW)
+        self._a.levels["level"], self._a.levels["head"] = r.UNLIMITED, -1
+        self._a.stale = np.zeros(len(self._a.levels), np.int32)
         self._n["stale_first"] = self._n["stale_count"] = 0
-        self._ports["delay"][number], self._ports["ps_per_byte"][number] = delay, 1 / rate
+        self._a.ports["delay"][number], self._a.ports["ps_per_byte"][number] = delay, 1 / rate
 
     def _find_paths(self, key: int) -> None:
         """Find the paths of a batch of flows."""
@@ -235,27 +193,31 @@ class FlowEngine:
         found, room = -1, _ENTRIES
         while found < 0:
             entries, room = new_entries(room), 2 * room
-            sprayed = self._transports["sprayed"]
-            found = trace(entries, self._flows[flows], sprayed, self._network, even_acks)
+            sprayed = self._a.transports["sprayed"]
+            found = trace(entries, self._a.flows[flows], sprayed, self._network, even_acks)
         own = self._entry_room.take(found)
-        self._entries = enlarged(self._entries, own.stop)
-        self._entries[own] = entries[:found]
-        self._flows["entries"][flows] += own.start
-        ends = np.repeat(np.arange(flows.start, flows.stop), self._path_lengths(flows))
-        self._entries["flow"][own] = ends
+        self._a.entries = enlarged(self._a.entries, own.stop)
+        self._a.entries[own] = entries[:found]
+        self._a.flows["entries"][flows] += own.start
+        lengths = self._a.flows["forward"][flows] + self._a.flows["backward"][flows]
+        self._a.entries["flow"][own] = np.repeat(np.arange(flows.start, flows.stop), lengths)
         self._batches[key] = (flows, own, serials)
         self._measure(key)
-
-    def _path_lengths(self, flows: slice) -> NDArray[np.int32]:
-        lengths: NDArray[np.int32] = self._flows["forward"][flows] + self._flows["backward"][flows]
-        return lengths
 
     def _measure(self, key: int) -> None:
         """Derive what follows from the paths of a batch of flows."""
         loss = np.bincount(self._map.port, self._loss / DRAW_LIMIT) / self._map.size
-        whole = (self._transports["header_bytes"] + self._transports["payload"]).astype(float)
-        acks = self._transports["ack_bytes"].astype(float)
-        measure_paths(self._entries, self._flows[self._batches[key][0]], self._ports, loss, whole, acks, self._keep)
+        whole = (self._a.transports["header_bytes"] + self._a.transports["payload"]).astype(float)
+        acks = self._a.transports["ack_bytes"].astype(float)
+        measure_paths(
+            self._a.entries,
+            self._a.flows[self._batches[key][0]],
+            self._a.ports,
+            loss,
+            whole,
+            acks,
+            self._keep,
+        )
 
     def port_bytes(self) -> NDArray[Any]:
         """Return the bytes at each link, `PORT_BYTES` (links,). Nothing is queued: rates never exceed capacities."""
@@ -266,32 +228,20 @@ class FlowEngine:
 
     def _collect_bytes(self) -> None:
         """Add what ports have carried to their links, in equal parts."""
-        self._sent_bytes += (self._ports["sent_bytes"] / self._map.size)[self._map.port]
-        self._ports["sent_bytes"] = 0
+        self._sent_bytes += (self._a.ports["sent_bytes"] / self._map.size)[self._map.port]
+        self._a.ports["sent_bytes"] = 0
 
     # ------------------------------------------------------------------------------------------------------- growth
 
     def _resize_scratch(self) -> None:
         """Make room for an event of each message and each flow, and pass all arrays to the compiled code."""
-        flows, messages = len(self._flows), len(self._messages)
+        a = self._a
+        flows, messages = len(a.flows), len(a.messages)
         needed = {"finishing": flows, "touched": flows, "due": messages, "event_times": messages}
-        needed |= {"event_nodes": messages, "completions": 2 * (messages + 2 * len(self._graphs))}
+        needed |= {"event_nodes": messages, "completions": 2 * (messages + 2 * len(a.graphs))}
         for name, rows in needed.items():
-            self._scratch[name] = enlarged(self._scratch[name], rows)
-        self._state = r.FlowState(
-            numbers=self._numbers,
-            messages=self._messages,
-            followers=self._followers,
-            graphs=self._graphs,
-            flows=self._flows,
-            entries=self._entries,
-            ports=self._ports,
-            levels=self._levels,
-            stale=self._stale,
-            transports=self._transports,
-            counts=self.counts,
-            **self._scratch,
-        )
+            setattr(a, name, enlarged(getattr(a, name), rows))
+        self._state = r.FlowState(**vars(a))
 
 
 def _kept_share(rules: TransportRules) -> float:

@@ -8,6 +8,9 @@ between, a flow that begins has the rate of others on its path, or what they lea
 import math
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.engines.arithmetic import DRAW_LIMIT
 from dlcp.sim.engines.flows.rates import (
     RATES_EVERY_PS,
@@ -25,9 +28,9 @@ from dlcp.sim.engines.flows.rates import (
     unlist_flow,
 )
 from dlcp.sim.engines.jit import call, entry
+from dlcp.sim.engines.kernel.events import heap_pop, heap_push
 from dlcp.sim.engines.kernel.state import mix
 from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
-from dlcp.sim.engines.plan import Number
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.transports.rules import first_threshold
 
@@ -40,54 +43,20 @@ BEGIN, ARRIVE = 0, 1
 
 
 @call
-def before(w: FlowState, one: int, other: int) -> Number:
-    """Return whether the event at one position of the heap comes before another; nodes break ties."""
-    if w.event_times[one] != w.event_times[other]:
-        return w.event_times[one] < w.event_times[other]
-    return w.event_nodes[one] < w.event_nodes[other]
-
-
-@call
-def swap(w: FlowState, one: int, other: int) -> None:
-    """Exchange two events."""
-    w.event_times[one], w.event_times[other] = w.event_times[other], w.event_times[one]
-    w.event_nodes[one], w.event_nodes[other] = w.event_nodes[other], w.event_nodes[one]
-
-
-@call
 def push_event(w: FlowState, time: int, kind: int, node: int) -> None:
-    """Schedule the beginning of a node, or the arrival of its message."""
+    """Schedule the beginning of a node, or the arrival of its message; of events at one time, nodes break ties."""
     n = w.numbers[0]
-    at = n.events
+    heap_push(w.event_times, w.event_nodes, n.events, time, 2 * node + kind)
     n.events += 1
-    w.event_times[at] = time
-    w.event_nodes[at] = 2 * node + kind
-    while at > 0:
-        parent = (at - 1) >> 1
-        if before(w, parent, at):
-            break
-        swap(w, parent, at)
-        at = parent
 
 
 @call
-def pop_event(w: FlowState) -> Number:
+def pop_event(w: FlowState) -> int:
     """Remove the first event; return its node and kind."""
     n = w.numbers[0]
     first = w.event_nodes[0]
     n.events -= 1
-    swap(w, 0, n.events)
-    at = 0
-    while True:
-        child = 2 * at + 1
-        if child >= n.events:
-            break
-        if child + 1 < n.events and before(w, child + 1, child):
-            child += 1
-        if before(w, at, child):
-            break
-        swap(w, at, child)
-        at = child
+    heap_pop(w.event_times, w.event_nodes, n.events)
     return first
 
 
@@ -106,7 +75,7 @@ def schedule(w: FlowState, node: int, time: int) -> None:
 
 
 @call
-def take_due(w: FlowState) -> Number:
+def take_due(w: FlowState) -> int:
     """Return the next node that begins now."""
     n = w.numbers[0]
     node = w.due[n.due_first]
@@ -226,7 +195,7 @@ def start_sending(w: FlowState, flow: int) -> None:
 
 
 @call
-def window_limit(w: FlowState, flow: int) -> Number:
+def window_limit(w: FlowState, flow: int) -> int:
     """Return the mean rate that a stream's window lets its message have, and grow the window.
 
     A window that does not fill the path is sent at once, and the next one a round trip later.
@@ -425,7 +394,7 @@ def run(w: FlowState, limit: int) -> None:
 
 
 @entry
-def begin_nodes(w: FlowState, times: Number, nodes: Number) -> None:
+def begin_nodes(w: FlowState, times: NDArray[np.int64], nodes: NDArray[np.int64]) -> None:
     """Schedule the first nodes of a graph."""
     for position in range(len(nodes)):
         push_event(w, times[position], BEGIN, nodes[position])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dlcp.sim.engines.flows.rates import ENTRY_ROW, UNLIMITED
 from dlcp.sim.engines.jit import call, entry
 from dlcp.sim.engines.kernel.state import mix
-from dlcp.sim.engines.plan import Discipline, EnginePlan, Number
+from dlcp.sim.engines.plan import Discipline, EnginePlan
 from dlcp.sim.network.routing import Routes, cell_of
 
 DELIVERY_MIN: Final = 0.01
@@ -80,7 +80,7 @@ def _colours(plan: EnginePlan, label: list[Any]) -> list[int]:
 
 
 @call
-def add_port(entries: Number, first: int, used: int, port: int, share: float) -> Number:
+def add_port(entries: NDArray[Any], first: int, used: int, port: int, share: float) -> int:
     """Add a share of a flow to a port; return the number of ports so far."""
     for at in range(first, first + used):
         if entries[at].port == port:
@@ -93,15 +93,15 @@ def add_port(entries: Number, first: int, used: int, port: int, share: float) ->
 
 @call
 def walk(
-    entries: Number,
+    entries: NDArray[Any],
     first: int,
-    network: Number,
-    around: Number,
+    network: tuple[Any, ...],
+    around: tuple[NDArray[np.int32], NDArray[np.float64]],
     source: int,
     target: int,
     path_hash: int,
     spread: int,
-) -> Number:
+) -> int:
     """Write the ports of a path to ``entries``; return their number: 0 if there is no path, -1 if there is no room.
 
     ``spread``: follow all shortest paths evenly, not the one that the hash chooses.
@@ -153,7 +153,9 @@ def walk(
 
 
 @entry
-def trace(entries: Number, flows: Number, sprayed: Number, network: Number, even_acks: int) -> Number:
+def trace(
+    entries: NDArray[Any], flows: NDArray[Any], sprayed: NDArray[Any], network: tuple[Any, ...], even_acks: int
+) -> int:
     """Write the paths of flows to ``entries``; return the number of entries, or -1 if there is no room."""
     nodes = len(network[0])
     around = (np.empty(nodes, np.int32), np.empty(nodes, np.float64))
@@ -175,7 +177,13 @@ def trace(entries: Number, flows: Number, sprayed: Number, network: Number, even
 
 @entry
 def measure_paths(
-    entries: Number, flows: Number, ports: Number, loss: Number, whole_bytes: Number, ack_bytes: Number, keep: Number
+    entries: NDArray[Any],
+    flows: NDArray[Any],
+    ports: NDArray[Any],
+    loss: NDArray[np.float64],
+    whole_bytes: NDArray[np.float64],
+    ack_bytes: NDArray[np.float64],
+    keep: NDArray[np.float64],
 ) -> None:
     """Derive what follows from the flows' paths: round trip, delivery, and the rate that losses allow.
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.engines.jit import call
-from dlcp.sim.engines.plan import PORT_QUEUES, Number
+from dlcp.sim.engines.rows import PORT_QUEUES
 from dlcp.sim.jobs.graph import row_type
 from dlcp.sim.limits import FOREVER_PS
 
@@ -132,7 +132,7 @@ def place(w: FlowState, at: int, flow: int) -> None:
 
 
 @call
-def is_later(w: FlowState, one: int, other: int) -> Number:
+def is_later(w: FlowState, one: int, other: int) -> int:
     """Return whether a flow finishes later than another; messages that began together keep their order."""
     if w.flows[one].finish != w.flows[other].finish:
         return w.flows[one].finish > w.flows[other].finish
@@ -204,7 +204,7 @@ def mark_stale(w: FlowState, level: int) -> None:
 
 
 @call
-def is_overloaded(w: FlowState, port: int) -> Number:
+def is_overloaded(w: FlowState, port: int) -> int:
     """Return whether flows have more than a port's capacity."""
     p = w.ports[port]
     total = p.control
@@ -376,7 +376,7 @@ def compute_rates(w: FlowState) -> None:
 
 
 @call
-def whole_bytes(w: FlowState, flow: int) -> Number:
+def whole_bytes(w: FlowState, flow: int) -> int:
     """Return the size of a flow's full packets on the wire."""
     t = w.transports[w.flows[flow].transport]
     return t.header_bytes + t.payload
@@ -419,7 +419,7 @@ def set_finish(w: FlowState, flow: int) -> None:
 
 
 @call
-def apart_bytes(w: FlowState, flow: int) -> Number:
+def apart_bytes(w: FlowState, flow: int) -> int:
     """Return the size on the wire of the next packet that is sent by itself."""
     f = w.flows[flow]
     t = w.transports[f.transport]
@@ -427,7 +427,7 @@ def apart_bytes(w: FlowState, flow: int) -> Number:
 
 
 @call
-def turn_of(w: FlowState, flow: int) -> Number:
+def turn_of(w: FlowState, flow: int) -> int:
     """Return the time in which each flow at the bottleneck sends a packet like the next one of this flow.
 
     In that time this flow's packet is sent, in its turn. A flow that others do not limit sends it at the end.

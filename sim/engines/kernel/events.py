@@ -11,7 +11,8 @@ from typing import Final
 
 from dlcp.sim.engines.jit import call
 from dlcp.sim.engines.kernel import state as k
-from dlcp.sim.engines.plan import Number, PacketKind, Row
+from dlcp.sim.engines.plan import PacketKind
+from dlcp.sim.engines.rows import Row
 
 TIME_BUCKETS: Final = 1 << 14
 LARGE_LINKS: Final = 512
@@ -57,7 +58,7 @@ def pop(w: Row) -> None:
 
 
 @call
-def advance(w: Row) -> Number:
+def advance(w: Row) -> int:
     """Fill the empty small heap with the events of the next nonempty bucket; return their number."""
     far_times = k.far_times_of(w)
     far_keys = k.far_keys_of(w)
@@ -71,13 +72,12 @@ def advance(w: Row) -> Number:
     times = k.times_of(w)
     keys = k.keys_of(w)
     events = k.events_of(w)
-    buckets = k.buckets_of(w)
     length = 0
     # The lists form a ring. A bucket more than one round ahead can only come from the large heap; the list in its slot
     # belongs to an earlier bucket, which would have been found first if it had any events.
     if w.bucketed > 0 and bucket - w.bucket_now < TIME_BUCKETS:
         slot = bucket & (TIME_BUCKETS - 1)
-        event = buckets[slot]
+        event = k.buckets_of(w)[slot]
         while event >= 0:
             e = events[event]
             heap_push(times, keys, length, e.time, e.key)
@@ -86,7 +86,7 @@ def advance(w: Row) -> Number:
             e.next = w.free_event
             w.free_event = event
             event = following
-        buckets[slot] = -1
+        k.buckets_of(w)[slot] = -1
         k.occupied_of(w)[slot // BUCKETS_PER_WORD] &= ~(1 << (slot % BUCKETS_PER_WORD))
         w.bucketed -= length
     while w.far_length > 0 and far_times[0] >> w.bucket_shift <= bucket:
@@ -128,7 +128,7 @@ def prefetch(w: Row) -> None:
 
 
 @call
-def next_bucket(w: Row) -> Number:
+def next_bucket(w: Row) -> int:
     """Return the next bucket with events in its list. It exists within one round, because ``bucketed`` is above 0."""
     occupied = k.occupied_of(w)
     bucket = w.bucket_now + 1

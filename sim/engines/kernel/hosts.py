@@ -18,14 +18,12 @@ from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.kernel.events import push
 from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
 from dlcp.sim.engines.plan import (
-    PORT_QUEUES,
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
-    Number,
     PacketKind,
-    Row,
     TransportKind,
 )
+from dlcp.sim.engines.rows import PORT_QUEUES, Row
 from dlcp.sim.transports import rules
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
@@ -38,7 +36,7 @@ CONTROL_RANK: Final = -1
 
 
 @call
-def allocate_packet(w: Row) -> Number:
+def allocate_packet(w: Row) -> int:
     """Return an unused packet row. The loop ensures before each event that there is one."""
     packet = w.free_packet_head
     w.free_packet_head = k.packets_of(w)[packet].next
@@ -68,9 +66,8 @@ def remove_packet(w: Row, packet: int) -> None:
 @call
 def free_transmission(w: Row, transmission: int) -> None:
     """Free a transmission's row. Its serial number becomes -1, so that no late acknowledgement matches it."""
-    transmissions = k.transmissions_of(w)
-    transmissions[transmission].serial = -1
-    transmissions[transmission].next = w.free_transmission_head
+    k.transmissions_of(w)[transmission].serial = -1
+    k.transmissions_of(w)[transmission].next = w.free_transmission_head
     w.free_transmission_head = transmission
     w.free_transmissions += 1
 
@@ -119,22 +116,20 @@ def complete_node(w: Row, message: int, now: int) -> None:
 @call
 def report_completion(w: Row, kind: int, number: int) -> None:
     """Record a completion for Python. The loop ensures before each event that there is room."""
-    completions = k.completions_of(w)
-    completions[2 * w.completed] = kind
-    completions[2 * w.completed + 1] = number
+    k.completions_of(w)[2 * w.completed] = kind
+    k.completions_of(w)[2 * w.completed + 1] = number
     w.completed += 1
 
 
 @call
 def close_message(w: Row, message: int) -> None:
     """Close a message if it is done and nothing refers to it any more."""
-    streams = k.streams_of(w)
     m = k.messages_of(w)[message]
     if not rules.may_close(m):
         return
     m.closed = 1
-    if m.packets > 0 and streams[m.stream].single_use != 0:
-        streams[m.stream].dead = 1
+    if m.packets > 0 and k.streams_of(w)[m.stream].single_use != 0:
+        k.streams_of(w)[m.stream].dead = 1
         free_stream_if_dead(w, m.stream)
     graph = k.graphs_of(w)[m.graph]
     graph.open -= 1
@@ -209,13 +204,13 @@ def enqueue_message(w: Row, stream: int, message: int) -> None:
 
 
 @call
-def may_send(s: Row, t: Row) -> Number:
+def may_send(s: Row, t: Row) -> int:
     """Return whether a stream's window is open and its lists are not empty."""
     return (s.retransmissions.head >= 0 or s.head >= 0) and rules.window_is_open(s, t)
 
 
 @call
-def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
+def next_transmission(w: Row, port: int, stream: int, now: int) -> int:
     """Return what a stream sends next: nothing, a retransmission, or the next packet of its first message.
 
     Entries that need not be sent any more are removed. That may trigger a probe of a receiver through ``port``, which
@@ -267,30 +262,27 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> Number:
 
 
 @call
-def is_missing_hole(state: int) -> Number:
+def is_missing_hole(state: int) -> int:
     """Return whether a packet is a hole that the receiver still lacks."""
     return (state & (k.STATE_MASK | k.STATE_RECEIVED)) == k.STATE_HOLE
 
 
 @call
-def next_queue(w: Row, stream: int) -> Number:
+def next_queue(w: Row, stream: int) -> int:
     """Return the queue of the packet at the head of a stream's lists."""
-    messages = k.messages_of(w)
-    transports = k.transports_of(w)
     s = k.streams_of(w)[stream]
     if s.retransmissions.head >= 0:
         r = k.transmissions_of(w)[s.retransmissions.head]
-        return rules.queue_of(transports[s.transport], messages[r.message], r.index)
-    m = messages[s.head]
-    return rules.queue_of(transports[s.transport], m, m.next_index)
+        return rules.queue_of(k.transports_of(w)[s.transport], k.messages_of(w)[r.message], r.index)
+    m = k.messages_of(w)[s.head]
+    return rules.queue_of(k.transports_of(w)[s.transport], m, m.next_index)
 
 
 @call
 def make_ready(w: Row, port: int, stream: int, queue: int) -> None:
     """Append a stream to an interface's list of ready streams."""
-    streams = k.streams_of(w)
-    streams[stream].ready = 1
-    k.append(streams, k.queues_of(w)[port * PORT_QUEUES + queue], stream)
+    k.streams_of(w)[stream].ready = 1
+    k.append(k.streams_of(w), k.queues_of(w)[port * PORT_QUEUES + queue], stream)
     k.ports_of(w)[port].nonempty |= 1 << queue
 
 
@@ -325,12 +317,9 @@ def move_smallest_first(w: Row, port: int, queue: int) -> None:
 
 
 @call
-def transmit(w: Row, stream: int, what: int, now: int) -> Number:
+def transmit(w: Row, stream: int, what: int, now: int) -> int:
     """Build and return the packet that `next_transmission` has found, and put it in flight."""
-    messages = k.messages_of(w)
     transmissions = k.transmissions_of(w)
-    states = k.states_of(w)
-    counts = k.counts_of(w)
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]
     retransmission = 0
@@ -340,12 +329,12 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
         s.retransmissions.head = r.next
         message = r.message
         index = r.index
-        m = messages[message]
+        m = k.messages_of(w)[message]
         m.retransmits -= 1
         retransmission = 1
     else:
         message = s.head
-        m = messages[message]
+        m = k.messages_of(w)[message]
         index = m.next_index
         m.next_index = index + 1
         transmission = w.free_transmission_head
@@ -363,8 +352,8 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
             m.listed = 0
     queue = rules.queue_of(t, m, index)
     cell = m.offset + index
-    state = states[cell]
-    states[cell] = (state & ~k.STATE_MASK) | k.STATE_IN_FLIGHT
+    state = k.states_of(w)[cell]
+    k.states_of(w)[cell] = (state & ~k.STATE_MASK) | k.STATE_IN_FLIGHT
     # Transmission rows are reused, so an acknowledgement is valid only with this packet's serial number.
     serial = w.serial
     w.serial = serial + 1
@@ -383,8 +372,8 @@ def transmit(w: Row, stream: int, what: int, now: int) -> Number:
     arm_timer(w, s, stream)
     if s.in_flight > w.in_flight_max:
         w.in_flight_max = s.in_flight
-    counts[EngineCounter.SENT] += 1
-    counts[EngineCounter.RETRANSMITTED] += retransmission
+    k.counts_of(w)[EngineCounter.SENT] += 1
+    k.counts_of(w)[EngineCounter.RETRANSMITTED] += retransmission
     packet = allocate_packet(w)
     x = k.packets_of(w)[packet]
     x.serial = serial
@@ -437,7 +426,7 @@ def make_control(w: Row, s: Row, t: Row, packet: int, kind: int, back: int) -> N
 
 
 @call
-def new_control(w: Row, message: int, kind: int, back: int) -> Number:
+def new_control(w: Row, message: int, kind: int, back: int) -> int:
     """Return a new control packet of a message's stream."""
     m = k.messages_of(w)[message]
     packet = allocate_packet(w)
@@ -497,7 +486,6 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
     """Handle an ACK at the sender, whose interface is ``port``; it may show that earlier packets are lost."""
     transmissions = k.transmissions_of(w)
     states = k.states_of(w)
-    counts = k.counts_of(w)
     x = k.packets_of(w)[packet]
     message = x.message
     m = k.messages_of(w)[message]
@@ -542,7 +530,7 @@ def receive_ack(w: Row, port: int, packet: int, now: int) -> None:
         rules.restart_timers(s, t, now)
         arm_timer(w, s, m.stream)
     else:
-        counts[EngineCounter.LATE_ACKS] += 1
+        k.counts_of(w)[EngineCounter.LATE_ACKS] += 1
         known = state & k.STATE_MASK
         if known in (k.STATE_LOST, k.STATE_HOLE):
             states[cell] = (state & ~k.STATE_MASK) | k.STATE_ACKED
@@ -575,7 +563,6 @@ def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
 @call
 def declare_lost(w: Row, transmission: int) -> None:
     """Declare a packet in flight lost: queue its retransmission, or make it a hole if the message may do without it."""
-    states = k.states_of(w)
     r = k.transmissions_of(w)[transmission]
     m = k.messages_of(w)[r.message]
     s = k.streams_of(w)[m.stream]
@@ -583,10 +570,10 @@ def declare_lost(w: Row, transmission: int) -> None:
     m.congested = 1
     k.counts_of(w)[EngineCounter.DECLARED_LOST] += 1
     cell = m.offset + r.index
-    state = states[cell]
+    state = k.states_of(w)[cell]
     if m.satisfied != 0 or (m.bounded != 0 and (state & k.CLASS_MASK) != 0):
         s.repairing -= r.repeated
-        states[cell] = (state & ~k.STATE_MASK) | k.STATE_HOLE
+        k.states_of(w)[cell] = (state & ~k.STATE_MASK) | k.STATE_HOLE
         m.holes += 1
         free_transmission(w, transmission)
         return
@@ -605,18 +592,16 @@ def lose(w: Row, port: int, transmission: int, now: int) -> None:
 @call
 def queue_retransmission(w: Row, s: Row, transmission: int) -> None:
     """Append a packet that was in flight to its stream's retransmission queue."""
-    transmissions = k.transmissions_of(w)
-    states = k.states_of(w)
-    r = transmissions[transmission]
+    r = k.transmissions_of(w)[transmission]
     m = k.messages_of(w)[r.message]
     cell = m.offset + r.index
-    states[cell] = (states[cell] & ~k.STATE_MASK) | k.STATE_LOST
+    k.states_of(w)[cell] = (k.states_of(w)[cell] & ~k.STATE_MASK) | k.STATE_LOST
     m.retransmits += 1
     rules.add_backlog(s, k.transports_of(w)[s.transport], 1)
     s.repairing += 1 - r.repeated
     r.repeated = 1
     r.serial = -1
-    k.append(transmissions, s.retransmissions, transmission)
+    k.append(k.transmissions_of(w), s.retransmissions, transmission)
 
 
 # --------------------------------------------------------------------------------------------------------------- timers
@@ -633,13 +618,13 @@ def arm_timer(w: Row, s: Row, stream: int) -> None:
 
 
 @call
-def awaits_reply(s: Row, t: Row) -> Number:
+def awaits_reply(s: Row, t: Row) -> int:
     """Return whether a stream with nothing in flight waits for a PULL, or for a reply to a probe."""
     return (s.retransmissions.head >= 0 or s.head >= 0) and rules.needs_reply(s, t)
 
 
 @call
-def stream_timer(w: Row, port: int, stream: int, now: int) -> Number:
+def stream_timer(w: Row, port: int, stream: int, now: int) -> int:
     """Handle the timers that are due; return whether the stream may have something to send."""
     s = k.streams_of(w)[stream]
     t = k.transports_of(w)[s.transport]
@@ -709,8 +694,6 @@ def probe_tail(w: Row, stream: int, now: int) -> None:
 @call
 def receive_data(w: Row, port: int, packet: int, now: int) -> None:
     """Receive a packet at its target, and return its row through ``port`` as the acknowledgement."""
-    states = k.states_of(w)
-    counts = k.counts_of(w)
     x = k.packets_of(w)[packet]
     m = k.messages_of(w)[x.message]
     t = k.transports_of(w)[m.transport]
@@ -720,12 +703,12 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
         m.trims += 1
     else:
         cell = m.offset + x.index
-        state = states[cell]
+        state = k.states_of(w)[cell]
         if state & k.STATE_RECEIVED != 0:
-            counts[EngineCounter.DUPLICATES] += 1
+            k.counts_of(w)[EngineCounter.DUPLICATES] += 1
         else:
-            states[cell] = state | k.STATE_RECEIVED | (k.STATE_DELIVERED if m.done == 0 else 0)
-            counts[EngineCounter.ARRIVED] += 1
+            k.states_of(w)[cell] = state | k.STATE_RECEIVED | (k.STATE_DELIVERED if m.done == 0 else 0)
+            k.counts_of(w)[EngineCounter.ARRIVED] += 1
             m.received += 1
             if m.bounded != 0 and state & k.CLASS_MASK == 0:
                 m.protected -= 1

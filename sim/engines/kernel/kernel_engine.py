@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.growing import Room, aligned_zeros, enlarged
+from dlcp.sim.engines.growing import CompiledEngine, Room, aligned_zeros, enlarged
 from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.engines.kernel.loop import begin_nodes, run
@@ -18,11 +18,10 @@ from dlcp.sim.engines.packet_engine import (
     PORT_BYTES,
     STREAM_START,
     Completion,
-    CompletionKind,
     Submission,
-    as_records,
 )
-from dlcp.sim.engines.plan import PORT_QUEUES, SLOT_REGISTER_SIZE, Discipline, EnginePlan, as_rows
+from dlcp.sim.engines.plan import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
+from dlcp.sim.engines.rows import PORT_QUEUES
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.transports.rules import first_threshold
 
@@ -33,17 +32,16 @@ _ROWS_AT_ONCE: Final = 2048
 """Nodes of a graph that are written at once: their rows fit in the second-level cache."""
 
 
-class KernelEngine:
+class KernelEngine(CompiledEngine):
     """Runs a plan in the compiled kernel; see `dlcp.sim.engines.packet_engine.PacketEngine`."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        self.plan = plan
+        a = self._a = SimpleNamespace(**{name: np.zeros(0, row) for name, row in k.ARRAYS.items()})
+        super().__init__(plan, a)
         self._world = np.zeros(1, k.WORLD)
         self._w = self._world[0]
         self._w["hosts"] = plan.hosts
         self._w["free_stream"] = -1
-        # The arrays of the record, by their names in `k.ARRAYS`. Growing an array replaces it.
-        a = self._a = SimpleNamespace(**{name: np.zeros(0, row) for name, row in k.ARRAYS.items()})
         a.counts, a.profiles = np.zeros(COUNTER_CELLS, np.int64), plan.profiles
         a.buckets = np.full(TIME_BUCKETS, -1, np.int32)
         a.occupied = np.zeros(TIME_BUCKETS // BUCKETS_PER_WORD, np.int64)
@@ -60,25 +58,15 @@ class KernelEngine:
         a.slots = np.zeros((switches, SLOT_REGISTER_SIZE) if has_slots else (1, 1), k.SLOT_ROW)
         self._stream_count = 0
         self._stream_rows: dict[int, int] = {-1: -1}
-        a.graphs = np.zeros(16, k.GRAPH_ROW)
         a.completions = np.zeros((_COMPLETIONS, 2), np.int64)
-        a.rules, a.transports = as_rows([plan.switches]), as_rows(plan.transports)
+        a.rules, a.transports = as_rows([plan.switches], SWITCH_RULES_ROW), as_rows(plan.transports)
         self.set_routes(plan.routes)
-        self._free_graphs = list(range(15, -1, -1))
-        self._ranges: dict[int, tuple[slice, slice, slice]] = {}
-        self._graph_numbers: dict[int, int] = {}
-        self._message_room, self._state_room, self._follower_room = Room(), Room(), Room()
+        self._state_room, self._segments = Room(), dict[int, slice]()
         self._bound: dict[str, NDArray[Any]] = {}
         self._grow_pool("packet")
         self._grow_pool("transmission")
 
     # ------------------------------------------------------------------------------------------------------ running
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """Return the counts, indexed by `dlcp.sim.engines.packet_engine.EngineCounter`."""
-        counts: NDArray[np.int64] = self._a.counts
-        return counts
 
     def _bind(self) -> None:
         """Store the addresses of replaced arrays in the record."""
@@ -99,15 +87,9 @@ class KernelEngine:
             if run(self._world, limit_ps):
                 break
             self._grow()
-        rows = self._a.completions[: self._w["completed"]].tolist()
+        found = self._completions(int(self._w["completed"]))
         self._w["completed"] = 0
-        return [self._completion(CompletionKind(kind), number) for kind, number in rows]
-
-    def _completion(self, kind: CompletionKind, number: int) -> Completion:
-        if kind == CompletionKind.NODE_DONE:
-            slot = int(self._a.messages[number]["graph"])
-            return Completion(kind, self._graph_numbers[slot], number - self._ranges[slot][0].start)
-        return Completion(kind, self._graph_numbers[number])
+        return found
 
     def has_events(self) -> bool:
         """Return whether any events are pending."""
@@ -118,21 +100,14 @@ class KernelEngine:
     def submit(self, submission: Submission) -> None:
         """Start a graph. A node without predecessors begins after its delay."""
         graph = submission.graph
-        count = len(graph)
         self._add_streams(submission.new_streams)
-        nodes = self._message_room.take(count)
-        segments = self._state_room.take(int(submission.sizes["packets"].sum()))
-        edges = self._follower_room.take(len(graph.followers))
+        segment = self._segments[submission.number] = self._state_room.take(int(submission.sizes["packets"].sum()))
+        self._a.states = enlarged(self._a.states, segment.stop)
+        self._a.states[segment] = 0
+        slot, nodes, edges = self._place(submission)
         _refuse_beyond(nodes.stop, "messages in flight")
-        self._a.messages = enlarged(self._a.messages, nodes.stop)
-        self._a.states = enlarged(self._a.states, segments.stop)
-        self._a.followers = enlarged(self._a.followers, edges.stop)
-        slot = self._take_graph()
-        self._ranges[slot], self._graph_numbers[slot] = (nodes, segments, edges), submission.number
-        self._a.graphs[slot] = (count, count, nodes.start)
-        self._a.states[segments] = 0
-        self._a.followers[edges] = graph.followers + nodes.start
-        self._fill_messages(submission, slot, nodes, segments.start, edges.start)
+        self._a.graphs[slot] = (len(graph), len(graph))
+        self._fill_messages(submission, slot, nodes, segment.start, edges.start)
         self._w["followers_max"] = max(self._w["followers_max"], np.diff(graph.starts).max())
         first = np.flatnonzero(graph.waits == 0)
         self._begin(first + nodes.start, submission.now_ps + graph.nodes["delay_ps"][first])
@@ -159,7 +134,7 @@ class KernelEngine:
             rows["graph"], rows["waits"] = slot, graph.waits[part]
             rows["followers"] = edge + graph.starts[part]
             rows["follower_count"] = graph.starts[part.start + 1 : part.stop + 1] - graph.starts[part]
-            _set_sizes(rows, slice(None), submission.sizes[part])
+            self._set_sizes(rows, slice(None), submission.sizes[part])
             for name in ("owner", "salt", "queue", "bounded"):
                 rows[name] = getattr(submission, name)[part]
             for name in ("order", "step", "transport", "watched"):
@@ -171,13 +146,9 @@ class KernelEngine:
         self._bind()
         begin_nodes(self._world, times, nodes)
 
-    def records(self, number: int) -> NDArray[Any]:
-        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
-        return as_records(self._a.messages[self._ranges[self._slot_of(number)][0]])
-
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
         """Return what became of packets; see `dlcp.sim.engines.packet_engine.PacketEngine.outcomes`."""
-        rows = self._a.messages[self._ranges[self._slot_of(number)][0]][nodes]
+        rows = self._rows(number)[nodes]
         packets, ends = rows["packets"], np.cumsum(rows["packets"])
         cells = np.arange(packets.sum()) + np.repeat(rows["offset"] - ends + packets, packets)
         states = self._a.states[cells]
@@ -185,24 +156,15 @@ class KernelEngine:
         outcomes["drop_class"], outcomes["delivered"] = states & k.CLASS_MASK, states & k.STATE_DELIVERED
         return outcomes
 
-    def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
-        """Set the sizes of messages that have not begun; see `dlcp.sim.engines.packet_engine.PacketEngine.resize`."""
-        rows = self._a.messages[self._ranges[self._slot_of(number)][0]]
-        waiting = rows["begin"][nodes] < 0
-        _set_sizes(rows, nodes[waiting], sizes[waiting])
-
-    def _slot_of(self, number: int) -> int:
-        return next(slot for slot, known in self._graph_numbers.items() if known == number)
+    def _set_sizes(self, rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
+        for name in ("packets", "last_bytes", "upper", "budget", "profile"):
+            rows[name][where] = sizes[name]
+        rows["required"][where] = sizes["packets"] - sizes["allowed"]
 
     def forget(self, number: int) -> None:
         """Free the rows of a closed graph."""
-        slot = self._slot_of(number)
-        nodes, segments, edges = self._ranges.pop(slot)
-        self._message_room.give(nodes)
-        self._state_room.give(segments)
-        self._follower_room.give(edges)
-        del self._graph_numbers[slot]
-        self._free_graphs.append(slot)
+        self._state_room.give(self._segments.pop(number))
+        super().forget(number)
 
     def _add_streams(self, new: NDArray[Any]) -> None:
         if not len(new):
@@ -228,13 +190,6 @@ class KernelEngine:
         rows["window"], rows["alpha"] = chosen["initial_window_packets"], 1.0
         rows["threshold"] = [first_threshold(self.plan.transports[number]) for number in new["transport"]]
         self._a.streams[indices] = rows
-
-    def _take_graph(self) -> int:
-        if not self._free_graphs:
-            count = len(self._a.graphs)
-            self._a.graphs = enlarged(self._a.graphs, 2 * count)
-            self._free_graphs = list(range(len(self._a.graphs) - 1, count - 1, -1))
-        return self._free_graphs.pop()
 
     # -------------------------------------------------------------------------------------------------------- links
 
@@ -305,13 +260,6 @@ class KernelEngine:
         self._w[f"{free}_head"] = before
         self._w[f"{free}s"] += len(larger) - before
         setattr(self._a, f"{pool}s", larger)
-
-
-def _set_sizes(rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
-    """Write `MESSAGE_SIZE` rows into rows of messages."""
-    for name in ("packets", "last_bytes", "upper", "budget", "profile"):
-        rows[name][where] = sizes[name]
-    rows["required"][where] = sizes["packets"] - sizes["allowed"]
 
 
 def _make_ports(plan: EnginePlan) -> NDArray[Any]:

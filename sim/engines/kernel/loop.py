@@ -8,12 +8,13 @@ from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.kernel.events import advance, pop, push
 from dlcp.sim.engines.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
 from dlcp.sim.engines.packet_engine import EngineCounter
-from dlcp.sim.engines.plan import PORT_QUEUES, Discipline, Number, PacketKind, Row
+from dlcp.sim.engines.plan import Discipline, PacketKind
+from dlcp.sim.engines.rows import PORT_QUEUES, Row
 from dlcp.sim.transports import rules
 
 
 @call
-def interface_of(w: Row, stream: int, host: int) -> Number:
+def interface_of(w: Row, stream: int, host: int) -> int:
     """Return the link by which a host at one end of a stream reaches the other end."""
     s = k.streams_of(w)[stream]
     if host == s.source:
@@ -22,13 +23,12 @@ def interface_of(w: Row, stream: int, host: int) -> Number:
 
 
 @inlined
-def next_at_interface(w: Row, interface: int, now: int) -> Number:
+def next_at_interface(w: Row, interface: int, now: int) -> int:
     """Return the next packet to leave a host through an idle interface; -1 if there is none.
 
     Control packets go first, then streams in turn, the most urgent queue first. The search for a stream's next packet
     may trigger a probe, which then goes first.
     """
-    packets = k.packets_of(w)
     streams = k.streams_of(w)
     transports = k.transports_of(w)
     p = k.ports_of(w)[interface]
@@ -55,7 +55,7 @@ def next_at_interface(w: Row, interface: int, now: int) -> Number:
             hosts.free_stream_if_dead(w, stream)
     if leaving < 0 and p.control.head >= 0:
         leaving = p.control.head
-        p.control.head = packets[leaving].next
+        p.control.head = k.packets_of(w)[leaving].next
     return leaving
 
 
@@ -84,7 +84,7 @@ def send_packet(w: Row, port: int, packet: int, now: int) -> None:
 
 
 @entry
-def run(world: Row, limit: int) -> Number:  # noqa: C901  # one branch for each kind of event, compiled as one
+def run(world: Row, limit: int) -> int:  # noqa: C901  # one branch for each kind of event, compiled as one
     """Run to the end of the first instant with a completion, at most to ``limit``.
 
     Returns True when that is reached. Otherwise an array is full, or the event numbers are used up: Python has to make

@@ -8,17 +8,15 @@ from dlcp.sim.engines.kernel.events import push
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.engines.plan import (
     OWN_KIND,
-    PORT_QUEUES,
     SLOT_IDLE_US,
     SLOT_OWNED,
     SLOT_REGISTER_SIZE,
     TRIMMED_BYTES,
     Discipline,
-    Number,
     PacketKind,
     PathChoice,
-    Row,
 )
+from dlcp.sim.engines.rows import PORT_QUEUES, Row
 from dlcp.sim.network.disciplines import Admission
 from dlcp.sim.network.routing import cell_of
 from dlcp.sim.transports.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full, own_admission
@@ -29,18 +27,17 @@ _MARK, _DROP = int(Admission.MARK), int(Admission.DROP)
 
 
 @call
-def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) -> Number:
+def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) -> int:
     """Return the link to take from ``node`` to host ``target``; -1 if there is none."""
     ports = k.ports_of(w)
-    cells = k.route_cells_of(w)
     choices = k.choices_of(w)
     rules = k.rules_of(w)[0]
     row = k.route_row_of(w)[node]
     if row < 0:
         return -1 - row
     cell = 2 * cell_of(row, node, target, w.hosts, k.route_first_of(w), k.route_targets_of(w))
-    start = cells[cell]
-    count = cells[cell + 1]
+    start = k.route_cells_of(w)[cell]
+    count = k.route_cells_of(w)[cell + 1]
     if count == 0:
         return -1
     if count == 1:
@@ -73,7 +70,7 @@ def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) ->
 
 
 @call
-def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, excess: int) -> Number:
+def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, excess: int) -> int:
     """Return whether a switch drops a packet, and charge its message's budget: SelectiveDrop of p4/v1model/drop.p4.
 
     A message loses no more packets than its budget, except ``excess`` packets, which are dropped in any case.
@@ -83,7 +80,6 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, ex
     test_shared_slots_are_counted_as_the_program_does) keeps the two equal: the reference runs the compiled program, and
     every drop, every budget spent and every slot taken has to be the same.
     """
-    counts = k.counts_of(w)
     slot = k.slots_of(w)[switch * SLOT_REGISTER_SIZE + (owner & (SLOT_REGISTER_SIZE - 1))]
     owner |= SLOT_OWNED
     now_us = (now // PS_PER_US) & 0xFFFFFFFF
@@ -94,11 +90,11 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, ex
         spent = 0
         slot.owner = owner
     if holder != owner:
-        counts[EngineCounter.SLOT_TAKEN] += 1 - excess
+        k.counts_of(w)[EngineCounter.SLOT_TAKEN] += 1 - excess
         return excess
     slot.used = now_us
     if spent >= budget:
-        counts[EngineCounter.BUDGET_SPENT] += 1 - excess
+        k.counts_of(w)[EngineCounter.BUDGET_SPENT] += 1 - excess
         slot.spent = spent
         return excess
     slot.spent = spent + 1
@@ -106,7 +102,7 @@ def spend_drop_budget(w: Row, switch: int, owner: int, budget: int, now: int, ex
 
 
 @call
-def least_urgent(w: Row, port: int, arriving: int) -> Number:
+def least_urgent(w: Row, port: int, arriving: int) -> int:
     """Return the packet whose message has the most left: ``arriving``, or a waiting one, which is removed."""
     packets = k.packets_of(w)
     q = k.queues_of(w)[port * PORT_QUEUES]
@@ -148,7 +144,7 @@ def remove_from_queue(w: Row, port: int, queue: int, packet: int, before: int) -
 
 
 @call
-def dequeue_smallest(w: Row, port: int) -> Number:
+def dequeue_smallest(w: Row, port: int) -> int:
     """Remove and return the first packet of the message with the fewest packets left. Control packets go first."""
     packets = k.packets_of(w)
     q = k.queues_of(w)[port * PORT_QUEUES]
@@ -173,7 +169,7 @@ def dequeue_smallest(w: Row, port: int) -> Number:
 
 
 @inlined
-def waiting_queue(w: Row, port: int, packet: int, discipline: int) -> Number:
+def waiting_queue(w: Row, port: int, packet: int, discipline: int) -> int:
     """Return the queue for a packet at a port. With trimming, a full queue trims the packet, or its own last one."""
     x = k.packets_of(w)[packet]
     if discipline == Discipline.PRIORITY or discipline == Discipline.DLCP or discipline >= OWN_KIND:
@@ -197,7 +193,7 @@ def waiting_queue(w: Row, port: int, packet: int, discipline: int) -> Number:
 
 
 @call
-def before_last(w: Row, q: Row) -> Number:
+def before_last(w: Row, q: Row) -> int:
     """Return the last packet but one of a queue; -1 if it has only one."""
     packets = k.packets_of(w)
     before = -1
@@ -220,11 +216,10 @@ def trim(w: Row, packet: int) -> None:
 @inlined
 def put(w: Row, port: int, queue: int, packet: int) -> None:
     """Append a packet to a queue of a switch's port."""
-    packets = k.packets_of(w)
     p = k.ports_of(w)[port]
     q = k.queues_of(w)[port * PORT_QUEUES + queue]
-    size = packets[packet].size
-    k.append(packets, q, packet)
+    size = k.packets_of(w)[packet].size
+    k.append(k.packets_of(w), q, packet)
     p.nonempty |= 1 << queue
     q.packets += 1
     p.bytes += size
@@ -235,7 +230,7 @@ def put(w: Row, port: int, queue: int, packet: int) -> None:
 
 
 @inlined
-def is_congested(w: Row, port: int, waiting: int) -> Number:
+def is_congested(w: Row, port: int, waiting: int) -> int:
     """Return whether to mark a packet at a port where ``waiting`` packets are in its queue; it may be drawn."""
     rules = k.rules_of(w)[0]
     low = rules.ecn_min
@@ -246,16 +241,14 @@ def is_congested(w: Row, port: int, waiting: int) -> Number:
 
 
 @call
-def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
+def enqueue(w: Row, port: int, packet: int, now: int) -> int:
     """Queue a packet at a switch's port. Return `WAITS`, `SEND_NOW`, or the packet that was dropped."""
-    packets = k.packets_of(w)
-    switches = k.switches_of(w)
     rules = k.rules_of(w)[0]
     counts = k.counts_of(w)
     p = k.ports_of(w)[port]
     queues = k.queues_of(w)
     first = port * PORT_QUEUES
-    x = packets[packet]
+    x = k.packets_of(w)[packet]
     discipline = rules.discipline
     queue = int(x.queue)
     # The program drops packets before they are queued. It counts those that it forwards; departures correct the count.
@@ -275,7 +268,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
     q = queues[first + queue]
     size = x.size
     dropped = WAITS
-    if is_full(rules, q.packets, q.waiting_bytes, p.bytes, switches[p.node].used, size):
+    if is_full(rules, q.packets, q.waiting_bytes, p.bytes, k.switches_of(w)[p.node].used, size):
         counts[EngineCounter.DROPS_TAIL] += 1
         if discipline != Discipline.PFABRIC:
             return packet
@@ -308,7 +301,7 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> Number:
 
 
 @call
-def dequeue(w: Row, port: int) -> Number:
+def dequeue(w: Row, port: int) -> int:
     """Remove and return the next packet of a switch's port, which must have one."""
     rules = k.rules_of(w)[0]
     if rules.discipline == Discipline.PFABRIC:
