@@ -21,18 +21,8 @@ from dlcp.sim.jobs.graph import row_type
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.network.topology import NetworkTopology
 from dlcp.sim.scenario import SwitchSpec
+from dlcp.sim.transports import specs
 from dlcp.sim.transports.plugins import OWN_DISCIPLINES, OWN_SETTINGS_MAX, OWN_TRANSPORTS, setting_values
-from dlcp.sim.transports.specs import (
-    TRANSPORTS_MAX,
-    DlcpTransport,
-    NdpTransport,
-    NsccTransport,
-    OwnTransport,
-    PFabricTransport,
-    RcccTransport,
-    TransportSpec,
-    UltraEthernetTransport,
-)
 from dlcp.wire import DROP_CLASSES, Queue
 
 _ANY_ORDER: Final = 1 << 30
@@ -47,45 +37,12 @@ PROTECTED_BLOCK_PACKETS: Final = 64
 (`dlcp.tags.BLOCK_PACKETS`); the simulator keeps 64, because all its published results were computed with it."""
 LOWER_PLANE_SHARES: Final = (0.0, *[1 / (DROP_CLASSES - 1)] * (DROP_CLASSES - 1))
 """Share of the lower plane's packets in each drop class, as in `dlcp.planes.PlaneLayout.tags`."""
-TIMEOUT_BACKOFF_MAX: Final = 6
-"""Most doublings of a timeout; not tuned."""
-DLCP_BACKOFF_MAX: Final = 1
-"""The same for DLCP, where no answer may only mean that a stream waits in a lower queue. With six doublings, some steps
-took 20 ms longer; see `sim/experiments/README.md`."""
-CUBIC_SCALE: Final = 0.4
-"""C of RFC 9438, packets per second cubed."""
-CUBIC_KEEP: Final = 0.7
-"""beta of RFC 9438: the share of the window that remains after a loss."""
-DLCP_LOSS_KEEP: Final = 0.75
-"""The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
 TRIMMED_BYTES: Final = 64
 """Size of a packet without its payload."""
 ULTRA_ETHERNET_WINDOW: Final = 1.5
 """Largest window of Ultra Ethernet's transports in bandwidth-delay products."""
-RCCC_PULL_PERCENT: Final = 99
-"""The share of a link's rate for which RCCC's receiver gives credit."""
-# Constants of NSCC, `NsccTransport`; those in packets are for the reference network and grow with the product of a
-# network's rate and base round trip.
 NSCC_REFERENCE_BYTES: Final = 150_000
 """Bandwidth-delay product of the reference network: 100 Gbit/s and 12 us."""
-NSCC_REFERENCE_RTT_PS: Final = 12_000_000
-NSCC_FAIR_PACKETS: Final = 5.0
-"""Growth in packets for each acknowledged window when the delay is above the target and nothing is marked."""
-NSCC_PROPORTIONAL_PACKETS: Final = 4.0
-"""The same for a delay that is 12 us below the target."""
-NSCC_FAST_SHARE: Final = 0.25
-"""Growth for each acknowledged packet after a window without delay."""
-NSCC_FAST_DELAY_PS: Final = 1_000_000
-"""A shorter delay counts as none."""
-NSCC_STEADY_PACKETS: Final = 0.15
-"""Growth in each base round trip."""
-NSCC_ADJUST_PACKETS: Final = 8
-"""Growth is applied after more packets than this, or after a base round trip."""
-NSCC_ADAPT_DELAY: Final = 4
-"""Quick adapt needs a trimmed packet, or a delay above this multiple of the target."""
-NSCC_ADAPT_SHARE: Final = 8
-"""Quick adapt needs fewer arrivals than the largest window divided by this."""
-
 # Constants of the P4 program in p4/shared/constants.p4; tests/sim/test_sim_agreement.py compares them.
 SLOT_REGISTER_SIZE: Final = 1 << 16
 SLOT_OWNED: Final = 0x80000000
@@ -158,7 +115,7 @@ def _transport_row() -> np.dtype[Any]:
     """Return the columns of all transports' settings, and of what follows from these; microseconds become ``_ps``."""
     integers = "kind payload control_queue sprayed ecn profile levels"
     columns = {**dict.fromkeys(integers.split(), i8), "scale": f8, "demotion": (i8, 8)}
-    for kind in (*get_args(TransportSpec), *OWN_TRANSPORTS):
+    for kind in (*get_args(specs.TransportSpec), *OWN_TRANSPORTS):
         for setting in msgspec.structs.fields(kind):
             if setting.name.endswith("_us"):
                 columns[f"{setting.name[:-3]}_ps"] = i8
@@ -190,7 +147,7 @@ class TransportRules(Row, fields=TRANSPORT_ROW):
 
     @classmethod
     def of(
-        cls, spec: TransportSpec, topology: NetworkTopology, routes: Routes, switches: SwitchSpec, profile: int
+        cls, spec: specs.TransportSpec, topology: NetworkTopology, routes: Routes, switches: SwitchSpec, profile: int
     ) -> "TransportRules":
         """Return a transport's rules in a network; ``profile`` is its default drop-class profile."""
         tag = str(spec.__struct_config__.tag).upper()
@@ -200,7 +157,7 @@ class TransportRules(Row, fields=TRANSPORT_ROW):
         rules = cls(
             **numbers,
             **{f"{name[:-3]}_ps": round(us * PS_PER_US) for name, us in given.items() if name.endswith("_us")},
-            kind=OWN_KIND + OWN_TRANSPORTS.index(type(spec)) if isinstance(spec, OwnTransport) else TransportKind[tag],
+            kind=OWN_KIND + OWN_TRANSPORTS.index(type(spec)) if type(spec) in OWN_TRANSPORTS else TransportKind[tag],
             payload=spec.packet_bytes - spec.header_bytes,
             control_queue=Queue.CONTROL,
             sprayed=spec.balancing == "packet",
@@ -209,12 +166,12 @@ class TransportRules(Row, fields=TRANSPORT_ROW):
             levels=len(demotion),
             demotion=(*demotion, *[0] * (8 - len(demotion))),
         )
-        if isinstance(spec, PFabricTransport | NdpTransport | RcccTransport):
+        if isinstance(spec, specs.PFabricTransport | specs.NdpTransport | specs.RcccTransport):
             # They reorder packets, and detect losses by a timer or a NACK.
             rules.reorder_packets = _ANY_ORDER
-        if isinstance(spec, UltraEthernetTransport):
+        if isinstance(spec, specs.UltraEthernetTransport):
             vars(rules).update(_ultra_ethernet_settings(spec, topology, routes, switches))
-        if switches.discipline == "dlcp" and not isinstance(spec, DlcpTransport):
+        if switches.discipline == "dlcp" and not isinstance(spec, specs.DlcpTransport):
             # The P4 program puts all traffic but DLCP's into one queue, and keeps each flow on one path.
             rules.queue = rules.control_queue = Queue.ORDINARY
             rules.sprayed, rules.levels = False, 0
@@ -222,7 +179,7 @@ class TransportRules(Row, fields=TRANSPORT_ROW):
 
 
 def _ultra_ethernet_settings(
-    spec: UltraEthernetTransport, topology: NetworkTopology, routes: Routes, switches: SwitchSpec
+    spec: specs.UltraEthernetTransport, topology: NetworkTopology, routes: Routes, switches: SwitchSpec
 ) -> dict[str, Any]:
     """Return the settings of Ultra Ethernet's transports that depend on the network."""
     path = LongestPath.of(topology, routes, spec)
@@ -234,7 +191,7 @@ def _ultra_ethernet_settings(
         "max_window_packets": largest,
         "initial_window_packets": spec.initial_window_packets or largest,
     }
-    if isinstance(spec, NsccTransport):
+    if isinstance(spec, specs.NsccTransport):
         trims = switches.discipline == "trim"
         settings |= {
             "target_ps": round(spec.target_us * PS_PER_US) or path.base_rtt_ps * (3 if trims else 4) // 4,
@@ -263,7 +220,7 @@ class LongestPath:
         return self.base_rtt_ps * self.rate_gbps / 8000
 
     @classmethod
-    def of(cls, topology: NetworkTopology, routes: Routes, spec: UltraEthernetTransport) -> "LongestPath":
+    def of(cls, topology: NetworkTopology, routes: Routes, spec: specs.UltraEthernetTransport) -> "LongestPath":
         """Return a network's longest path: from the host that is farthest from host 0 to the one farthest from it.
 
         It is the longest of all in a tree, and in a network whose hosts are alike.
@@ -386,7 +343,7 @@ class EnginePlan:
 def make_plan(
     topology: NetworkTopology,
     switches: SwitchSpec,
-    transports: Mapping[str, TransportSpec],
+    transports: Mapping[str, specs.TransportSpec],
     class_shares: Sequence[Sequence[float]],
     seed: int,
 ) -> EnginePlan:
@@ -397,8 +354,8 @@ def make_plan(
     ValueError
         There are more than `TRANSPORTS_MAX` transports.
     """
-    if len(transports) > TRANSPORTS_MAX:
-        raise ValueError(f"there are {len(transports)} transports; a scenario has at most {TRANSPORTS_MAX}")
+    if len(transports) > specs.TRANSPORTS_MAX:
+        raise ValueError(f"there are {len(transports)} transports; a scenario has at most {specs.TRANSPORTS_MAX}")
     routes = Routes.of(topology)
     root = np.random.SeedSequence(seed)
     nodes = len(topology.names)
@@ -418,13 +375,12 @@ def make_plan(
         for link, random in zip(topology.links, link_seeds, strict=True)
     ]
     # A DLCP transport's own shares follow those of the messages.
-    shares = [*class_shares, *(spec.class_shares for spec in transports.values() if isinstance(spec, DlcpTransport))]
-    profile = len(class_shares)
-    rules = []
-    for spec in transports.values():
-        own_profile = profile if isinstance(spec, DlcpTransport) else 0
-        rules.append(TransportRules.of(spec, topology, routes, switches, own_profile))
-        profile += isinstance(spec, DlcpTransport)
+    dlcp = [spec for spec in transports.values() if isinstance(spec, specs.DlcpTransport)]
+    shares = [*class_shares, *(spec.class_shares for spec in dlcp), LOWER_PLANE_SHARES]
+    rules = tuple(
+        TransportRules.of(spec, topology, routes, switches, len(class_shares) + dlcp.index(spec) if spec in dlcp else 0)
+        for spec in transports.values()
+    )
     return EnginePlan(
         topology,
         links,
@@ -432,8 +388,8 @@ def make_plan(
         SwitchRules.of(switches),
         node_seeds,
         salts,
-        tuple(rules),
-        np.array([_profile(item) for item in [*shares, LOWER_PLANE_SHARES]], np.uint8),
+        rules,
+        np.array([_profile(item) for item in shares], np.uint8),
         seed,
     )
 

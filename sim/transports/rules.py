@@ -8,36 +8,47 @@ because Numba needs it.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from dlcp.sim.engines.jit import shared
-from dlcp.sim.engines.plan import (
-    CUBIC_KEEP,
-    CUBIC_SCALE,
-    DLCP_BACKOFF_MAX,
-    DLCP_LOSS_KEEP,
-    NSCC_ADAPT_DELAY,
-    NSCC_ADAPT_SHARE,
-    NSCC_ADJUST_PACKETS,
-    NSCC_FAIR_PACKETS,
-    NSCC_FAST_DELAY_PS,
-    NSCC_FAST_SHARE,
-    NSCC_PROPORTIONAL_PACKETS,
-    NSCC_REFERENCE_RTT_PS,
-    NSCC_STEADY_PACKETS,
-    OWN_KIND,
-    PROFILE_CELLS,
-    RCCC_PULL_PERCENT,
-    TIMEOUT_BACKOFF_MAX,
-    BufferScope,
-    Discipline,
-    TransportKind,
-)
+from dlcp.sim.engines.plan import OWN_KIND, PROFILE_CELLS, BufferScope, Discipline, TransportKind
 from dlcp.sim.engines.rows import Row
 from dlcp.sim.limits import FOREVER_PS, TIMER_MAX_PS
 from dlcp.sim.transports.plugins import OWN_DISCIPLINES, OWN_TRANSPORTS
 from dlcp.wire import Queue
 
+TIMEOUT_BACKOFF_MAX: Final = 6
+"""Most doublings of a timeout; not tuned."""
+DLCP_BACKOFF_MAX: Final = 1
+"""The same for DLCP, where no answer may only mean that a stream waits in a lower queue. With six doublings, some steps
+took 20 ms longer; see `sim/experiments/README.md`."""
+CUBIC_SCALE: Final = 0.4
+"""C of RFC 9438, packets per second cubed."""
+CUBIC_KEEP: Final = 0.7
+"""beta of RFC 9438: the share of the window that remains after a loss."""
+DLCP_LOSS_KEEP: Final = 0.75
+"""The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
+RCCC_PULL_PERCENT: Final = 99
+"""The share of a link's rate for which RCCC's receiver gives credit."""
+# Constants of NSCC, `NsccTransport`; those in packets are for the reference network and grow with the product of a
+# network's rate and base round trip.
+NSCC_REFERENCE_RTT_PS: Final = 12_000_000
+NSCC_FAIR_PACKETS: Final = 5.0
+"""Growth in packets for each acknowledged window when the delay is above the target and nothing is marked."""
+NSCC_PROPORTIONAL_PACKETS: Final = 4.0
+"""The same for a delay that is 12 us below the target."""
+NSCC_FAST_SHARE: Final = 0.25
+"""Growth for each acknowledged packet after a window without delay."""
+NSCC_FAST_DELAY_PS: Final = 1_000_000
+"""A shorter delay counts as none."""
+NSCC_STEADY_PACKETS: Final = 0.15
+"""Growth in each base round trip."""
+NSCC_ADJUST_PACKETS: Final = 8
+"""Growth is applied after more packets than this, or after a base round trip."""
+NSCC_ADAPT_DELAY: Final = 4
+"""Quick adapt needs a trimmed packet, or a delay above this multiple of the target."""
+NSCC_ADAPT_SHARE: Final = 8
+"""Quick adapt needs fewer arrivals than the largest window divided by this."""
 URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
 """The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
 

@@ -13,7 +13,6 @@ from msgspec import Meta
 from dlcp.document import DocumentError
 from dlcp.sim import limits
 from dlcp.sim.engines.arithmetic import ps_per_kibibyte
-from dlcp.sim.engines.plan import TIMEOUT_BACKOFF_MAX
 from dlcp.sim.experiments.experiment import Experiment, RunSetting, read
 from dlcp.sim.experiments.running import TimeDistribution
 from dlcp.sim.jobs.graph import GraphBuilder
@@ -29,7 +28,7 @@ from dlcp.sim.network.topology import (
     build_topology,
 )
 from dlcp.sim.traces.operations import OperationKind, RankOperation, TraceFormatError, Workload, check_workload
-from dlcp.sim.transports.rules import timeout_ps
+from dlcp.sim.transports.rules import TIMEOUT_BACKOFF_MAX, timeout_ps
 
 WITHOUT_MEANING = ("value", "set", "paper", "limit")
 """Fields of figures and claims, which change no run."""

@@ -15,8 +15,6 @@ from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, new
 from dlcp.sim.engines.growing import CompiledEngine, Room, enlarged
 from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion, Submission
 from dlcp.sim.engines.plan import (
-    CUBIC_KEEP,
-    DLCP_LOSS_KEEP,
     Discipline,
     EnginePlan,
     TransportKind,
@@ -26,6 +24,7 @@ from dlcp.sim.engines.plan import (
 from dlcp.sim.engines.rows import PORT_QUEUES
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.network.routing import Routes
+from dlcp.sim.transports.rules import CUBIC_KEEP, DLCP_LOSS_KEEP
 
 _ENTRIES: Final = 1 << 12
 """Initial room for the paths of a graph's flows; doubled until they fit."""

@@ -12,21 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.engines.arithmetic import DRAW_LIMIT
-from dlcp.sim.engines.flows.rates import (
-    RATES_EVERY_PS,
-    UNLIMITED,
-    UNNOTICED_CHANGE,
-    FlowState,
-    add_to_heap,
-    apart_bytes,
-    compute_rates,
-    follow_limit,
-    list_flow,
-    remove_from_heap,
-    reorder,
-    set_finish,
-    unlist_flow,
-)
+from dlcp.sim.engines.flows import rates as r
 from dlcp.sim.engines.jit import call, entry
 from dlcp.sim.engines.kernel.events import heap_pop, heap_push
 from dlcp.sim.engines.kernel.state import mix
@@ -43,7 +29,7 @@ BEGIN, ARRIVE = 0, 1
 
 
 @call
-def push_event(w: FlowState, time: int, kind: int, node: int) -> None:
+def push_event(w: r.FlowState, time: int, kind: int, node: int) -> None:
     """Schedule the beginning of a node, or the arrival of its message; of events at one time, nodes break ties."""
     n = w.numbers[0]
     heap_push(w.event_times, w.event_nodes, n.events, time, 2 * node + kind)
@@ -51,7 +37,7 @@ def push_event(w: FlowState, time: int, kind: int, node: int) -> None:
 
 
 @call
-def pop_event(w: FlowState) -> int:
+def pop_event(w: r.FlowState) -> int:
     """Remove the first event; return its node and kind."""
     n = w.numbers[0]
     first = w.event_nodes[0]
@@ -61,7 +47,7 @@ def pop_event(w: FlowState) -> int:
 
 
 @call
-def schedule(w: FlowState, node: int, time: int) -> None:
+def schedule(w: r.FlowState, node: int, time: int) -> None:
     """Have a node begin at a time, which may be now."""
     n = w.numbers[0]
     if time > n.now:
@@ -75,7 +61,7 @@ def schedule(w: FlowState, node: int, time: int) -> None:
 
 
 @call
-def take_due(w: FlowState) -> int:
+def take_due(w: r.FlowState) -> int:
     """Return the next node that begins now."""
     n = w.numbers[0]
     node = w.due[n.due_first]
@@ -87,7 +73,7 @@ def take_due(w: FlowState) -> int:
 
 
 @call
-def report(w: FlowState, kind: int, number: int) -> None:
+def report(w: r.FlowState, kind: int, number: int) -> None:
     """Record a completion for Python."""
     n = w.numbers[0]
     w.completions[2 * n.completed] = kind
@@ -96,14 +82,14 @@ def report(w: FlowState, kind: int, number: int) -> None:
 
 
 @call
-def expect_rates(w: FlowState) -> None:
+def expect_rates(w: r.FlowState) -> None:
     """Have rates computed soon, compared with the time that messages take."""
     n = w.numbers[0]
-    n.rates_at = min(n.rates_at, n.now + max(RATES_EVERY_PS, int(n.pace * RATES_DELAY)))
+    n.rates_at = min(n.rates_at, n.now + max(r.RATES_EVERY_PS, int(n.pace * RATES_DELAY)))
 
 
 @call
-def follow_pace(w: FlowState, duration: int, size_bytes: float) -> None:
+def follow_pace(w: r.FlowState, duration: int, size_bytes: float) -> None:
     """Average the duration of messages, by size, over about the last thousand of them."""
     n = w.numbers[0]
     n.pace_bytes += int(size_bytes) - (n.pace_bytes >> 10)
@@ -111,7 +97,7 @@ def follow_pace(w: FlowState, duration: int, size_bytes: float) -> None:
 
 
 @call
-def complete_node(w: FlowState, node: int) -> None:
+def complete_node(w: r.FlowState, node: int) -> None:
     """Mark a node as done, report it if watched, and start the nodes that have waited for it."""
     m = w.messages[node]
     n = w.numbers[0]
@@ -132,7 +118,7 @@ def complete_node(w: FlowState, node: int) -> None:
 
 
 @call
-def release(w: FlowState, graph: int) -> None:
+def release(w: r.FlowState, graph: int) -> None:
     """Count a node that is done or a message that has been sent; report a graph without any others as closed."""
     w.graphs[graph].open -= 1
     if w.graphs[graph].open == 0:
@@ -140,7 +126,7 @@ def release(w: FlowState, graph: int) -> None:
 
 
 @call
-def begin_node(w: FlowState, node: int) -> None:
+def begin_node(w: r.FlowState, node: int) -> None:
     """Begin a node: put its message into its stream, by order, but never before the one that is being sent."""
     m = w.messages[node]
     m.begin = w.numbers[0].now
@@ -155,7 +141,7 @@ def begin_node(w: FlowState, node: int) -> None:
         f.active = 1
         f.rate = 0.0
         f.finish = FOREVER_PS
-        add_to_heap(w, m.flow)
+        r.add_to_heap(w, m.flow)
         start_sending(w, m.flow)
         join_ports(w, m.flow)
     elif w.messages[f.tail].order <= m.order:
@@ -172,7 +158,7 @@ def begin_node(w: FlowState, node: int) -> None:
 
 
 @call
-def start_sending(w: FlowState, flow: int) -> None:
+def start_sending(w: r.FlowState, flow: int) -> None:
     """Send a flow's first message from now on."""
     f = w.flows[flow]
     m = w.messages[f.head]
@@ -195,7 +181,7 @@ def start_sending(w: FlowState, flow: int) -> None:
 
 
 @call
-def window_limit(w: FlowState, flow: int) -> int:
+def window_limit(w: r.FlowState, flow: int) -> int:
     """Return the mean rate that a stream's window lets its message have, and grow the window.
 
     A window that does not fill the path is sent at once, and the next one a round trip later.
@@ -232,12 +218,12 @@ def window_limit(w: FlowState, flow: int) -> int:
     left = m.sent - sent
     f.burst = min(f.window, unacked + left)
     if took == 0.0:
-        return UNLIMITED
+        return r.UNLIMITED
     return m.sent * whole / (took + left * packet_ps)
 
 
 @call
-def join_ports(w: FlowState, flow: int) -> None:
+def join_ports(w: r.FlowState, flow: int) -> None:
     """Draw a flow's weight, and add it to the levels of its path."""
     f = w.flows[flow]
     # Two uniform draws with a mean of 1/2: the stream's, since a stream keeps its window, and the message's.
@@ -252,14 +238,14 @@ def join_ports(w: FlowState, flow: int) -> None:
         first = w.transports[f.transport].initial_window_packets
         mean = (first + math.sqrt(first * first + 2.0 * w.messages[f.head].packets)) / 2.0
         f.weight *= min(1.0, mean / f.path_packets)
-    list_flow(w, flow, w.messages[f.head].queue)
+    r.list_flow(w, flow, w.messages[f.head].queue)
     f.rate = f.goal
-    set_finish(w, flow)
+    r.set_finish(w, flow)
     expect_rates(w)
 
 
 @call
-def send_apart(w: FlowState, flow: int) -> None:
+def send_apart(w: r.FlowState, flow: int) -> None:
     """Send one of the last two packets of a message through each port of its path; the last one arrives.
 
     The packets before these are fluid. These two are packets, which wait in line at each port. So messages of few
@@ -267,12 +253,12 @@ def send_apart(w: FlowState, flow: int) -> None:
     """
     n = w.numbers[0]
     f = w.flows[flow]
-    size = apart_bytes(w, flow)
+    size = r.apart_bytes(w, flow)
     time = float(n.now)
     for at in range(f.entries, f.entries + f.forward):
         e = w.entries[at]
         p = w.ports[e.port]
-        if e.share > 1.0 - UNNOTICED_CHANGE:  # it takes one of several ports otherwise
+        if e.share > 1.0 - r.UNNOTICED_CHANGE:  # it takes one of several ports otherwise
             time = wait_in_line(w, e.level, time, size / p.capacity)
         time += e.share * (size * p.ps_per_byte + p.delay)
     f.left -= f.rate * (n.now - f.since)
@@ -289,11 +275,11 @@ def send_apart(w: FlowState, flow: int) -> None:
         f.sent_at = n.now
         m.congested = f.congested
         count_message(w, flow)
-    set_finish(w, flow)
+    r.set_finish(w, flow)
 
 
 @call
-def wait_in_line(w: FlowState, level: int, time: float, took: float) -> float:
+def wait_in_line(w: r.FlowState, level: int, time: float, took: float) -> float:
     """Return when a packet that reaches a port at ``time`` is sent, in turn with others that are there."""
     q = w.levels[level]
     if time < q.busy_from:
@@ -306,7 +292,7 @@ def wait_in_line(w: FlowState, level: int, time: float, took: float) -> float:
 
 
 @call
-def finish_sending(w: FlowState, flow: int) -> None:
+def finish_sending(w: r.FlowState, flow: int) -> None:
     """Continue with the next message of a stream."""
     n = w.numbers[0]
     f = w.flows[flow]
@@ -316,28 +302,28 @@ def finish_sending(w: FlowState, flow: int) -> None:
     if f.head >= 0 and w.messages[f.head].queue == f.queue:
         before = f.limit
         start_sending(w, flow)
-        set_finish(w, flow)
+        r.set_finish(w, flow)
         if f.limit != before:
-            follow_limit(w, flow)
+            r.follow_limit(w, flow)
             expect_rates(w)
         release(w, m.graph)
         return
-    unlist_flow(w, flow)
+    r.unlist_flow(w, flow)
     expect_rates(w)
     f.rate = 0.0
     if f.head >= 0:
         start_sending(w, flow)
         f.finish = FOREVER_PS
-        reorder(w, flow)
+        r.reorder(w, flow)
         join_ports(w, flow)
     else:
         f.active = 0
-        remove_from_heap(w, flow)
+        r.remove_from_heap(w, flow)
     release(w, m.graph)
 
 
 @call
-def count_message(w: FlowState, flow: int) -> None:
+def count_message(w: r.FlowState, flow: int) -> None:
     """Count the packets and bytes of a message."""
     f = w.flows[flow]
     m = w.messages[f.head]
@@ -361,7 +347,7 @@ def count_message(w: FlowState, flow: int) -> None:
 
 
 @entry
-def run(w: FlowState, limit: int) -> None:
+def run(w: r.FlowState, limit: int) -> None:
     """Run to the end of the first instant with a completion, at most to ``limit``."""
     n = w.numbers[0]
     while True:
@@ -390,27 +376,27 @@ def run(w: FlowState, limit: int) -> None:
             else:
                 finish_sending(w, flow)
         else:
-            compute_rates(w)
+            r.compute_rates(w)
 
 
 @entry
-def begin_nodes(w: FlowState, times: NDArray[np.int64], nodes: NDArray[np.int64]) -> None:
+def begin_nodes(w: r.FlowState, times: NDArray[np.int64], nodes: NDArray[np.int64]) -> None:
     """Schedule the first nodes of a graph."""
     for position in range(len(nodes)):
         push_event(w, times[position], BEGIN, nodes[position])
 
 
 @entry
-def update_rates(w: FlowState) -> None:
+def update_rates(w: r.FlowState) -> None:
     """Compute rates at once, after links or routes have changed."""
-    compute_rates(w)
+    r.compute_rates(w)
 
 
 @entry
-def relist(w: FlowState, flow: int, add: int) -> None:
+def relist(w: r.FlowState, flow: int, add: int) -> None:
     """Remove an active flow from the levels of its path, or add it, when its path changes."""
     if add:
         w.flows[flow].limit = w.flows[flow].loss_limit
-        list_flow(w, flow, w.flows[flow].queue)
+        r.list_flow(w, flow, w.flows[flow].queue)
     else:
-        unlist_flow(w, flow)
+        r.unlist_flow(w, flow)

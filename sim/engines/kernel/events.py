@@ -50,14 +50,6 @@ def push(w: Row, time: int, kind: int, number: int) -> None:
 
 
 @call
-def pop(w: Row) -> None:
-    """Remove the first event, which is at index 0 of the small heap."""
-    w.events_waiting -= 1
-    w.heap_length -= 1
-    heap_pop(k.times_of(w), k.keys_of(w), w.heap_length)
-
-
-@call
 def advance(w: Row) -> int:
     """Fill the empty small heap with the events of the next nonempty bucket; return their number."""
     far_times = k.far_times_of(w)

@@ -45,18 +45,12 @@ def allocate_packet(w: Row) -> int:
 
 
 @call
-def free_packet(w: Row, packet: int) -> None:
-    """Free a packet's row."""
-    k.packets_of(w)[packet].next = w.free_packet_head
-    w.free_packet_head = packet
-    w.free_packets += 1
-
-
-@call
 def remove_packet(w: Row, packet: int) -> None:
     """Remove a packet from the network. Close its message if this was the last reference."""
     message = k.packets_of(w)[packet].message
-    free_packet(w, packet)
+    k.packets_of(w)[packet].next = w.free_packet_head
+    w.free_packet_head = packet
+    w.free_packets += 1
     m = k.messages_of(w)[message]
     m.refs -= 1
     if m.refs == 0 and m.done != 0:
@@ -250,7 +244,9 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> int:
         m = messages[message]
         if m.satisfied == 0:
             if m.filling_holes != 0:
-                while m.next_index < m.packets and not is_missing_hole(states[m.offset + m.next_index]):
+                # The next hole that the receiver still lacks.
+                lacks = k.STATE_MASK | k.STATE_RECEIVED
+                while m.next_index < m.packets and states[m.offset + m.next_index] & lacks != k.STATE_HOLE:
                     m.next_index += 1
             if m.next_index < m.packets:
                 found = NEXT_PACKET
@@ -259,12 +255,6 @@ def next_transmission(w: Row, port: int, stream: int, now: int) -> int:
             m.listed = 0
             close_message(w, message)
     return found
-
-
-@call
-def is_missing_hole(state: int) -> int:
-    """Return whether a packet is a hole that the receiver still lacks."""
-    return (state & (k.STATE_MASK | k.STATE_RECEIVED)) == k.STATE_HOLE
 
 
 @call
@@ -467,15 +457,6 @@ def probe_timer(w: Row, port: int, message: int, now: int) -> None:
         rules.on_probe_timeout(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m, now)
         probe_receiver(w, port, message, now)
     push(w, m.probe_at, k.EventKind.PROBE_DUE, message)
-
-
-@call
-def receive_probe_reply(w: Row, packet: int) -> None:
-    """Stop if the receiver needs no more, otherwise retransmit the holes. A pFabric flow leaves probe mode."""
-    x = k.packets_of(w)[packet]
-    m = k.messages_of(w)[x.message]
-    if rules.on_probe_reply(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m, x.satisfied):
-        enqueue_message(w, m.stream, x.message)
 
 
 # ------------------------------------------------------------------------------------ acknowledgements and lost packets
@@ -722,7 +703,11 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
     x.satisfied = 1 if m.done != 0 and m.missing > 0 else 0
     send_control(w, port, packet)
     if rules.may_pull(s, t, m, x.credit, kind == PacketKind.NACK):
-        request_packet(w, port, x.message, now)
+        p = k.ports_of(w)[port]
+        k.append(k.packets_of(w), p.pulls, new_control(w, x.message, PacketKind.PULL, 1))
+        if p.pulling == 0:
+            p.pulling = 1
+            push(w, max(now, p.pull_next), k.EventKind.PULL_DUE, port)
 
 
 @call
@@ -736,16 +721,6 @@ def receive_probe(w: Row, port: int, packet: int, now: int) -> None:
     make_control(w, k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], packet, PacketKind.PROBE_REPLY, 1)
     x.satisfied = m.done
     send_control(w, port, packet)
-
-
-@call
-def request_packet(w: Row, port: int, message: int, now: int) -> None:
-    """Queue a PULL for a message's stream."""
-    p = k.ports_of(w)[port]
-    k.append(k.packets_of(w), p.pulls, new_control(w, message, PacketKind.PULL, 1))
-    if p.pulling == 0:
-        p.pulling = 1
-        push(w, max(now, p.pull_next), k.EventKind.PULL_DUE, port)
 
 
 @call

@@ -21,7 +21,7 @@ from dlcp.sim.engines.packet_engine import (
     Submission,
 )
 from dlcp.sim.engines.plan import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
-from dlcp.sim.engines.rows import PORT_QUEUES
+from dlcp.sim.engines.rows import PORT_QUEUES, STREAM_ROW
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.transports.rules import first_threshold
 
@@ -181,7 +181,7 @@ class KernelEngine(CompiledEngine):
                 _refuse_beyond(self._stream_count, "streams")
                 self._a.streams = enlarged(self._a.streams, self._stream_count)
             indices[number] = self._stream_rows[serial] = index
-        rows = np.zeros(len(new), k.STREAM_ROW)
+        rows = np.zeros(len(new), STREAM_ROW)
         for name in ("head", "tail", "retransmissions", "next", "first", "last", "epoch", "timer_at"):
             rows[name] = -1
         for name in STREAM_START.names or ():

@@ -5,7 +5,7 @@ from dlcp.sim.engines.arithmetic import RATE_SHIFT
 from dlcp.sim.engines.jit import call, entry, inlined
 from dlcp.sim.engines.kernel import hosts
 from dlcp.sim.engines.kernel import state as k
-from dlcp.sim.engines.kernel.events import advance, pop, push
+from dlcp.sim.engines.kernel.events import advance, heap_pop, push
 from dlcp.sim.engines.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.engines.plan import Discipline, PacketKind
@@ -120,7 +120,9 @@ def run(world: Row, limit: int) -> int:  # noqa: C901  # one branch for each kin
         ):
             return False
         key = keys[0]
-        pop(w)
+        w.events_waiting -= 1
+        w.heap_length -= 1
+        heap_pop(times, keys, w.heap_length)
         w.now = now
         counts[EngineCounter.EVENTS] += 1
         kind = (key >> k.ID_BITS) & k.KIND_MASK
@@ -163,11 +165,13 @@ def run(world: Row, limit: int) -> int:  # noqa: C901  # one branch for each kin
                         hosts.receive_ack(w, interface, number, now)
                     elif x.kind == PacketKind.NACK:
                         hosts.receive_nack(w, interface, number, now)
-                    elif x.kind == PacketKind.PULL:
-                        s = streams[stream]
-                        rules.on_pull(s, transports[s.transport], x.credit)
                     else:
-                        hosts.receive_probe_reply(w, number)
+                        s = streams[stream]
+                        t = transports[s.transport]
+                        if x.kind == PacketKind.PULL:
+                            rules.on_pull(s, t, x.credit)
+                        elif rules.on_probe_reply(s, t, messages[x.message], x.satisfied):
+                            hosts.enqueue_message(w, stream, x.message)
         elif kind == k.EventKind.PORT_FREE:
             ports[number].pending = 0
             if ports[number].node < host_count:

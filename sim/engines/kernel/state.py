@@ -23,23 +23,11 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from dlcp.sim.engines import rows
 from dlcp.sim.engines.arithmetic import GOLDEN
 from dlcp.sim.engines.jit import call
 from dlcp.sim.engines.plan import SWITCH_RULES_ROW, TRANSPORT_ROW
-from dlcp.sim.engines.rows import (
-    GRAPH_ROW,
-    LIST,
-    MESSAGE_ROW,
-    PACKET_ROW,
-    STREAM_ROW,
-    TRANSMISSION_ROW,
-    Row,
-    i1,
-    i4,
-    i8,
-    u1,
-    u4,
-)
+from dlcp.sim.engines.rows import LIST, Row, i1, i4, i8, u1, u4
 from dlcp.sim.jobs.graph import row_type
 
 
@@ -139,15 +127,15 @@ buckets_of = _array("buckets", i4)
 occupied_of = _array("occupied", i8)
 ports_of = _array("ports", PORT_ROW)
 queues_of = _array("queues", QUEUE_ROW)
-packets_of = _array("packets", PACKET_ROW)
+packets_of = _array("packets", rows.PACKET_ROW)
 switches_of = _array("switches", SWITCH_ROW)
 slots_of = _array("slots", SLOT_ROW)
-streams_of = _array("streams", STREAM_ROW)
-messages_of = _array("messages", MESSAGE_ROW)
-graphs_of = _array("graphs", GRAPH_ROW)
+streams_of = _array("streams", rows.STREAM_ROW)
+messages_of = _array("messages", rows.MESSAGE_ROW)
+graphs_of = _array("graphs", rows.GRAPH_ROW)
 followers_of = _array("followers", i4)
 completions_of = _array("completions", i8)
-transmissions_of = _array("transmissions", TRANSMISSION_ROW)
+transmissions_of = _array("transmissions", rows.TRANSMISSION_ROW)
 states_of = _array("states", u1)
 transports_of = _array("transports", TRANSPORT_ROW)
 profiles_of = _array("profiles", u1)
