@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dlcp.sim.engines.arithmetic import DRAW_LIMIT, PS_PER_S, seconds_to_ps
 from dlcp.sim.engines.packet_engine import (
@@ -377,28 +377,25 @@ def background(simulation: Simulation, spec: TrafficSpec, number: int) -> Proces
         span = int(times[-1])
         times = times[times + simulation.now_ps < stop_ps]
         if len(times):
-            _submit_flows(simulation, spec, random, times)
+            count, hosts = len(times), simulation.topology.hosts
+            source = random.integers(hosts, size=count)
+            target = (source + random.integers(1, hosts, size=count)) % hosts
+            _submit(simulation, spec, source, target, draw_sizes(spec.flow_sizes, random.random(count)), times)
         yield env.timeout(span)
 
 
-def _submit_flows(
-    simulation: Simulation, spec: TrafficSpec, random: np.random.Generator, times: NDArray[np.int64]
-) -> None:
-    """Submit one flow for each of ``times``, in picoseconds from now."""
-    count = len(times)
-    hosts = simulation.topology.hosts
-    source = random.integers(hosts, size=count)
-    target = (source + random.integers(1, hosts, size=count)) % hosts
-    builder = GraphBuilder()
-    builder.messages(
-        source,
-        target,
-        draw_sizes(spec.flow_sizes, random.random(count)),
-        transport=simulation.transports[spec.transport],
-        lane=OWN_LANE,
-        delay_ps=times,
-    )
-    simulation.submit(builder.build(), label=(spec.name, 0))
+def _submit(
+    simulation: Simulation,
+    spec: TrafficSpec | FlowPattern,
+    source: NDArray[np.int64],
+    target: NDArray[np.int64],
+    size_bytes: ArrayLike,
+    delay_ps: ArrayLike = 0,
+) -> SubmittedGraph:
+    """Submit flows, each a stream of its own."""
+    builder, transport = GraphBuilder(), simulation.transports[spec.transport]
+    builder.messages(source, target, size_bytes, transport=transport, lane=OWN_LANE, delay_ps=delay_ps)
+    return simulation.submit(builder.build(), label=(spec.name, 0))
 
 
 def flow_pattern(simulation: Simulation, spec: FlowPattern, number: int) -> Process:
@@ -426,10 +423,7 @@ def _submit_pattern(simulation: Simulation, spec: FlowPattern, random: np.random
     else:
         source, target = (ends.ravel() for ends in np.meshgrid(chosen, chosen))
         source, target = source[source != target], target[source != target]
-    builder = GraphBuilder()
-    transport = simulation.transports[spec.transport]
-    builder.messages(source, target, spec.size_bytes, transport=transport, lane=OWN_LANE)
-    return simulation.submit(builder.build(), label=(spec.name, 0))
+    return _submit(simulation, spec, source, target, spec.size_bytes)
 
 
 def failure(simulation: Simulation, spec: FailureSpec) -> Process:

@@ -44,7 +44,6 @@ from dlcp.sim.engines.plan import (
     TRIMMED_BYTES,
     Discipline,
     EnginePlan,
-    LinkRules,
     PacketKind,
     PathChoice,
     TransportKind,
@@ -183,43 +182,40 @@ def control_packet(message: Message, kind: PacketKind, *, back: bool, **more: An
 # --------------------------------------------------------------------------------------------------- links and switches
 
 
-def drawn(owner: "SimulatedLink | ReferenceSwitch") -> int:
+def drawn(owner: "LinkEnd | ReferenceSwitch") -> int:
     """Return 31 random bits, and advance the owner's generator."""
     owner.random, value = draw(owner.random)
     return value
 
 
-class SimulatedLink:
-    """One direction of a link: sends one packet at a time, and delivers it after a delay or loses it."""
+class LinkEnd:
+    """The end of a link that sends: one packet at a time, which the link delivers after a delay or loses."""
 
-    def __init__(self, engine: "ReferenceEngine", number: int, rules: LinkRules) -> None:
-        self.engine, self.number, self.rules = engine, number, rules
-        self.busy_ps = self.sent_bytes = 0
-        self.loss, self.random = rules.loss, rules.random & MASK64
+    def __init__(self, engine: "ReferenceEngine", number: int) -> None:
+        self.engine, self.number, self.link = engine, number, engine.plan.links[number]
+        self.loss, self.random = self.link.loss, self.link.random & MASK64
+        self.busy_ps = self.sent_bytes = self.bytes = self.bytes_max = 0
+        self.pending = False
 
     def send(self, packet: SimulatedPacket) -> None:
         """Send a packet; the link has to be free."""
-        engine, rules = self.engine, self.rules
-        self.busy_ps = engine.now_ps + (packet.size * rules.kibibyte_ps >> RATE_SHIFT)
+        engine, link = self.engine, self.link
+        self.busy_ps = engine.now_ps + (packet.size * link.kibibyte_ps >> RATE_SHIFT)
         self.sent_bytes += packet.size
         data = packet.kind is PacketKind.DATA
         engine.count(EngineCounter.HOPS_DATA if data else EngineCounter.HOPS_CONTROL)
         if self.loss and drawn(self) < self.loss:
             engine.drop(packet, EngineCounter.DROPS_LINK)
         else:
-            engine.at(self.busy_ps + rules.delay_ps, engine.arrive, rules.target, packet)
+            engine.at(self.busy_ps + link.delay_ps, engine.arrive, link.target, packet)
 
 
 class ReferenceSwitch:
     """A switch: the state that its ports share. With the discipline ``dlcp`` it runs the P4 program."""
 
     def __init__(self, engine: "ReferenceEngine", node: int) -> None:
-        plan = engine.plan
-        self.engine, self.node = engine, node
-        self.rules = plan.switches
-        self.random = int(plan.node_random[node]) & MASK64
-        self.salt = int(plan.node_salt[node]) & MASK64
-        self.divisor = plan.topology.divisors[node]
+        self.engine, self.node, self.rules = engine, node, engine.plan.switches
+        self.random = int(engine.plan.node_random[node]) & MASK64
         self.used_bytes = self.turn = 0
         self.ports: dict[int, SwitchPort] = {}
         self.program: P4Pipeline | None = None
@@ -236,35 +232,32 @@ class ReferenceSwitch:
         self.ports[link].enqueue(packet)
 
     def _choose(self, links: list[int], packet: SimulatedPacket) -> int:
-        count = len(links)
+        count, choice = len(links), self.rules.path_choice
         if count == 1:
             return 0
-        if not packet.sprayed or self.rules.path_choice == PathChoice.HASH:
-            if self.rules.discipline == Discipline.DLCP:
-                return packet.path_hash // self.divisor % count
+        if not packet.sprayed or choice == PathChoice.HASH:
             # Numbers in a row would take the ports in turn, which only the P4 program's do.
-            value = mix(packet.path_hash, self.salt) if packet.sprayed else packet.path_hash
-            return mix(value, self.salt) % count
-        if self.rules.path_choice == PathChoice.RANDOM:
-            return drawn(self) % count
-        if self.rules.path_choice == PathChoice.ROUND_ROBIN:
+            twice = packet.sprayed and self.rules.discipline != Discipline.DLCP
+            return self.engine.hashed(self.node, packet.path_hash, twice=twice) % count
+        if choice == PathChoice.ROUND_ROBIN:
             self.turn += 1
             return (self.turn - 1) % count
         first = drawn(self) % count
+        if choice == PathChoice.RANDOM:
+            return first
         positions = [(first + step) % count for step in range(count)]
         return min(positions, key=lambda position: self.ports[links[position]].bytes)
 
 
-class SwitchPort:
-    """A switch's end of a link."""
+class SwitchPort(LinkEnd):
+    """A port of a switch."""
 
-    def __init__(self, switch: ReferenceSwitch, link: SimulatedLink) -> None:
-        self.switch, self.link, self.engine = switch, link, switch.engine
-        self.rules = switch.rules
+    def __init__(self, engine: "ReferenceEngine", number: int) -> None:
+        super().__init__(engine, number)
+        self.switch = engine.switches[self.link.source]
+        self.switch.ports[number], self.rules = self, self.switch.rules
         self.queues: list[deque[SimulatedPacket]] = [deque() for _ in range(PORT_QUEUES)]
         self.queue_bytes = [0] * PORT_QUEUES
-        self.bytes = self.bytes_max = 0
-        self.pending = False
 
     def enqueue(self, packet: SimulatedPacket) -> None:
         """Send, queue or drop a packet. A full pFabric queue may drop another packet instead."""
@@ -272,10 +265,10 @@ class SwitchPort:
         if program is not None and program.refused:
             self.engine.drop(packet, EngineCounter.DROPS_POLICY)
             return
-        if not self.pending and self.link.busy_ps <= now:
+        if not self.pending and self.busy_ps <= now:
             if program is not None:
-                program.egress(packet, self.link.number, 0)
-            self.link.send(packet)
+                program.egress(packet, self.number, 0)
+            self.send(packet)
             return
         queue = self._queue_of(packet)
         victim = None
@@ -293,7 +286,7 @@ class SwitchPort:
         self._put(queue, packet)
         if not self.pending:
             self.pending = True
-            self.engine.at(self.link.busy_ps, self.free)
+            self.engine.at(self.busy_ps, self.free)
         if victim is not None:
             self.engine.drop(victim, EngineCounter.DROPS_TAIL)
 
@@ -306,7 +299,7 @@ class SwitchPort:
         if packet.kind is PacketKind.DATA and not packet.trimmed:
             if len(self.queues[0]) < self.rules.trim_packets:
                 return 0
-            if self.rules.trims_either and drawn(self.link) & 1 and self.queues[0][-1].size >= packet.size:
+            if self.rules.trims_either and drawn(self) & 1 and self.queues[0][-1].size >= packet.size:
                 last = self.queues[0][-1]
                 self._take(0, last)
                 self._trim(last)
@@ -323,7 +316,7 @@ class SwitchPort:
     def _drops_early(self, packet: SimulatedPacket, queue: int) -> bool:
         limits, waiting = self.rules, len(self.queues[queue])
         if limits.discipline >= OWN_KIND:
-            chance = drawn(self.link) / DRAW_LIMIT
+            chance = drawn(self) / DRAW_LIMIT
             levels = waiting, self.queue_bytes[queue], self.bytes
             verdict = rules.own_admission(limits.discipline, packet, limits.own, *levels, chance)
             if verdict == Admission.MARK and packet.ecn:
@@ -341,7 +334,7 @@ class SwitchPort:
         if waiting < rules.ecn_min or waiting >= rules.ecn_max:
             return waiting >= rules.ecn_max
         share = (waiting - rules.ecn_min) * rules.ecn_probability
-        return drawn(self.link) * (rules.ecn_max - rules.ecn_min) < share
+        return drawn(self) * (rules.ecn_max - rules.ecn_min) < share
 
     def _mark(self, packet: SimulatedPacket) -> None:
         packet.ecn = 3
@@ -379,14 +372,14 @@ class SwitchPort:
             packet = self.queues[queue][0]
         self._take(queue, packet)
         if self.switch.program is not None:
-            self.switch.program.egress(packet, self.link.number, len(self.queues[queue]))
+            self.switch.program.egress(packet, self.number, len(self.queues[queue]))
         trims = self.rules.discipline == Discipline.TRIM
         if trims and packet.ecn and queue == 0 and self._is_congested(len(self.queues[0])):
             self._mark(packet)
-        self.link.send(packet)
+        self.send(packet)
         if any(self.queues):
             self.pending = True
-            self.engine.at(self.link.busy_ps, self.free)
+            self.engine.at(self.busy_ps, self.free)
 
 
 # ------------------------------------------------------------------------------------------------------- the P4 program
@@ -458,7 +451,7 @@ class P4Pipeline:
             if links not in groups:
                 # The program chooses a member by the remainder of the hash. To choose by the quotient, each next hop is
                 # repeated: as often as the switch before, which chose by the remainder, has choices.
-                repeat = self._switch.divisor if len(links) > 1 else 1
+                repeat = self._engine.plan.topology.divisors[self._switch.node] if len(links) > 1 else 1
                 numbers = range(members + 1, members + 1 + len(links) * repeat)
                 members += len(numbers)
                 if members > ROUTE_MEMBERS_SIZE:
@@ -845,15 +838,16 @@ class MessageStream(Row, fields=STREAM_ROW):
 # --------------------------------------------------------------------------------------------- interfaces and receivers
 
 
-class HostInterface:
+class HostInterface(LinkEnd):
     """A host's end of a link: control packets first, then streams in turn, the most urgent queue first."""
 
-    def __init__(self, engine: "ReferenceEngine", link: SimulatedLink) -> None:
-        self.engine, self.link, self.discipline = engine, link, engine.plan.switches.discipline
+    def __init__(self, engine: "ReferenceEngine", number: int) -> None:
+        super().__init__(engine, number)
+        self.discipline = engine.plan.switches.discipline
         self.control: deque[SimulatedPacket] = deque()
         self.ready: list[deque[MessageStream]] = [deque() for _ in range(PORT_QUEUES)]
         self.pulls: tuple[deque[SimulatedPacket], deque[SimulatedPacket]] = deque(), deque()
-        self.pulling = self.pending = False
+        self.pulling = False
         self.pull_next_ps = 0
 
     def offer(self, stream: MessageStream) -> None:
@@ -866,14 +860,14 @@ class HostInterface:
         """Send the next packet, or schedule that for when the link is free."""
         if self.pending or not (self.control or any(self.ready)):
             return
-        if self.link.busy_ps <= self.engine.now_ps:
+        if self.busy_ps <= self.engine.now_ps:
             packet = self._next_packet()
             if packet is None:
                 return
-            self.link.send(packet)
+            self.send(packet)
         if self.control or any(self.ready):
             self.pending = True
-            self.engine.at(self.link.busy_ps, self._free)
+            self.engine.at(self.busy_ps, self._free)
 
     def _free(self) -> None:
         self.pending = False
@@ -962,7 +956,7 @@ class HostInterface:
             stream, transport = pull.message.stream, pull.message.transport
             credit = rules.give_credit(stream, transport, is_spare)
             pull.credit = stream.granted
-            packet_ps = (transport.header_bytes + transport.payload) * self.link.rules.kibibyte_ps >> RATE_SHIFT
+            packet_ps = (transport.header_bytes + transport.payload) * self.link.kibibyte_ps >> RATE_SHIFT
             self.pull_next_ps = self.engine.now_ps + rules.credit_ps(transport, credit, packet_ps)
             self.control.append(pull)
             queue = rules.queue_after_pull(stream, transport, is_spare)
@@ -989,23 +983,20 @@ class ReferenceEngine:
         self._streams: dict[int, MessageStream] = {}
         self._graphs: dict[int, GraphState] = {}
         self._completions: list[Completion] = []
-        self._links = [SimulatedLink(self, number, link) for number, link in enumerate(plan.links)]
-        self._interfaces: dict[int, HostInterface] = {}
-        self._switches = {node: ReferenceSwitch(self, node) for node in range(plan.hosts, len(plan.topology.names))}
-        for link in self._links:
-            source = link.rules.source
-            if source < plan.hosts:
-                self._interfaces[link.number] = HostInterface(self, link)
-            else:
-                self._switches[source].ports[link.number] = SwitchPort(self._switches[source], link)
+        self.switches = {node: ReferenceSwitch(self, node) for node in range(plan.hosts, len(plan.topology.names))}
+        self._ends: list[HostInterface | SwitchPort] = [
+            (HostInterface if link.source < plan.hosts else SwitchPort)(self, number)
+            for number, link in enumerate(plan.links)
+        ]
+        self._interfaces = {end.number: end for end in self._ends if isinstance(end, HostInterface)}
         if plan.switches.discipline == Discipline.DLCP:
-            for switch in self._switches.values():
+            for switch in self.switches.values():
                 switch.program = P4Pipeline(self, switch)
 
     @property
     def counts(self) -> NDArray[np.int64]:
         """Return the counts, indexed by `EngineCounter`."""
-        events = [switch.program.events() for switch in self._switches.values() if switch.program is not None]
+        events = [switch.program.events() for switch in self.switches.values() if switch.program is not None]
         if events:
             cells = [EngineCounter.BUDGET_SPENT, EngineCounter.SLOT_TAKEN, EngineCounter.MARKS]
             self.tally[cells] = np.sum(events, axis=0)
@@ -1152,17 +1143,20 @@ class ReferenceEngine:
         links = self.routes.links(host, stream.target if forth else stream.source)
         if len(links) == 1:
             return self._interfaces[links[0]]
-        path_hash = stream.path_hash if forth else stream.reverse_path_hash
-        if self.plan.switches.discipline == Discipline.DLCP:
-            pick = path_hash // self.plan.topology.divisors[host]
-        else:
-            pick = mix(path_hash, int(self.plan.node_salt[host]) & MASK64)
+        pick = self.hashed(host, stream.path_hash if forth else stream.reverse_path_hash)
         return self._interfaces[links[pick % len(links)]]
+
+    def hashed(self, node: int, path_hash: int, *, twice: bool = False) -> int:
+        """Return the number by which a node chooses among equal paths; the P4 program divides, others hash again."""
+        if self.plan.switches.discipline == Discipline.DLCP:
+            return path_hash // self.plan.topology.divisors[node]
+        salt = int(self.plan.node_salt[node]) & MASK64
+        return mix(mix(path_hash, salt) if twice else path_hash, salt)
 
     def arrive(self, node: int, packet: SimulatedPacket) -> None:
         """Deliver a packet at the end of a link."""
         if node >= self.plan.hosts:
-            self._switches[node].arrive(packet)
+            self.switches[node].arrive(packet)
         else:
             self.interface_at(packet.message.stream, node).receive(packet)
             self.release(packet.message)
@@ -1184,23 +1178,19 @@ class ReferenceEngine:
     def set_loss(self, links: Sequence[int], loss: int) -> None:
         """Set the loss probability of links, in units of 1 / `dlcp.sim.engines.arithmetic.DRAW_LIMIT`."""
         for number in links:
-            self._links[number].loss = loss
+            self._ends[number].loss = loss
 
     def set_routes(self, routes: Routes) -> None:
         """Replace the routes."""
         self.routes = routes
-        for switch in self._switches.values():
+        for switch in self.switches.values():
             if switch.program is not None:
                 switch.program.populate()
 
     def port_bytes(self) -> NDArray[Any]:
         """Return the bytes at each link, `dlcp.sim.engines.packet_engine.PORT_BYTES` (links,)."""
-        found = np.zeros(len(self._links), PORT_BYTES)
-        found["sent_bytes"] = [link.sent_bytes for link in self._links]
-        for switch in self._switches.values():
-            for number, port in switch.ports.items():
-                found["bytes"][number], found["bytes_max"][number] = port.bytes, port.bytes_max
-        return found
+        names = PORT_BYTES.names or ()
+        return np.array([tuple(getattr(end, name) for name in names) for end in self._ends], PORT_BYTES)
 
 
 def _fields(kind: np.dtype[Any], row: np.void) -> dict[str, Any]:

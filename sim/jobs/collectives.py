@@ -13,6 +13,7 @@ tree) are always delivered whole.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -416,16 +417,6 @@ def all_to_all(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Node
     return ends
 
 
-def broadcast(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
-    """Add a broadcast of ``size_bytes`` from a rank, along a binomial tree."""
-    return _binomial(builder, spec, root, after, up=False)
-
-
-def reduce(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
-    """Add a reduction of ``size_bytes`` to a rank, along a binomial tree."""
-    return _binomial(builder, spec, root, after, up=True)
-
-
 def _binomial(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes, *, up: bool) -> Nodes:
     """Add a binomial tree, whose edges span 1, 2, 4, ... ranks from the root on: the longest first unless ``up``."""
     count = len(spec.hosts)
@@ -446,20 +437,9 @@ def _binomial(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Node
     return np.roll(ready, root)
 
 
-def gather(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
-    """Add a gather: each other rank sends its ``size_bytes`` to one rank."""
-    return _with_root(builder, spec, root, after, spec.size_bytes, inwards=True)
-
-
-def scatter(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes) -> Nodes:
-    """Add a scatter: a rank sends each other rank one of the n equal parts of its ``size_bytes``."""
-    return _with_root(builder, spec, root, after, -(-spec.size_bytes // len(spec.hosts)), inwards=False)
-
-
-def _with_root(
-    builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes, size_bytes: int, *, inwards: bool
-) -> Nodes:
+def _with_root(builder: GraphBuilder, spec: AllReduceSpec, root: int, after: Nodes, *, inwards: bool) -> Nodes:
     """Add a message between one rank and each other rank."""
+    size_bytes = spec.size_bytes if inwards else -(-spec.size_bytes // len(spec.hosts))
     hosts = np.asarray(spec.hosts, np.int64)
     others = np.delete(np.arange(len(hosts)), root)
     roots = np.full(len(others), root)
@@ -470,3 +450,9 @@ def _with_root(
     builder.follow(after, ends)
     builder.follow(messages, ends[targets])
     return ends
+
+
+broadcast, reduce = partial(_binomial, up=False), partial(_binomial, up=True)
+"""Add a broadcast of ``size_bytes`` from a rank, or a reduction to it, along a binomial tree."""
+gather, scatter = partial(_with_root, inwards=True), partial(_with_root, inwards=False)
+"""Each other rank sends its ``size_bytes`` to a rank; or a rank sends each one of the n equal parts of its own."""

@@ -196,7 +196,7 @@ class TraceTraffic:
         Number of the transport.
     job, queue, loss_bound
         As in `GraphBuilder.messages`; the loss bound is that of contributions to all-reduces.
-    algorithm
+    collective
         The all-reduce; None for the trace's own. An all-gather and a reduce-scatter are rings, a broadcast and a
         reduction binomial trees, and a barrier is an all-reduce of a byte along a tree.
     eager_bytes
@@ -212,7 +212,7 @@ class TraceTraffic:
     job: int = 0
     queue: int = -1
     loss_bound: float = 0.0
-    algorithm: TraceAlgorithm | None = None
+    collective: TraceAlgorithm | None = None
     eager_bytes: int | None = None
     compute_factor: float = 1.0
     ranks_per_node: int = 1
@@ -675,7 +675,7 @@ class _Assembly:
             job=traffic.job,
             step=self._serials,
         )
-        algorithm = traffic.algorithm or self._workload.algorithm
+        algorithm = traffic.collective or self._workload.algorithm
         return add_traced(builder, kind, algorithm, spec, group.index(operation.peer) if kind in _ROOTED else 0, after)
 
 

@@ -236,17 +236,9 @@ class TraceProgress(StepTimes):
     def graph(self, transport: int) -> TraceGraph:
         """Return the graph of one turn of the job; ``transport`` is the number of its transport."""
         job = self.job
-        traffic = TraceTraffic(
-            self.hosts,
-            transport,
-            job=self.number,
-            queue=job.queue,
-            loss_bound=job.loss_bound,
-            algorithm=job.collective,
-            eager_bytes=job.eager_bytes,
-            compute_factor=job.compute_factor,
-            ranks_per_node=job.ranks_per_node,
-        )
+        names = ("queue", "loss_bound", "collective", "eager_bytes", "compute_factor", "ranks_per_node")
+        given = {name: getattr(job, name) for name in names}
+        traffic = TraceTraffic(self.hosts, transport, job=self.number, **given)
         return workload_graph(self.workload, traffic)
 
 
