@@ -550,7 +550,8 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
         Jobs or traffic contradict each other or the network.
     """
     scenario.check_senders("jobs", "traces", "traffic", "patterns")
-    labels = [each.name for each in (*scenario.jobs, *scenario.traces, *scenario.traffic, *scenario.patterns)]
+    senders: list[Any] = [*scenario.jobs, *scenario.traces, *scenario.traffic, *scenario.patterns]
+    labels = [each.name for each in senders]
     messages = [np.zeros(0, MESSAGE_RECORD)]
 
     def keep(submitted: SubmittedGraph, records: NDArray[Any]) -> None:

@@ -90,10 +90,8 @@ def _schema() -> Iterator[Any]:
                 added.type = getattr(kinds, f"TYPE_{own.upper()}")
     attribute = file.message_type[0]
     attribute.oneof_decl.add(name="value")
-    for number, kind in enumerate(_VALUES):
-        value = attribute.field.add(
-            name=f"{kind}_val", number=3 + 2 * number, label=kinds.LABEL_OPTIONAL, oneof_index=0
-        )
+    for at, kind in enumerate(_VALUES):
+        value = attribute.field.add(name=f"{kind}_val", number=3 + 2 * at, label=kinds.LABEL_OPTIONAL, oneof_index=0)
         value.type = getattr(kinds, f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
