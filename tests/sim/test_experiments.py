@@ -157,7 +157,9 @@ def test_results_with_a_failure_without_end_are_found_again(tmp_path) -> None:
 def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does_not(tmp_path, monkeypatch) -> None:
     import dlcp.sim.experiments.running as module
 
-    copied = [("sim", module._SIMULATOR, name) for name in ("kernel/loop.py", "report.py")]
+    copied = [
+        ("sim", module._SIMULATOR, name) for name in ("engines/kernel/loop.py", "tools/report.py", "jobs/models.yaml")
+    ]
     copied += [("dlcp", module._DLCP, name) for name in module._SHARED]
     for folder, source, name in copied:
         (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
