@@ -21,7 +21,8 @@ _COMPILED: Final = ("flows", "kernel")
 """Packages with compiled functions."""
 _SHARED: Final = (
     *(f"dlcp.sim.engines.{name}" for name in ("arithmetic", "jit", "packet_engine", "plan", "rows")),
-    *("dlcp.sim.jobs.graph", "dlcp.sim.network.routing", "dlcp.sim.transports.rules", "dlcp.wire.header"),
+    *("dlcp.sim.jobs.graph", "dlcp.sim.network.routing", "dlcp.wire.header"),
+    *(f"dlcp.sim.transports.{name}" for name in ("rules", "specs")),
 )
 """Modules outside these packages whose constants and rules are compiled into them."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.engines.arithmetic import path_hashes, slot_owners
-from dlcp.sim.engines.plan import EnginePlan, TransportKind, as_rows
+from dlcp.sim.engines.plan import EnginePlan, as_rows
 from dlcp.sim.jobs.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.limits import check_packets
 from dlcp.sim.network.routing import Routes
@@ -271,7 +271,7 @@ class Submitter:
 
     def _bounded(self, nodes: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which nodes are messages with a loss bound."""
-        dlcp = self._transports["kind"][nodes["transport"]] == TransportKind.DLCP
+        dlcp = self._transports["is_dlcp"][nodes["transport"]] != 0
         bounded: NDArray[np.bool_] = (nodes["size_bytes"] > 0) & dlcp & (nodes["loss_bound"] > 0)
         return bounded
 
@@ -322,7 +322,7 @@ class Submitter:
         for name in ("source", "target", "transport"):
             new[name] = nodes[name][sending[fresh]]
         ports = source_port(new["serial"])
-        dlcp = self._transports["kind"][new["transport"]] == TransportKind.DLCP
+        dlcp = self._transports["is_dlcp"][new["transport"]] != 0
         to_port = np.where(dlcp, UDP_PORT_BASE, ORDINARY_PORT)
         new["path_hash"] = path_hashes(new["source"], new["target"], ports, to_port)
         new["reverse_path_hash"] = path_hashes(new["target"], new["source"], ports, to_port)

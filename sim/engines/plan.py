@@ -51,26 +51,12 @@ ROUTE_MEMBERS_SIZE: Final = 1024
 PORT_INDEX_WIDTH: Final = 6
 EVENT_MARKED, EVENT_BUDGET_SPENT, EVENT_SLOT_TAKEN = 1, 5, 6
 
-
-class TransportKind(IntEnum):
-    """Congestion control and loss detection of a stream; names are the ``kind`` values in experiment files."""
-
-    NEW_RENO = 0
-    CUBIC = 1
-    DCTCP = 2
-    SWIFT = 3
-    PIAS = 4
-    PFABRIC = 5
-    NDP = 6
-    DLCP = 7
-    NSCC = 8
-    RCCC = 9
-
-
 OWN_KIND: Final = 100
-"""Number of the first transport in `dlcp.sim.transports.plugins.OWN_TRANSPORTS`, and of the first discipline in
-`OWN_DISCIPLINES`
-there; the others follow."""
+"""Number of the first discipline in `dlcp.sim.transports.plugins.OWN_DISCIPLINES`; the others follow."""
+TRANSPORTS: Final = (*get_args(specs.TransportSpec), *OWN_TRANSPORTS)
+"""All transports, by kind."""
+_FACTS: Final = ("ecn", "slow_start", "credited", "smallest_first", "every_loss", "backoff_max", "loss_keep")
+"""What a transport's class says of it."""
 
 
 class Discipline(IntEnum):
@@ -113,9 +99,9 @@ class PacketKind(IntEnum):
 
 def _transport_row() -> np.dtype[Any]:
     """Return the columns of all transports' settings, and of what follows from these; microseconds become ``_ps``."""
-    integers = "kind payload control_queue sprayed ecn profile levels"
-    columns = {**dict.fromkeys(integers.split(), i8), "scale": f8, "demotion": (i8, 8)}
-    for kind in (*get_args(specs.TransportSpec), *OWN_TRANSPORTS):
+    integers = ("kind", "payload", "control_queue", "sprayed", "profile", "levels", "is_dlcp", *_FACTS)
+    columns: dict[str, Any] = {**dict.fromkeys(integers, i8), "loss_keep": f8, "scale": f8, "demotion": (i8, 8)}
+    for kind in TRANSPORTS:
         for setting in msgspec.structs.fields(kind):
             if setting.name.endswith("_us"):
                 columns[f"{setting.name[:-3]}_ps"] = i8
@@ -150,25 +136,26 @@ class TransportRules(Row, fields=TRANSPORT_ROW):
         cls, spec: specs.TransportSpec, topology: NetworkTopology, routes: Routes, switches: SwitchSpec, profile: int
     ) -> "TransportRules":
         """Return a transport's rules in a network; ``profile`` is its default drop-class profile."""
-        tag = str(spec.__struct_config__.tag).upper()
         demotion = getattr(spec, "demotion_bytes", ())
         given = {name: getattr(spec, name) for name in spec.__struct_fields__}
-        numbers = {"switch_hops": 1} | {name: given[name] for name in given.keys() & {*(TRANSPORT_ROW.names or ())}}
+        numbers = {"switch_hops": 1} | {name: getattr(spec, name) for name in _FACTS}
+        numbers |= {name: given[name] for name in given.keys() & {*(TRANSPORT_ROW.names or ())}}
         rules = cls(
             **numbers,
             **{f"{name[:-3]}_ps": round(us * PS_PER_US) for name, us in given.items() if name.endswith("_us")},
-            kind=OWN_KIND + OWN_TRANSPORTS.index(type(spec)) if type(spec) in OWN_TRANSPORTS else TransportKind[tag],
+            kind=TRANSPORTS.index(type(spec)),
+            is_dlcp=isinstance(spec, specs.DlcpTransport),
             payload=spec.packet_bytes - spec.header_bytes,
             control_queue=Queue.CONTROL,
             sprayed=spec.balancing == "packet",
-            ecn=spec.ecn,
             profile=profile,
             levels=len(demotion),
             demotion=(*demotion, *[0] * (8 - len(demotion))),
         )
-        if isinstance(spec, specs.PFabricTransport | specs.NdpTransport | specs.RcccTransport):
-            # They reorder packets, and detect losses by a timer or a NACK.
+        if spec.reorders:
             rules.reorder_packets = _ANY_ORDER
+        if isinstance(spec, specs.SwiftTransport):
+            rules.loss_keep = 1 - spec.max_decrease
         if isinstance(spec, specs.UltraEthernetTransport):
             vars(rules).update(_ultra_ethernet_settings(spec, topology, routes, switches))
         if switches.discipline == "dlcp" and not isinstance(spec, specs.DlcpTransport):

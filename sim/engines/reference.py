@@ -46,7 +46,6 @@ from dlcp.sim.engines.plan import (
     EnginePlan,
     PacketKind,
     PathChoice,
-    TransportKind,
     TransportRules,
 )
 from dlcp.sim.engines.rows import GRAPH_ROW, MESSAGE_ROW, PACKET_ROW, PORT_QUEUES, STREAM_ROW, TRANSMISSION_ROW, Row
@@ -54,6 +53,7 @@ from dlcp.sim.jobs.graph import NODE_RECORD, NODE_ROW
 from dlcp.sim.network.disciplines import Admission
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.transports import rules
+from dlcp.sim.transports.specs import PULL_QUEUED
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Flag, Header, PacketType, Queue
 
@@ -395,7 +395,7 @@ _MAC = "00:00:00:00:00:00"
 
 def chooses_paths(plan: EnginePlan) -> bool:
     """Return whether switches choose paths as the program does: by hash, and DLCP's packets one by one."""
-    dlcp = [transport for transport in plan.transports if transport.kind == TransportKind.DLCP]
+    dlcp = [transport for transport in plan.transports if transport.is_dlcp]
     return plan.switches.path_choice == PathChoice.HASH and all(transport.sprayed for transport in dlcp)
 
 
@@ -502,7 +502,7 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
     """Return a packet's headers as bytes, to another address if one is given. The program reads no payload."""
     message = packet.message
     stream = message.stream
-    dlcp = message.transport.kind == TransportKind.DLCP
+    dlcp = message.transport.is_dlcp
     source, target = (stream.target, stream.source) if packet.back else (stream.source, stream.target)
     destination = HOST_ADDRESS + target if destination is None else destination
     header = Header(
@@ -544,8 +544,11 @@ class MessageStream(Row, fields=STREAM_ROW):
         The packet that a tail probe repeats: its message and index.
     """
 
+    tail_probing: int
+
     def __init__(self, engine: "ReferenceEngine", transport: TransportRules, **start: Any) -> None:
-        super().__init__(window=transport.initial_window_packets, threshold=rules.first_threshold(transport), **start)
+        super().__init__(window=transport.initial_window_packets, **start)
+        self.threshold = float(transport.max_window_packets) if transport.slow_start else 0.0
         self.alpha, self.epoch, self.timer_at = 1.0, -1, -1
         self.engine, self.transport = engine, transport
         self.messages: deque[Message] = deque()
@@ -574,12 +577,12 @@ class MessageStream(Row, fields=STREAM_ROW):
     def next_queue(self) -> int:
         """Return the queue of the packet at the head of its lists."""
         message = self.lost[0].message if self.lost else self.messages[0]
-        return rules.queue_of(self.transport, message, self.lost[0].index if self.lost else message.next_index)
+        return rules.queue_of(self, self.transport, message, self.lost[0].index if self.lost else message.next_index)
 
     def begin(self, message: Message) -> None:
         """Begin a message."""
         message.prepare()
-        rules.grant_first_window(self, self.transport, message)
+        rules.on_begin(self, self.transport, message)
         self.enqueue(message)
         self.interface.offer(self)
         self.interface.kick()
@@ -640,7 +643,7 @@ class MessageStream(Row, fields=STREAM_ROW):
 
     def _transmit(self, sent: Transmission, retransmission: bool) -> SimulatedPacket:
         message, now = sent.message, self.engine.now_ps
-        sent.queue = rules.queue_of(message.transport, message, sent.index)
+        sent.queue = rules.queue_of(self, message.transport, message, sent.index)
         message.state[sent.index] = PacketState.IN_FLIGHT
         sent.number, sent.sent_at, sent.in_flight = self.number, now, True
         self.sent[sent.queue][sent] = None
@@ -812,7 +815,8 @@ class MessageStream(Row, fields=STREAM_ROW):
             before = -1
             if self.tail_probing and sent.number >= self.tail_number:
                 # The tail probe has been answered: every unacknowledged packet sent before it is lost.
-                before, self.tail_probing = self.tail_number, False
+                before = self.tail_number
+                self.tail_probing = False
                 if sent.number == before and self.tail_of is not None:
                     rules.on_loss(self, t, sent.number, now)  # the repeated packet was lost: the probe replaced it
             in_flight = self.sent[sent.queue]
@@ -877,7 +881,7 @@ class HostInterface(LinkEnd):
         while not self.control and any(self.ready):
             waiting = next(streams for streams in reversed(self.ready) if streams)
             stream = waiting[0]
-            if self.discipline == Discipline.PFABRIC and stream.transport.kind == TransportKind.PFABRIC:
+            if self.discipline == Discipline.PFABRIC and stream.transport.smallest_first:
                 # The message with the fewest packets left goes first.
                 stream = min(waiting, key=lambda stream: stream.messages[0].left if stream.messages else 0)
             waiting.remove(stream)
@@ -948,7 +952,7 @@ class HostInterface(LinkEnd):
         wanted, spare = self.pulls
         while spare and spare[0].message.done and not wanted:
             message = spare.popleft().message
-            message.stream.pulling &= rules.PULL_QUEUED
+            message.stream.pulling &= PULL_QUEUED
             self.engine.release(message)
         if wanted or spare:
             is_spare = int(not wanted)
@@ -957,7 +961,7 @@ class HostInterface(LinkEnd):
             credit = rules.give_credit(stream, transport, is_spare)
             pull.credit = stream.granted
             packet_ps = (transport.header_bytes + transport.payload) * self.link.kibibyte_ps >> RATE_SHIFT
-            self.pull_next_ps = self.engine.now_ps + rules.credit_ps(transport, credit, packet_ps)
+            self.pull_next_ps = self.engine.now_ps + rules.credit_ps(stream, transport, credit, packet_ps)
             self.control.append(pull)
             queue = rules.queue_after_pull(stream, transport, is_spare)
             if queue >= 0:
@@ -984,7 +988,7 @@ class ReferenceEngine:
         self._graphs: dict[int, GraphState] = {}
         self._completions: list[Completion] = []
         self.switches = {node: ReferenceSwitch(self, node) for node in range(plan.hosts, len(plan.topology.names))}
-        self._ends: list[HostInterface | SwitchPort] = [
+        self._ends: list[LinkEnd] = [
             (HostInterface if link.source < plan.hosts else SwitchPort)(self, number)
             for number, link in enumerate(plan.links)
         ]

@@ -1,147 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that both engines share: congestion windows, timers, queues, and when a message is complete.
+"""Decisions that both engines share: those of each transport by its kind, timers, and when a message is complete.
 
-`dlcp.sim.transports.specs` names the sources of the formulas. ``s`` is a stream, ``t`` the rules of its transport,
-``m`` a message: rows of the kernel's arrays, or objects of the reference with the same field names. The kernel compiles
-these functions and the reference calls them as Python, so they may use nothing but numbers. Flags are compared with 0
-because Numba needs it.
+The rules of transports are in `dlcp.sim.transports.specs`, which also says what their parameters are.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dlcp.sim.engines.jit import shared
-from dlcp.sim.engines.plan import OWN_KIND, PROFILE_CELLS, BufferScope, Discipline, TransportKind
+from dlcp.sim.engines.plan import OWN_KIND, PROFILE_CELLS, TRANSPORTS, BufferScope, Discipline
 from dlcp.sim.engines.rows import Row
-from dlcp.sim.limits import FOREVER_PS, TIMER_MAX_PS
-from dlcp.sim.transports.plugins import OWN_DISCIPLINES, OWN_TRANSPORTS
-from dlcp.wire import Queue
+from dlcp.sim.limits import FOREVER_PS
+from dlcp.sim.transports.plugins import OWN_DISCIPLINES
+from dlcp.sim.transports.specs import TIMEOUT_BACKOFF_MAX, OwnTransport, never
 
-TIMEOUT_BACKOFF_MAX: Final = 6
-"""Most doublings of a timeout; not tuned."""
-DLCP_BACKOFF_MAX: Final = 1
-"""The same for DLCP, where no answer may only mean that a stream waits in a lower queue. With six doublings, some steps
-took 20 ms longer; see `sim/experiments/README.md`."""
-CUBIC_SCALE: Final = 0.4
-"""C of RFC 9438, packets per second cubed."""
-CUBIC_KEEP: Final = 0.7
-"""beta of RFC 9438: the share of the window that remains after a loss."""
-DLCP_LOSS_KEEP: Final = 0.75
-"""The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
-RCCC_PULL_PERCENT: Final = 99
-"""The share of a link's rate for which RCCC's receiver gives credit."""
-# Constants of NSCC, `NsccTransport`; those in packets are for the reference network and grow with the product of a
-# network's rate and base round trip.
-NSCC_REFERENCE_RTT_PS: Final = 12_000_000
-NSCC_FAIR_PACKETS: Final = 5.0
-"""Growth in packets for each acknowledged window when the delay is above the target and nothing is marked."""
-NSCC_PROPORTIONAL_PACKETS: Final = 4.0
-"""The same for a delay that is 12 us below the target."""
-NSCC_FAST_SHARE: Final = 0.25
-"""Growth for each acknowledged packet after a window without delay."""
-NSCC_FAST_DELAY_PS: Final = 1_000_000
-"""A shorter delay counts as none."""
-NSCC_STEADY_PACKETS: Final = 0.15
-"""Growth in each base round trip."""
-NSCC_ADJUST_PACKETS: Final = 8
-"""Growth is applied after more packets than this, or after a base round trip."""
-NSCC_ADAPT_DELAY: Final = 4
-"""Quick adapt needs a trimmed packet, or a delay above this multiple of the target."""
-NSCC_ADAPT_SHARE: Final = 8
-"""Quick adapt needs fewer arrivals than the largest window divided by this."""
-URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
-"""The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
-
-PULL_QUEUED, SPARE_PULL_QUEUED = 1, 2
-"""Bits of a stream's ``pulling``: the queues of PULLs at its receiver that it waits in (RCCC)."""
+# ---------------------------------------------------------------------------------------- the rules of each transport
 
 
-# ------------------------------------------------------------------------------------------- what other packages bring
+def chosen(name: str, kind: str, parameters: str, rules: Sequence[Callable[..., Any]], arguments: str = "") -> Any:
+    """Return a function that calls the rule of a kind, which is an expression of its parameters.
+
+    Compiled code cannot look up functions, so this writes the comparisons. A rule without any is the last one's.
+    """
+    arguments = arguments or parameters
+    lines = [f"def {name}({parameters}):"]
+    lines += [
+        f"    if {kind} == {number}:\n        return rules_{number}({arguments})"
+        for number, rule in enumerate(rules)
+        if rule is not rules[-1]
+    ]
+    found: dict[str, Any] = {f"rules_{number}": shared(rule) for number, rule in enumerate(rules)}
+    exec("\n".join([*lines, f"    return rules_{len(rules) - 1}({arguments})"]), found)
+    return shared(found[name])
 
 
-def by_kind(rules: Iterable[Callable[..., Any] | None]) -> Callable[..., Any]:
-    """Return a function of a kind and more values, which calls the rule of the kind, or returns 0 if it has none."""
-    chosen: Callable[..., Any] = _no_rule
-    for kind, rule in enumerate(rules, OWN_KIND):
-        if rule is not None:
-            chosen = _either(kind, shared(rule), chosen)
-    return chosen
+def of_transport(name: str, parameters: str) -> Any:
+    """Return a function that calls the rule of a stream's transport, by default `specs.OwnTransport`'s."""
+    return chosen(name, "t.kind", parameters, [getattr(each, name) for each in (*TRANSPORTS, OwnTransport)])
 
 
-@shared
-def _no_rule(_kind: int, *_values: int) -> int:
-    return 0
-
-
-def _either(kind: int, rule: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    @shared
-    def decide(number: int, *values: int) -> int:
-        return rule(*values) if number == kind else other(number, *values)
-
-    return decide
-
-
-def own_rules(name: str) -> Callable[..., Any]:
-    """Return `by_kind` for the rules of this name of other packages' transports: it returns 1 if there was one."""
-
-    def handled(rule: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = shared(rule)
-
-        @shared
-        def handle(*values: int) -> int:
-            compiled(*values)
-            return 1
-
-        return handle
-
-    found = (getattr(transport, name) for transport in OWN_TRANSPORTS)
-    return by_kind(rule and handled(rule) for rule in found)
-
-
-own_on_ack, own_on_loss, own_on_timeout = map(own_rules, ("on_ack", "on_loss", "on_timeout"))
-own_admission = by_kind(discipline.admit for discipline in OWN_DISCIPLINES.values())
+on_ack = of_transport("on_ack", "s, t, marked, rtt, number, now, limited")
+on_nack = of_transport("on_nack", "s, t, rtt, now")
+change_on_loss = of_transport("on_loss", "s, t, number, now")
+change_on_timeout = of_transport("on_timeout", "s, t")
+timeout_ps = of_transport("timeout_ps", "s, t")
+queue_of = of_transport("queue_of", "s, t, m, index")
+on_begin = of_transport("on_begin", "s, t, m")
+add_backlog = of_transport("add_backlog", "s, t, packets")
+may_pull = of_transport("may_pull", "s, t, m, wanted, trimmed")
+give_credit = of_transport("give_credit", "s, t, spare")
+queue_after_pull = of_transport("queue_after_pull", "s, t, spare")
+credit_ps = of_transport("credit_ps", "s, t, credit, packet_ps")
+on_pull = of_transport("on_pull", "s, t, granted")
+own_admission = chosen(
+    "own_admission",
+    f"discipline - {OWN_KIND}",
+    "discipline, x, own, waiting, waiting_bytes, port_bytes, chance",
+    [*(each.admit for each in OWN_DISCIPLINES.values()), never],
+    "x, own, waiting, waiting_bytes, port_bytes, chance",
+)
+"""Return the verdict of a discipline of another package; see `dlcp.sim.network.disciplines`."""
 
 
 # -------------------------------------------------------------------------------------------------- congestion windows
-
-
-@shared
-def cube_root(value: float) -> float:
-    """Return the cube root of ``value`` >= 0 by Newton's method. Unlike ``pow``, it is bit-exact on every machine."""
-    if value <= 0.0:
-        return 0.0
-    root = max(1.0, value)
-    for _ in range(200):
-        better = (2.0 * root + value / (root * root)) / 3.0
-        if better >= root:
-            break
-        root = better
-    return root
-
-
-@shared
-def first_threshold(t: Row) -> float:
-    """Return the initial slow-start threshold: the largest window; 0 for transports that have no slow start."""
-    steady = (TransportKind.SWIFT, TransportKind.NDP, TransportKind.NSCC, TransportKind.RCCC)
-    return 0.0 if t.kind in steady else float(t.max_window_packets)
-
-
-@shared
-def timeout_ps(s: Row, t: Row) -> int:
-    """Return the timeout (RFC 6298) in picoseconds, doubled after each timeout in a row; pFabric's is constant.
-
-    With nothing in flight, an RCCC sender waits for credit, which takes longer.
-    """
-    if t.kind == TransportKind.PFABRIC:
-        return t.min_timeout_ps
-    if t.kind == TransportKind.RCCC and s.in_flight == 0:
-        return t.credit_timeout_ps << s.backoff
-    wait = s.rtt + 4 * s.rtt_var
-    if wait < t.min_timeout_ps:
-        wait = t.min_timeout_ps
-    if wait > TIMER_MAX_PS:
-        wait = TIMER_MAX_PS
-    return wait << s.backoff
 
 
 @shared
@@ -157,307 +78,7 @@ def measure_rtt(s: Row, t: Row, rtt: int) -> None:
         if difference < 0:
             difference = -difference
         s.rtt_var += (difference - s.rtt_var) >> 2
-        if (t.kind == TransportKind.SWIFT or t.kind >= OWN_KIND) and rtt < s.rtt_min:
-            s.rtt_min = rtt
-
-
-@shared
-def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
-    """Update the window after an acknowledgement of packet ``number``; ``limited``: the window was the limit.
-
-    ``marked`` is whether the packet was marked, ``rtt`` its round-trip time and ``now`` the time, in picoseconds.
-    """
-    if t.kind == TransportKind.NDP or (
-        t.kind >= OWN_KIND and own_on_ack(t.kind, s, t, marked, rtt, number, now, limited) != 0
-    ):
-        return
-    if t.kind == TransportKind.RCCC:
-        stop_speculating(s)
-        return
-    if t.step_gap_ps != 0:
-        follow_step(s, t, now)
-    if t.kind == TransportKind.SWIFT:
-        follow_delay(s, t, rtt, now, limited)
-        return
-    if t.kind == TransportKind.NSCC:
-        follow_signals(s, t, marked, rtt, now)
-        return
-    if t.ecn != 0:
-        follow_marks(s, t, marked, number)
-        if marked != 0:
-            return
-    if limited == 0 or number < s.recover:
-        return
-    if s.window < s.threshold:
-        s.window = min(t.max_window_packets, s.window + 1.0)
-    elif t.kind == TransportKind.CUBIC:
-        grow_cubic(s, t, now)
-    else:
-        s.window = min(t.max_window_packets, s.window + eagerness(s, t) / s.window)
-
-
-@shared
-def follow_step(s: Row, t: Row, now: int) -> None:
-    """Count the packets of a training step, which begins after a pause (MLTCP)."""
-    if s.step_acked != 0 and now - s.acked_at >= t.step_gap_ps:
-        s.step_packets = s.step_acked
-        s.step_acked = 0
-    s.step_acked += 1
-    s.acked_at = now
-
-
-@shared
-def eagerness(s: Row, t: Row) -> int:
-    """Return the factor on the window's growth: for MLTCP, it grows with the share of the step that has been sent.
-
-    A stream's first step counts its packets, so it has the factor 1.
-    """
-    if s.step_packets == 0:
-        return 1.0
-    return t.slope * min(1.0, s.step_acked / s.step_packets) + t.intercept
-
-
-@shared
-def follow_marks(s: Row, t: Row, marked: int, number: int) -> None:
-    """Average the share of marked packets, and shrink the window by it once per round trip with marks (RFC 8257)."""
-    s.acked += 1
-    s.marked += marked
-    if number >= s.round_end:
-        s.alpha = s.alpha * (1.0 - t.gain) + t.gain * (s.marked / s.acked)
-        s.acked = 0
-        s.marked = 0
-        s.round_end = s.number
-    if marked != 0 and number >= s.reduced:
-        s.window = max(1.0, s.window * (1.0 - s.alpha / 2.0))
-        s.threshold = s.window
-        s.reduced = s.number
-
-
-@shared
-def follow_delay(s: Row, t: Row, rtt: int, now: int, limited: int) -> None:
-    """Grow the window below Swift's target delay; above it, shrink it in proportion, once per round trip."""
-    target = t.target_ps
-    if target == 0:
-        target = 2 * s.rtt_min
-    if rtt < target:
-        if limited != 0:
-            s.window = min(t.max_window_packets, s.window + t.additive_packets / s.window)
-    elif now - s.cut_at >= s.rtt:
-        late = (rtt - target) / rtt
-        s.window = max(1.0, s.window * max(1.0 - t.beta * late, 1.0 - t.max_decrease))
-        s.cut_at = now
-
-
-@shared
-def grow_cubic(s: Row, t: Row, now: int) -> None:
-    """Grow the window in congestion avoidance (RFC 9438); ``alpha`` is its K in seconds."""
-    if s.epoch < 0:
-        s.epoch = now
-        s.reno = s.window
-        s.peak = max(s.peak, s.window)
-        s.alpha = cube_root((s.peak - s.window) / CUBIC_SCALE)
-    since = (now - s.epoch + s.rtt) * 1e-12 - s.alpha
-    target = CUBIC_SCALE * since * since * since + s.peak
-    s.reno += 3.0 * (1.0 - CUBIC_KEEP) / (1.0 + CUBIC_KEEP) / s.window
-    goal = max(target, s.reno)
-    if goal > s.window:
-        s.window = min(t.max_window_packets, s.window + min((goal - s.window) / s.window, 0.5))
-
-
-@shared
-def follow_signals(s: Row, t: Row, marked: int, rtt: int, now: int) -> None:
-    """Follow the delay and the mark of an acknowledged packet, by their four combinations (NSCC).
-
-    Without a mark the window grows: in proportion to the room below the target delay, or fairly above it. A mark alone
-    only means that its path is busy. A mark and a delay above the target shrink the window, once per round trip.
-    """
-    update_base_rtt(s, t, rtt)
-    delay = rtt - s.base_rtt
-    late = delay >= t.target_ps
-    # A late packet without a mark has left a queue that has drained since.
-    average_delay(s, t, 0.25 * s.base_rtt if marked == 0 and delay > t.target_ps else delay)
-    s.arrived += 1
-    s.arrived_since += 1
-    s.ignoring = max(0, s.ignoring - 1)
-    if adapt_quickly(s, t, marked, delay > NSCC_ADAPT_DELAY * t.target_ps, now):
-        return
-    scale = t.scale * t.payload / (t.payload + t.header_bytes)  # the constants are packets without headers
-    if marked == 0 and late:
-        s.growth += NSCC_FAIR_PACKETS * scale
-    elif marked == 0 and not grow_fast(s, t, delay):
-        s.growth += NSCC_PROPORTIONAL_PACKETS * scale * (t.target_ps - delay) / NSCC_REFERENCE_RTT_PS
-    elif marked != 0 and late:
-        shrink_late(s, t, now)
-    bound_window(s, t)
-    since = now - s.grown_at
-    if s.arrived_since > NSCC_ADJUST_PACKETS or since > t.base_rtt_ps:
-        s.window += s.growth / s.window
-        if since >= t.base_rtt_ps:
-            s.window += NSCC_STEADY_PACKETS * scale
-            s.grown_at = now
-        s.growth = 0.0
-        s.arrived_since = 0
-    bound_window(s, t)
-
-
-@shared
-def shrink_late(s: Row, t: Row, now: int) -> None:
-    """Shrink the window by the average delay's share above the target, once per round trip (NSCC)."""
-    s.fast = 0
-    s.undelayed = 0
-    if s.mean_delay > t.target_ps and now - s.cut_at > s.base_rtt:
-        above = (s.mean_delay - t.target_ps) / s.mean_delay
-        s.window *= max(1.0 - t.beta * above, t.max_decrease)
-        s.cut_at = now
-
-
-@shared
-def update_base_rtt(s: Row, t: Row, rtt: int) -> None:
-    """Keep a stream's shortest round trip (NSCC)."""
-    if s.base_rtt == 0:
-        s.base_rtt = t.base_rtt_ps
-    s.base_rtt = min(s.base_rtt, rtt)
-
-
-@shared
-def average_delay(s: Row, t: Row, delay: int) -> None:
-    """Add a delay to the average (NSCC)."""
-    s.mean_delay += t.gain * (delay - s.mean_delay)
-
-
-@shared
-def bound_window(s: Row, t: Row) -> None:
-    """Keep the window between one packet and the largest, which is smaller on a shorter path (NSCC)."""
-    s.window = max(1.0, min(s.window, largest_window(s, t)))
-
-
-@shared
-def largest_window(s: Row, t: Row) -> int:
-    """Return a stream's largest window: its path's share of the longest path's (NSCC)."""
-    return t.max_window_packets * s.base_rtt / t.base_rtt_ps
-
-
-@shared
-def grow_fast(s: Row, t: Row, delay: int) -> int:
-    """Grow by a share of every packet once a whole window has met no delay; return whether that is so (NSCC)."""
-    if delay >= NSCC_FAST_DELAY_PS:
-        s.fast = 0
-        s.undelayed = 0
-        return False
-    s.undelayed += 1
-    s.fast = 1 if s.fast != 0 or s.undelayed > s.window else 0
-    if s.fast != 0:
-        s.window += NSCC_FAST_SHARE * t.scale
-    return s.fast != 0
-
-
-@shared
-def adapt_quickly(s: Row, t: Row, marked: int, severe: bool, now: int) -> int:
-    """Set the window to what has arrived in a round trip, if that is little and delays are severe (NSCC).
-
-    Returns whether that was done, or whether a mark is to be ignored because its packet was sent before.
-    """
-    if marked != 0 and s.ignoring > 0:
-        done = True
-    else:
-        done = False
-        if now > s.adapt_at:
-            few = s.arrived < largest_window(s, t) / NSCC_ADAPT_SHARE
-            if s.adapt_at != 0 and (s.trimmed != 0 or severe) and few:
-                s.window = max(1.0, float(s.arrived))
-                s.ignoring = s.in_flight
-                s.trimmed = 0
-                done = True
-            s.arrived = 0
-            s.adapt_at = now + s.base_rtt + t.target_ps
-    if done:
-        s.growth = 0.0
-        s.arrived_since = 0
-    return done
-
-
-@shared
-def on_nack(s: Row, t: Row, rtt: int, now: int) -> None:
-    """Shrink NSCC's window by a trimmed packet, whose NACK came after ``rtt``, unless quick adapt already has."""
-    if t.kind == TransportKind.RCCC:
-        stop_speculating(s)
-    if t.kind != TransportKind.NSCC:
-        return
-    update_base_rtt(s, t, rtt)
-    average_delay(s, t, t.base_rtt_ps)  # the queue was full, about a bandwidth-delay product
-    s.ignoring = max(0, s.ignoring - 1)
-    s.trimmed = 1
-    if not adapt_quickly(s, t, 1, True, now):
-        s.window -= 1.0
-        bound_window(s, t)
-
-
-@shared
-def on_loss(s: Row, t: Row, number: int, now: int) -> None:
-    """Shrink the window after the loss of packet ``number``: once for all packets that were in flight together."""
-    kind = t.kind
-    if kind == TransportKind.NSCC:
-        s.window = max(1.0, s.window - 1.0)
-        return
-    if number < s.recover or is_credited(t):
-        return
-    s.recover = s.number
-    if kind >= OWN_KIND and own_on_loss(kind, s, t, number, now) != 0:
-        return
-    if kind == TransportKind.SWIFT:
-        if now - s.cut_at >= s.rtt:
-            s.window = max(1.0, s.window * (1.0 - t.max_decrease))
-            s.cut_at = now
-        return
-    if kind == TransportKind.DLCP:
-        s.window = max(1.0, s.window * DLCP_LOSS_KEEP)
-        s.threshold = s.window
-        return
-    if kind == TransportKind.CUBIC:
-        s.peak = s.window * (1.0 + CUBIC_KEEP) / 2.0 if s.window < s.peak else s.window
-        s.window = max(1.0, s.window * CUBIC_KEEP)
-        s.threshold = max(2.0, s.window)
-        s.epoch = -1
-        return
-    s.window = max(2.0, s.window / 2.0)
-    s.threshold = s.window
-
-
-@shared
-def on_timeout(s: Row, t: Row) -> None:
-    """Shrink the window and back off after a timeout.
-
-    An NDP sender may send as much as it had in flight; an RCCC sender one packet, which asks for credit.
-    """
-    kind = t.kind
-    s.recover = s.number
-    s.tail_probing = 0
-    s.spare = 0
-    if s.backoff < (DLCP_BACKOFF_MAX if kind == TransportKind.DLCP else TIMEOUT_BACKOFF_MAX):
-        s.backoff += 1
-    if kind == TransportKind.NDP:
-        s.credit += max(1, s.in_flight)
-        return
-    if kind == TransportKind.RCCC:
-        s.credit = max(1, s.credit)
-        return
-    if kind >= OWN_KIND and own_on_timeout(kind, s, t) != 0:
-        return
-    if kind == TransportKind.PFABRIC and s.backoff >= t.probe_after_timeouts:
-        s.probe_mode = 1
-    if kind == TransportKind.DLCP:
-        s.window = max(1.0, s.window / 2.0)
-        s.threshold = s.window
-    elif kind == TransportKind.SWIFT:
-        s.window = max(1.0, s.window * (1.0 - t.max_decrease))
-    elif kind == TransportKind.NSCC:
-        s.window = max(1.0, s.window - s.in_flight)
-    else:
-        keep = CUBIC_KEEP if kind == TransportKind.CUBIC else 0.5
-        s.threshold = max(2.0, s.window * keep)
-        s.peak = s.window
-        s.window = 1.0
-        s.epoch = -1
+        s.rtt_min = min(s.rtt_min, rtt)
 
 
 @shared
@@ -471,6 +92,27 @@ def is_limited(s: Row) -> int:
 
 
 @shared
+def on_loss(s: Row, t: Row, number: int, now: int) -> None:
+    """Shrink the window after the loss of packet ``number``."""
+    if t.every_loss == 0:
+        if number < s.recover:
+            return
+        s.recover = s.number
+    change_on_loss(s, t, number, now)
+
+
+@shared
+def on_timeout(s: Row, t: Row) -> None:
+    """Shrink the window and back off after a timeout."""
+    s.recover = s.number
+    s.tail_probing = 0
+    s.spare = 0
+    if s.backoff < t.backoff_max:
+        s.backoff += 1
+    change_on_timeout(s, t)
+
+
+@shared
 def leave_probe_mode(s: Row) -> None:
     """Send data instead of probes again (pFabric), after any answer."""
     if s.probe_mode != 0:
@@ -481,7 +123,7 @@ def leave_probe_mode(s: Row) -> None:
 @shared
 def window_is_open(s: Row, t: Row) -> int:
     """Return whether a stream may have one more packet in flight."""
-    if is_credited(t):
+    if t.credited != 0:
         return s.credit > 0
     return s.in_flight < int(s.window) + s.spare and s.probe_mode == 0
 
@@ -489,7 +131,7 @@ def window_is_open(s: Row, t: Row) -> int:
 @shared
 def needs_reply(s: Row, t: Row) -> int:
     """Return whether a stream with data to send has to wait for a PULL or for a reply to a probe."""
-    return s.probe_mode != 0 or (is_credited(t) and s.credit <= 0)
+    return s.probe_mode != 0 or (t.credited != 0 and s.credit <= 0)
 
 
 @shared
@@ -532,19 +174,6 @@ def packet_bytes(t: Row, m: Row, index: int) -> int:
 
 
 @shared
-def queue_of(t: Row, m: Row, index: int) -> int:
-    """Return a packet's queue: its message's, or for PIAS by the bytes of the message before it."""
-    queue = int(m.queue)
-    if t.kind == TransportKind.PIAS and t.levels > 0:
-        queue = URGENT_QUEUE
-        sent = index * t.payload
-        for level in range(t.levels):
-            if sent >= t.demotion[level]:
-                queue -= 1
-    return queue
-
-
-@shared
 def packet_hash(s: Row, t: Row, m: Row, index: int, number: int, retransmission: int) -> int:
     """Return the path hash of a stream's packet ``number``. A retransmission gets another path than before.
 
@@ -578,48 +207,12 @@ def on_send(s: Row, t: Row, m: Row, now: int) -> None:
         restart_timers(s, t, now)
     else:
         restart_tail_timer(s, t, now)
-    if is_credited(t):
+    if t.credited != 0:
         s.credit -= 1
     add_backlog(s, t, -1)
     m.in_flight += 1
     m.sent += 1
     m.refs += 1
-
-
-@shared
-def is_credited(t: Row) -> int:
-    """Return whether a receiver's PULLs, not a window, let senders send."""
-    return t.kind in (TransportKind.NDP, TransportKind.RCCC)
-
-
-@shared
-def grant_first_window(s: Row, t: Row, m: Row) -> None:
-    """Let a sender send the first window without PULLs: of a message with NDP, after a pause with RCCC."""
-    if t.kind == TransportKind.NDP:
-        m.pulls = min(int(t.initial_window_packets), m.packets)
-        s.credit += m.pulls
-    elif t.kind == TransportKind.RCCC:
-        if s.backlog == 0 and s.in_flight == 0:
-            s.credit = int(t.initial_window_packets)
-            s.speculating = 1
-        elif s.backlog == 0:
-            s.credit = max(1, s.credit)  # for a packet that asks for more
-        add_backlog(s, t, m.packets)
-
-
-@shared
-def add_backlog(s: Row, t: Row, packets: int) -> None:
-    """Add packets to those that a sender needs credit for (RCCC)."""
-    if t.kind == TransportKind.RCCC:
-        s.backlog += packets
-
-
-@shared
-def stop_speculating(s: Row) -> None:
-    """Give up credit that the receiver has not given: it has answered (RCCC)."""
-    if s.speculating != 0:
-        s.speculating = 0
-        s.credit = 0
 
 
 @shared
@@ -629,81 +222,6 @@ def wanted_credit(s: Row, t: Row) -> int:
     if s.speculating != 0 and s.backlog > 0:
         wanted = max(1, wanted)
     return s.pulled + wanted
-
-
-@shared
-def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> int:
-    """Return whether a receiver has to queue a PULL, after a packet with the pull target ``wanted``.
-
-    NDP needs a PULL for each packet of a message. An RCCC stream has one PULL in the queue as long as it needs credit,
-    which it also does for a packet that was trimmed.
-    """
-    if t.kind == TransportKind.NDP:
-        if m.pulls >= m.packets + m.trims:
-            return False
-        m.pulls += 1
-        return True
-    if t.kind != TransportKind.RCCC:
-        return False
-    s.asked = max(s.asked, wanted) + trimmed
-    if s.pulling & PULL_QUEUED or s.asked <= s.granted:
-        return False
-    s.pulling |= PULL_QUEUED
-    return True
-
-
-@shared
-def give_credit(s: Row, t: Row, spare: int) -> int:
-    """Count the credit of a PULL that leaves, and return it in packets.
-
-    A ``spare`` one gives an RCCC sender credit that it has not asked for, because nobody asks.
-    """
-    if t.kind == TransportKind.NDP:
-        return 1
-    credit = t.credit_packets if spare != 0 else min(t.credit_packets, s.asked - s.granted)
-    s.granted += credit
-    return credit
-
-
-@shared
-def queue_after_pull(s: Row, t: Row, spare: int) -> int:
-    """Return the queue for a stream's next PULL after one left the queue ``spare``, or -1.
-
-    An RCCC receiver queues another as long as credit is wanted. Then it queues spare ones, for a window more.
-    """
-    if t.kind == TransportKind.NDP:
-        return -1
-    s.pulling &= SPARE_PULL_QUEUED if spare == 0 else PULL_QUEUED
-    if s.asked > s.granted:
-        wanted = PULL_QUEUED
-    elif s.granted - s.asked < int(t.max_window_packets):
-        wanted = SPARE_PULL_QUEUED
-    else:
-        return -1
-    if s.pulling & wanted:
-        return -1
-    s.pulling |= wanted
-    return wanted - 1
-
-
-@shared
-def credit_ps(t: Row, credit: int, packet_ps: int) -> int:
-    """Return the time from a PULL with ``credit`` to the next one; ``packet_ps`` is a packet's time on the link."""
-    if t.kind == TransportKind.NDP:
-        return packet_ps
-    return credit * packet_ps * 100 // RCCC_PULL_PERCENT
-
-
-@shared
-def on_pull(s: Row, t: Row, granted: int) -> None:
-    """Take the credit of a PULL; RCCC's have all that was ``granted`` so far, so that a lost one does no harm."""
-    if t.kind == TransportKind.NDP:
-        s.credit += 1
-        return
-    stop_speculating(s)
-    if granted > s.pulled:
-        s.credit = min(s.credit + granted - s.pulled, int(t.max_window_packets))
-        s.pulled = granted
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
@@ -757,7 +275,7 @@ def on_probe_reply(s: Row, t: Row, m: Row, satisfied: int) -> int:
     m.probe_backoff = 0
     if satisfied != 0:
         m.satisfied = 1
-    if t.kind == TransportKind.PFABRIC:
+    if t.probe_after_timeouts != 0:
         leave_probe_mode(s)
         return False
     if m.satisfied != 0:

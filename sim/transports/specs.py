@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports of the hosts: one record each.
+"""Transports of the hosts: one class each, with its settings and its rules.
 
 Every transport sends packets with up to ``packet_bytes - header_bytes`` of a message, and acknowledges each packet. A
 packet counts as lost when one sent ``reorder_packets`` later in the same stream and queue has arrived, or when a timer
@@ -10,15 +10,17 @@ Each setting is the one that the transport's authors publish, with its source be
 DLCP's authors publish none: `sim/experiments/README.md` says how ours were chosen.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
+from dlcp.sim.engines.jit import shared
+from dlcp.sim.engines.rows import Row
 from dlcp.sim.limits import (
     PACKET_BYTES_MAX,
     PACKETS_MAX,
+    TIMER_MAX_PS,
     Bytes,
     Gain,
     Microseconds,
@@ -29,6 +31,108 @@ from dlcp.sim.limits import (
     Window,
 )
 from dlcp.tags import FRONT_SHARES
+from dlcp.wire import Queue
+
+# --------------------------------------------------------------------------------------------------------------- rules
+#
+# ``s`` is a stream, ``t`` the numbers of its transport (`dlcp.sim.engines.plan.TransportRules`), ``m`` a message: rows
+# of the kernel's arrays, or objects of the reference with the same field names. The kernel compiles these functions and
+# the reference calls them as Python, so they may use nothing but numbers. Flags are compared with 0 for Numba's sake.
+
+TIMEOUT_BACKOFF_MAX: Final = 6
+"""Most doublings of a timeout; not tuned."""
+URGENT_QUEUE, EXCESS_QUEUE = int(Queue.CONTROL), int(Queue.EXCESS)
+"""The most and the least urgent queue, as plain integers: Numba cannot unify an Enum member with another number."""
+
+
+@shared
+def follow_step(s: Row, t: Row, now: int) -> None:
+    """Count the packets of a training step, which begins after a pause (MLTCP)."""
+    if s.step_acked != 0 and now - s.acked_at >= t.step_gap_ps:
+        s.step_packets = s.step_acked
+        s.step_acked = 0
+    s.step_acked += 1
+    s.acked_at = now
+
+
+@shared
+def eagerness(s: Row, t: Row) -> float:
+    """Return the factor on the window's growth: for MLTCP, it grows with the share of the step that has been sent.
+
+    A stream's first step counts its packets, so it has the factor 1.
+    """
+    if s.step_packets == 0:
+        return 1.0
+    return t.slope * min(1.0, s.step_acked / s.step_packets) + t.intercept
+
+
+@shared
+def follow_marks(s: Row, t: Row, marked: int, number: int) -> None:
+    """Average the share of marked packets, and shrink the window by it once per round trip with marks (RFC 8257)."""
+    s.acked += 1
+    s.marked += marked
+    if number >= s.round_end:
+        s.alpha = s.alpha * (1.0 - t.gain) + t.gain * (s.marked / s.acked)
+        s.acked = 0
+        s.marked = 0
+        s.round_end = s.number
+    if marked != 0 and number >= s.reduced:
+        s.window = max(1.0, s.window * (1.0 - s.alpha / 2.0))
+        s.threshold = s.window
+        s.reduced = s.number
+
+
+@shared
+def grow(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
+    """Grow the window by a packet in a round trip, or in slow start by each acknowledged packet; follow marks."""
+    if t.step_gap_ps != 0:
+        follow_step(s, t, now)
+    if t.ecn != 0:
+        follow_marks(s, t, marked, number)
+        if marked != 0:
+            return
+    if limited == 0 or number < s.recover:
+        return
+    s.window = min(t.max_window_packets, s.window + (1.0 if s.window < s.threshold else eagerness(s, t) / s.window))
+
+
+@shared
+def halve(s: Row, t: Row, number: int, now: int) -> None:
+    """Halve the window."""
+    s.window = max(2.0, s.window / 2.0)
+    s.threshold = s.window
+
+
+@shared
+def begin_anew(s: Row, t: Row) -> None:
+    """Begin with a window of one packet; slow start ends at the share of the window that remains after a loss."""
+    s.threshold = max(2.0, s.window * t.loss_keep)
+    s.peak = s.window
+    s.window = 1.0
+    s.epoch = -1
+
+
+@shared
+def smoothed_timeout_ps(s: Row, t: Row) -> int:
+    """Return the timeout in picoseconds (RFC 6298), doubled after each timeout in a row."""
+    wait = s.rtt + 4 * s.rtt_var
+    if wait < t.min_timeout_ps:
+        wait = t.min_timeout_ps
+    if wait > TIMER_MAX_PS:
+        wait = TIMER_MAX_PS
+    return wait << s.backoff
+
+
+@shared
+def nothing(*_values: int) -> None:
+    """Do nothing."""
+
+
+@shared
+def never(*_values: int) -> int:
+    """Return no."""
+    return 0
+
 
 _Balancing = Literal["flow", "packet"]
 
@@ -38,6 +142,18 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Those of the switches that it was made for."""
     ecn: ClassVar[bool] = False
     """Whether switches mark its packets instead of dropping them."""
+    slow_start: ClassVar[bool] = True
+    credited: ClassVar[bool] = False
+    """Whether a receiver's PULLs, not a window, let senders send."""
+    smallest_first: ClassVar[bool] = False
+    """Whether a host sends the message with the fewest packets left first."""
+    reorders: ClassVar[bool] = False
+    """Whether packets are reordered, so that only a timer or a NACK detects losses."""
+    every_loss: ClassVar[bool] = False
+    """Whether each loss counts, and not only the first of the packets that were in flight together."""
+    backoff_max: ClassVar[int] = TIMEOUT_BACKOFF_MAX
+    loss_keep: ClassVar[float] = 0.5
+    """The share of the window that remains after a loss; 1 if losses do not change it."""
     packet_bytes: Annotated[int, Meta(ge=128, le=PACKET_BYTES_MAX)] = 1500
     header_bytes: Annotated[int, Meta(ge=28, le=120)] = 60
     ack_bytes: Annotated[int, Meta(ge=40, le=PACKET_BYTES_MAX)] = 64
@@ -47,6 +163,38 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reorder_packets: Packets = 3  # DupThresh of RFC 5681 and RFC 6675
     balancing: _Balancing = "flow"
     queue: QueueNumber = 1
+
+    # What a transport does, as NewReno; a subclass replaces what it does otherwise.
+    on_ack: ClassVar[Any] = staticmethod(grow)
+    """Update the window after an acknowledgement: whether the packet was ``marked``, its round-trip time ``rtt`` and
+    the time ``now`` in picoseconds, its ``number``, and whether the window was what ``limited`` the sender."""
+    on_nack: ClassVar[Any] = staticmethod(nothing)
+    """Handle the NACK of a trimmed packet, which came ``rtt`` after it."""
+    on_loss: ClassVar[Any] = staticmethod(halve)
+    """Shrink the window after the loss of packet ``number``: once for all packets that were in flight together."""
+    on_timeout: ClassVar[Any] = staticmethod(begin_anew)
+    """Shrink the window after a timeout."""
+    timeout_ps: ClassVar[Any] = staticmethod(smoothed_timeout_ps)
+    """Return the timeout in picoseconds."""
+    on_begin: ClassVar[Any] = staticmethod(nothing)
+    """Let a sender send the first packets of a message without PULLs."""
+    add_backlog: ClassVar[Any] = staticmethod(nothing)
+    """Add packets to those that a sender needs credit for."""
+    may_pull: ClassVar[Any] = staticmethod(never)
+    """Return whether a receiver has to queue a PULL, after a packet with the pull target ``wanted``."""
+    give_credit: ClassVar[Any] = staticmethod(never)
+    """Count the credit of a PULL that leaves, and return it in packets; a ``spare`` one is credit that nobody asked."""
+    queue_after_pull: ClassVar[Any] = staticmethod(never)
+    """Return the queue for a stream's next PULL after one left the queue ``spare``, or -1."""
+    credit_ps: ClassVar[Any] = staticmethod(never)
+    """Return the time from a PULL with ``credit`` to the next one; ``packet_ps`` is a packet's time on the link."""
+    on_pull: ClassVar[Any] = staticmethod(nothing)
+    """Take the credit of a PULL, which is all that was ``granted`` so far."""
+
+    @staticmethod
+    def queue_of(s: Row, t: Row, m: Row, index: int) -> int:
+        """Return a packet's queue."""
+        return int(m.queue)
 
 
 class TailProbeTransport(_Transport, frozen=True):
@@ -89,8 +237,58 @@ class NewRenoTransport(InterleavingTransport, frozen=True, tag="new_reno"):
     """TCP NewReno (RFC 5681, RFC 6582) with selective acknowledgements."""
 
 
+CUBIC_SCALE: Final = 0.4
+"""C of RFC 9438, packets per second cubed."""
+CUBIC_KEEP: Final = 0.7
+"""beta of RFC 9438: the share of the window that remains after a loss."""
+
+
+@shared
+def cube_root(value: float) -> float:
+    """Return the cube root of ``value`` >= 0 by Newton's method. Unlike ``pow``, it is bit-exact on every machine."""
+    if value <= 0.0:
+        return 0.0
+    root = max(1.0, value)
+    for _ in range(200):
+        better = (2.0 * root + value / (root * root)) / 3.0
+        if better >= root:
+            break
+        root = better
+    return root
+
+
 class CubicTransport(TailProbeTransport, frozen=True, tag="cubic"):
     """TCP CUBIC (RFC 9438)."""
+
+    loss_keep: ClassVar[float] = CUBIC_KEEP
+
+    @staticmethod
+    def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
+        """Grow the window; ``alpha`` is K of RFC 9438 in seconds."""
+        if limited == 0 or number < s.recover:
+            return
+        if s.window < s.threshold:
+            s.window = min(t.max_window_packets, s.window + 1.0)
+            return
+        if s.epoch < 0:
+            s.epoch = now
+            s.reno = s.window
+            s.peak = max(s.peak, s.window)
+            s.alpha = cube_root((s.peak - s.window) / CUBIC_SCALE)
+        since = (now - s.epoch + s.rtt) * 1e-12 - s.alpha
+        target = CUBIC_SCALE * since * since * since + s.peak
+        s.reno += 3.0 * (1.0 - CUBIC_KEEP) / (1.0 + CUBIC_KEEP) / s.window
+        goal = max(target, s.reno)
+        if goal > s.window:
+            s.window = min(t.max_window_packets, s.window + min((goal - s.window) / s.window, 0.5))
+
+    @staticmethod
+    def on_loss(s: Row, t: Row, number: int, now: int) -> None:
+        """Shrink the window, and note its peak."""
+        s.peak = s.window * (1.0 + CUBIC_KEEP) / 2.0 if s.window < s.peak else s.window
+        s.window = max(1.0, s.window * CUBIC_KEEP)
+        s.threshold = max(2.0, s.window)
+        s.epoch = -1
 
 
 class DctcpTransport(InterleavingTransport, frozen=True, tag="dctcp"):
@@ -107,10 +305,38 @@ class SwiftTransport(_Transport, frozen=True, tag="swift"):
     ``target_us`` is the target round-trip time; 0 means twice the minimum measured so far.
     """
 
+    slow_start: ClassVar[bool] = False
+
     target_us: MicrosecondsOrNone = 0.0
     additive_packets: Gain = 1.0
     beta: Annotated[float, Meta(gt=0, le=1)] = 0.8
     max_decrease: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+
+    @staticmethod
+    def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
+        """Grow the window below Swift's target delay; above it, shrink it in proportion, once per round trip."""
+        target = t.target_ps
+        if target == 0:
+            target = 2 * s.rtt_min
+        if rtt < target:
+            if limited != 0:
+                s.window = min(t.max_window_packets, s.window + t.additive_packets / s.window)
+        elif now - s.cut_at >= s.rtt:
+            late = (rtt - target) / rtt
+            s.window = max(1.0, s.window * max(1.0 - t.beta * late, 1.0 - t.max_decrease))
+            s.cut_at = now
+
+    @staticmethod
+    def on_loss(s: Row, t: Row, number: int, now: int) -> None:
+        """Shrink the window once per round trip."""
+        if now - s.cut_at >= s.rtt:
+            s.window = max(1.0, s.window * (1.0 - t.max_decrease))
+            s.cut_at = now
+
+    @staticmethod
+    def on_timeout(s: Row, t: Row) -> None:
+        """Shrink the window."""
+        s.window = max(1.0, s.window * (1.0 - t.max_decrease))
 
 
 class PiasTransport(TailProbeTransport, frozen=True, tag="pias"):
@@ -132,6 +358,17 @@ class PiasTransport(TailProbeTransport, frozen=True, tag="pias"):
         if not 1 <= len(self.demotion_bytes) <= 7 or not rising:
             raise ValueError(f"demotion_bytes needs one to seven ascending sizes, got {self.demotion_bytes}")
 
+    @staticmethod
+    def queue_of(s: Row, t: Row, m: Row, index: int) -> int:
+        """Return a packet's queue, by the bytes of the message before it."""
+        if t.levels == 0:
+            return int(m.queue)
+        queue = URGENT_QUEUE
+        for level in range(t.levels):
+            if index * t.payload >= t.demotion[level]:
+                queue -= 1
+        return queue
+
 
 class PFabricTransport(_Transport, frozen=True, tag="pfabric"):
     """pFabric (SIGCOMM 2013, section 4.3): an initial window of a bandwidth-delay product, priority by remaining size.
@@ -147,12 +384,26 @@ class PFabricTransport(_Transport, frozen=True, tag="pfabric"):
     """
 
     disciplines: ClassVar[tuple[str, ...]] = ("pfabric",)
+    smallest_first: ClassVar[bool] = True
+    reorders: ClassVar[bool] = True
 
     initial_window_packets: Window = 18.0
     max_window_packets: Window = 35.0
     min_timeout_us: Microseconds = 45.0
     balancing: _Balancing = "packet"
     probe_after_timeouts: Packets = 5
+
+    @staticmethod
+    def timeout_ps(s: Row, t: Row) -> int:
+        """Return the constant timeout."""
+        return t.min_timeout_ps
+
+    @staticmethod
+    def on_timeout(s: Row, t: Row) -> None:
+        """Begin anew, and probe after some timeouts in a row."""
+        if s.backoff >= t.probe_after_timeouts:
+            s.probe_mode = 1
+        begin_anew(s, t)
 
 
 class NdpTransport(_Transport, frozen=True, tag="ndp"):
@@ -163,10 +414,55 @@ class NdpTransport(_Transport, frozen=True, tag="ndp"):
     """
 
     disciplines: ClassVar[tuple[str, ...]] = ("trim",)
+    slow_start: ClassVar[bool] = False
+    credited: ClassVar[bool] = True
+    reorders: ClassVar[bool] = True
+    loss_keep: ClassVar[float] = 1.0
 
     initial_window_packets: Window = 23.0
     balancing: _Balancing = "packet"
     min_timeout_us: Microseconds = 20_000.0
+
+    on_ack, on_loss = staticmethod(nothing), staticmethod(nothing)
+
+    @staticmethod
+    def on_timeout(s: Row, t: Row) -> None:
+        """Let the sender send as much as it had in flight."""
+        s.credit += max(1, s.in_flight)
+
+    @staticmethod
+    def on_begin(s: Row, t: Row, m: Row) -> None:
+        """Let the sender send the first window of a message."""
+        m.pulls = min(int(t.initial_window_packets), m.packets)
+        s.credit += m.pulls
+
+    @staticmethod
+    def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> int:
+        """Return whether a packet of the message still needs a PULL."""
+        if m.pulls >= m.packets + m.trims:
+            return 0
+        m.pulls += 1
+        return 1
+
+    @staticmethod
+    def give_credit(s: Row, t: Row, spare: int) -> int:
+        """Give credit for one packet."""
+        return 1
+
+    @staticmethod
+    def queue_after_pull(s: Row, t: Row, spare: int) -> int:
+        """Queue no other PULL."""
+        return -1
+
+    @staticmethod
+    def credit_ps(s: Row, t: Row, credit: int, packet_ps: int) -> int:
+        """Pace PULLs by the time of a packet."""
+        return packet_ps
+
+    @staticmethod
+    def on_pull(s: Row, t: Row, granted: int) -> None:
+        """Take the credit for a packet."""
+        s.credit += 1
 
 
 class UltraEthernetTransport(_Transport, frozen=True):
@@ -200,6 +496,103 @@ class UltraEthernetTransport(_Transport, frozen=True):
             raise ValueError(f"entropies needs a power of two, got {self.entropies}")
 
 
+# Constants of NSCC, `NsccTransport`; those in packets are for the reference network and grow with the product of a
+# network's rate and base round trip.
+NSCC_REFERENCE_RTT_PS: Final = 12_000_000
+NSCC_FAIR_PACKETS: Final = 5.0
+"""Growth in packets for each acknowledged window when the delay is above the target and nothing is marked."""
+NSCC_PROPORTIONAL_PACKETS: Final = 4.0
+"""The same for a delay that is 12 us below the target."""
+NSCC_FAST_SHARE: Final = 0.25
+"""Growth for each acknowledged packet after a window without delay."""
+NSCC_FAST_DELAY_PS: Final = 1_000_000
+"""A shorter delay counts as none."""
+NSCC_STEADY_PACKETS: Final = 0.15
+"""Growth in each base round trip."""
+NSCC_ADJUST_PACKETS: Final = 8
+"""Growth is applied after more packets than this, or after a base round trip."""
+NSCC_ADAPT_DELAY: Final = 4
+"""Quick adapt needs a trimmed packet, or a delay above this multiple of the target."""
+NSCC_ADAPT_SHARE: Final = 8
+"""Quick adapt needs fewer arrivals than the largest window divided by this."""
+
+
+@shared
+def shrink_late(s: Row, t: Row, now: int) -> None:
+    """Shrink the window by the average delay's share above the target, once per round trip (NSCC)."""
+    s.fast = 0
+    s.undelayed = 0
+    if s.mean_delay > t.target_ps and now - s.cut_at > s.base_rtt:
+        above = (s.mean_delay - t.target_ps) / s.mean_delay
+        s.window *= max(1.0 - t.beta * above, t.max_decrease)
+        s.cut_at = now
+
+
+@shared
+def update_base_rtt(s: Row, t: Row, rtt: int) -> None:
+    """Keep a stream's shortest round trip (NSCC)."""
+    if s.base_rtt == 0:
+        s.base_rtt = t.base_rtt_ps
+    s.base_rtt = min(s.base_rtt, rtt)
+
+
+@shared
+def average_delay(s: Row, t: Row, delay: int) -> None:
+    """Add a delay to the average (NSCC)."""
+    s.mean_delay += t.gain * (delay - s.mean_delay)
+
+
+@shared
+def bound_window(s: Row, t: Row) -> None:
+    """Keep the window between one packet and the largest, which is smaller on a shorter path (NSCC)."""
+    s.window = max(1.0, min(s.window, largest_window(s, t)))
+
+
+@shared
+def largest_window(s: Row, t: Row) -> float:
+    """Return a stream's largest window: its path's share of the longest path's (NSCC)."""
+    return t.max_window_packets * s.base_rtt / t.base_rtt_ps
+
+
+@shared
+def grow_fast(s: Row, t: Row, delay: int) -> int:
+    """Grow by a share of every packet once a whole window has met no delay; return whether that is so (NSCC)."""
+    if delay >= NSCC_FAST_DELAY_PS:
+        s.fast = 0
+        s.undelayed = 0
+        return False
+    s.undelayed += 1
+    s.fast = 1 if s.fast != 0 or s.undelayed > s.window else 0
+    if s.fast != 0:
+        s.window += NSCC_FAST_SHARE * t.scale
+    return s.fast != 0
+
+
+@shared
+def adapt_quickly(s: Row, t: Row, marked: int, severe: bool, now: int) -> int:
+    """Set the window to what has arrived in a round trip, if that is little and delays are severe (NSCC).
+
+    Returns whether that was done, or whether a mark is to be ignored because its packet was sent before.
+    """
+    if marked != 0 and s.ignoring > 0:
+        done = True
+    else:
+        done = False
+        if now > s.adapt_at:
+            few = s.arrived < largest_window(s, t) / NSCC_ADAPT_SHARE
+            if s.adapt_at != 0 and (s.trimmed != 0 or severe) and few:
+                s.window = max(1.0, float(s.arrived))
+                s.ignoring = s.in_flight
+                s.trimmed = 0
+                done = True
+            s.arrived = 0
+            s.adapt_at = now + s.base_rtt + t.target_ps
+    if done:
+        s.growth = 0.0
+        s.arrived_since = 0
+    return done
+
+
 class NsccTransport(UltraEthernetTransport, frozen=True, tag="nscc"):
     """Network-signalled congestion control of Ultra Ethernet: a window that follows queueing delay and marks.
 
@@ -221,12 +614,86 @@ class NsccTransport(UltraEthernetTransport, frozen=True, tag="nscc"):
 
     disciplines: ClassVar[tuple[str, ...]] = ("trim", "priority")  # acknowledgements overtake data
     ecn: ClassVar[bool] = True
+    slow_start: ClassVar[bool] = False
+    every_loss: ClassVar[bool] = True
+    loss_keep: ClassVar[float] = 1.0
 
     reorder_packets: Packets = 64
     target_us: MicrosecondsOrNone = 0.0
     gain: Annotated[float, Meta(gt=0, le=1)] = 0.0125
     beta: Annotated[float, Meta(gt=0, le=1)] = 0.8
     max_decrease: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+
+    @staticmethod
+    def on_ack(s: Row, t: Row, marked: int, rtt: int, number: int, now: int, limited: int) -> None:
+        """Follow the delay and the mark of an acknowledged packet, by their four combinations (NSCC).
+
+        Without a mark the window grows: in proportion to the room below the target delay, or fairly above it. A mark
+        alone only means that its path is busy. A mark and a delay above the target shrink the window, once per round
+        trip.
+        """
+        update_base_rtt(s, t, rtt)
+        delay = rtt - s.base_rtt
+        late = delay >= t.target_ps
+        # A late packet without a mark has left a queue that has drained since.
+        average_delay(s, t, 0.25 * s.base_rtt if marked == 0 and delay > t.target_ps else delay)
+        s.arrived += 1
+        s.arrived_since += 1
+        s.ignoring = max(0, s.ignoring - 1)
+        if adapt_quickly(s, t, marked, delay > NSCC_ADAPT_DELAY * t.target_ps, now):
+            return
+        scale = t.scale * t.payload / (t.payload + t.header_bytes)  # the constants are packets without headers
+        if marked == 0 and late:
+            s.growth += NSCC_FAIR_PACKETS * scale
+        elif marked == 0 and not grow_fast(s, t, delay):
+            s.growth += NSCC_PROPORTIONAL_PACKETS * scale * (t.target_ps - delay) / NSCC_REFERENCE_RTT_PS
+        elif marked != 0 and late:
+            shrink_late(s, t, now)
+        bound_window(s, t)
+        since = now - s.grown_at
+        if s.arrived_since > NSCC_ADJUST_PACKETS or since > t.base_rtt_ps:
+            s.window += s.growth / s.window
+            if since >= t.base_rtt_ps:
+                s.window += NSCC_STEADY_PACKETS * scale
+                s.grown_at = now
+            s.growth = 0.0
+            s.arrived_since = 0
+        bound_window(s, t)
+
+    @staticmethod
+    def on_nack(s: Row, t: Row, rtt: int, now: int) -> None:
+        """Shrink the window by the trimmed packet, unless quick adapt already has."""
+        update_base_rtt(s, t, rtt)
+        average_delay(s, t, t.base_rtt_ps)  # the queue was full, about a bandwidth-delay product
+        s.ignoring = max(0, s.ignoring - 1)
+        s.trimmed = 1
+        if not adapt_quickly(s, t, 1, True, now):
+            s.window -= 1.0
+            bound_window(s, t)
+
+    @staticmethod
+    def on_loss(s: Row, t: Row, number: int, now: int) -> None:
+        """Shrink the window by the packet."""
+        s.window = max(1.0, s.window - 1.0)
+
+    @staticmethod
+    def on_timeout(s: Row, t: Row) -> None:
+        """Shrink the window by the packets in flight."""
+        s.window = max(1.0, s.window - s.in_flight)
+
+
+RCCC_PULL_PERCENT: Final = 99
+"""The share of a link's rate for which RCCC's receiver gives credit."""
+PULL_QUEUED, SPARE_PULL_QUEUED = 1, 2
+"""Bits of a stream's ``pulling``: the queues of PULLs at its receiver that it waits in (RCCC)."""
+
+
+@shared
+def stop_speculating(s: Row, *_values: int) -> None:
+    """Give up credit that the receiver has not given: it has answered (RCCC)."""
+    if s.speculating != 0:
+        s.speculating = 0
+        s.credit = 0
 
 
 class RcccTransport(UltraEthernetTransport, frozen=True, tag="rccc"):
@@ -245,9 +712,92 @@ class RcccTransport(UltraEthernetTransport, frozen=True, tag="rccc"):
     """
 
     disciplines: ClassVar[tuple[str, ...]] = ("trim",)
+    slow_start: ClassVar[bool] = False
+    credited: ClassVar[bool] = True
+    reorders: ClassVar[bool] = True
+    loss_keep: ClassVar[float] = 1.0
 
     credit_packets: Packets = 4
     credit_timeout_us: Microseconds = 20_000.0
+
+    on_ack, on_nack = staticmethod(stop_speculating), staticmethod(stop_speculating)
+    on_loss = staticmethod(nothing)
+
+    @staticmethod
+    def on_timeout(s: Row, t: Row) -> None:
+        """Let the sender send a packet, which asks for credit."""
+        s.credit = max(1, s.credit)
+
+    @staticmethod
+    def timeout_ps(s: Row, t: Row) -> int:
+        """Return the timeout; with nothing in flight, a sender waits for credit, which takes longer."""
+        return t.credit_timeout_ps << s.backoff if s.in_flight == 0 else smoothed_timeout_ps(s, t)
+
+    @staticmethod
+    def on_begin(s: Row, t: Row, m: Row) -> None:
+        """Let the sender send a window after a pause, or otherwise a packet that asks for more."""
+        if s.backlog == 0 and s.in_flight == 0:
+            s.credit = int(t.initial_window_packets)
+            s.speculating = 1
+        elif s.backlog == 0:
+            s.credit = max(1, s.credit)
+        s.backlog += m.packets
+
+    @staticmethod
+    def add_backlog(s: Row, t: Row, packets: int) -> None:
+        """Add packets to those that the sender needs credit for."""
+        s.backlog += packets
+
+    @staticmethod
+    def may_pull(s: Row, t: Row, m: Row, wanted: int, trimmed: int) -> int:
+        """Queue a PULL as long as the stream needs credit, which it also does for a packet that was trimmed."""
+        s.asked = max(s.asked, wanted) + trimmed
+        if s.pulling & PULL_QUEUED or s.asked <= s.granted:
+            return 0
+        s.pulling |= PULL_QUEUED
+        return 1
+
+    @staticmethod
+    def give_credit(s: Row, t: Row, spare: int) -> int:
+        """Give credit that the sender has asked for, or ``spare`` credit, because nobody asks."""
+        credit = t.credit_packets if spare != 0 else min(t.credit_packets, s.asked - s.granted)
+        s.granted += credit
+        return credit
+
+    @staticmethod
+    def queue_after_pull(s: Row, t: Row, spare: int) -> int:
+        """Queue another PULL as long as credit is wanted, then spare ones, for a window more."""
+        s.pulling &= SPARE_PULL_QUEUED if spare == 0 else PULL_QUEUED
+        if s.asked > s.granted:
+            wanted = PULL_QUEUED
+        elif s.granted - s.asked < int(t.max_window_packets):
+            wanted = SPARE_PULL_QUEUED
+        else:
+            return -1
+        if s.pulling & wanted:
+            return -1
+        s.pulling |= wanted
+        return wanted - 1
+
+    @staticmethod
+    def credit_ps(s: Row, t: Row, credit: int, packet_ps: int) -> int:
+        """Pace PULLs by the time of the packets, a little slower than the link."""
+        return credit * packet_ps * 100 // RCCC_PULL_PERCENT
+
+    @staticmethod
+    def on_pull(s: Row, t: Row, granted: int) -> None:
+        """Take all credit so far, so that a lost PULL does no harm."""
+        stop_speculating(s)
+        if granted > s.pulled:
+            s.credit = min(s.credit + granted - s.pulled, int(t.max_window_packets))
+            s.pulled = granted
+
+
+DLCP_BACKOFF_MAX: Final = 1
+"""The same for DLCP, where no answer may only mean that a stream waits in a lower queue. With six doublings, some steps
+took 20 ms longer; see `sim/experiments/README.md`."""
+DLCP_LOSS_KEEP: Final = 0.75
+"""The share of DLCP's window that remains after a loss: 1 - `dlcp.transport.dctcp.LOSS_CUT`."""
 
 
 class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
@@ -267,6 +817,8 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     """
 
     ecn: ClassVar[bool] = True
+    backoff_max: ClassVar[int] = DLCP_BACKOFF_MAX
+    loss_keep: ClassVar[float] = DLCP_LOSS_KEEP
 
     gain: Annotated[float, Meta(gt=0, le=1)] = 1 / 8
     reorder_packets: Packets = 64
@@ -284,19 +836,26 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
         if len(shares) != 8 or abs(sum(shares) - 1) > 1e-6:
             raise ValueError(f"class_shares needs 8 shares that add up to 1, got {shares}")
 
+    @staticmethod
+    def on_loss(s: Row, t: Row, number: int, now: int) -> None:
+        """Shrink the window."""
+        s.window = max(1.0, s.window * DLCP_LOSS_KEEP)
+        s.threshold = s.window
+
+    @staticmethod
+    def on_timeout(s: Row, t: Row) -> None:
+        """Halve the window."""
+        s.window = max(1.0, s.window / 2.0)
+        s.threshold = s.window
+
 
 class OwnTransport(TailProbeTransport, frozen=True):
     """Base class of transports in other packages; see `dlcp.sim.transports.plugins`.
 
-    A subclass may have settings of its own, numbers with defaults, and any of these static methods. Each replaces the
-    rule of the same name in `dlcp.sim.transports.rules`, whose documentation explains the parameters; without it, a
-    transport behaves as NewReno. Rules are compiled, so they may use nothing but numbers. They read settings by name
-    from ``t``, where those in microseconds end with ``_ps``, and change the window, ``s.window``.
+    A subclass may have settings of its own, numbers with defaults, and any of the rules above as static methods. Rules
+    are compiled, so they may use nothing but numbers. They read settings by name from ``t``, where those in
+    microseconds end with ``_ps``, and change the window, ``s.window``.
     """
-
-    on_ack: ClassVar[Callable[..., Any] | None] = None
-    on_loss: ClassVar[Callable[..., Any] | None] = None
-    on_timeout: ClassVar[Callable[..., Any] | None] = None
 
 
 TRANSPORTS_MAX = 32

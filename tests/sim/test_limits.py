@@ -28,7 +28,8 @@ from dlcp.sim.network.topology import (
     build_topology,
 )
 from dlcp.sim.traces.operations import OperationKind, RankOperation, TraceFormatError, Workload, check_workload
-from dlcp.sim.transports.rules import TIMEOUT_BACKOFF_MAX, timeout_ps
+from dlcp.sim.transports.rules import timeout_ps
+from dlcp.sim.transports.specs import TIMEOUT_BACKOFF_MAX
 
 WITHOUT_MEANING = ("value", "set", "paper", "limit")
 """Fields of figures and claims, which change no run."""
@@ -163,7 +164,7 @@ def test_limits_fit_the_engines_integers() -> None:
 
 def test_a_timer_ends_after_however_long_a_round_trip() -> None:
     stream = SimpleNamespace(rtt=TIME_MAX_PS, rtt_var=TIME_MAX_PS >> 1, backoff=TIMEOUT_BACKOFF_MAX, in_flight=1)
-    assert timeout_ps(stream, SimpleNamespace(kind=2, timeout_ps=1)) << TIMEOUT_BACKOFF_MAX <= TIME_MAX_PS
+    assert timeout_ps(stream, SimpleNamespace(kind=2, min_timeout_ps=1)) << TIMEOUT_BACKOFF_MAX <= TIME_MAX_PS
 
 
 def test_the_mean_of_the_longest_times_is_exact() -> None:

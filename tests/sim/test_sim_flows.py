@@ -79,7 +79,7 @@ def test_bundled_links_give_the_same_times_as_single_ones() -> None:
     pairs = [(host, (host + 5) % 16) for host in range(16)]
     bundled, simulation = records(pairs, fat_tree, transport=DlcpTransport())
     single = records(pairs, fat_tree, transport=DlcpTransport(), engine="kernel")[0]
-    assert len(simulation.engine._ports) < len(simulation.plan.links)
+    assert len(simulation.engine._a.ports) < len(simulation.plan.links)
     assert np.allclose(bundled["end_ps"], single["end_ps"], rtol=0.05)
 
 
@@ -175,7 +175,7 @@ def test_memory_of_graphs_is_used_again() -> None:
             builder = GraphBuilder()
             builder.messages([0, 1, 2], 3, 10_000, transport=0, lane=OWN_LANE)
             yield simulation.submit(builder.build()).closed
-            sizes.append((len(simulation.engine._messages), len(simulation.engine._flows)))
+            sizes.append((len(simulation.engine._a.messages), len(simulation.engine._a.flows)))
 
     simulation.process(submit_often(simulation.env))
     simulation.run()

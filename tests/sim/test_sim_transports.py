@@ -17,9 +17,9 @@ from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star, build_topology
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.simulation import failure
 from dlcp.sim.transports.rules import (
-    grant_first_window,
     measure_rtt,
     on_ack,
+    on_begin,
     on_loss,
     on_nack,
     on_pull,
@@ -387,7 +387,7 @@ def test_rccc_sends_without_credit_only_until_the_first_answer():
     rccc, rules = stream(RcccTransport(initial_window_packets=12, max_window_packets=16))
     rccc.backlog = 0
     message = SimpleNamespace(packets=100, in_flight=0, sent=0, refs=0)
-    grant_first_window(rccc, rules, message)
+    on_begin(rccc, rules, message)
     assert rccc.credit == 12
     on_send(rccc, rules, message, 0)
     assert wanted_credit(rccc, rules) == 5  # it needs 16 packets of credit, and has 11

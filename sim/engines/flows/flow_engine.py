@@ -17,14 +17,11 @@ from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion
 from dlcp.sim.engines.plan import (
     Discipline,
     EnginePlan,
-    TransportKind,
-    TransportRules,
     as_rows,
 )
 from dlcp.sim.engines.rows import PORT_QUEUES
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.network.routing import Routes
-from dlcp.sim.transports.rules import CUBIC_KEEP, DLCP_LOSS_KEEP
 
 _ENTRIES: Final = 1 << 12
 """Initial room for the paths of a graph's flows; doubled until they fit."""
@@ -45,7 +42,7 @@ class FlowEngine(CompiledEngine):
         self._n["seed"], self._n["rates_at"] = plan.seed, FOREVER_PS
         self._n["mark_above"] = min(plan.switches.mark_above, plan.switches.ecn_min)
         self._droppable = _droppable_shares(plan)
-        self._keep = np.array([_kept_share(rules) for rules in plan.transports])
+        self._keep: NDArray[np.float64] = transports["loss_keep"]
         self._loss = np.array([link.loss for link in plan.links], np.int64)
         self._flow_room, self._entry_room = Room(), Room()
         # Flows that were added together: their rows, their entries, and their serial numbers. Those of a graph's
@@ -241,16 +238,6 @@ class FlowEngine(CompiledEngine):
         for name, rows in needed.items():
             setattr(a, name, enlarged(getattr(a, name), rows))
         self._state = r.FlowState(**vars(a))
-
-
-def _kept_share(rules: TransportRules) -> float:
-    """Return the share of its window that a transport keeps after a loss; 1 if losses do not change it."""
-    if rules.kind in (TransportKind.NDP, TransportKind.NSCC, TransportKind.RCCC):
-        return 1.0
-    if rules.kind == TransportKind.SWIFT:
-        return 1.0 - rules.max_decrease
-    kept: dict[int, float] = {TransportKind.CUBIC: CUBIC_KEEP, TransportKind.DLCP: DLCP_LOSS_KEEP}
-    return kept.get(rules.kind, 0.5)
 
 
 def _droppable_shares(plan: EnginePlan) -> NDArray[np.float64]:

@@ -18,7 +18,6 @@ from dlcp.sim.engines.kernel.events import heap_pop, heap_push
 from dlcp.sim.engines.kernel.state import mix
 from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
 from dlcp.sim.limits import FOREVER_PS
-from dlcp.sim.transports.rules import first_threshold
 
 RATES_DELAY: Final = 1 / 128
 """Longest such time, relative to the duration of a message."""
@@ -181,7 +180,7 @@ def start_sending(w: r.FlowState, flow: int) -> None:
 
 
 @call
-def window_limit(w: r.FlowState, flow: int) -> int:
+def window_limit(w: r.FlowState, flow: int) -> float:
     """Return the mean rate that a stream's window lets its message have, and grow the window.
 
     A window that does not fill the path is sent at once, and the next one a round trip later.
@@ -191,7 +190,7 @@ def window_limit(w: r.FlowState, flow: int) -> int:
     t = w.transports[f.transport]
     whole = t.header_bytes + t.payload
     packet_ps = whole * w.ports[w.entries[f.entries].port].ps_per_byte
-    slow_start = first_threshold(t) > 0.0
+    slow_start = t.slow_start != 0
     # Packets of the messages before it whose acknowledgements are still to come, and when the last one will have come.
     unacked_ps = max(0.0, float(f.sent_at + f.round_trip - w.numbers[0].now))
     unacked = min(f.burst, unacked_ps / packet_ps)

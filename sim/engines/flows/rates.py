@@ -427,7 +427,7 @@ def apart_bytes(w: FlowState, flow: int) -> int:
 
 
 @call
-def turn_of(w: FlowState, flow: int) -> int:
+def turn_of(w: FlowState, flow: int) -> float:
     """Return the time in which each flow at the bottleneck sends a packet like the next one of this flow.
 
     In that time this flow's packet is sent, in its turn. A flow that others do not limit sends it at the end.

@@ -9,6 +9,9 @@ and the small heap stays a few levels deep.
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.engines.jit import call
 from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.plan import PacketKind
@@ -141,7 +144,7 @@ def next_bucket(w: Row) -> int:
 
 
 @call
-def heap_push(times: Row, keys: Row, length: int, time: int, key: int) -> None:
+def heap_push(times: NDArray[np.int64], keys: NDArray[np.int64], length: int, time: int, key: int) -> None:
     """Add to a heap with four children per node."""
     at = length
     while at > 0:
@@ -157,7 +160,7 @@ def heap_push(times: Row, keys: Row, length: int, time: int, key: int) -> None:
 
 
 @call
-def heap_pop(times: Row, keys: Row, length: int) -> None:
+def heap_pop(times: NDArray[np.int64], keys: NDArray[np.int64], length: int) -> None:
     """Remove the first entry of a heap; ``length`` is the number that remain."""
     time = times[length]
     key = keys[length]

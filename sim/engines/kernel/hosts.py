@@ -21,10 +21,10 @@ from dlcp.sim.engines.plan import (
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
     PacketKind,
-    TransportKind,
 )
 from dlcp.sim.engines.rows import PORT_QUEUES, Row
 from dlcp.sim.transports import rules
+from dlcp.sim.transports.specs import PULL_QUEUED
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
 """What a stream sends next."""
@@ -164,7 +164,7 @@ def begin_message(w: Row, message: int, now: int) -> None:
                 m.protected += 1
             else:
                 states[m.offset + index] = profiles[first + zeros + k.mix(index, m.salt) % (PROFILE_CELLS - zeros)]
-    rules.grant_first_window(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m)
+    rules.on_begin(k.streams_of(w)[m.stream], k.transports_of(w)[m.transport], m)
     enqueue_message(w, m.stream, message)
 
 
@@ -263,9 +263,9 @@ def next_queue(w: Row, stream: int) -> int:
     s = k.streams_of(w)[stream]
     if s.retransmissions.head >= 0:
         r = k.transmissions_of(w)[s.retransmissions.head]
-        return rules.queue_of(k.transports_of(w)[s.transport], k.messages_of(w)[r.message], r.index)
+        return rules.queue_of(s, k.transports_of(w)[s.transport], k.messages_of(w)[r.message], r.index)
     m = k.messages_of(w)[s.head]
-    return rules.queue_of(k.transports_of(w)[s.transport], m, m.next_index)
+    return rules.queue_of(s, k.transports_of(w)[s.transport], m, m.next_index)
 
 
 @call
@@ -287,7 +287,7 @@ def move_smallest_first(w: Row, port: int, queue: int) -> None:
     least = 1 << 40
     before = -1
     at = q.head
-    if k.transports_of(w)[streams[at].transport].kind != TransportKind.PFABRIC:
+    if k.transports_of(w)[streams[at].transport].smallest_first == 0:
         return
     while at >= 0:
         head = streams[at].head
@@ -340,7 +340,7 @@ def transmit(w: Row, stream: int, what: int, now: int) -> int:
         elif m.next_index == m.packets:
             s.head = m.next_in_stream
             m.listed = 0
-    queue = rules.queue_of(t, m, index)
+    queue = rules.queue_of(s, t, m, index)
     cell = m.offset + index
     state = k.states_of(w)[cell]
     k.states_of(w)[cell] = (state & ~k.STATE_MASK) | k.STATE_IN_FLIGHT
@@ -737,7 +737,7 @@ def send_pull(w: Row, port: int, now: int) -> None:
         if m.done == 0:
             break
         p.spare_pulls.head = packets[packet].next
-        k.streams_of(w)[m.stream].pulling &= rules.PULL_QUEUED
+        k.streams_of(w)[m.stream].pulling &= PULL_QUEUED
         remove_packet(w, packet)
     spare = 1 if p.pulls.head < 0 else 0
     waiting = p.spare_pulls if spare else p.pulls
@@ -753,7 +753,7 @@ def send_pull(w: Row, port: int, now: int) -> None:
     credit = rules.give_credit(s, t, spare)
     x.credit = s.granted
     packet_ps = ((t.header_bytes + t.payload) * p.kibibyte_ps) >> RATE_SHIFT
-    p.pull_next = now + rules.credit_ps(t, credit, packet_ps)
+    p.pull_next = now + rules.credit_ps(s, t, credit, packet_ps)
     send_control(w, port, packet)
     queue = rules.queue_after_pull(s, t, spare)
     if queue >= 0:

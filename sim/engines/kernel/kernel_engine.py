@@ -23,7 +23,6 @@ from dlcp.sim.engines.packet_engine import (
 from dlcp.sim.engines.plan import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
 from dlcp.sim.engines.rows import PORT_QUEUES, STREAM_ROW
 from dlcp.sim.network.routing import Routes
-from dlcp.sim.transports.rules import first_threshold
 
 _POOL: Final = 1 << 12
 """Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
@@ -188,7 +187,7 @@ class KernelEngine(CompiledEngine):
             rows[name] = new[name]
         chosen = self._a.transports[new["transport"]]
         rows["window"], rows["alpha"] = chosen["initial_window_packets"], 1.0
-        rows["threshold"] = [first_threshold(self.plan.transports[number]) for number in new["transport"]]
+        rows["threshold"] = np.where(chosen["slow_start"] != 0, chosen["max_window_packets"], 0.0)
         self._a.streams[indices] = rows
 
     # -------------------------------------------------------------------------------------------------------- links

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event loop: runs until the limit, or until Python has to act."""
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from dlcp.sim.engines.arithmetic import RATE_SHIFT
 from dlcp.sim.engines.jit import call, entry, inlined
 from dlcp.sim.engines.kernel import hosts
@@ -84,7 +89,7 @@ def send_packet(w: Row, port: int, packet: int, now: int) -> None:
 
 
 @entry
-def run(world: Row, limit: int) -> int:  # noqa: C901  # one branch for each kind of event, compiled as one
+def run(world: NDArray[Any], limit: int) -> int:  # noqa: C901  # one branch for each kind of event, compiled as one
     """Run to the end of the first instant with a completion, at most to ``limit``.
 
     Returns True when that is reached. Otherwise an array is full, or the event numbers are used up: Python has to make
@@ -219,7 +224,7 @@ def run(world: Row, limit: int) -> int:  # noqa: C901  # one branch for each kin
 
 
 @entry
-def begin_nodes(world: Row, times: Row, nodes: Row) -> None:
+def begin_nodes(world: NDArray[Any], times: NDArray[np.int64], nodes: NDArray[np.int64]) -> None:
     """Schedule the beginning of nodes at their times. The event queue must have room for them."""
     w = world[0]
     for position in range(nodes.shape[0]):

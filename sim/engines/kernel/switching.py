@@ -19,7 +19,8 @@ from dlcp.sim.engines.plan import (
 from dlcp.sim.engines.rows import PORT_QUEUES, Row
 from dlcp.sim.network.disciplines import Admission
 from dlcp.sim.network.routing import cell_of
-from dlcp.sim.transports.rules import EXCESS_QUEUE, URGENT_QUEUE, is_full, own_admission
+from dlcp.sim.transports.rules import is_full, own_admission
+from dlcp.sim.transports.specs import EXCESS_QUEUE, URGENT_QUEUE
 
 SEND_NOW, WAITS = -2, -1
 """Results of `enqueue` when no packet was dropped."""
