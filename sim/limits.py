@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import ArrayLike, NDArray
 
-from dlcp.sim.engines.arithmetic import PS_PER_S
+from dlcp.sim.arithmetic import PS_PER_S
 
 FOREVER_PS: Final = 1 << 62
 """A time that never comes. The sum of two moments before it still fits in 64 bits."""
@@ -26,7 +26,7 @@ TIMER_US_MAX: Final = 1e8
 """Longest time of a transport's setting in microseconds, below `TIMER_MAX_PS`."""
 RATE_MIN_GBPS: Final = 0.004
 """Slowest link: the time for 1,024 bytes is stored in picoseconds in 32 bits
-(`dlcp.sim.engines.arithmetic.RATE_SHIFT`)."""
+(`dlcp.sim.arithmetic.RATE_SHIFT`)."""
 RATE_MAX_GBPS: Final = 10_000.0
 """Fastest link: times are whole picoseconds, and those of a kibibyte are then exact to 1 in 800."""
 PACKETS_PER_MESSAGE_MAX: Final = (1 << 31) - 1

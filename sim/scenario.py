@@ -37,7 +37,8 @@ from dlcp.sim.limits import (
     Seed,
     check_within,
 )
-from dlcp.sim.network.topology import NetworkTopology, Star, TopologySpec
+from dlcp.sim.network.nodes import NetworkTopology
+from dlcp.sim.network.topology import Star, TopologySpec
 from dlcp.sim.transports.plugins import OWN_DISCIPLINES, AnyTransport, setting_values
 from dlcp.sim.transports.specs import TRANSPORTS_MAX, DctcpTransport, InterleavingTransport, NsccTransport
 

@@ -111,12 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
     from dlcp.document import DocumentError, PlaceError
     from dlcp.sim.experiments.results import ReportError
-    from dlcp.sim.experiments.run_size import RunSizeError
     from dlcp.sim.experiments.sweep import SweepError
     from dlcp.sim.jobs.learning import LearningError
     from dlcp.sim.jobs.models import ProfileError
+    from dlcp.sim.jobs.run_size import RunSizeError
     from dlcp.sim.limits import LimitError
-    from dlcp.sim.network.topology import TopologyError
+    from dlcp.sim.network.nodes import TopologyError
     from dlcp.sim.traces.operations import TraceFormatError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
@@ -302,8 +302,8 @@ def _check_output(check: Callable[[str, Path], None], flag: str, path: Path | No
 
 def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
     """Run an experiment's run, with progress at a terminal; return its results."""
+    from dlcp.sim.experiments.progress import ProgressBar
     from dlcp.sim.experiments.running import run as run_one
-    from dlcp.sim.tools.progress import ProgressBar
 
     with ProgressBar("simulating") as bar:
         return run_one(item, on_progress=bar.update if bar.shown else None, recorder=recorder)
@@ -312,8 +312,8 @@ def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
 def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Return the traced job and the network that a command line describes."""
     from dlcp.document import PlaceError, converted, read_json
-    from dlcp.sim.network.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
-    from dlcp.sim.network.topology import LinkSpec
+    from dlcp.sim.experiments.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
+    from dlcp.sim.network.nodes import LinkSpec
     from dlcp.sim.scenario import TraceJob
 
     fabric = arguments.topology
@@ -343,7 +343,7 @@ def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.traces.trace_experiment import summary, trace_experiment, write_experiment
+    from dlcp.sim.experiments.trace_experiment import summary, trace_experiment, write_experiment
     from dlcp.sim.traces.traced_jobs import read_trace
 
     job, network = _traced(arguments)
@@ -360,8 +360,8 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from dlcp.sim.experiments.trace_experiment import summary, trace_run
     from dlcp.sim.limits import LimitError
-    from dlcp.sim.traces.trace_experiment import summary, trace_run
     from dlcp.sim.traces.traced_jobs import read_trace
 
     more = "`dlcp sim import --output FILE` writes an experiment, where these settings can be changed"
@@ -378,7 +378,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from dlcp.sim.traces.trace_experiment import job_graph, write_trace
+    from dlcp.sim.experiments.trace_experiment import job_graph, write_trace
 
     item, _ = _chosen(arguments)
     try:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.engines.packet_engine import Completion, CompletionKind, Submission
 from dlcp.sim.engines.plan import EnginePlan
-from dlcp.sim.jobs.graph import NODE_RECORD
+from dlcp.sim.graphs.graph import NODE_RECORD
 
 _LINE_BYTES: Final = 64
 
@@ -119,7 +119,7 @@ class CompiledEngine:
         return rows
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.graphs.graph.NODE_RECORD` (n,)."""
         rows = self._rows(number)
         records = np.zeros(len(rows), NODE_RECORD)
         records["begin_ps"], records["end_ps"], records["packets"] = rows["begin"], rows["end"], rows["packets"]

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.sim.engines.arithmetic import path_hashes, slot_owners
+from dlcp.sim.arithmetic import path_hashes, slot_owners
 from dlcp.sim.engines.plan import EnginePlan, as_rows
-from dlcp.sim.jobs.graph import OWN_LANE, Graph, row_type
+from dlcp.sim.graphs.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.limits import check_packets
 from dlcp.sim.network.routing import Routes
 from dlcp.wire import UDP_PORT_BASE, Queue
@@ -161,7 +161,7 @@ class PacketEngine(Protocol):
         """Return whether any events are pending."""
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.graphs.graph.NODE_RECORD` (n,)."""
 
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
         """Return what became of the packets of messages that are done, `PACKET_OUTCOME`, message after message."""
@@ -176,7 +176,7 @@ class PacketEngine(Protocol):
         """Free the memory of a closed graph."""
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Set the loss probability of links, in units of 1 / `dlcp.sim.engines.arithmetic.DRAW_LIMIT`."""
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.arithmetic.DRAW_LIMIT`."""
 
     def set_routes(self, routes: Routes) -> None:
         """Replace the routes."""
@@ -241,7 +241,7 @@ class Submitter:
         Parameters
         ----------
         nodes
-            Their descriptions, `dlcp.sim.jobs.graph.NODE_ROW` (n,).
+            Their descriptions, `dlcp.sim.graphs.graph.NODE_ROW` (n,).
         bits, value_bytes
             Bits of each value that are sent, and bytes of a value in full precision. Like real ranks, messages are sent
             in full precision if they would not have fewer packets otherwise.

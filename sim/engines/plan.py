@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
-from dlcp.sim.engines.rows import Row, f8, i8
-from dlcp.sim.jobs.graph import row_type
+from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
+from dlcp.sim.graphs.graph import row_type
+from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.network.routing import Routes
-from dlcp.sim.network.topology import NetworkTopology
+from dlcp.sim.rows import Row, f8, i8
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.transports import specs
 from dlcp.sim.transports.plugins import OWN_DISCIPLINES, OWN_SETTINGS_MAX, OWN_TRANSPORTS, setting_values

@@ -2,7 +2,7 @@
 """The reference engine: the network as SimPy events and plain objects. Slow and simple, to check the kernel against.
 
 Its objects have the fields of the kernel's rows, and decisions of hosts that both engines share are in
-`dlcp.sim.transports.rules`. Everything else is written a second time here, with lists and references in place of
+`dlcp.sim.engines.rules`. Everything else is written a second time here, with lists and references in place of
 indices, and must give the same results. Switches with the discipline ``dlcp`` run the compiled P4 program itself,
 packet by packet.
 """
@@ -18,7 +18,8 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import DRAW_LIMIT, HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
+from dlcp.sim.arithmetic import DRAW_LIMIT, HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
+from dlcp.sim.engines import rules
 from dlcp.sim.engines.packet_engine import (
     COUNTER_CELLS,
     MESSAGE_SIZE,
@@ -48,11 +49,10 @@ from dlcp.sim.engines.plan import (
     PathChoice,
     TransportRules,
 )
-from dlcp.sim.engines.rows import GRAPH_ROW, MESSAGE_ROW, PACKET_ROW, PORT_QUEUES, STREAM_ROW, TRANSMISSION_ROW, Row
-from dlcp.sim.jobs.graph import NODE_RECORD, NODE_ROW
+from dlcp.sim.graphs.graph import NODE_RECORD, NODE_ROW
 from dlcp.sim.network.disciplines import Admission
 from dlcp.sim.network.routing import Routes
-from dlcp.sim.transports import rules
+from dlcp.sim.rows import GRAPH_ROW, MESSAGE_ROW, PACKET_ROW, PORT_QUEUES, STREAM_ROW, TRANSMISSION_ROW, Row
 from dlcp.sim.transports.specs import PULL_QUEUED
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Flag, Header, PacketType, Queue
@@ -1114,7 +1114,7 @@ class ReferenceEngine:
             self._completions.append(Completion(CompletionKind.GRAPH_CLOSED, message.graph.number))
 
     def records(self, number: int) -> NDArray[Any]:
-        """Return the records of a graph that has not been forgotten, `dlcp.sim.jobs.graph.NODE_RECORD` (n,)."""
+        """Return the records of a graph that has not been forgotten, `dlcp.sim.graphs.graph.NODE_RECORD` (n,)."""
         nodes = self._graphs[number].nodes
         return np.array([(m.begin, m.end, m.packets, m.missing, m.sent, m.congested) for m in nodes], NODE_RECORD)
 
@@ -1180,7 +1180,7 @@ class ReferenceEngine:
     # ------------------------------------------------------------------------------------------------------------ links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Set the loss probability of links, in units of 1 / `dlcp.sim.engines.arithmetic.DRAW_LIMIT`."""
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.arithmetic.DRAW_LIMIT`."""
         for number in links:
             self._ends[number].loss = loss
 

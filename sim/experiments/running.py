@@ -21,18 +21,19 @@ from dlcp.convergence import curve
 from dlcp.report.runs import progress_to
 from dlcp.sim.engines.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.experiments.experiment import ExperimentRun
-from dlcp.sim.experiments.run_size import check_run_size, pattern_size, trace_size, training_size
+from dlcp.sim.experiments.recording import AnyProgress, Recorder, RunOver
+from dlcp.sim.experiments.scenario_run import reporting, start, traced_job
 from dlcp.sim.experiments.slowdown import IdealTimes
-from dlcp.sim.jobs.collectives import RESULT_MESSAGE
+from dlcp.sim.graphs.collectives import RESULT_MESSAGE
 from dlcp.sim.jobs.pipeline_training import pipelined_training
+from dlcp.sim.jobs.run_size import check_run_size, pattern_size, training_size
 from dlcp.sim.jobs.skipping import StepSkipper
 from dlcp.sim.jobs.step_graph import class_shares
 from dlcp.sim.jobs.training import place_jobs, profile_of
 from dlcp.sim.jobs.training_run import Progress, training
 from dlcp.sim.network.topology import FileTopology
-from dlcp.sim.simulation import Process, Simulation, SubmittedGraph, reporting, start, traced_job
-from dlcp.sim.tools.recording import AnyProgress, Recorder, RunOver
-from dlcp.sim.traces.traced_jobs import TraceProgress, trace_digest, trace_progress
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
+from dlcp.sim.traces.traced_jobs import TraceProgress, trace_digest, trace_progress, trace_size
 from dlcp.switch import PROGRAM_PATH
 
 Number = TypeVar("Number", int, float)
@@ -41,7 +42,11 @@ FORMAT: Final = 4
 
 _SIMULATOR: Final = Path(__file__).resolve().parents[1]
 _DLCP: Final = Path(dlcp.__file__).resolve().parent
-_INDIFFERENT: Final = (*("tools/", "experiments/results.py", "experiments/sweep.py"),)
+_INDIFFERENT: Final = (
+    "tools/",
+    *(f"experiments/{name}.py" for name in ("fitted_network", "progress", "recording", "results", "sweep")),
+    "experiments/trace_experiment.py",
+)
 """Parts of the simulator that do not change results: they start runs, show them, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),

@@ -20,7 +20,7 @@ class IdealTimes:
         self._paths: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def of(self, nodes: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the ideal times of messages, `dlcp.sim.jobs.graph.NODE_ROW` (n,), in picoseconds, int64 (n,)."""
+        """Return the ideal times of messages, `dlcp.sim.graphs.graph.NODE_ROW` (n,), in picoseconds, int64 (n,)."""
         payload = self._transports["payload"][nodes["transport"]]
         header = self._transports["header_bytes"][nodes["transport"]]
         size = nodes["size_bytes"]

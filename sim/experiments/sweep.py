@@ -18,8 +18,8 @@ from typing import Any, Final, TextIO
 from dlcp.document import DocumentError, read_json
 from dlcp.sim.engines.packet_engine import PacketEngineName
 from dlcp.sim.experiments.experiment import ExperimentRun
+from dlcp.sim.experiments.progress import ProgressBar
 from dlcp.sim.experiments.running import digest, run, write
-from dlcp.sim.tools.progress import ProgressBar
 
 WAIT_S: Final = 24 * 3600.0
 """How long a sweep waits for its next result: far longer than any run takes."""

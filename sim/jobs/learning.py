@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from dlcp.error_text import nearest
 from dlcp.planes import PlaneLayout
-from dlcp.sim.jobs.collectives import RESULT_MESSAGE
+from dlcp.sim.graphs.collectives import RESULT_MESSAGE
 from dlcp.sim.jobs.models import TASK_LAYERS
 from dlcp.sim.limits import VALUES_MAX, Count, Gain, Moment
 from dlcp.tags import TagPolicy
@@ -234,7 +234,7 @@ def shards_of(nodes: NDArray[Any], step: int, workers: Sequence[int]) -> list[Sh
     Parameters
     ----------
     nodes
-        `dlcp.sim.jobs.graph.NODE_ROW` (n,). Messages of a shard are adjacent, and shards lie one after another in the
+        `dlcp.sim.graphs.graph.NODE_ROW` (n,). Messages of a shard are adjacent, and shards lie one after another in the
         gradient.
     workers
         Hosts of the ranks.

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import PS_PER_S, seconds_to_ps
-from dlcp.sim.experiments.run_size import STEPS_PER_GRAPH
+from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
+from dlcp.sim.jobs.run_size import STEPS_PER_GRAPH
 from dlcp.sim.jobs.training_run import Progress
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.scenario import NetworkSetting

@@ -32,7 +32,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.jobs.collectives import (
+from dlcp.sim.graphs.collectives import (
     RESULT_MESSAGE,
     SHARD_MESSAGES,
     AllReduceSpec,
@@ -40,11 +40,11 @@ from dlcp.sim.jobs.collectives import (
     all_reduce,
     reduce_scatter,
 )
-from dlcp.sim.jobs.graph import OWN_LANE, Graph, GraphBuilder, Nodes
+from dlcp.sim.graphs.graph import OWN_LANE, Graph, GraphBuilder, Nodes
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
 from dlcp.sim.jobs.training import PlacedJob, SchedulerName, TrainingJob, computing_factors, profile_of
 from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, PIECES_MAX, check_packets, check_within, picoseconds
-from dlcp.sim.network.topology import NetworkTopology
+from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.transports.specs import TransportSpec
 from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 from dlcp.wire import Queue

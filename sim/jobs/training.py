@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlcp.convergence import COST_OF_PRECISION, curve
 from dlcp.planes import FULL_BITS
-from dlcp.sim.jobs.collectives import WITH_SERVERS, CollectiveName
+from dlcp.sim.graphs.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.jobs.learning import TRAINED_MODEL, LearningSpec
 from dlcp.sim.jobs.models import (
     StepProfile,
@@ -28,7 +28,7 @@ from dlcp.sim.jobs.models import (
 from dlcp.sim.jobs.pipeline import parse_replicas
 from dlcp.sim.jobs.precision import Precision
 from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
-from dlcp.sim.network.topology import NetworkTopology
+from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.scenario import Placement, choose_hosts
 from dlcp.sim.simulation import random_of
 from dlcp.slow_ports import weights_for_rates

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dlcp.planes import FULL_BITS
-from dlcp.sim.experiments.run_size import step_nodes, steps_per_graph
 from dlcp.sim.jobs.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
 from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.precision import SimulatedPrecision
+from dlcp.sim.jobs.run_size import step_nodes, steps_per_graph
 from dlcp.sim.jobs.step_graph import pieces_of, step_graph
-from dlcp.sim.jobs.step_times import StepTimes
 from dlcp.sim.jobs.training import PlacedJob, computing_factors
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
+from dlcp.sim.step_times import StepTimes
 from dlcp.sim.transports.specs import DlcpTransport
 
 

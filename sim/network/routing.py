@@ -3,15 +3,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.jit import shared
-
-if TYPE_CHECKING:
-    from dlcp.sim.network.topology import NetworkTopology, TopologyLink
+from dlcp.sim.jit import shared
+from dlcp.sim.network.nodes import NetworkTopology, TopologyLink
 
 
 @shared
@@ -65,7 +63,7 @@ class Routes:
     choices: NDArray[np.int32]
 
     @classmethod
-    def of(cls, topology: "NetworkTopology", failed: Collection[int] = ()) -> "Routes":
+    def of(cls, topology: NetworkTopology, failed: Collection[int] = ()) -> "Routes":
         """Find the paths that avoid the links in ``failed``."""
         wiring = _Wiring(topology, failed)
         switches = len(topology.names) - topology.hosts
@@ -95,7 +93,7 @@ class Routes:
         start, count = self.cells[cell_of(row, node, host, self.hosts, self.first, self.targets)].tolist()
         return [int(link) for link in self.choices[start : start + count]]
 
-    def path(self, links: "Sequence[TopologyLink]", source: int, target: int) -> list[int]:
+    def path(self, links: Sequence[TopologyLink], source: int, target: int) -> list[int]:
         """Return the links of a shortest path between two hosts: the first choice of every node."""
         at, taken = source, []
         while at != target:
@@ -123,7 +121,7 @@ class _Wiring:
         GPU server, is on no path from elsewhere.
     """
 
-    def __init__(self, topology: "NetworkTopology", failed: Collection[int]) -> None:
+    def __init__(self, topology: NetworkTopology, failed: Collection[int]) -> None:
         links, self.hosts, self.nodes = topology.links, topology.hosts, len(topology.names)
         self.links = links
         self.links_of: list[list[int]] = [[] for _ in range(self.nodes)]

@@ -20,12 +20,12 @@ import yaml
 from dlcp.configuration import LOSS_BOUND
 from dlcp.error_text import nearest
 from dlcp.sim.experiments.experiment import Experiment, RunSetting, changed_fields
-from dlcp.sim.jobs.collectives import WITH_SERVERS, CollectiveName
+from dlcp.sim.experiments.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork, suited_discipline
+from dlcp.sim.graphs.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.jobs.models import MODELS, THROUGHPUTS
 from dlcp.sim.jobs.training import TrainingJob
 from dlcp.sim.limits import HOSTS_MAX
-from dlcp.sim.network.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork, suited_discipline
-from dlcp.sim.network.topology import LinkSpec
+from dlcp.sim.network.nodes import LinkSpec
 
 Answers = Mapping[str, Any]
 """The answers so far, by the names of the questions."""

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from dlcp.error_text import nearest
 from dlcp.report.style import FILTERS, render
 from dlcp.sim.engines.packet_engine import EngineCounter
+from dlcp.sim.experiments.recording import AnyProgress, LinkSamples, RunOver, hosts_of, link_names
 from dlcp.sim.experiments.results import ReportError
-from dlcp.sim.jobs.graph import Graph
+from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.simulation import Simulation, SubmittedGraph
-from dlcp.sim.tools.recording import AnyProgress, LinkSamples, RunOver, hosts_of, link_names
 
 SHOWN_RANKS: Final = 32
 """Ranks on the page: as many as fit on a tall screen."""
@@ -39,7 +39,7 @@ _COUNTS: Final[Mapping[str, Sequence[EngineCounter]]] = {
 
 
 class StepRecorder:
-    """Keeps one step of a job, as a `dlcp.sim.tools.recording.Recorder`, and ends the run behind it.
+    """Keeps one step of a job, as a `dlcp.sim.experiments.recording.Recorder`, and ends the run behind it.
 
     Parameters
     ----------

@@ -13,14 +13,14 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import PS_PER_S
+from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.engines.packet_engine import EngineCounter
+from dlcp.sim.experiments.recording import AnyProgress, LinkSamples, hosts_of, link_names
 from dlcp.sim.experiments.results import ReportError
 from dlcp.sim.experiments.slowdown import IdealTimes
-from dlcp.sim.jobs.collectives import RESULT_MESSAGE
-from dlcp.sim.jobs.graph import row_type
+from dlcp.sim.graphs.collectives import RESULT_MESSAGE
+from dlcp.sim.graphs.graph import row_type
 from dlcp.sim.simulation import Simulation, SubmittedGraph
-from dlcp.sim.tools.recording import AnyProgress, LinkSamples, hosts_of, link_names
 from dlcp.sim.traces.traced_jobs import TraceProgress
 
 Table: TypeAlias = Mapping[str, NDArray[Any]]
@@ -39,7 +39,7 @@ _EVENT: Final = row_type(
 
 
 class TableRecorder:
-    """Keeps what happens in a run, as a `dlcp.sim.tools.recording.Recorder`: about 80 bytes for each message.
+    """Keeps what happens in a run, as a `dlcp.sim.experiments.recording.Recorder`: about 80 bytes for each message.
 
     Messages and computations that had not ended when the run ended are left out.
     """

@@ -27,8 +27,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 import dlcp
-from dlcp.sim.engines.arithmetic import PS_PER_US
-from dlcp.sim.jobs.graph import Graph
+from dlcp.sim.arithmetic import PS_PER_US
+from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.traces.graph_operations import COLUMNS, operations_of
 from dlcp.sim.traces.operations import (
     ALWAYS_EAGER,

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.error_text import closest
-from dlcp.sim.jobs.graph import Graph
+from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.traces.graph_operations import operations_of
 from dlcp.sim.traces.operations import OperationKind, RankOperation, TraceFormatError, Workload
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from dlcp.sim.jobs.graph import NODE_ROW, Graph
+from dlcp.sim.graphs.graph import NODE_ROW, Graph
 from dlcp.sim.traces.operations import NO_PROCESSOR, OperationKind, RankOperation
 
 _NOWHERE: Final = -1

@@ -3,7 +3,7 @@
 
 Every trace format is read into a `Workload`: for each rank, operations that compute, send, receive or take part in a
 collective, and the operations that they wait for. `workload_graph` matches sends with receives and the ranks' parts of
-a collective with one another, checks that the job can end, and returns a `dlcp.sim.jobs.graph.Graph`.
+a collective with one another, checks that the job can end, and returns a `dlcp.sim.graphs.graph.Graph`.
 
 - **Matching.** The n-th send from one rank to another with some tag belongs to the n-th receive there, in the order of
   the trace. The n-th collective of a group with some tag is the same one on all its ranks.
@@ -28,9 +28,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.jobs import collectives
-from dlcp.sim.jobs.collectives import AllReduceSpec
-from dlcp.sim.jobs.graph import Graph, GraphBuilder, Nodes
+from dlcp.sim.graphs import collectives
+from dlcp.sim.graphs.collectives import AllReduceSpec
+from dlcp.sim.graphs.graph import Graph, GraphBuilder, Nodes
 from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, TIME_MAX_PS
 
 GOAL_EAGER_BYTES: Final = 65_535

@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from dlcp.document import refusal
 from dlcp.planes import FULL_BITS
-from dlcp.sim.engines.arithmetic import PS_PER_US
+from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, HostNumber, Hosts
 from dlcp.sim.traces.operations import (
     ALWAYS_EAGER,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that repeat a trace: recognize its format, place its ranks on hosts, and make their graph.
 
-`dlcp.sim.simulation.traced_job` runs them.
+`dlcp.sim.experiments.scenario_run.traced_job` runs them.
 """
 
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,15 +16,20 @@ import numpy as np
 
 from dlcp.document import Document, DocumentError, PlaceError
 from dlcp.foreign_formats import foreign_format
-from dlcp.sim.jobs.step_times import StepTimes
+from dlcp.sim.graphs.collectives import AllReduceSpec
+from dlcp.sim.jobs.run_size import GraphCounter, PartSize
 from dlcp.sim.scenario import TraceJob, choose_hosts
+from dlcp.sim.step_times import StepTimes
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, rank_files, read_chakra
 from dlcp.sim.traces.goal import is_binary_goal, read_goal
 from dlcp.sim.traces.operations import (
+    OperationKind,
+    TracedCollective,
     TraceFormatError,
     TraceGraph,
     TraceTraffic,
     Workload,
+    add_traced,
     check_workload,
     collection_paused,
     trace_content,
@@ -32,6 +37,8 @@ from dlcp.sim.traces.operations import (
 )
 from dlcp.sim.traces.profiler_trace import is_dlcp_trace, read_dlcp_trace, read_pytorch_profiles
 
+OPERATION_BYTES: Final = 1_500
+"""Memory of an operation: a ring of 128 ranks as GOAL took 0.30 GB for 131,000."""
 _PROFILES: Final = ("*.json", "*.json.gz")
 _KEPT: Final = 8
 """Traces that are kept in memory, because each run of an experiment needs them again; not tuned."""
@@ -250,3 +257,23 @@ def trace_progress(
         TraceProgress(job, read_trace(job), placed, first + number)
         for number, (job, placed) in enumerate(zip(traces, place_traces(traces, taken, hosts, seed), strict=True))
     ]
+
+
+def trace_size(progress: TraceProgress) -> PartSize:
+    """Return the size of a traced job."""
+    job, workload = progress.job, progress.workload
+
+    @cache
+    def count(kind: TracedCollective, ranks: int) -> int:
+        counter = GraphCounter()
+        spec = AllReduceSpec(range(ranks), ranks, 0)
+        add_traced(counter, kind, job.collective or workload.algorithm, spec, 0, np.arange(ranks))
+        return len(counter)
+
+    # An operation becomes up to two nodes, one of them in the mean. Each rank has its part of a collective.
+    nodes = sum(
+        count(each.collective, len(each.group)) / len(each.group) if each.kind is OperationKind.COLLECTIVE else 1.0
+        for each in workload.operations()
+    )
+    ways = "fewer ranks or steps of the trace, or a `collective` of fewer messages"
+    return PartSize(job.name, "the trace", ways, round(nodes), 1, job.repeat, OPERATION_BYTES)

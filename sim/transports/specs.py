@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from dlcp.sim.engines.jit import shared
-from dlcp.sim.engines.rows import Row
+from dlcp.sim.jit import shared
 from dlcp.sim.limits import (
     PACKET_BYTES_MAX,
     PACKETS_MAX,
@@ -30,6 +29,7 @@ from dlcp.sim.limits import (
     Ratio,
     Window,
 )
+from dlcp.sim.rows import Row
 from dlcp.tags import FRONT_SHARES
 from dlcp.wire import Queue
 

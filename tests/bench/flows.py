@@ -22,7 +22,8 @@ from dlcp.bench.results import BenchResult, result, say, significant
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
 from dlcp.sim.experiments.running import run, steady
 from dlcp.sim.jobs.training import TrainingJob
-from dlcp.sim.network.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import FatTree, LeafSpine, RailOptimised, Star, TopologySpec
 from dlcp.sim.scenario import Fidelity, SwitchSpec, TrafficSpec
 from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport
 from tests.bench.harness import SEED, Benchmark

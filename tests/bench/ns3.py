@@ -24,8 +24,9 @@ from dlcp.configuration import Range
 from dlcp.sim import Scenario, Simulation
 from dlcp.sim.experiments.running import SLOWDOWN_SIZES
 from dlcp.sim.experiments.slowdown import IdealTimes
-from dlcp.sim.jobs.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.graphs.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import EcnSpec, SwitchSpec, TrafficSpec, draw_sizes, mean_size
 from dlcp.sim.transports.specs import DctcpTransport
 from tests.bench.harness import SEED, Benchmark, float_option, int_option

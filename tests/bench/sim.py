@@ -26,8 +26,9 @@ import simpy
 from dlcp.bench.results import BenchResult, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.engines.packet_engine import EngineCounter
-from dlcp.sim.jobs.graph import GraphBuilder
-from dlcp.sim.network.topology import FatTree, LeafSpine, LinkSpec, Star
+from dlcp.sim.graphs.graph import GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import FatTree, LeafSpine, Star
 from dlcp.sim.scenario import FlowPattern, SwitchSpec
 from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport, NdpTransport, NewRenoTransport
 from tests.bench.harness import Benchmark, int_option

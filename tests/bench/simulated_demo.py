@@ -21,14 +21,15 @@ from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.setup import DemoSetup
 from dlcp.report.runs import RunFileError, load_runs, progress_to, target_accuracy
-from dlcp.sim.engines.arithmetic import seconds_to_ps
+from dlcp.sim.arithmetic import seconds_to_ps
 from dlcp.sim.experiments.experiment import RunSetting
-from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.graphs.graph import GraphBuilder
 from dlcp.sim.jobs.learning import LearningSpec
 from dlcp.sim.jobs.step_graph import class_shares
 from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
 from dlcp.sim.jobs.training_run import Progress, training
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Process, Simulation
 from dlcp.sim.transports.specs import CubicTransport, DlcpTransport

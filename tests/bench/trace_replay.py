@@ -16,7 +16,8 @@ from typing import Final
 
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.sim import Scenario, simulate
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec, TraceJob
 from dlcp.sim.traces.traced_jobs import read_trace
 from dlcp.sim.transports.specs import DlcpTransport

@@ -4,16 +4,8 @@
 import random
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, TrafficSpec
-from dlcp.sim.network.topology import (
-    Dragonfly,
-    FatTree,
-    LeafSpine,
-    LinkSpec,
-    RailOptimised,
-    Star,
-    TopologySpec,
-    build_topology,
-)
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Dragonfly, FatTree, LeafSpine, RailOptimised, Star, TopologySpec, build_topology
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.transports.specs import (
     CubicTransport,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.graphs.graph import GraphBuilder
 from dlcp.sim.traces import chakra
 from dlcp.sim.traces.chakra import rank_files, read_chakra, write_chakra
 from dlcp.sim.traces.operations import TraceFormatError, TraceTraffic, check_workload, workload_graph

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.graphs.graph import GraphBuilder
 from dlcp.sim.traces.goal import read_goal, write_goal
 from dlcp.sim.traces.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
 from tests.sim.traced_graphs import HOSTS, end_ps, graphs, step_of_ring

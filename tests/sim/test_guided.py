@@ -11,8 +11,8 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.sim.experiments.experiment import read
-from dlcp.sim.jobs.collectives import CollectiveName
-from dlcp.sim.network.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
+from dlcp.sim.experiments.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
+from dlcp.sim.graphs.collectives import CollectiveName
 from dlcp.sim.network.topology import build_topology
 
 NEW = ["sim", "new"]

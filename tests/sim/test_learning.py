@@ -25,7 +25,8 @@ from dlcp.sim.jobs.learning import (
 )
 from dlcp.sim.jobs.models import TASK_LAYERS
 from dlcp.sim.jobs.training import TrainingJob
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport
 

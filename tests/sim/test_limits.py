@@ -12,23 +12,16 @@ from msgspec import Meta
 
 from dlcp.document import DocumentError
 from dlcp.sim import limits
-from dlcp.sim.engines.arithmetic import ps_per_kibibyte
+from dlcp.sim.arithmetic import ps_per_kibibyte
+from dlcp.sim.engines.rules import timeout_ps
 from dlcp.sim.experiments.experiment import Experiment, RunSetting, read
 from dlcp.sim.experiments.running import TimeDistribution
-from dlcp.sim.jobs.graph import GraphBuilder
+from dlcp.sim.graphs.graph import GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, parse_size
 from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, SIZE_BYTES_MAX, TIME_MAX_PS, LimitError, check_packets, picoseconds
-from dlcp.sim.network.topology import (
-    Dragonfly,
-    FatTree,
-    LeafSpine,
-    NetworkFile,
-    RailOptimised,
-    TopologyError,
-    build_topology,
-)
+from dlcp.sim.network.nodes import TopologyError
+from dlcp.sim.network.topology import Dragonfly, FatTree, LeafSpine, NetworkFile, RailOptimised, build_topology
 from dlcp.sim.traces.operations import OperationKind, RankOperation, TraceFormatError, Workload, check_workload
-from dlcp.sim.transports.rules import timeout_ps
 from dlcp.sim.transports.specs import TIMEOUT_BACKOFF_MAX
 
 WITHOUT_MEANING = ("value", "set", "paper", "limit")

@@ -51,11 +51,12 @@ class Early(OwnDiscipline):
 RUN = """
 import json, sys
 import numpy as np, numba
-from dlcp.sim.transports import rules
+from dlcp.sim.engines import rules
 from dlcp.sim.engines.plan import SWITCH_RULES_ROW, as_rows
-from dlcp.sim.engines.rows import STREAM_ROW
+from dlcp.sim.rows import STREAM_ROW
 from dlcp.sim.scenario import Scenario
-from dlcp.sim.simulation import Simulation, simulate
+from dlcp.sim.experiments.scenario_run import simulate
+from dlcp.sim.simulation import Simulation
 import msgspec
 
 def run(**more):

@@ -12,8 +12,9 @@ from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.results import Claim
 from dlcp.sim.experiments.running import run
 from dlcp.sim.experiments.slowdown import IdealTimes
-from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.network.topology import LeafSpine, LinkSpec
+from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import LeafSpine
 from dlcp.sim.scenario import FlowPattern
 from dlcp.sim.transports.specs import DctcpTransport
 

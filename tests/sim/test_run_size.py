@@ -4,18 +4,18 @@
 import numpy as np
 import pytest
 
-from dlcp.sim.experiments import run_size
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
-from dlcp.sim.experiments.run_size import RunSizeError, step_nodes, steps_per_graph, trace_size
 from dlcp.sim.experiments.running import run
+from dlcp.sim.experiments.trace_experiment import job_graph
+from dlcp.sim.jobs import run_size
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
+from dlcp.sim.jobs.run_size import RunSizeError, step_nodes, steps_per_graph
 from dlcp.sim.jobs.step_graph import pieces_of, step_graph
 from dlcp.sim.jobs.training import TrainingJob, place_jobs
 from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import FlowPattern, TraceJob
 from dlcp.sim.traces.operations import OperationKind, RankOperation, Workload
-from dlcp.sim.traces.trace_experiment import job_graph
-from dlcp.sim.traces.traced_jobs import TraceProgress
+from dlcp.sim.traces.traced_jobs import TraceProgress, trace_size
 from dlcp.sim.transports.specs import DctcpTransport
 
 PROFILE = StepProfile("m", (TimedLayer("layer", 3_000_000, 0.001, 0.002),) * 5, 1, "-")
@@ -84,7 +84,7 @@ def test_a_trace_and_a_pattern_that_do_not_fit_are_refused_before_they_are_built
 
 def test_a_job_that_does_not_fit_is_not_exported(monkeypatch) -> None:
     monkeypatch.setattr(run_size, "available_bytes", lambda: 30_000_000)
-    monkeypatch.setattr("dlcp.sim.traces.trace_experiment.training_graph", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr("dlcp.sim.experiments.trace_experiment.training_graph", lambda *_: pytest.fail("built"))
     with pytest.raises(RunSizeError, match=r"big: a step has 8,.* use fewer steps, `collective: hierarchical`"):
         job_graph(setting(workers=64, steps=6).setting)
 

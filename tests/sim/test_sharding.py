@@ -7,13 +7,14 @@ import pytest
 from dlcp.sim.engines.packet_engine import PacketEngineName
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
 from dlcp.sim.experiments.running import run
-from dlcp.sim.jobs.collectives import RESULT_MESSAGE
-from dlcp.sim.jobs.graph import Graph
+from dlcp.sim.graphs.collectives import RESULT_MESSAGE
+from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.jobs.models import StepProfile, TimedLayer, joined_layers, step_profile
 from dlcp.sim.jobs.step_graph import class_shares, parameter_pieces, pieces_of, step_graph
 from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
 from dlcp.sim.jobs.training_run import Progress, training
-from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star, TopologySpec
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import LeafSpine, Star, TopologySpec
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.transports.specs import (

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, SimulationResult, simulate
+from dlcp.sim.arithmetic import slot_owners
 from dlcp.sim.engines import plan
-from dlcp.sim.engines.arithmetic import slot_owners
 from dlcp.sim.engines.kernel.kernel_engine import KernelEngine
 from dlcp.sim.engines.kernel.state import SEQUENCE_MAX
 from dlcp.sim.engines.packet_engine import EngineCounter, counts_by_name
 from dlcp.sim.engines.reference import chooses_paths
-from dlcp.sim.jobs.graph import Graph, GraphBuilder
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.graphs.graph import Graph, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.transports.specs import DlcpTransport, NewRenoTransport, PFabricTransport

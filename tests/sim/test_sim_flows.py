@@ -11,8 +11,9 @@ from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.results import findings, load
 from dlcp.sim.experiments.running import run
 from dlcp.sim.experiments.sweep import sweep
-from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.network.topology import FatTree, LeafSpine, LinkSpec, RailOptimised, Star, TopologySpec
+from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import FatTree, LeafSpine, RailOptimised, Star, TopologySpec
 from dlcp.sim.scenario import FailureSpec, SwitchSpec, TrafficSpec
 from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport, PFabricTransport
 from tests.sim.experiments_small import write_experiment

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.jobs.collectives import AllReduceSpec, direct, parameter_server, ring
-from dlcp.sim.jobs.graph import GraphBuilder
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.graphs.collectives import AllReduceSpec, direct, parameter_server, ring
+from dlcp.sim.graphs.graph import GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.transports.specs import DctcpTransport
 
 

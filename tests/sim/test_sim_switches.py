@@ -6,8 +6,9 @@ import pytest
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
 from dlcp.sim.engines.packet_engine import EngineCounter
-from dlcp.sim.jobs.graph import GraphBuilder
-from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star
+from dlcp.sim.graphs.graph import GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import LeafSpine, Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.transports.specs import NewRenoTransport
 

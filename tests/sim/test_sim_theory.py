@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
-from dlcp.sim.jobs.collectives import AllReduceSpec, byteps
-from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star
+from dlcp.sim.graphs.collectives import AllReduceSpec, byteps
+from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import LeafSpine, Star
 from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.transports.specs import (
     CubicTransport,

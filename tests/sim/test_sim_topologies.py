@@ -6,19 +6,17 @@ import pytest
 
 from dlcp.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
+from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.network.topology import (
     Dragonfly,
     FatTree,
     FileTopology,
     LeafSpine,
-    LinkSpec,
     NetworkFile,
     NetworkLink,
-    NetworkTopology,
     RailOptimised,
     Star,
-    TopologyError,
     build_topology,
 )
 

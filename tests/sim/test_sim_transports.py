@@ -11,12 +11,7 @@ from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.engines.plan import TransportRules, make_plan
 from dlcp.sim.engines.reference import MessageStream
-from dlcp.sim.jobs.graph import OWN_LANE, GraphBuilder
-from dlcp.sim.network.fitted_network import suited_switches
-from dlcp.sim.network.topology import LeafSpine, LinkSpec, Star, build_topology
-from dlcp.sim.scenario import EcnSpec, SwitchSpec
-from dlcp.sim.simulation import failure
-from dlcp.sim.transports.rules import (
+from dlcp.sim.engines.rules import (
     measure_rtt,
     on_ack,
     on_begin,
@@ -29,6 +24,12 @@ from dlcp.sim.transports.rules import (
     timeout_ps,
     wanted_credit,
 )
+from dlcp.sim.experiments.fitted_network import suited_switches
+from dlcp.sim.experiments.scenario_run import failure
+from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import LeafSpine, Star, build_topology
+from dlcp.sim.scenario import EcnSpec, SwitchSpec
 from dlcp.sim.transports.specs import (
     CubicTransport,
     DctcpTransport,

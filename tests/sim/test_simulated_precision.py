@@ -14,14 +14,15 @@ from dlcp.sim.engines.packet_engine import counts_by_name
 from dlcp.sim.engines.plan import PROFILE_CELLS
 from dlcp.sim.experiments.experiment import RunSetting, read
 from dlcp.sim.experiments.running import run
-from dlcp.sim.jobs.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
-from dlcp.sim.jobs.graph import NODE_RECORD, GraphBuilder
+from dlcp.sim.graphs.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
+from dlcp.sim.graphs.graph import NODE_RECORD, GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
 from dlcp.sim.jobs.precision import Precision, SimulatedPrecision
 from dlcp.sim.jobs.step_graph import class_shares
 from dlcp.sim.jobs.training import TrainingJob, place_jobs
 from dlcp.sim.jobs.training_run import Progress, training
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.transports.specs import DlcpTransport

@@ -108,7 +108,7 @@ def test_flows_have_tables(tmp_path):
 
 def test_many_samples_become_fewer_and_lose_nothing(small, monkeypatch):
     item, _, tables = small
-    monkeypatch.setattr("dlcp.sim.tools.recording.SAMPLES_MAX", 64)
+    monkeypatch.setattr("dlcp.sim.experiments.recording.SAMPLES_MAX", 64)
     recorder = TableRecorder()
     run(item, recorder=recorder)
     coarse = recorder.tables()

@@ -12,6 +12,7 @@ from dlcp.cli import main
 from dlcp.sim import simulate
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting, read
 from dlcp.sim.experiments.running import digest, run
+from dlcp.sim.experiments.trace_experiment import job_graph, write_trace
 from dlcp.sim.scenario import TraceJob
 from dlcp.sim.traces.chakra import write_chakra
 from dlcp.sim.traces.operations import (
@@ -22,7 +23,6 @@ from dlcp.sim.traces.operations import (
     Workload,
     workload_graph,
 )
-from dlcp.sim.traces.trace_experiment import job_graph, write_trace
 from dlcp.sim.traces.traced_jobs import place_traces, read_trace
 from tests.sim.experiments_small import PROFILE
 from tests.sim.test_goal import PING_PONG

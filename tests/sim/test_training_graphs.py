@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from dlcp.sim.experiments.experiment import RunSetting
-from dlcp.sim.jobs.collectives import RESULT_MESSAGE, WITH_SERVERS, AllReduceSpec, all_reduce, ring
-from dlcp.sim.jobs.graph import Graph, GraphBuilder
+from dlcp.sim.graphs.collectives import RESULT_MESSAGE, WITH_SERVERS, AllReduceSpec, all_reduce, ring
+from dlcp.sim.graphs.graph import Graph, GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
 from dlcp.sim.jobs.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces_of, step_graph
 from dlcp.sim.jobs.training import StragglerSpec, TrainingJob, place_jobs
 from dlcp.sim.jobs.training_run import Progress, training
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.transports.specs import DctcpTransport
 

@@ -7,7 +7,8 @@ from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
 from dlcp.sim.experiments.running import run
 from dlcp.sim.jobs.models import parse_size
 from dlcp.sim.jobs.training import TrainingJob
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import FlowPattern
 
 RATE_GBPS = 100

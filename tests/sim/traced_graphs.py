@@ -6,9 +6,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.jobs.collectives import AllReduceSpec, all_reduce
-from dlcp.sim.jobs.graph import Graph, GraphBuilder
-from dlcp.sim.network.topology import LinkSpec, Star
+from dlcp.sim.graphs.collectives import AllReduceSpec, all_reduce
+from dlcp.sim.graphs.graph import Graph, GraphBuilder
+from dlcp.sim.network.nodes import LinkSpec
+from dlcp.sim.network.topology import Star
 from dlcp.sim.transports.specs import DctcpTransport
 
 HOSTS = 4

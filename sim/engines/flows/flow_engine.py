@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import DRAW_LIMIT
+from dlcp.sim.arithmetic import DRAW_LIMIT
 from dlcp.sim.engines.flows import rates as r
 from dlcp.sim.engines.flows.loop import begin_nodes, relist, run, update_rates
 from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, new_entries, trace
@@ -19,9 +19,9 @@ from dlcp.sim.engines.plan import (
     EnginePlan,
     as_rows,
 )
-from dlcp.sim.engines.rows import PORT_QUEUES
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.network.routing import Routes
+from dlcp.sim.rows import PORT_QUEUES
 
 _ENTRIES: Final = 1 << 12
 """Initial room for the paths of a graph's flows; doubled until they fit."""
@@ -135,7 +135,7 @@ class FlowEngine(CompiledEngine):
     # -------------------------------------------------------------------------------------------------------- links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Set the loss probability of links, in units of 1 / `dlcp.sim.engines.arithmetic.DRAW_LIMIT`."""
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.arithmetic.DRAW_LIMIT`."""
         self._loss[list(links)] = loss
         self._change_paths(None)
 

@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.arithmetic import DRAW_LIMIT
+from dlcp.sim.arithmetic import DRAW_LIMIT
 from dlcp.sim.engines.flows import rates as r
-from dlcp.sim.engines.jit import call, entry
 from dlcp.sim.engines.kernel.events import heap_pop, heap_push
 from dlcp.sim.engines.kernel.state import mix
 from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
+from dlcp.sim.jit import call, entry
 from dlcp.sim.limits import FOREVER_PS
 
 RATES_DELAY: Final = 1 / 128
@@ -199,7 +199,7 @@ def window_limit(w: r.FlowState, flow: int) -> float:
         took = max(0.0, unacked_ps - f.window * packet_ps)
     if slow_start and f.window * packet_ps < f.round_trip:
         # It grows by each acknowledgement that comes while half of it is in flight
-        # (`dlcp.sim.transports.rules.is_limited`).
+        # (`dlcp.sim.engines.rules.is_limited`).
         f.window += min(f.burst - unacked, max(0.0, (2.0 * f.burst - f.window) / 3.0))
         if 2.0 * (unacked + m.sent) >= f.window:
             f.window += unacked

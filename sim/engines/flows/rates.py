@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.jit import call
-from dlcp.sim.engines.rows import PORT_QUEUES
-from dlcp.sim.jobs.graph import row_type
+from dlcp.sim.graphs.graph import row_type
+from dlcp.sim.jit import call
 from dlcp.sim.limits import FOREVER_PS
+from dlcp.sim.rows import PORT_QUEUES
 
 i1, i4, i8, f8 = np.int8, np.int32, np.int64, np.float64
 

@@ -12,10 +12,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.jit import call
 from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.plan import PacketKind
-from dlcp.sim.engines.rows import Row
+from dlcp.sim.jit import call
+from dlcp.sim.rows import Row
 
 TIME_BUCKETS: Final = 1 << 14
 LARGE_LINKS: Final = 512

@@ -12,8 +12,8 @@ fires before a timer is due is scheduled again, and a replaced event does nothin
 
 from typing import Final
 
-from dlcp.sim.engines.arithmetic import RATE_SHIFT
-from dlcp.sim.engines.jit import call
+from dlcp.sim.arithmetic import RATE_SHIFT
+from dlcp.sim.engines import rules
 from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.kernel.events import push
 from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
@@ -22,8 +22,8 @@ from dlcp.sim.engines.plan import (
     PROTECTED_BLOCK_PACKETS,
     PacketKind,
 )
-from dlcp.sim.engines.rows import PORT_QUEUES, Row
-from dlcp.sim.transports import rules
+from dlcp.sim.jit import call
+from dlcp.sim.rows import PORT_QUEUES, Row
 from dlcp.sim.transports.specs import PULL_QUEUED
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)

@@ -21,8 +21,8 @@ from dlcp.sim.engines.packet_engine import (
     Submission,
 )
 from dlcp.sim.engines.plan import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
-from dlcp.sim.engines.rows import PORT_QUEUES, STREAM_ROW
 from dlcp.sim.network.routing import Routes
+from dlcp.sim.rows import PORT_QUEUES, STREAM_ROW
 
 _POOL: Final = 1 << 12
 """Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
@@ -193,7 +193,7 @@ class KernelEngine(CompiledEngine):
     # -------------------------------------------------------------------------------------------------------- links
 
     def set_loss(self, links: Sequence[int], loss: int) -> None:
-        """Set the loss probability of links, in units of 1 / `dlcp.sim.engines.arithmetic.DRAW_LIMIT`."""
+        """Set the loss probability of links, in units of 1 / `dlcp.sim.arithmetic.DRAW_LIMIT`."""
         self._a.ports["loss"][list(links)] = loss
         self._a.ports["lossy"][list(links)] = loss > 0
 

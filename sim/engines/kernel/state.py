@@ -23,12 +23,12 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dlcp.sim.engines import rows
-from dlcp.sim.engines.arithmetic import GOLDEN
-from dlcp.sim.engines.jit import call
+from dlcp.sim import rows
+from dlcp.sim.arithmetic import GOLDEN
 from dlcp.sim.engines.plan import SWITCH_RULES_ROW, TRANSPORT_ROW
-from dlcp.sim.engines.rows import LIST, Row, i1, i4, i8, u1, u4
-from dlcp.sim.jobs.graph import row_type
+from dlcp.sim.graphs.graph import row_type
+from dlcp.sim.jit import call
+from dlcp.sim.rows import LIST, Row, i1, i4, i8, u1, u4
 
 
 class EventKind(IntEnum):
@@ -184,7 +184,7 @@ def append(rows: Row, listed: Row, index: int) -> None:
 
 @call
 def draw(row: Row) -> int:
-    """Return 31 random bits, and advance the generator in ``row.random``, as in `dlcp.sim.engines.arithmetic.draw`.
+    """Return 31 random bits, and advance the generator in ``row.random``, as in `dlcp.sim.arithmetic.draw`.
 
     Numba's 64-bit integers are signed, so the copies of the sign bit after ``>>`` have to be masked.
     """
@@ -198,5 +198,5 @@ def draw(row: Row) -> int:
 
 @call
 def mix(value: int, salt: int) -> int:
-    """Hash a value and a salt to 31 bits, as in `dlcp.sim.engines.arithmetic.mix`."""
+    """Hash a value and a salt to 31 bits, as in `dlcp.sim.arithmetic.mix`."""
     return (((value ^ salt) * _MULTIPLIER) >> 33) & _BELOW_31

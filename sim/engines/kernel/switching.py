@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches: path choice, admission and drops, queueing, and scheduling."""
 
-from dlcp.sim.engines.arithmetic import DRAW_LIMIT, PS_PER_US
-from dlcp.sim.engines.jit import call, inlined
+from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US
 from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.kernel.events import push
 from dlcp.sim.engines.packet_engine import EngineCounter
@@ -16,10 +15,11 @@ from dlcp.sim.engines.plan import (
     PacketKind,
     PathChoice,
 )
-from dlcp.sim.engines.rows import PORT_QUEUES, Row
+from dlcp.sim.engines.rules import is_full, own_admission
+from dlcp.sim.jit import call, inlined
 from dlcp.sim.network.disciplines import Admission
 from dlcp.sim.network.routing import cell_of
-from dlcp.sim.transports.rules import is_full, own_admission
+from dlcp.sim.rows import PORT_QUEUES, Row
 from dlcp.sim.transports.specs import EXCESS_QUEUE, URGENT_QUEUE
 
 SEND_NOW, WAITS = -2, -1

@@ -7,17 +7,15 @@ from typing import Any, Final, get_args
 
 from dlcp.sim.engines.plan import LongestPath
 from dlcp.sim.limits import PACKETS_MAX, RATE_MAX_GBPS, check_within
+from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.network.topology import (
     Dragonfly,
     FatTree,
     FileTopology,
     LeafSpine,
-    LinkSpec,
-    NetworkTopology,
     RailOptimised,
     Star,
-    TopologyError,
     TopologySpec,
     build_topology,
 )

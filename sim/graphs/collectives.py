@@ -19,7 +19,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dlcp.sim.jobs.graph import GraphBuilder, Nodes
+from dlcp.sim.graphs.graph import GraphBuilder, Nodes
 
 RESULT_MESSAGE: Final = 0x8000
 """Bit set in the message number of a result, so that switches distinguish it from the contribution."""

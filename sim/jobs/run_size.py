@@ -4,21 +4,18 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dlcp.sim.jobs.collectives import AllReduceSpec, all_gather, all_reduce, reduce_scatter
-from dlcp.sim.jobs.graph import GraphBuilder, Nodes
+from dlcp.sim.graphs.collectives import AllReduceSpec, all_gather, all_reduce, reduce_scatter
+from dlcp.sim.graphs.graph import GraphBuilder, Nodes
 from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.step_graph import GradientPiece, pieces_of
 from dlcp.sim.jobs.training import PlacedJob
 from dlcp.sim.memory import available_bytes
 from dlcp.sim.scenario import FlowPattern
-from dlcp.sim.traces.operations import OperationKind, TracedCollective, add_traced
-from dlcp.sim.traces.traced_jobs import TraceProgress
 
 log = logging.getLogger("dlcp")
 
@@ -32,8 +29,6 @@ NODE_BYTES: Final = 480
 WRITTEN_NODE_BYTES: Final = 1_500
 """The same, of a job that is written as a trace: rings of 128 and 256 ranks took 0.21 and 0.50 GB for 65,000 and
 261,000 messages."""
-OPERATION_BYTES: Final = 1_500
-"""The same, of a trace's operation: a ring of 128 ranks as GOAL took 0.30 GB for 131,000."""
 FLOW_BYTES: Final = 1_200
 """The same, of a flow of a pattern: all to all of 100 and of 400 hosts took 0.26 and 0.45 GB for 9,900 and 160,000."""
 MESSAGE_S: Final = 15e-6
@@ -46,7 +41,7 @@ class RunSizeError(ValueError):
     """A run needs more memory than there is; the message says what fits."""
 
 
-class _Counter(GraphBuilder):
+class GraphCounter(GraphBuilder):
     """Counts nodes, and keeps none."""
 
     def messages(
@@ -73,7 +68,7 @@ def step_nodes(job: PlacedJob, profile: StepProfile, parts: Sequence[GradientPie
     ready: NDArray[np.int64] = np.arange(len(workers))
 
     def count(add: Callable[[GraphBuilder, AllReduceSpec], object], size_bytes: int) -> int:
-        counter = _Counter()
+        counter = GraphCounter()
         add(counter, AllReduceSpec(workers, size_bytes, 0))
         return len(counter)
 
@@ -140,26 +135,6 @@ def training_size(job: PlacedJob, profile: StepProfile, *, at_once: bool = False
     ways = "`collective: hierarchical`, fewer workers, or larger pieces (`piece_bytes`, with FSDP `unit_bytes`)"
     node_bytes = WRITTEN_NODE_BYTES if at_once else NODE_BYTES
     return PartSize(job.name, "a step", f"fewer steps, {ways}" if at_once else ways, nodes, held, steps, node_bytes)
-
-
-def trace_size(progress: TraceProgress) -> PartSize:
-    """Return the size of a traced job."""
-    job, workload = progress.job, progress.workload
-
-    @cache
-    def count(kind: TracedCollective, ranks: int) -> int:
-        counter = _Counter()
-        spec = AllReduceSpec(range(ranks), ranks, 0)
-        add_traced(counter, kind, job.collective or workload.algorithm, spec, 0, np.arange(ranks))
-        return len(counter)
-
-    # An operation becomes up to two nodes, one of them in the mean. Each rank has its part of a collective.
-    nodes = sum(
-        count(each.collective, len(each.group)) / len(each.group) if each.kind is OperationKind.COLLECTIVE else 1.0
-        for each in workload.operations()
-    )
-    ways = "fewer ranks or steps of the trace, or a `collective` of fewer messages"
-    return PartSize(job.name, "the trace", ways, round(nodes), 1, job.repeat, OPERATION_BYTES)
 
 
 def pattern_size(pattern: FlowPattern, hosts: int) -> PartSize:

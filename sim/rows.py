@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from dlcp.sim.jobs.graph import row_type
+from dlcp.sim.graphs.graph import row_type
 
 PORT_QUEUES: Final = 8
 i8, i4, i2, i1, u4, u1, f8 = np.int64, np.int32, np.int16, np.int8, np.uint32, np.uint8, np.float64

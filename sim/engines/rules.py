@@ -7,10 +7,10 @@ The rules of transports are in `dlcp.sim.transports.specs`, which also says what
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlcp.sim.engines.jit import shared
 from dlcp.sim.engines.plan import OWN_KIND, PROFILE_CELLS, TRANSPORTS, BufferScope, Discipline
-from dlcp.sim.engines.rows import Row
+from dlcp.sim.jit import shared
 from dlcp.sim.limits import FOREVER_PS
+from dlcp.sim.rows import Row
 from dlcp.sim.transports.plugins import OWN_DISCIPLINES
 from dlcp.sim.transports.specs import TIMEOUT_BACKOFF_MAX, OwnTransport, never
 

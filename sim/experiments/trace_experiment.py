@@ -10,16 +10,16 @@ from dlcp.document import PlaceError, converted
 from dlcp.error_text import nearest
 from dlcp.planes import FULL_BITS
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting, changed_fields
-from dlcp.sim.experiments.run_size import check_run_size, trace_size, training_size
-from dlcp.sim.jobs.graph import Graph
+from dlcp.sim.experiments.fitted_network import FittedNetwork
+from dlcp.sim.graphs.graph import Graph
+from dlcp.sim.jobs.run_size import check_run_size, training_size
 from dlcp.sim.jobs.step_graph import training_graph
 from dlcp.sim.jobs.training import place_jobs, profile_of
-from dlcp.sim.network.fitted_network import FittedNetwork
 from dlcp.sim.scenario import TraceJob
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, write_chakra
 from dlcp.sim.traces.goal import write_goal
 from dlcp.sim.traces.operations import OperationKind, Workload
-from dlcp.sim.traces.traced_jobs import read_trace, trace_progress
+from dlcp.sim.traces.traced_jobs import read_trace, trace_progress, trace_size
 
 
 def trace_experiment(job: TraceJob, network: FittedNetwork, seed: int) -> dict[str, Any]:

@@ -17,12 +17,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _KEPT: Final = 8
 """How many compiled versions of the kernel stay on disk; not tuned."""
-_COMPILED: Final = ("flows", "kernel")
+_COMPILED: Final = ("engines/flows", "engines/kernel")
 """Packages with compiled functions."""
 _SHARED: Final = (
-    *(f"dlcp.sim.engines.{name}" for name in ("arithmetic", "jit", "packet_engine", "plan", "rows")),
-    *("dlcp.sim.jobs.graph", "dlcp.sim.network.routing", "dlcp.wire.header"),
-    *(f"dlcp.sim.transports.{name}" for name in ("rules", "specs")),
+    *(
+        f"dlcp.sim.{name}"
+        for name in ("arithmetic", "jit", "rows", "graphs.graph", "network.routing", "transports.specs")
+    ),
+    *(f"dlcp.sim.engines.{name}" for name in ("packet_engine", "plan", "rules")),
+    "dlcp.wire.header",
 )
 """Modules outside these packages whose constants and rules are compiled into them."""
 
