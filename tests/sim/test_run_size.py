@@ -58,7 +58,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_built(monkeypatch) -> N
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce_scatter", "all_to_all"])
 def test_a_trace_and_a_pattern_that_do_not_fit_are_refused_before_they_are_built(monkeypatch, collective) -> None:
     monkeypatch.setattr(run_size, "available_bytes", lambda: 100_000)
-    monkeypatch.setattr("dlcp.sim.simulation.GraphBuilder.messages", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr("dlcp.sim.graphs.graph.GraphBuilder.messages", lambda *_, **__: pytest.fail("built"))
     operation = RankOperation(
         OperationKind.COLLECTIVE, "c", "p", size_bytes=999, collective=collective, group=(*range(16),)
     )

@@ -45,7 +45,7 @@ def submitted(monkeypatch) -> list[SubmittedGraph]:
             graphs.append(super().submit(graph, label, keeps_outcomes=True))
             return graphs[-1]
 
-    monkeypatch.setattr("dlcp.sim.simulation.Simulation", KeepingSimulation)
+    monkeypatch.setattr("dlcp.sim.experiments.scenario_run.Simulation", KeepingSimulation)
     return graphs
 
 
