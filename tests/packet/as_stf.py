@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dlcp.switch import entries, stf
+from dlcp.switch import entries
 from tests.conformance.recording import (
     AgeSlot,
     Burst,
@@ -20,6 +20,7 @@ from tests.conformance.recording import (
     Step,
     WriteRegister,
 )
+from tests.packet import stf
 
 MARKERS = [entry["match"] for entry in Markers.ENTRIES]
 

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dlcp.switch import BACKENDS, Program, stf
+from dlcp.switch import BACKENDS, Program
 from tests.conformance import replay
 from tests.conformance.recorder import Uncertain, record
 from tests.conformance.recording import Burst, Markers, Packet, Recording, SetEntries, Step
-from tests.packet import as_stf, fuzz_steps
+from tests.packet import as_stf, fuzz_steps, stf
 from tests.packet.stf_text import text
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
 from dlcp import netlab
-from dlcp.switch import Program, stf
+from dlcp.switch import Program
 from tests.conformance import replay, simple_switch
 from tests.conformance.recording import Burst, Packet
-from tests.packet import fuzz_steps, fuzz_switch
+from tests.packet import fuzz_steps, fuzz_switch, stf
 
 SEQUENCES, PACKETS, FAULT_PACKETS = 2, 600, 200
 SHORT = 300

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp.switch import PortQueueing, Program, Switch, stf
+from dlcp.switch import PortQueueing, Program, Switch
 from dlcp.wire import dscp
+from tests.packet import stf
 from tests.switch.fake_program import FakePorts
 
 PROGRAM = Path(__file__).resolve().parents[2] / "p4" / "build" / "dlcp.json"

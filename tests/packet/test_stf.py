@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
 from dlcp import netlab
-from dlcp.switch import EntryError, Program, stf
+from dlcp.switch import EntryError, Program
 from tests.conformance import simple_switch
 from tests.conformance.recorder import Uncertain
+from tests.packet import stf
 from tests.packet.bmv2_target import Bmv2
 from tests.packet.stf_text import text
 
