@@ -31,7 +31,6 @@ from dlcp.switch.events import (
 )
 from dlcp.switch.executor.bmv2_json import PROGRAM_FOLDER, PROGRAM_PATH, load_definition
 from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.codegen import DROP_PORT
 from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownNameError, UnsupportedFeatureError
 from dlcp.switch.executor.program import (
     BACKENDS,
@@ -44,7 +43,7 @@ from dlcp.switch.forwarding import EmptyProgram
 from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
 from dlcp.switch.ports.packet import PacketPort
-from dlcp.switch.ports.queues import DEPTH_PACKETS, QUEUES, PortQueueing
+from dlcp.switch.queues import DEPTH_PACKETS, DROP_PORT, QUEUES, PortQueueing
 from dlcp.switch.switch import READY, Switch, SwitchProcess, SwitchProcessError
 
 __all__ = [

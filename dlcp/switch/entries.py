@@ -40,7 +40,7 @@ from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.model import EntryError
 from dlcp.switch.executor.program import Program
 from dlcp.switch.executor.tables import Action, GroupRef, MemberRef, Table, Target
-from dlcp.switch.ports.queues import PortQueueing
+from dlcp.switch.queues import PortQueueing
 
 Value: TypeAlias = int | str
 """A number, or a string that `parse_number` accepts."""

@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dlcp.switch.executor.codegen import DROP_PORT
+from dlcp.switch import queues
 from dlcp.switch.executor.program import CompiledMachine
-from dlcp.switch.ports import PortGroup, ReceivedFrames, queues
+from dlcp.switch.ports import PortGroup, ReceivedFrames
 from dlcp.switch.ports.packet import Numbers, PacketPort, Rows
-from dlcp.switch.ports.queues import NEVER_NS, PortQueueing, PortQueues
+from dlcp.switch.queues import DROP_PORT, NEVER_NS, PortQueueing, PortQueues
 
 
 class PacketProgram(Protocol):
@@ -179,9 +179,18 @@ class PlainForwarding(Forwarding):
         self._carry: list[Any] = []
         self._spare = [0]
         self._out: list[list[int]] = [[] for _ in self._numbers]
-        namespace = {**vars(queues), "ingress": program.ingress, "egress": program.egress}
-        exec(compile(_PLAIN, "<forwarding>", "exec"), namespace)
-        self._loop = namespace["forward"]
+        run_ingress, run_egress = program.ingress, program.egress
+
+        def ingress(
+            packet: bytearray, _: int, carry: list[Any], slot: int, state: None, *arguments: int
+        ) -> tuple[int, int]:
+            egress_port, queue, carry[slot] = run_ingress(packet, *arguments)
+            return egress_port, queue
+
+        def egress(packet: bytearray, _: int, carry: list[Any], slot: int, state: None, *arguments: int) -> bool:
+            return run_egress(packet, carry[slot], *arguments)
+
+        self._loop = queues.loop(ingress, egress)
 
     def take_in(self, filenos: Sequence[int]) -> None:
         """Receive from file descriptors and process the packets, and all departures and arrivals due meanwhile."""
@@ -209,7 +218,7 @@ class PlainForwarding(Forwarding):
 
     def _forward(self, now_ns: int, count: int) -> None:
         pool = (self._rows, self._slots, self._carry, self._spare, self._ports, self._totals, self._out)
-        self._loop(now_ns, self._arrived, count, self._places, *pool)
+        self._loop(now_ns, self._arrived, count, self._places, pool, None, None)
 
     def _send(self, place: int) -> None:
         number, port = self._numbers[place], self._ports[place]
@@ -218,21 +227,6 @@ class PlainForwarding(Forwarding):
         for slot in slots:
             queues.give_back(self._spare, slot)
         port[queues.OUT] = 0
-
-
-_PLAIN: Final = queues.FORWARD.format(
-    compiled="",
-    cached="",
-    pool=queues.POOL,
-    state="",
-    unfold="",
-    received="rows[slot]",
-    queued="rows[slot], carry[slot]",
-    keep="        carry[slot] = kept\n",
-    ingress_state="",
-    egress_state="",
-    drop_port=DROP_PORT,
-)
 
 
 BATCH_PACKETS: Final = 256

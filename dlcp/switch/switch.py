@@ -24,10 +24,10 @@ from dlcp import processes
 from dlcp.closing import Closing
 from dlcp.netlab import NetworkNamespace
 from dlcp.processes import end
-from dlcp.switch.executor.program import DROP_PORT, CompiledMachine, Program
+from dlcp.switch.executor.program import CompiledMachine, Program
 from dlcp.switch.forwarding import BatchForwarding, Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
-from dlcp.switch.ports.queues import COUNTED, NEVER_NS, PortQueueing, PortQueues
+from dlcp.switch.queues import COUNTED, DROP_PORT, NEVER_NS, PortQueueing, PortQueues
 
 T = TypeVar("T")
 

@@ -28,11 +28,10 @@ from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, p
 from dlcp.switch.events import EgressEvent, IngressEvent, event_index
 from dlcp.switch.executor.bmv2_json import PROGRAM_PATH
 from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.codegen import DROP_PORT
 from dlcp.switch.executor.hashes import csum16, pack
 from dlcp.switch.executor.model import COMPARISONS, EntryError
 from dlcp.switch.executor.program import BACKENDS, Program
-from dlcp.switch.ports.queues import DEPTH_PACKETS
+from dlcp.switch.queues import DEPTH_PACKETS, DROP_PORT
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, VERSION
 
 # ------------------------------------------------------------------------------------------------------------ frames

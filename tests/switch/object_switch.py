@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another implementation of queues, lines and the loop around a program, with objects: what the switch must agree with.
 
-`dlcp.switch.ports.queues` and `dlcp.switch.forwarding` do the same over tables of numbers.
+`dlcp.switch.queues` and `dlcp.switch.forwarding` do the same over tables of numbers.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dlcp.switch import DROP_PORT, PortGroup, PortQueueing, Switch
 from dlcp.switch.forwarding import BURST_PACKETS, PacketProgram
-from dlcp.switch.ports.queues import (
+from dlcp.switch.queues import (
     COUNTED,
     LOSS_MODULUS,
     LOSS_MULTIPLIER,

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from dlcp.switch import PortQueueing
-from dlcp.switch.ports.queues import NEVER_NS
+from dlcp.switch.queues import NEVER_NS
 from tests.switch.object_switch import ObjectQueues
 
 

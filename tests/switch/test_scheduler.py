@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from dlcp.switch import PortQueueing
-from dlcp.switch.ports import queues
-from dlcp.switch.ports.queues import NEVER_NS
+from dlcp.switch import PortQueueing, queues
+from dlcp.switch.queues import NEVER_NS
 from tests.switch.object_switch import ObjectQueues
 
 SLOTS = 400

@@ -9,8 +9,8 @@ the header is extracted, and only if they are needed. An assigned field is writt
 the packet always equals the deparser's output.
 
 Plain: ``ingress(p, ingress_port, now_us)`` and ``egress(p, carry, port, ...)`` over bytearrays, with lists and
-dictionaries as globals. For Numba: the same bodies over arrays passed in, with loops over batches, and ``forward``,
-which takes a batch through ingress, queues, egress and lines; `dlcp.switch.ports.queues` has the queues and lines.
+dictionaries as globals. For Numba: the same bodies over arrays in a tuple ``state``, and the sources of the functions
+that they call and of `dlcp.switch.queues.loop`, which takes a batch through ingress, queues, egress and lines.
 """
 
 import inspect
@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+from dlcp.switch import queues
 from dlcp.switch.executor.analysis import (
     Usage,
     constant_fields,
@@ -83,7 +84,6 @@ from dlcp.switch.executor.model import (
     lay_out,
 )
 from dlcp.switch.executor.tables import LOOKUPS
-from dlcp.switch.ports import queues
 
 # ----------------------------------------------------------------------------------------------------------- the parser
 
@@ -487,15 +487,9 @@ class ControlText:
             if last and not body:
                 continue
             test = " or ".join(f"{slot.action} == {index}" for index in actions)
-            self.write("else:" if last else f"{head} {test}:")
-            self.write.indented(body or [self.write_pass()])
+            with self.write.block("else:" if last else f"{head} {test}:"):
+                self.write.indented(body)
             head = "elif"
-
-    def write_pass(self) -> str:
-        """Return an empty statement at the current depth."""
-        mark = self.write.mark()
-        self.write("pass")
-        return self.write.since(mark)[0]
 
     def _lookup(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> str:
         if not table.keys:
@@ -522,10 +516,9 @@ class ControlText:
         assert table.meter is not None
         meter = self.context.program.meters[table.meter]
         assert meter.target is not None
-        base = self.context.layout.meters[table.meter]
+        shift = self.context.layout.meters[table.meter] - 1  # the default entry has no meter
         cell = f"{slot.entry} // {slot.stride}" if slot.stride > 1 else slot.entry
-        shift = base - 1
-        cell = f"{cell} - 1" if shift == -1 else cell if not shift else f"{cell} + {shift}"
+        cell = f"{cell} - 1" if shift == -1 else at(cell, shift)
         with self.write.block(f"if {slot.entry}:"):
             self._set(meter.target, fit(self._colour(cell, meter), meter.target.width), facts)
 
@@ -592,14 +585,11 @@ class ControlText:
     # --------------------------------------------------------------------------------------------------- actions
 
     def _action(self, action: ActionDef, arguments: Sequence[Value], facts: frozenset[str]) -> None:
-        stores = self._stores()
+        stores = Stores(self.write, self.context)
         for statement in action.body:
             self._statement(statement, action, arguments, stores)
         stores.flush(facts)
         self.expressions.bounds.clear()
-
-    def _stores(self) -> Stores:
-        return Stores(self.write, self.context)
 
     def _statement(self, statement: Statement, action: ActionDef, arguments: Sequence[Value], stores: Stores) -> None:
         where = action.where
@@ -607,36 +597,32 @@ class ControlText:
             value = self.expressions.value(statement.value, where, arguments, wraps=True)
             self._put(statement.target, fit(value, statement.target.width), stores)
         elif isinstance(statement, Count):
-            counter = self.context.program.counters[statement.counter]
-            base = self.context.layout.counters[statement.counter]
-            with self._cell(statement.index, where, arguments, base, counter.size) as cell:
+            with self._cell("counters", statement.counter, statement.index, where, arguments) as cell:
                 self.write(f"packets_counted[{cell}] += 1")
                 self.write(f"bytes_counted[{cell}] += n")
         elif isinstance(statement, RegisterRead):
-            register = self.context.program.registers[statement.register]
-            base = self.context.layout.registers[statement.register]
-            with self._cell(statement.index, where, arguments, base, register.size) as cell:
-                value = Value(f"registers[{cell}]", 0, (1 << register.width) - 1)
+            width = self.context.program.registers[statement.register].width
+            with self._cell("registers", statement.register, statement.index, where, arguments) as cell:
+                value = Value(f"registers[{cell}]", 0, (1 << width) - 1)
                 self._put(statement.target, fit(value, statement.target.width), stores)
         elif isinstance(statement, RegisterWrite):
-            register = self.context.program.registers[statement.register]
-            base = self.context.layout.registers[statement.register]
-            value = fit(self.expressions.value(statement.value, where, arguments, wraps=True), register.width)
-            with self._cell(statement.index, where, arguments, base, register.size) as cell:
+            width = self.context.program.registers[statement.register].width
+            value = fit(self.expressions.value(statement.value, where, arguments, wraps=True), width)
+            with self._cell("registers", statement.register, statement.index, where, arguments) as cell:
                 self.write(f"registers[{cell}] = {value.text}")
         elif isinstance(statement, Hash):
             self._hash_into(statement, where, arguments, stores)
         elif isinstance(statement, ExecuteMeter):
             meter = self.context.program.meters[statement.meter]
-            base = self.context.layout.meters[statement.meter]
-            with self._cell(statement.index, where, arguments, base, meter.size) as cell:
+            with self._cell("meters", statement.meter, statement.index, where, arguments) as cell:
                 self._put(statement.target, fit(self._colour(cell, meter), statement.target.width), stores)
         else:
             assert isinstance(statement, Exit)
 
     @contextmanager
-    def _cell(self, index: Expr, where: str, arguments: Sequence[Value], base: int, size: int) -> Iterator[str]:
+    def _cell(self, kind: str, name: str, index: Expr, where: str, arguments: Sequence[Value]) -> Iterator[str]:
         """Yield an index into a flat array; lines written in the ``with`` block run only if it is in range."""
+        base, size = getattr(self.context.layout, kind)[name], getattr(self.context.program, kind)[name].size
         value = self.expressions.value(index, where, arguments)
         if value.constant is not None and 0 <= value.constant < size:
             yield str(value.constant + base)
@@ -662,7 +648,7 @@ class ControlText:
             stores.add(target, text)
 
     def _set(self, target: Field, value: Value, facts: frozenset[str]) -> None:
-        stores = self._stores()
+        stores = Stores(self.write, self.context)
         self._put(target, value, stores)
         stores.flush(facts)
 
@@ -773,10 +759,10 @@ def word_units(first: int, end: int, gap: int) -> tuple[tuple[int, int], ...]:
 # ---------------------------------------------------------------------------------------------------------- the program
 
 
-DROP_PORT: Final = 511
-"""BMv2's default drop port; packets that leave ingress or egress for this port are dropped."""
-
-_EGRESS_ARGUMENTS: Final = ("port", "enq_us", "deq_delta_us", "enq_depth", "deq_depth", "now_us")
+_COLUMNS: Final = "port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us"
+"""The arguments of egress."""
+_FLAT: Final = ", ".join(("structures", *FLAT))
+"""The arrays of the state: all tables and profiles in one, with their offsets at its start; and the others."""
 _INGRESS: Final = {
     "standard_metadata.ingress_port": "ingress_port",
     "standard_metadata.packet_length": "n",
@@ -806,6 +792,8 @@ class Generated:
     ----------
     carry
         Variables that ingress passes to egress, in order.
+    result
+        Egress port and queue, as text.
     ingress, egress
         The bodies, one line each, indented by one level.
     """
@@ -814,14 +802,13 @@ class Generated:
     layout: StateLayout
     helpers: Helpers
     carry: tuple[str, ...]
+    result: str
     ingress: tuple[str, ...]
     egress: tuple[str, ...]
 
     def plain(self, namespace: dict[str, Any]) -> str:
         """Return the plain text, and add the functions it calls to ``namespace``."""
-        namespace.update(
-            run_meter=run_meter,
-        )
+        namespace["run_meter"] = run_meter
         # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
         namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
         functions = []
@@ -832,34 +819,14 @@ class Generated:
                 namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in helper.units)).pack_into
             else:
                 functions.append(plain_source(name, helper.algorithm, helper.widths, namespace))
-        unpack = f"    {', '.join(self.carry)}{',' if len(self.carry) == 1 else ''} = carry\n"
-        return "\n\n".join(
-            [
-                *functions,
-                "def ingress(p, ingress_port, now_us):\n    n = len(p)\n" + "\n".join(self.ingress) + "\n",
-                f"def egress(p, carry, {', '.join(_EGRESS_ARGUMENTS)}):\n    n = len(p)\n{unpack}"
-                + "\n".join(self.egress)
-                + "\n",
-            ]
-        )
-
-    def used(self, body: tuple[str, ...]) -> list[str]:
-        """Return the arrays that a body reads or writes."""
-        words = set(re.findall(r"\w+", "\n".join(body)))
-        return [name for name in (*self.layout.structures(), *FLAT) if name in words]
-
-    def unfold(self, used: list[str]) -> str:
-        """Return lines that slice the structures out of the combined array, by the offsets at its start."""
-        return "".join(
-            f"    {name} = structures[structures[{place}] : structures[{place + 1}]]\n"
-            for place, name in enumerate(self.layout.structures())
-            if name in used
-        )
+        carried = f"({''.join(f'{name}, ' for name in self.carry)})"
+        ingress = _function("ingress(p, ingress_port, now_us)", ["n = len(p)"], self.ingress)
+        egress = _function(f"egress(p, carry, {_COLUMNS})", ["n = len(p)", f"{carried} = carry"], self.egress)
+        return "\n\n".join([*functions, f"{ingress}    return {self.result}, {carried}\n", egress])
 
     def compiled(self) -> str:
-        """Return the text for Numba: a whole module with ``ingress_batch`` and ``egress_batch``."""
-        ingress_state, egress_state = self.used(self.ingress), self.used(self.egress)
-        functions: list[str] = [inspect.getsource(function) for function in (run_meter, *LOOKUPS)]
+        """Return the text for Numba: a whole module with the functions of `_ENTRIES`."""
+        functions = [inspect.getsource(function) for function in (run_meter, *LOOKUPS, *queues.COMPILED)]
         for helper, name in self.helpers.names.items():
             if isinstance(helper, LoadBytes):
                 functions.append(_array_load(name, helper))
@@ -867,46 +834,63 @@ class Generated:
                 functions.append(_array_store(name, helper))
             else:
                 functions.append(compiled_source(name, helper.algorithm, helper.widths))
-        egress = ", ".join(_EGRESS_ARGUMENTS)
-        unpack = f"    {', '.join(self.carry)}{',' if len(self.carry) == 1 else ''} = carry\n"
-        functions.append(
-            f"def ingress(p, n, ingress_port, now_us{_more(ingress_state)}):\n" + "\n".join(self.ingress) + "\n"
-        )
-        functions.append(
-            f"def egress(p, n, carry, {egress}{_more(egress_state)}):\n{unpack}" + "\n".join(self.egress) + "\n"
-        )
-        indices = range(len(self.carry))
-        carried = ", ".join(f"carry[i, {k}]" for k in indices)
-        keep = "".join(f"        carry[i, {k}] = kept[{k}]\n" for k in indices)
-        state = ", ".join(("structures", *FLAT))
-        columns = ", ".join(f"{name}[i]" for name in _EGRESS_ARGUMENTS)
-        batches = (
-            f"def ingress_batch(packets, lengths, ingress_ports, now_us, ports, priorities, carry, {state}):\n"
-            f"{self.unfold(ingress_state)}"
-            "    for i in range(lengths.shape[0]):\n"
-            "        ports[i], priorities[i], kept = ingress(\n"
-            f"            packets[i], lengths[i], ingress_ports[i], now_us[i]{_more(ingress_state)}\n"
-            f"        )\n{keep}",
-            f"def egress_batch(packets, lengths, carry, {egress}, sent, {state}):\n"
-            f"{self.unfold(egress_state)}"
-            "    for i in range(lengths.shape[0]):\n"
-            "        sent[i] = egress(\n"
-            f"            packets[i], lengths[i], ({carried},),\n"
-            f"            {columns}{_more(egress_state)}\n"
-            "        )\n",
-        )
+        kept = "".join(f"    carry[slot, {place}] = {name}\n" for place, name in enumerate(self.carry))
+        taken, made = self._state(self.ingress)
+        ingress = _function("ingress(p, n, carry, slot, state, ingress_port, now_us)", taken, self.ingress)
+        functions += [f"{ingress}{kept}    return {self.result}\n", _function(f"ingress_state({_FLAT})", [made], ())]
+        taken, made = self._state(self.egress)
+        carried = [f"{name} = carry[slot, {place}]" for place, name in enumerate(self.carry)]
+        egress = _function(f"egress(p, n, carry, slot, state, {_COLUMNS})", [*carried, *taken], self.egress)
+        functions += [egress, _function(f"egress_state({_FLAT})", [made], ())]
         head = "from __future__ import annotations\n\nimport numpy as np\nfrom numba import njit\n\nCACHE = False\n"
+        constants = "".join(f"{name} = {value}\n" for name, value in queues.CONSTANTS.items())
         return "\n\n".join(
             [
-                head + compiled_tables(),
+                head + compiled_tables() + constants,
                 *(f"@njit(nogil=True)\n{function}" for function in functions),
-                *(f"@njit(nogil=True, cache=CACHE)\n{function}" for function in batches),
+                inspect.getsource(queues.loop),
+                _ENTRIES,
             ]
         )
 
+    def _state(self, body: tuple[str, ...]) -> tuple[list[str], str]:
+        """Return statements that take the arrays that a body uses out of ``state``, and one that returns that."""
+        names, words = self.layout.structures(), set(re.findall(r"\w+", "\n".join(body)))
+        texts = {name: f"structures[structures[{place}] : structures[{place + 1}]]" for place, name in enumerate(names)}
+        texts |= {name: name for name in FLAT}
+        used = [name for name in texts if name in words]
+        taken = [f"{name} = state[{place}]" for place, name in enumerate(used)]
+        return taken, f"return ({''.join(f'{texts[name]}, ' for name in used)})"
 
-def _more(names: list[str]) -> str:
-    return "".join(f", {name}" for name in names)
+
+def _function(head: str, first: Iterable[str], body: Iterable[str]) -> str:
+    return "\n".join([f"def {head}:", *(f"    {line}" for line in first), *body]) + "\n"
+
+
+_ENTRIES: Final = f"""
+@njit(nogil=True, cache=CACHE)
+def ingress_batch(packets, lengths, ingress_ports, times_us, ports, priorities, carry, {_FLAT}):
+    state = ingress_state({_FLAT})
+    for i in range(len(lengths)):
+        ports[i], priorities[i] = ingress(packets[i], lengths[i], carry, i, state, ingress_ports[i], times_us[i])
+
+
+@njit(nogil=True, cache=CACHE)
+def egress_batch(packets, lengths, carry, {_COLUMNS}, sent, {_FLAT}):
+    state = egress_state({_FLAT})
+    for i in range(len(lengths)):
+        sent[i] = egress(packets[i], lengths[i], carry, i, state, {_COLUMNS.replace(",", "[i],")}[i])
+
+
+forward = loop(ingress, egress, njit(nogil=True))
+
+
+@njit(nogil=True, cache=CACHE)
+def forward_batch(until_ns, arrived, count, places, rows, slots, carry, spare, ports, totals, out, {_FLAT}):
+    pool = rows, slots, carry, spare, ports, totals, out
+    forward(until_ns, arrived, count, places, pool, ingress_state({_FLAT}), egress_state({_FLAT}))
+"""
+"""The functions that Python calls; the state comes as separate arrays."""
 
 
 _CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
@@ -974,7 +958,9 @@ class _Generator:
         )
         several = frozenset(name for name, places in self.stacks.offsets.items() if len(places) > 1)
         self.expressions = Expressions(self.names, several, self.zero)
-        outputs = {item for item in (self._given("standard_metadata.egress_spec"), self._priority()) if item}
+        self.spec = self.standard["standard_metadata.egress_spec"]
+        self.priority = self.standard.get("intrinsic_metadata.priority")
+        self.outputs: frozenset[Variable] = frozenset(item for item in (self.spec, self.priority) if item)
         self.context = Context(
             program=program,
             stacks=self.stacks,
@@ -983,19 +969,12 @@ class _Generator:
             names=self.names,
             helpers=self.helpers,
             expressions=self.expressions,
-            read=frozenset(self.usage.all_reads() | outputs),
+            read=frozenset(self.usage.all_reads() | self.outputs),
         )
-        ports = {"standard_metadata.ingress_port": "ingress_port", "standard_metadata.packet_length": "n"}
-        for alias, name in {**ports, "standard_metadata.egress_port": "port"}.items():
-            item = self._given(alias)
+        for name, argument in {"ingress_port": "ingress_port", "packet_length": "n", "egress_port": "port"}.items():
+            item = self.standard.get(f"standard_metadata.{name}")
             if item is not None and item not in assigned:
-                self.names.give(item, name)
-
-    def _given(self, alias: str) -> Field | None:
-        return self.standard.get(alias)
-
-    def _priority(self) -> Field | None:
-        return self._given("intrinsic_metadata.priority")
+                self.names.give(item, argument)
 
     def _queue(self) -> dict[str, str]:
         """Return the queueing metadata for egress: all four fields or none, as in simple_switch."""
@@ -1012,57 +991,42 @@ class _Generator:
     def generate(self) -> Generated:
         write = Writer()
         egress_control = ControlText(self.context, self.program.egress, write)
-        carried = self._egress_live() - self._egress_given()
-        carry = sorted((item for item in carried if item not in self.zero), key=self.names)
+        given = {self.standard.get(alias) for alias in (*_EGRESS, *self._queue())}
+        carried = (item for item in self._egress_live() if item not in given and item not in self.zero)
+        carry = sorted(carried, key=self.names)
         mark = write.mark()
         self._egress(egress_control, write)
         egress = tuple(write.since(mark))
         self._ingress(write, frozenset(carry))
-        # An empty tuple has no type under Numba.
-        names = tuple(self.names(item) for item in carry) or ("_",)
-        spec, priority = self._given("standard_metadata.egress_spec"), self._priority()
-        assert spec is not None
-        values = ", ".join(names) if carry else "0"
-        queue = self.names(priority) if priority is not None else "0"
-        write(f"return {self.names(spec)}, {queue}, ({values},)")
-        return Generated(self.program, self.layout, self.helpers, names, tuple(write.lines), egress)
+        result = f"{self.names(self.spec)}, {self.names(self.priority) if self.priority is not None else '0'}"
+        names = tuple(self.names(item) for item in carry)
+        return Generated(self.program, self.layout, self.helpers, names, result, tuple(write.lines), egress)
 
     # ------------------------------------------------------------------------------------------------------ egress
 
     def _updates(self) -> list[Any]:
         return [checksum for checksum in self.program.checksums if checksum.update]
 
-    def _can_drop(self, pipeline: Control) -> bool:
-        spec = self._given("standard_metadata.egress_spec")
+    def _can_drop(self) -> bool:
+        """Whether egress can drop a packet."""
         return any(
-            target_of(statement) == spec
-            for node in pipeline.nodes.values()
+            target_of(statement) == self.spec
+            for node in self.program.egress.nodes.values()
             for action in getattr(node, "actions", ())
             for statement in action.body
         )
 
     def _egress_live(self) -> frozenset[Variable]:
-        after: frozenset[Variable] = frozenset()
+        after: frozenset[Variable] = frozenset({self.spec}) if self._can_drop() else frozenset()
         for checksum in self._updates():
             after |= self.usage.checksum_reads(checksum)
-        if self._can_drop(self.program.egress):
-            spec = self._given("standard_metadata.egress_spec")
-            assert spec is not None
-            after |= {spec}
         return self.usage.pipeline_live(self.program.egress, after)
 
-    def _egress_given(self) -> frozenset[Variable]:
-        aliases = {**_EGRESS, **self._queue()}
-        return frozenset(item for alias in aliases if (item := self._given(alias)) is not None)
-
     def _egress(self, control: ControlText, write: Writer) -> None:
-        live = self._egress_live()
-        self._set(write, {**_EGRESS, **self._queue()}, live)
+        self._set(write, {**_EGRESS, **self._queue()}, self._egress_live())
         control.emit()
-        if self._can_drop(self.program.egress):
-            spec = self._given("standard_metadata.egress_spec")
-            assert spec is not None
-            with write.block(f"if {self.names(spec)} == {DROP_PORT}:"):
+        if self._can_drop():
+            with write.block(f"if {self.names(self.spec)} == {queues.DROP_PORT}:"):
                 write("return False")
         for checksum in self._updates():
             control.update(checksum)
@@ -1070,24 +1034,22 @@ class _Generator:
 
     def _set(self, write: Writer, values: dict[str, str], live: frozenset[Variable]) -> None:
         for alias, text in values.items():
-            item = self._given(alias)
+            item = self.standard.get(alias)
             if item is not None and item in live and item not in self.zero and self.names(item) != text:
                 write(f"{self.names(item)} = {text}")
 
     # ----------------------------------------------------------------------------------------------------- ingress
 
     def _ingress(self, write: Writer, carry: frozenset[Variable]) -> None:
-        spec, priority = self._given("standard_metadata.egress_spec"), self._priority()
-        after = carry | {item for item in (spec, priority) if item is not None}
-        live = self.usage.pipeline_live(self.program.ingress, after)
-        flag = self._given("standard_metadata.checksum_error")
+        live = self.usage.pipeline_live(self.program.ingress, carry | self.outputs)
+        flag = self.standard.get("standard_metadata.checksum_error")
         verified = [item for item in self.program.checksums if item.verify and flag in self.context.read]
         for checksum in verified:
             live |= self.usage.checksum_reads(checksum)
         parser_reads = self.usage.parser_reads()
         needed = frozenset(live | parser_reads)
         parser = ParserText(self.context, write, needed)
-        given = {item for alias in _INGRESS if (item := self._given(alias)) is not None}
+        given = {self.standard.get(alias) for alias in _INGRESS}
         first = live | parser.initial() | {item for item in self._parser_sets() if item in needed}
         initial = sorted(self.names(item) for item in first if item not in given and item not in self.zero)
         for start in range(0, len(initial), 8):
@@ -1107,25 +1069,3 @@ class _Generator:
             found |= self.usage.state_reads(state) - set(state.keys)
             found |= {item.target for item in state.operations if isinstance(item, Assign)}
         return found
-
-
-def forwarding(generated: Generated) -> str:
-    """Return the text of ``forward``, to append to ``generated.compiled()``; see `dlcp.switch.ports.queues`."""
-    ingress, egress = generated.used(generated.ingress), generated.used(generated.egress)
-    indices = range(len(generated.carry))
-    constants = "".join(f"{name} = {value}\n" for name, value in queues.CONSTANTS.items())
-    functions = "\n".join(f"@njit(nogil=True)\n{inspect.getsource(item)}\n" for item in queues.COMPILED)
-    text = queues.FORWARD.format(
-        compiled="@njit(nogil=True)",
-        cached="@njit(nogil=True, cache=CACHE)",
-        pool=queues.POOL,
-        state=_more(["structures", *FLAT]),
-        unfold=generated.unfold([*ingress, *(name for name in egress if name not in ingress)]),
-        received="rows[slot], slots[slot, LENGTH]",
-        queued=f"rows[slot], slots[slot, LENGTH], ({', '.join(f'carry[slot, {k}]' for k in indices)},)",
-        keep="".join(f"        carry[slot, {k}] = kept[{k}]\n" for k in indices),
-        ingress_state=_more(ingress),
-        egress_state=_more(egress),
-        drop_port=DROP_PORT,
-    )
-    return f"\n\n{constants}\n\n{functions}\n{text}"

@@ -37,7 +37,20 @@ MAX_LINES: Final = 20_000
 """Maximum length of generated text: unstructured control flow duplicates code. Not tuned."""
 
 RESERVED: Final = frozenset(
-    {"p", "n", "carry", "now_us", "ingress_port", "port", "enq_us", "deq_delta_us", "enq_depth", "deq_depth"}
+    {
+        "p",
+        "n",
+        "carry",
+        "slot",
+        "state",
+        "now_us",
+        "ingress_port",
+        "port",
+        "enq_us",
+        "deq_delta_us",
+        "enq_depth",
+        "deq_depth",
+    }
     | {"np", "registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens", "min", "max", "bool"}
 )
 

@@ -37,10 +37,10 @@ from numpy.typing import NDArray
 
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
-from dlcp.switch.executor.codegen import DROP_PORT, Generated, forwarding, generate
+from dlcp.switch.executor.codegen import Generated, generate
 from dlcp.switch.executor.model import Named, ProgramDef, ProgramError, visible_tables
 from dlcp.switch.executor.tables import ActionProfile, Actions, Table
-from dlcp.switch.ports.queues import TOTAL_CELLS
+from dlcp.switch.queues import TOTAL_CELLS
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -104,7 +104,7 @@ class CompiledMachine:
             "meter_tokens": np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64),
         }
         self._generated = generated
-        self.source = generated.compiled() + forwarding(generated)
+        self.source = generated.compiled()
         self._module = load_compiled(self.source)
         self._tables: list[Table] = []
         self._profiles: list[ActionProfile] = []
@@ -194,15 +194,8 @@ class CompiledMachine:
         return len(self._generated.carry)
 
     def forward(self, until_ns: int, arrived: Numbers, count: int, places: Numbers, *pool: NDArray[Any]) -> None:
-        """Process received packets and due departures; see `dlcp.switch.executor.codegen`.
-
-        Parameters
-        ----------
-        pool
-            Rows of packets, columns of slots, carries, stack of free slots, columns of ports, numbers of the switch,
-            and lists of arrived packets; see `dlcp.switch.forwarding`.
-        """
-        self._module.forward(until_ns, arrived, count, places, *pool, *self._state())
+        """Process received packets and due departures, as in `dlcp.switch.queues.loop`."""
+        self._module.forward_batch(until_ns, arrived, count, places, *pool, *self._state())
 
     def ingress(self, p: bytearray, ingress_port: int, now_us: int) -> tuple[int, int, tuple[int, ...]]:
         """Run ingress on one packet, as a batch of one."""
@@ -210,21 +203,10 @@ class CompiledMachine:
         ports, priorities, carry = self.ingress_batch(row, _one(len(p)), _one(ingress_port), _one(now_us))
         return int(ports[0]), int(priorities[0]), tuple(carry[0].tolist())
 
-    def egress(
-        self,
-        p: bytearray,
-        carry: tuple[int, ...],
-        port: int,
-        enq_us: int,
-        deq_delta_us: int,
-        enq_depth: int,
-        deq_depth: int,
-        now_us: int,
-    ) -> bool:
+    def egress(self, p: bytearray, carry: tuple[int, ...], *arguments: int) -> bool:
         """Run egress on one packet, as a batch of one."""
         row = np.frombuffer(p, np.uint8)[None, :]
-        columns = (_one(value) for value in (port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us))
-        return bool(self.egress_batch(row, _one(len(p)), np.array([carry], np.int64), *columns)[0])
+        return bool(self.egress_batch(row, _one(len(p)), np.array([carry], np.int64), *map(_one, arguments))[0])
 
 
 def _one(value: int) -> Numbers:
@@ -302,8 +284,6 @@ def cache_directory() -> Path | None:
 Backend = Literal["python", "numba"]
 BACKENDS: Final = ("python", "numba")
 Carry: TypeAlias = tuple[int, ...]
-
-__all__ = ["BACKENDS", "DROP_PORT", "Backend", "Carry", "Program", "Snapshot"]
 
 
 class Snapshot(NamedTuple):

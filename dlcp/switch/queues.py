@@ -15,10 +15,12 @@ in the text that `dlcp.switch.executor.codegen` writes for Numba. The tests have
 which must agree in every packet, time and counter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+DROP_PORT: Final = 511
+"""BMv2's default drop port; packets that leave ingress or egress for this port are dropped."""
 QUEUES: Final = 8
 """Queues of a port; 7 is the most urgent."""
 DEPTH_PACKETS: Final = 64
@@ -257,6 +259,108 @@ def give_back(spare: Any, slot: int) -> None:
     spare[spare[0]] = slot
 
 
+def loop(
+    ingress: Callable[..., tuple[int, int]],
+    egress: Callable[..., bool],
+    compiled: Callable[[Any], Any] = lambda function: function,
+) -> Callable[..., None]:
+    """Return ``forward(until_ns, arrived, count, places, pool, in_state, out_state)``, the loop around a program.
+
+    It processes received packets, in order, and all departures and arrivals due up to ``until_ns``. A packet with an
+    arrival time before TREATED_NS is processed as if it had arrived at TREATED_NS. Its arguments:
+
+    - the first ``count`` rows of ``arrived`` are processed;
+    - ``places`` maps a port number to its row, -1 for no such port;
+    - ``pool`` has rows of packets, columns of slots, what ingress passes to egress, the stack of free slots, columns of
+      ports, values of the switch, and the packets that have reached the far end of each port's line;
+    - ``in_state`` and ``out_state`` are passed to ingress and egress.
+
+    Parameters
+    ----------
+    ingress, egress
+        The program. Both take a packet's row, its length, the carries of all slots, its slot and the state, then the
+        arguments of `Program`'s functions. Ingress sets the slot's carry, and returns egress port and queue; egress
+        returns whether to send the packet.
+    compiled
+        Compiles a function.
+    """
+
+    @compiled
+    def serve(now_ns: int, pool: Any, out_state: Any) -> None:
+        # Process the departures and arrivals due by now_ns.
+        rows, slots, carry, spare, ports, totals, out = pool
+        wake = NEVER_NS
+        for place in range(len(ports)):
+            port = ports[place]
+            if port[BUSY] == 0 and port[LINE_HEAD] < 0:
+                continue
+            while port[BUSY] and port[FREE_NS] <= now_ns:
+                slot = dequeue(port, slots)
+                packet = slots[slot]
+                # FREE_NS is still the time at which the packet left its queue.
+                start_us, enq_us = port[FREE_NS] // 1000, packet[ENQUEUED_NS] // 1000
+                row, size, waited_us = rows[slot], packet[LENGTH], start_us - enq_us
+                enq_depth, depth, number = packet[ENQ_DEPTH], port[WAITING + packet[QUEUE]], port[NUMBER]
+                if not egress(row, size, carry, slot, out_state, number, enq_us, waited_us, enq_depth, depth, start_us):
+                    discard(port, slots, slot)
+                    give_back(spare, slot)
+                elif not transmit(port, slots, slot):
+                    give_back(spare, slot)
+            if port[LINE_HEAD] >= 0 and hand_over(port, slots, out[place], now_ns):
+                totals[READY_COUNT] += 1
+                totals[READY_COUNT + totals[READY_COUNT]] = place
+            due = wake_ns(port, slots)
+            if due < wake:
+                wake = due
+        totals[WAKE_NS] = wake
+        totals[TREATED_NS] = max(totals[TREATED_NS], now_ns)
+
+    @compiled
+    def forward(until_ns: int, arrived: Any, count: int, places: Any, pool: Any, in_state: Any, out_state: Any) -> None:
+        rows, slots, carry, spare, ports, totals, _ = pool
+        totals[LATE_NS] = max(totals[LATE_NS], until_ns - totals[WAKE_NS])
+        for i in range(count + 1):
+            now_ns = until_ns
+            if i < count:
+                if arrived[i][CAME_NS] < now_ns:
+                    now_ns = arrived[i][CAME_NS]
+                if now_ns < totals[TREATED_NS]:
+                    now_ns = totals[TREATED_NS]
+            # A single call site, since Numba would compile the inlined code again for a second one.
+            if totals[WAKE_NS] < now_ns or (totals[WAKE_NS] == now_ns and (i == count or i % SERVE_EVERY_PACKETS == 0)):
+                serve(now_ns, pool, out_state)
+            if i == count:
+                break
+            totals[TREATED_NS] = now_ns
+            slot = arrived[i][SLOT]
+            slots[slot][LENGTH] = arrived[i][BYTES]
+            port = ports[arrived[i][PLACE]]
+            if port[LOSS] and loses(port):
+                port[LOST_ARRIVING] += 1
+                give_back(spare, slot)
+                continue
+            row, size, now_us = rows[slot], arrived[i][BYTES], now_ns // 1000
+            egress_port, queue = ingress(row, size, carry, slot, in_state, port[NUMBER], now_us)
+            if egress_port == DROP_PORT:
+                port[INGRESS_DROPS] += 1
+                give_back(spare, slot)
+                continue
+            place = places[egress_port]
+            if place < 0:
+                totals[NO_PORT] += 1
+                give_back(spare, slot)
+                continue
+            if not enqueue(ports[place], slots, slot, queue, now_ns):
+                give_back(spare, slot)
+                continue
+            due = wake_ns(ports[place], slots)
+            if due < totals[WAKE_NS]:
+                totals[WAKE_NS] = due
+
+    function: Callable[..., None] = forward
+    return function
+
+
 COMPILED: Final = (
     loses,
     enqueue,
@@ -271,89 +375,7 @@ COMPILED: Final = (
 """The functions included in compiled code, callees first."""
 
 CONSTANTS: Final = {name: value for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)}
-"""The constants that those functions and `FORWARD` use."""
-
-FORWARD: Final = """
-{compiled}
-def serve(now_ns, {pool}{egress_state}):
-    wake = NEVER_NS
-    for place in range(len(ports)):
-        port = ports[place]
-        if port[BUSY] == 0 and port[LINE_HEAD] < 0:
-            continue
-        while port[BUSY] and port[FREE_NS] <= now_ns:
-            slot = dequeue(port, slots)
-            # FREE_NS is still the time at which the packet left its queue.
-            start_us, enq_us = port[FREE_NS] // 1000, slots[slot][ENQUEUED_NS] // 1000
-            depth = port[WAITING + slots[slot][QUEUE]]
-            if not egress(
-                {queued}, port[NUMBER], enq_us, start_us - enq_us, slots[slot][ENQ_DEPTH], depth, start_us{egress_state}
-            ):
-                discard(port, slots, slot)
-                give_back(spare, slot)
-            elif not transmit(port, slots, slot):
-                give_back(spare, slot)
-        if port[LINE_HEAD] >= 0 and hand_over(port, slots, out[place], now_ns):
-            totals[READY_COUNT] += 1
-            totals[READY_COUNT + totals[READY_COUNT]] = place
-        due = wake_ns(port, slots)
-        if due < wake:
-            wake = due
-    totals[WAKE_NS] = wake
-    if now_ns > totals[TREATED_NS]:
-        totals[TREATED_NS] = now_ns
-
-
-{cached}
-def forward(until_ns, arrived, count, places, {pool}{state}):
-{unfold}    if until_ns - totals[WAKE_NS] > totals[LATE_NS]:
-        totals[LATE_NS] = until_ns - totals[WAKE_NS]
-    for i in range(count + 1):
-        now_ns = until_ns
-        if i < count:
-            if arrived[i][CAME_NS] < now_ns:
-                now_ns = arrived[i][CAME_NS]
-            if now_ns < totals[TREATED_NS]:
-                now_ns = totals[TREATED_NS]
-        # A single call site, since Numba would compile the inlined code again for a second one.
-        if totals[WAKE_NS] < now_ns or totals[WAKE_NS] == now_ns and (i == count or i % SERVE_EVERY_PACKETS == 0):
-            serve(now_ns, {pool}{egress_state})
-        if i == count:
-            break
-        totals[TREATED_NS] = now_ns
-        slot = arrived[i][SLOT]
-        slots[slot][LENGTH] = arrived[i][BYTES]
-        port = ports[arrived[i][PLACE]]
-        if port[LOSS] and loses(port):
-            port[LOST_ARRIVING] += 1
-            give_back(spare, slot)
-            continue
-        egress_port, queue, kept = ingress({received}, port[NUMBER], now_ns // 1000{ingress_state})
-        if egress_port == {drop_port}:
-            port[INGRESS_DROPS] += 1
-            give_back(spare, slot)
-            continue
-        place = places[egress_port]
-        if place < 0:
-            totals[NO_PORT] += 1
-            give_back(spare, slot)
-            continue
-        if not enqueue(ports[place], slots, slot, queue, now_ns):
-            give_back(spare, slot)
-            continue
-{keep}        due = wake_ns(ports[place], slots)
-        if due < totals[WAKE_NS]:
-            totals[WAKE_NS] = due
-"""
-"""The source of the loop around a program's ``ingress`` and ``egress``.
-
-``forward(until_ns, arrived, count, places, ...)`` processes the first ``count`` rows of ``arrived``, in order, and all
-departures and arrivals due up to ``until_ns``. A packet with an arrival time before TREATED_NS is processed as if it
-had arrived at TREATED_NS. ``places`` maps a port number to its row, -1 for no such port.
-"""
-POOL: Final = "rows, slots, carry, spare, ports, totals, out"
-"""Further arguments of ``forward``: rows of packets, columns of slots, what ingress passes to egress, the stack of free
-slots, columns of ports, values of the switch, and the packets that have reached the far end of each port's line."""
+"""The constants that those functions use."""
 
 
 def new_port(number: int, queueing: PortQueueing) -> list[int]:
