@@ -26,7 +26,7 @@ def fabric_table(fabric: Fabric, entries: Mapping[str, Entries]) -> Table:
         ports = fabric.neighbours[switch.name]
         held = entries[switch.name]
         count = Counter(entry.table for entry in held.entries)
-        sprayed = [group for profile in held.profiles for group in profile.groups if len(group.members) > 1]
+        sprayed = [group for profile in held.profiles for group, members in profile.groups if len(members) > 1]
         numbers = (
             len(ports),
             sum(neighbour.host is not None for neighbour in ports.values()),

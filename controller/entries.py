@@ -4,20 +4,13 @@
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Final
 
 from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port, Remap, distances
-from dlcp.switch import QUEUES, Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry, Value
-from dlcp.wire import DROP_CLASSES, PacketType, Queue
+from dlcp.switch import QUEUES, Action, Entries, GroupRef, MeterConfig, Profile, TableEntry, parse_number
+from dlcp.wire import DROP_CLASSES, FIELD_BITS, PacketType, Queue
 
 _GROUP_BITS: Final = 0x3FFFFFFF
-
-
-class SprayGroup(NamedTuple):
-    """A set of equal-cost ports toward some host, and its group id in the action profile."""
-
-    id: int
-    ports: tuple[int, ...]
 
 
 def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
@@ -53,20 +46,18 @@ def most_switches(fabric: Fabric) -> int:
     )
 
 
-def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], SprayGroup]:
-    """Return one group for each set of ports in ``hops``.
+def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Return an action profile group's id for each set of equal-cost ports in ``hops``.
 
     A group's id is derived from its ports. So a changed set gets a new group, written before the first route that
     refers to it, and an unchanged group is never touched.
     """
-    found: dict[tuple[int, ...], SprayGroup] = {}
-    taken: set[int] = set()
+    found: dict[tuple[int, ...], int] = {}
     for ports in sorted(set(hops.values())):
         number = ports[0] if len(ports) == 1 else PORT_MAX + 1 + (zlib.crc32(bytes(ports)) & _GROUP_BITS)
-        while number in taken:
+        while number in found.values():
             number += 1
-        taken.add(number)
-        found[ports] = SprayGroup(number, ports)
+        found[ports] = number
     return found
 
 
@@ -96,6 +87,8 @@ def _ports_toward(fabric: Fabric, switch: str, distance: Mapping[str, int]) -> t
 _OTHER_JOBS: Final = 1
 _NAMED_JOB: Final = 2
 """Priorities in `classify`; remaps of the policy have higher ones."""
+_CLASSIFIED: Final = {name: (1 << FIELD_BITS[name]) - 1 for name in ("type", "job", "queue", "drop_class")}
+"""Masks of the fields of `classify` that match a single value."""
 _BURST_PACKETS_MIN: Final = 8
 """Smallest burst of a meter, in packets of the largest size, so that a job can send back to back."""
 
@@ -108,11 +101,11 @@ def entries(fabric: Fabric, switch: str) -> Entries:
     members = sorted({port for group in groups for port in group})
     profile = Profile(
         "route_selector",
-        tuple(_member(fabric, Port(switch, number)) for number in members),
-        tuple(ProfileGroup(group.id, group.ports) for group in groups.values()),
+        tuple((number, _to_next_hop(fabric, Port(switch, number))) for number in members),
+        tuple((number, group) for group, number in groups.items()),
     )
     tables = (
-        *_routes(fabric, hops, {ports: group.id for ports, group in groups.items()}),
+        *_routes(fabric, hops, groups),
         *_trust(fabric, ports),
         *_named_jobs(fabric.jobs),
         *_remaps(fabric.policy.remap, fabric.jobs),
@@ -123,21 +116,21 @@ def entries(fabric: Fabric, switch: str) -> Entries:
     return Entries(profiles=(profile,), entries=tables, ports={port.number: fabric.queueing_at(port) for port in ports})
 
 
-def _member(fabric: Fabric, port: Port) -> ProfileMember:
-    """Return the action profile member that forwards to a port; its id is the port's number."""
-    return ProfileMember(port.number, "to_next_hop", {"port": port.number, "mac": next_hop_mac(fabric, port)})
+def _to_next_hop(fabric: Fabric, port: Port) -> Action:
+    """Return the action that forwards to a port; the id of its action profile member is the port's number."""
+    return Action("to_next_hop", {"port": port.number, "mac": parse_number(next_hop_mac(fabric, port))})
 
 
 def _routes(fabric: Fabric, hops: dict[str, tuple[int, ...]], groups: dict[tuple[int, ...], int]) -> list[TableEntry]:
     """Return the routes to all hosts. Non-IPv4 frames cannot be sprayed: each host gets one of the ports."""
     routes = [
-        TableEntry("ipv4_route", {"ipv4_dst": f"{host.address}/32"}, group=groups[hops[host.name]])
+        TableEntry("ipv4_route", {"ipv4_dst": (parse_number(host.address), 32)}, GroupRef(groups[hops[host.name]]))
         for host in fabric.hosts
     ]
     for index, host in enumerate(fabric.hosts):
         ports = hops[host.name]
-        to_port: dict[str, Value] = {"port": ports[index % len(ports)]}
-        routes.append(TableEntry("ethernet_route", {"ethernet_dst": host.mac.lower()}, "to_port", to_port))
+        to_port = Action("to_port", {"port": ports[index % len(ports)]})
+        routes.append(TableEntry("ethernet_route", {"ethernet_dst": parse_number(host.mac)}, to_port))
     return routes
 
 
@@ -147,7 +140,7 @@ def _trust(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
     for port in ports:
         host = fabric.neighbours[port.switch][port.number].host
         if host is None or host.trusted:
-            trusted.append(TableEntry("port_trust", {"ig_port": port.number}, "trust"))
+            trusted.append(TableEntry("port_trust", {"ig_port": port.number}, Action("trust")))
     return trusted
 
 
@@ -158,9 +151,11 @@ def _named_jobs(jobs: Sequence[Job]) -> list[TableEntry]:
     """
     if not jobs:
         return []
-    lowest: dict[str, Value] = {"queue": int(Queue.EXCESS), "drop_class": 0}
-    named = [TableEntry("classify", {"job": job.id}, "as_tagged", priority=_NAMED_JOB) for job in jobs]
-    return [TableEntry("classify", {}, "set_class", lowest, priority=_OTHER_JOBS), *named]
+    lowest = Action("set_class", {"queue": int(Queue.EXCESS), "drop_class": 0})
+    named = [
+        TableEntry("classify", {"job": (job.id, _CLASSIFIED["job"])}, Action("as_tagged"), _NAMED_JOB) for job in jobs
+    ]
+    return [TableEntry("classify", {}, lowest, _OTHER_JOBS), *named]
 
 
 def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
@@ -176,16 +171,14 @@ def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
         kept = remap.drop_class is not None or remap.to_drop_class is not None
         classes = [remap.drop_class] if kept else range(DROP_CLASSES)
         for job_id, queue, drop_class in product(job_ids, queues, classes):
-            match: dict[str, Value] = {"type": int(PacketType.DATA)}
-            given = {"job": job_id, "queue": queue, "drop_class": drop_class}
-            match.update({name: value for name, value in given.items() if value is not None})
+            given = {"type": int(PacketType.DATA), "job": job_id, "queue": queue, "drop_class": drop_class}
+            match = {name: (value, _CLASSIFIED[name]) for name, value in given.items() if value is not None}
             to_queue = queue if remap.to_queue is None else remap.to_queue
             to_class = drop_class if remap.to_drop_class is None else remap.to_drop_class
             assert to_queue is not None  # the loop enumerates what the remap keeps
             assert to_class is not None
-            params: dict[str, Value] = {"queue": to_queue, "drop_class": to_class}
-            priority = _NAMED_JOB + len(remaps) - index
-            found.append(TableEntry("classify", match, "set_class", params, priority=priority))
+            action = Action("set_class", {"queue": to_queue, "drop_class": to_class})
+            found.append(TableEntry("classify", match, action, _NAMED_JOB + len(remaps) - index))
     return found
 
 
@@ -195,8 +188,7 @@ def _drop_thresholds(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
         TableEntry(
             "drop_threshold",
             {"queue": queue, "drop_class": drop_class},
-            "drop_above",
-            {"depth": fabric.policy.of_queue(queue).drop_above(drop_class, depths[queue])},
+            Action("drop_above", {"depth": fabric.policy.of_queue(queue).drop_above(drop_class, depths[queue])}),
         )
         for queue in range(QUEUES)
         for drop_class in range(1, DROP_CLASSES)
@@ -209,8 +201,7 @@ def _ecn_thresholds(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
         TableEntry(
             "ecn_threshold",
             {"queue": queue},
-            "mark_above",
-            {"depth": fabric.policy.of_queue(queue).mark_above(depths[queue])},
+            Action("mark_above", {"depth": fabric.policy.of_queue(queue).mark_above(depths[queue])}),
         )
         for queue in range(QUEUES)
         if queue != Queue.CONTROL
@@ -232,7 +223,7 @@ def _shares(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
         TableEntry(
             "job_share",
             {"job": job.id, "control": control, "eg_port": port.number},
-            "metered",
+            Action("metered"),
             meter=_meter(fabric, port, job, job.control_share if control else fabric.share_at(job, port)),
         )
         for job in fabric.jobs

@@ -6,17 +6,27 @@ messages: the changes to write, in an order that a switch accepts.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, cast
 
-from finsy import P4Schema
+from finsy import (
+    P4ActionProfileGroup,
+    P4ActionProfileMember,
+    P4IndirectAction,
+    P4Member,
+    P4MeterConfig,
+    P4Schema,
+    P4TableAction,
+    P4TableEntry,
+    P4TableMatch,
+)
+from finsy.p4schema import P4MatchType
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
-from dlcp.error_text import nearest
-from dlcp.switch import PROGRAM_FOLDER, Entries, Profile, TableEntry, Value, format_match, parse_match, parse_number
+from dlcp.switch import PROGRAM_FOLDER, Action, Entries, GroupRef, MemberRef, format_match
 
 
 class PipelineError(ValueError):
@@ -71,14 +81,15 @@ class CompiledProgram:
         PipelineError
             An entry does not fit the program, or a table has too many.
         """
-        for name, count in Counter(entry.table for entry in entries.entries).items():
-            size = _named(self.schema.tables, name, "table").size
-            if count > size:
-                raise PipelineError(f"table {name} holds {size} entries; {count} are too many")
-        entities: list[p4r.Entity] = []
-        for profile in entries.profiles:
-            entities += self._profile(profile)
-        return entities + [p4r.Entity(table_entry=self._table_entry(entry)) for entry in entries.entries]
+        try:
+            for name, count in Counter(entry.table for entry in entries.entries).items():
+                _check_size(f"table {name}", self.schema.tables[name].size, count, "entries")
+            for profile in entries.profiles:
+                size = self.schema.action_profiles[profile.profile].size
+                _check_size(f"action profile {profile.profile}", size, len(profile.members), "members")
+            return [entity.encode(self.schema) for entity in _entities(entries)]
+        except ValueError as error:
+            raise PipelineError(str(error)) from None
 
     def describe(self, entity: p4r.Entity) -> str:
         """Return an entity as readable text: its table, match and action."""
@@ -94,7 +105,8 @@ class CompiledProgram:
             case "action_profile_member":
                 member = entity.action_profile_member
                 profile = self.schema.action_profiles[member.action_profile_id].alias
-                return f"{profile} member {member.member_id}: {self._describe_action(member.action)}"
+                action = P4TableAction.decode_action(member.action, self.schema)
+                return f"{profile} member {member.member_id}: {self._describe_action(action)}"
             case "action_profile_group":
                 group = entity.action_profile_group
                 profile = self.schema.action_profiles[group.action_profile_id].alias
@@ -103,111 +115,60 @@ class CompiledProgram:
             case kind:
                 return str(kind)
 
-    def _profile(self, profile: Profile) -> list[p4r.Entity]:
-        known = _named(self.schema.action_profiles, profile.profile, "action profile")
-        count = len(profile.members)
-        if count > known.size:
-            raise PipelineError(f"action profile {profile.profile} holds {known.size} members; {count} are too many")
-        entities = []
-        for member in profile.members:
-            action = self._action(member.action, member.params)
-            encoded = p4r.ActionProfileMember(action_profile_id=known.id, member_id=member.id, action=action)
-            entities.append(p4r.Entity(action_profile_member=encoded))
-        for group in profile.groups:
-            members = [p4r.ActionProfileGroup.Member(member_id=member, weight=1) for member in sorted(group.members)]
-            full = p4r.ActionProfileGroup(action_profile_id=known.id, group_id=group.id, members=members)
-            entities.append(p4r.Entity(action_profile_group=full))
-        return entities
-
-    def _table_entry(self, entry: TableEntry) -> p4r.TableEntry:
-        table = _named(self.schema.tables, entry.table, "table")
-        for name in entry.match:
-            _named(table.match_fields, name, "field", f"table {entry.table}")
-        encoded = p4r.TableEntry(table_id=table.id, priority=entry.priority)
-        for field in table.match_fields:
-            if field.name in entry.match:
-                found = _encoded_match(field, entry.match[field.name], f"{entry.table}.{field.name}")
-                encoded.match.extend([] if found is None else [found])
-        if entry.action is not None:
-            encoded.action.action.CopyFrom(self._action(entry.action, entry.params))
-        elif entry.member is not None:
-            encoded.action.action_profile_member_id = entry.member
-        else:
-            encoded.action.action_profile_group_id = entry.group or 0
-        if entry.meter is not None:
-            rates = entry.meter
-            meter = p4r.MeterConfig(cir=rates.cir, cburst=rates.cburst, pir=rates.pir, pburst=rates.pburst)
-            encoded.meter_config.CopyFrom(meter)
-        return encoded
-
-    def _action(self, name: str, params: Mapping[str, Value]) -> p4r.Action:
-        action = _named(self.schema.actions, name, "action")
-        for param in params:
-            _named(action.params, param, "parameter", f"action {name}")
-        encoded = p4r.Action(action_id=action.id)
-        for known in action.params:
-            if known.name not in params:
-                raise PipelineError(f"action {name}: parameter {known.name} is missing")
-            try:
-                encoded.params.append(known.encode_param(parse_number(params[known.name])))
-            except ValueError as error:
-                raise PipelineError(f"{name}.{known.name}: {error}") from None
-        return encoded
-
-    def _describe_entry(self, entry: p4r.TableEntry) -> str:
-        table = self.schema.tables[entry.table_id]
+    def _describe_entry(self, message: p4r.TableEntry) -> str:
+        table = self.schema.tables[message.table_id]
+        entry = P4TableEntry.decode_entry(message, self.schema)
         words = [table.alias]
-        for match in entry.match:
-            field = table.match_fields[match.field_id]
-            value: Any = field.decode_field(match)
-            kind = str(match.WhichOneof("field_match_type"))
-            words.append(f"{field.name}={format_match(value, kind, field.bitwidth)}")
+        for name, value in (entry.match or {}).items():
+            field = table.match_fields[name]
+            kind = cast(P4MatchType, field.match_type).name.lower()
+            words.append(f"{name}={format_match(value, kind, field.bitwidth)}")
         if entry.priority:
             words.append(f"priority {entry.priority}")
-        target = entry.action.WhichOneof("type")
-        if target == "action":
-            words.append(f"-> {self._describe_action(entry.action.action)}")
-        elif target is not None:
-            words.append(f"-> {target.split('_')[2]} {getattr(entry.action, target)}")
-        if entry.HasField("meter_config"):
+        match entry.action:
+            case P4TableAction() as action:
+                words.append(f"-> {self._describe_action(action)}")
+            case P4IndirectAction(group_id=None) as action:
+                words.append(f"-> member {action.member_id}")
+            case P4IndirectAction() as action:
+                words.append(f"-> group {action.group_id}")
+        if entry.meter_config:
             words.append(f"at {entry.meter_config.cir} B/s, burst {entry.meter_config.cburst} B")
         return " ".join(words)
 
-    def _describe_action(self, message: p4r.Action) -> str:
-        action = self.schema.actions[message.action_id]
-        params = []
-        for item in message.params:
-            known = action.params[item.param_id]
-            value = int.from_bytes(item.value, "big")
-            params.append(f"{known.name}={format_match(value, 'exact', known.bitwidth)}")
-        return f"{action.alias}({', '.join(params)})"
+    def _describe_action(self, action: P4TableAction) -> str:
+        known = self.schema.actions[action.name].params
+        params = (f"{name}={format_match(value, 'exact', known[name].bitwidth)}" for name, value in action.args.items())
+        return f"{action.name}({', '.join(params)})"
 
 
-def _named(objects: Any, name: str, kind: str, where: str = "the program") -> Any:
-    """Return one of finsy's P4EntityMap; raises PipelineError with the nearest name for an unknown one."""
-    found = objects.get(name)
-    if found is None:
-        raise PipelineError(
-            f"{where} has no {kind} {name!r}{nearest(name, [getattr(item, 'alias', item.name) for item in objects])}"
-        )
-    return found
+def _check_size(where: str, size: int, count: int, what: str) -> None:
+    if count > size:
+        raise ValueError(f"{where} holds {size} {what}; {count} are too many")
 
 
-def _encoded_match(field: Any, value: Value, where: str) -> p4r.FieldMatch | None:
-    """Return the match of one field, in P4Runtime's canonical form; None if it matches anything."""
-    kind = field.match_type.name.lower()
-    try:
-        found = parse_match(value, kind, field.bitwidth)
-        if kind == "ternary" and not isinstance(found, int):
-            found = found[0] & found[1], found[1]
-        if kind == "range" and found == (0, (1 << field.bitwidth) - 1):
-            return None
-        encoded: p4r.FieldMatch | None = field.encode_field(found)
-    except KeyError:
-        raise PipelineError(f"{where}: match type {kind} is not supported") from None
-    except ValueError as error:
-        raise PipelineError(f"{where}: {error}") from None
-    return encoded
+def _entities(entries: Entries) -> Iterator[P4ActionProfileMember | P4ActionProfileGroup | P4TableEntry]:
+    for profile in entries.profiles:
+        for number, action in profile.members:
+            yield P4ActionProfileMember(profile.profile, member_id=number, action=_action(action))
+        for number, members in profile.groups:
+            weighted = [P4Member(member, weight=1) for member in sorted(members)]
+            yield P4ActionProfileGroup(profile.profile, group_id=number, members=weighted)
+    for entry in entries.entries:
+        match entry.target:
+            case Action() as action:
+                target: P4TableAction | P4IndirectAction = _action(action)
+            case MemberRef(number):
+                target = P4IndirectAction(member_id=number)
+            case GroupRef(number):
+                target = P4IndirectAction(group_id=number)
+        meter = P4MeterConfig(**asdict(entry.meter)) if entry.meter else None
+        match = P4TableMatch(entry.match)
+        yield P4TableEntry(entry.table, match=match, action=target, priority=entry.priority, meter_config=meter)
+
+
+def _action(action: Action) -> P4TableAction:
+    return P4TableAction(action.name, **action.params)
 
 
 Key = tuple[str, int, int, tuple[bytes, ...]]

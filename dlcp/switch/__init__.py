@@ -9,12 +9,9 @@ Internally, ``executor`` turns a program into code and holds its tables and stat
 from dlcp.switch.entries import (
     Entries,
     Profile,
-    ProfileGroup,
-    ProfileMember,
-    TableEntry,
-    Value,
     apply_entries,
     format_match,
+    parse_entries,
     parse_match,
     parse_number,
     read_entries,
@@ -30,15 +27,24 @@ from dlcp.switch.events import (
     event_totals,
 )
 from dlcp.switch.executor.bmv2_json import PROGRAM_FOLDER, PROGRAM_PATH, load_definition
-from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.model import EntryError, ProgramDef, ProgramError, UnknownNameError, UnsupportedFeatureError
+from dlcp.switch.executor.model import (
+    Action,
+    EntryError,
+    GroupRef,
+    MemberRef,
+    MeterConfig,
+    ProgramDef,
+    ProgramError,
+    TableEntry,
+    UnknownNameError,
+    UnsupportedFeatureError,
+)
 from dlcp.switch.executor.program import (
     BACKENDS,
     Backend,
     Program,
     cache_directory,
 )
-from dlcp.switch.executor.tables import Action, GroupRef, MemberRef
 from dlcp.switch.forwarding import EmptyProgram
 from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
@@ -72,8 +78,6 @@ __all__ = [
     "PortGroup",
     "PortQueueing",
     "Profile",
-    "ProfileGroup",
-    "ProfileMember",
     "Program",
     "ProgramDef",
     "ProgramError",
@@ -83,7 +87,6 @@ __all__ = [
     "TableEntry",
     "UnknownNameError",
     "UnsupportedFeatureError",
-    "Value",
     "apply_entries",
     "cache_directory",
     "decode_events",
@@ -92,6 +95,7 @@ __all__ = [
     "format_match",
     "internet_checksum",
     "load_definition",
+    "parse_entries",
     "parse_match",
     "parse_number",
     "read_entries",

@@ -29,97 +29,52 @@ import dataclasses
 import ipaddress
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
-from dlcp.document import Document
-from dlcp.switch.executor.cells import MeterConfig
-from dlcp.switch.executor.model import EntryError
+from dlcp.document import Document, converted
+from dlcp.switch.executor.model import (
+    Action,
+    EntryError,
+    GroupRef,
+    MemberRef,
+    MeterConfig,
+    Named,
+    ProgramDef,
+    TableDef,
+    TableEntry,
+    Target,
+    visible_tables,
+)
 from dlcp.switch.executor.program import Program
-from dlcp.switch.executor.tables import Action, GroupRef, MemberRef, Table, Target
 from dlcp.switch.queues import PortQueueing
 
 Value: TypeAlias = int | str
 """A number, or a string that `parse_number` accepts."""
 
+_T = TypeVar("_T")
+_S = TypeVar("_S")
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}(:[0-9a-fA-F]{2}){5}")
 _SEPARATORS: Final = {"lpm": "/", "ternary": "&&&", "range": ".."}
 
 
 @dataclass(frozen=True)
-class ProfileMember:
-    """An action with its parameters; entries and groups refer to it by ``id``."""
-
-    id: int
-    action: str
-    params: dict[str, Value] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ProfileGroup:
-    """Members among which the program's selector chooses."""
-
-    id: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Profile:
-    """The members and groups of one action profile."""
+    """The members and groups of one action profile, each with its id; a group has the ids of its members."""
 
     profile: str
-    members: tuple[ProfileMember, ...] = ()
-    groups: tuple[ProfileGroup, ...] = ()
-
-
-@dataclass(frozen=True)
-class DefaultAction:
-    """The action of a table when no entry matches."""
-
-    table: str
-    action: str
-    params: dict[str, Value] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """One entry, with exactly one of ``action``, ``member`` and ``group``."""
-
-    table: str
-    match: dict[str, Value] = field(default_factory=dict)
-    action: str | None = None
-    params: dict[str, Value] = field(default_factory=dict)
-    member: int | None = None
-    group: int | None = None
-    priority: int = 0
-    meter: MeterConfig | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse an entry without exactly one target."""
-        given = [name for name in ("action", "member", "group") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"an entry has one of action, member and group; this one has {given or 'none'}")
-
-    @property
-    def target(self) -> Target:
-        """The action, member or group for a program's table; raises EntryError for an invalid parameter."""
-        if self.action is not None:
-            return parse_action(self.action, self.params)
-        if self.member is not None:
-            return MemberRef(self.member)
-        assert self.group is not None
-        return GroupRef(self.group)
+    members: tuple[tuple[int, Action], ...] = ()
+    groups: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The complete configuration that a control plane writes to one switch."""
+    """The complete configuration that a control plane writes to one switch; ``defaults`` are by table."""
 
     profiles: tuple[Profile, ...] = ()
-    defaults: tuple[DefaultAction, ...] = ()
+    defaults: tuple[tuple[str, Action], ...] = ()
     entries: tuple[TableEntry, ...] = ()
     ports: dict[int, PortQueueing] = field(default_factory=dict)
 
@@ -143,11 +98,6 @@ def parse_number(value: Value) -> int:
         return int(ipaddress.IPv4Address(value)) if value.count(".") == 3 else int(value, 0)
     except ValueError:
         raise EntryError(f"{value!r} is not a number, IPv4 address or Ethernet address") from None
-
-
-def parse_action(name: str, params: Mapping[str, Value]) -> Action:
-    """Return an action for a program's tables, with its parameters parsed."""
-    return Action(name, {param: parse_number(value) for param, value in params.items()})
 
 
 def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
@@ -176,12 +126,6 @@ def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
     return low, {"lpm": width, "ternary": (1 << width) - 1, "range": low}[match]
 
 
-def parse_matches(table: Table, match: Mapping[str, Value]) -> dict[str, int | tuple[int, int]]:
-    """Parse the matches of all fields with `parse_match`; the table itself refuses unknown fields later."""
-    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    return {name: parse_match(value, *fields[name]) if name in fields else 0 for name, value in match.items()}
-
-
 def format_match(value: int | tuple[int, int], match: str, width: int) -> Value:
     """Format the match of a field for a file: the inverse of `parse_match`."""
     if isinstance(value, int):
@@ -205,41 +149,148 @@ def _format_number(value: int, width: int) -> Value:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def read_entries(path: Path) -> tuple[Entries, Document]:
-    """Read a file of entries; `apply_entries` uses the returned document to name lines in errors.
+@dataclass(frozen=True, kw_only=True)
+class _FileAction:
+    action: str
+    params: dict[str, Value] = field(default_factory=dict)
+
+    def parsed(self) -> Action:
+        return Action(self.action, {name: parse_number(value) for name, value in self.params.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FileMember(_FileAction):
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FileDefault(_FileAction):
+    table: str
+
+
+@dataclass(frozen=True)
+class _FileGroup:
+    id: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _FileProfile:
+    profile: str
+    members: tuple[_FileMember, ...] = ()
+    groups: tuple[_FileGroup, ...] = ()
+
+    def parsed(self) -> Profile:
+        members = tuple((member.id, member.parsed()) for member in self.members)
+        return Profile(self.profile, members, tuple((group.id, group.members) for group in self.groups))
+
+
+@dataclass(frozen=True)
+class _FileEntry:
+    table: str
+    match: dict[str, Value] = field(default_factory=dict)
+    action: str | None = None
+    params: dict[str, Value] = field(default_factory=dict)
+    member: int | None = None
+    group: int | None = None
+    priority: int = 0
+    meter: MeterConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an entry without exactly one target."""
+        given = [name for name in ("action", "member", "group") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"an entry has one of action, member and group; this one has {given or 'none'}")
+
+    def parsed(self, table: TableDef) -> TableEntry:
+        keys = Named("field", {key.name: key for key in table.keys}, f"table {table.name}")
+        match = {name: parse_match(value, keys[name].match, keys[name].width) for name, value in self.match.items()}
+        target: Target = MemberRef(self.member) if self.member is not None else GroupRef(self.group or 0)
+        if self.action is not None:
+            target = _FileAction(action=self.action, params=self.params).parsed()
+        return TableEntry(self.table, match, target, self.priority, self.meter)
+
+
+@dataclass(frozen=True)
+class _File:
+    profiles: tuple[_FileProfile, ...] = ()
+    defaults: tuple[_FileDefault, ...] = ()
+    entries: tuple[_FileEntry, ...] = ()
+    ports: dict[int, PortQueueing] = field(default_factory=dict)
+
+
+def read_entries(path: Path, definition: ProgramDef) -> tuple[Entries, Document]:
+    """Read a file of entries for a program; `apply_entries` uses the returned document to name lines in errors.
 
     Raises
     ------
     DocumentError
-        The file cannot be read, or does not have the format shown above.
+        The file cannot be read, does not have the format shown above, or names an unknown table or field.
     """
     document = Document(path)
-    return document.convert(Entries), document
+    return _parsed(document.convert(_File), definition, document), document
 
 
-def write_entries(path: Path, entries: Entries) -> None:
-    """Write a file for `read_entries`, one entry per line."""
-    parts = []
-    for name in ("profiles", "defaults", "entries"):
-        items = [json.dumps(_without_defaults(item)) for item in getattr(entries, name)]
-        parts.append(f'  "{name}": [\n    ' + ",\n    ".join(items) + "\n  ]" if items else f'  "{name}": []')
-    ports = [f'"{port}": {json.dumps(_without_defaults(item))}' for port, item in sorted(entries.ports.items())]
-    parts.append('  "ports": {\n    ' + ",\n    ".join(ports) + "\n  }" if ports else '  "ports": {}')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+def parse_entries(content: Mapping[str, Any], definition: ProgramDef) -> Entries:
+    """Return the entries in the content of a file; raises ValueError as `read_entries` does."""
+    return _parsed(converted(content, _File), definition, None)
 
 
-def _without_defaults(item: Any) -> dict[str, Any]:
-    """Return a dataclass as a dict without the fields that have their default value."""
-    found = {}
-    for part in dataclasses.fields(item):
-        value = getattr(item, part.name)
-        default = part.default_factory() if callable(part.default_factory) else part.default
-        if value == default:
-            continue
-        if isinstance(value, tuple):
-            value = [_without_defaults(inner) if dataclasses.is_dataclass(inner) else inner for inner in value]
-        found[part.name] = _without_defaults(value) if dataclasses.is_dataclass(value) else value
-    return found
+def _parsed(file: _File, definition: ProgramDef, document: Document | None) -> Entries:
+    tables = _tables(definition)
+    return Entries(
+        _each("profiles", file.profiles, _FileProfile.parsed, document),
+        _each("defaults", file.defaults, lambda default: (default.table, default.parsed()), document),
+        _each("entries", file.entries, lambda entry: entry.parsed(tables[entry.table]), document),
+        file.ports,
+    )
+
+
+def write_entries(path: Path, entries: Entries, definition: ProgramDef) -> None:
+    """Write the entries of a program into a file for `read_entries`, one entry per line."""
+    tables = _tables(definition)
+    actions = Named("action", {action.name: action for table in tables.values() for action in table.actions})
+
+    def target(target: Target) -> dict[str, Any]:
+        if not isinstance(target, Action):
+            return {"member" if isinstance(target, MemberRef) else "group": target.id}
+        widths = {parameter.name: parameter.width for parameter in actions[target.name].parameters}
+        params = {name: format_match(value, "exact", widths[name]) for name, value in target.params.items()}
+        return {"action": target.name} | ({"params": params} if params else {})
+
+    def line(entry: TableEntry) -> dict[str, Any]:
+        keys = {key.name: key for key in tables[entry.table].keys}
+        match = {name: format_match(item, keys[name].match, keys[name].width) for name, item in entry.match.items()}
+        said = {"table": entry.table, "match": match} | target(entry.target)
+        said |= {"priority": entry.priority} if entry.priority else {}
+        return said | ({"meter": dataclasses.asdict(entry.meter)} if entry.meter else {})
+
+    profiles = [
+        {
+            "profile": profile.profile,
+            "members": [{"id": number} | target(action) for number, action in profile.members],
+            "groups": [{"id": number, "members": members} for number, members in profile.groups],
+        }
+        for profile in entries.profiles
+    ]
+    defaults = [{"table": table} | target(action) for table, action in entries.defaults]
+    items = {"profiles": profiles, "defaults": defaults, "entries": [line(entry) for entry in entries.entries]}
+    parts = [
+        f'"{name}": [' + ",".join(f"\n    {json.dumps(each)}" for each in lines) + "\n  ]"
+        for name, lines in items.items()
+    ]
+    usual = dataclasses.asdict(PortQueueing())
+    ports = [
+        f'\n    "{port}": '
+        + json.dumps({name: value for name, value in dataclasses.asdict(item).items() if value != usual[name]})
+        for port, item in sorted(entries.ports.items())
+    ]
+    parts.append('"ports": {' + ",".join(ports) + "\n  }")
+    path.write_text("{\n  " + ",\n  ".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _tables(definition: ProgramDef) -> Named[TableDef]:
+    return Named("table", {table.name: table for table in visible_tables(definition)})
 
 
 # --------------------------------------------------------------------------------------------------------- programs
@@ -253,37 +304,34 @@ def apply_entries(entries: Entries, program: Program, document: Document | None 
     DocumentError, EntryError
         An entry does not fit the program. DocumentError, with file and line, if ``document`` is given.
     """
+
+    def add_profile(profile: Profile) -> None:
+        known = program.profiles[profile.profile]
+        for number, action in profile.members:
+            known.add_member(number, action)
+        for number, members in profile.groups:
+            known.add_group(number, members)
+
     program.clear_entries()
-    for index, profile in enumerate(entries.profiles):
-        with _errors_at(document, "profiles", index):
-            known = program.profiles[profile.profile]
-            for member in profile.members:
-                known.add_member(member.id, parse_action(member.action, member.params))
-            for group in profile.groups:
-                known.add_group(group.id, list(group.members))
-    for index, default in enumerate(entries.defaults):
-        with _errors_at(document, "defaults", index):
-            program.tables[default.table].set_default(parse_action(default.action, default.params))
-    for index, entry in enumerate(entries.entries):
-        with _errors_at(document, "entries", index):
-            insert_entry(entry, program)
+    tables = program.tables
+    _each("profiles", entries.profiles, add_profile, document)
+    _each("defaults", entries.defaults, lambda default: tables[default[0]].set_default(default[1]), document)
+    _each(
+        "entries",
+        entries.entries,
+        lambda entry: tables[entry.table].insert(entry.match, entry.target, entry.priority, entry.meter),
+        document,
+    )
 
 
-def insert_entry(entry: TableEntry, program: Program) -> None:
-    """Insert one entry with its meter; raises EntryError if it does not fit the program."""
-    table = program.tables[entry.table]
-    match = parse_matches(table, entry.match)
-    table.insert(match, entry.target, entry.priority)
-    if entry.meter is not None:
-        table.set_meter(match, entry.meter, entry.priority)
-
-
-@contextmanager
-def _errors_at(document: Document | None, part: str, index: int) -> Iterator[None]:
-    """Add the file, line and entry to errors raised in the ``with`` block."""
-    try:
-        yield
-    except EntryError as error:
-        if document is not None:
-            raise document.error(str(error), (part, index)) from None
-        raise EntryError(f"{part}[{index}]: {error}") from None
+def _each(part: str, items: Iterable[_T], function: Callable[[_T], _S], document: Document | None) -> tuple[_S, ...]:
+    """Return what a function returns for each item; errors name the item, and its file and line."""
+    found = []
+    for index, item in enumerate(items):
+        try:
+            found.append(function(item))
+        except EntryError as error:
+            if document is not None:
+                raise document.error(str(error), (part, index)) from None
+            raise EntryError(f"{part}[{index}]: {error}") from None
+    return tuple(found)

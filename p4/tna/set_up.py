@@ -30,7 +30,7 @@ if __package__ in (None, ""):  # run as a script: dlcp and controller are two fo
 
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import Fabric, Port, load
-from dlcp.switch import QUEUES, Entries, MeterConfig, PortQueueing, Profile, TableEntry, parse_match, parse_number
+from dlcp.switch import QUEUES, Action, Entries, MemberRef, MeterConfig, PortQueueing, Profile, TableEntry
 
 CELL_BYTES: Final = 80
 """The traffic manager of a Tofino stores packets in cells of this size, and counts the depth of a queue in them."""
@@ -62,8 +62,8 @@ SHAPER_BURST_PACKETS: Final = 2
 
 Data = int | bool | str | list[int] | list[bool]
 
-_MATCHES: Final = {"ipv4_dst": ("lpm", 32)}
-_TERNARY: Final = {"classify": {"job": 16, "type": 4, "queue": 3, "drop_class": 3}}
+_TERNARY: Final = {"classify": ("job", "type", "queue", "drop_class")}
+"""Fields of the tables with ternary matches. In the other tables, only an exact or a longest prefix matches."""
 _DEPTHS: Final = ("drop_threshold", "ecn_threshold")
 
 
@@ -244,7 +244,10 @@ def _lowest_thresholds(entries: Entries) -> dict[int, int]:
     found: dict[int, int] = {}
     for entry in entries.entries:
         if entry.table == "drop_threshold":
-            queue, depth = parse_number(entry.match["queue"]), parse_number(entry.params["depth"])
+            queue = entry.match["queue"]
+            assert isinstance(queue, int)
+            assert isinstance(entry.target, Action)
+            depth = entry.target.params["depth"]
             found[queue] = min(depth, found.get(queue, depth))
     return found
 
@@ -290,45 +293,42 @@ def _rate(port: DevicePort, queueing: PortQueueing, mtu_bytes: int) -> list[Writ
 
 def _profile(profile: Profile) -> Iterator[Write]:
     """Yield members, then groups. On a Tofino, members have a table of their own beside the selector's."""
-    for member in profile.members:
-        params: dict[str, Data] = {name: parse_number(value) for name, value in member.params.items()}
-        yield Write("route_members", (Key("$ACTION_MEMBER_ID", member.id),), params, member.action)
-    for group in profile.groups:
+    for number, action in profile.members:
+        yield Write("route_members", (Key("$ACTION_MEMBER_ID", number),), dict(action.params), action.name)
+    for number, members in profile.groups:
         data: dict[str, Data] = {
-            "$MAX_GROUP_SIZE": len(group.members),
-            "$ACTION_MEMBER_ID": list(group.members),
-            "$ACTION_MEMBER_STATUS": [True] * len(group.members),
+            "$MAX_GROUP_SIZE": len(members),
+            "$ACTION_MEMBER_ID": list(members),
+            "$ACTION_MEMBER_STATUS": [True] * len(members),
         }
-        yield Write(profile.profile, (Key("$SELECTOR_GROUP_ID", group.id),), data)
+        yield Write(profile.profile, (Key("$SELECTOR_GROUP_ID", number),), data)
 
 
 def _entry(entry: TableEntry, mtu_bytes: int) -> Write:
-    params: dict[str, Data] = {name: parse_number(value) for name, value in entry.params.items()}
-    if entry.table in _DEPTHS:
-        params["depth"] = cells(parse_number(entry.params["depth"]), mtu_bytes)
-    if entry.group is not None:
-        params["$SELECTOR_GROUP_ID"] = entry.group
-    if entry.member is not None:
-        params["$ACTION_MEMBER_ID"] = entry.member
+    action: str | None = None
+    params: dict[str, Data]
+    if isinstance(entry.target, Action):
+        action, params = entry.target.name, dict(entry.target.params)
+        if entry.table in _DEPTHS:
+            params["depth"] = cells(entry.target.params["depth"], mtu_bytes)
+    else:
+        params = {"$ACTION_MEMBER_ID" if isinstance(entry.target, MemberRef) else "$SELECTOR_GROUP_ID": entry.target.id}
     if entry.meter is not None:
         params.update(_meter(entry.meter))
-    return Write(entry.table, tuple(_keys(entry)), params, entry.action)
+    return Write(entry.table, tuple(_keys(entry)), params, action)
 
 
 def _keys(entry: TableEntry) -> Iterator[Key]:
+    ternary = _TERNARY.get(entry.table)
     for name, value in entry.match.items():
-        if entry.table in _TERNARY:
-            found = parse_match(value, "ternary", _TERNARY[entry.table][name])
-            assert not isinstance(found, int)
-            yield Key(name, found[0], mask=found[1])
-        elif name in _MATCHES:
-            found = parse_match(value, *_MATCHES[name])
-            assert not isinstance(found, int)
-            yield Key(name, found[0], prefix_len=found[1])
+        if isinstance(value, int):
+            yield Key(name, value)
+        elif ternary:
+            yield Key(name, value[0], mask=value[1])
         else:
-            yield Key(name, parse_number(value))
-    if entry.table in _TERNARY:
-        for name in _TERNARY[entry.table]:
+            yield Key(name, value[0], prefix_len=value[1])
+    if ternary:
+        for name in ternary:
             if name not in entry.match:
                 yield Key(name, 0, mask=0)
         yield Key("$MATCH_PRIORITY", MATCH_PRIORITY_MAX - entry.priority)

@@ -5,21 +5,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from dlcp.switch import (
     DEPTH_PACKETS,
     DROP_PORT,
-    Action,
-    GroupRef,
-    MemberRef,
-    MeterConfig,
     PortQueueing,
     Program,
-    entries,
+    TableEntry,
+    apply_entries,
+    parse_entries,
 )
-from dlcp.switch.executor.tables import Target
 from tests.conformance.recording import (
     AgeSlot,
     Answer,
@@ -223,9 +219,14 @@ class _Queues:
 def _prepare(step: Step, program: Program) -> None:
     match step:
         case SetEntries(document):
-            entries.apply_entries(msgspec.convert(document, entries.Entries), program)
+            apply_entries(parse_entries(document, program.definition), program)
+        case Change("delete", document):  # it may lack a target
+            place = {name: document[name] for name in ("table", "match", "priority") if name in document}
+            (entry,) = parse_entries({"entries": [{**place, "member": 0}]}, program.definition).entries
+            program.tables[entry.table].delete(entry.match, entry.priority)
         case Change(operation, document):
-            _change(operation, msgspec.convert(document, entries.TableEntry), program)
+            (entry,) = parse_entries({"entries": [document]}, program.definition).entries
+            _change(operation, entry, program)
         case SetGroup(profile, group, members):
             program.profiles[profile].modify_group(group, members)
         case WriteRegister(register, index, value) | AgeSlot(register, index, _, value):
@@ -234,22 +235,11 @@ def _prepare(step: Step, program: Program) -> None:
             assert isinstance(step, Sleep)  # the time that passed is in the time stamps
 
 
-def _change(operation: str, entry: entries.TableEntry, program: Program) -> None:
+def _change(operation: str, entry: TableEntry, program: Program) -> None:
     table = program.tables[entry.table]
-    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    match = {name: entries.parse_match(value, *fields[name]) for name, value in entry.match.items()}
-    if operation == "delete":
-        table.delete(match, entry.priority)
-        return
-    (table.insert if operation == "insert" else table.modify)(match, _target(entry), entry.priority)
+    (table.insert if operation == "insert" else table.modify)(entry.match, entry.target, entry.priority)
     if entry.meter is not None:
-        table.set_meter(match, MeterConfig(**dataclasses.asdict(entry.meter)), entry.priority)
-
-
-def _target(entry: entries.TableEntry) -> Target:
-    if entry.action is not None:
-        return Action(entry.action, {name: entries.parse_number(value) for name, value in entry.params.items()})
-    return MemberRef(entry.member) if entry.member is not None else GroupRef(entry.group or 0)
+        table.set_meter(entry.match, entry.meter, entry.priority)
 
 
 def _describe(packet: Packet, answer: Answer) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Job, Policy, PolicyError, Remap, Thresholds, leaf_spine, load, star
-from dlcp.switch import PortQueueing, Program, apply_entries
+from dlcp.switch import Action, GroupRef, PortQueueing, Program, apply_entries, parse_number
 from dlcp.wire import PacketType, Queue
 
 REPOSITORY = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ def rows(fabric, table, switch="switch"):
 
 def thresholds(fabric):
     return {
-        (entry.match["queue"], entry.match["drop_class"]): entry.params["depth"]
+        (entry.match["queue"], entry.match["drop_class"]): entry.target.params["depth"]
         for entry in rows(fabric, "drop_threshold")
     }
 
@@ -26,24 +26,25 @@ def thresholds(fabric):
 def test_every_host_is_reached_through_a_group_at_its_port():
     fabric = star(3)
     [profile] = entries(fabric, "switch").profiles
-    members = {member.id: member.params for member in profile.members}
-    groups = {group.id: group.members for group in profile.groups}
+    members, groups = dict(profile.members), dict(profile.groups)
     for port, host in enumerate(fabric.hosts, 1):
-        [route] = [row for row in rows(fabric, "ipv4_route") if row.match == {"ipv4_dst": f"{host.address}/32"}]
-        [member] = groups[route.group]
-        assert members[member] == {"port": port, "mac": host.mac}
-        assert [row.params for row in rows(fabric, "ethernet_route") if row.match["ethernet_dst"] == host.mac] == [
-            {"port": port}
+        address, mac = parse_number(host.address), parse_number(host.mac)
+        [route] = [row for row in rows(fabric, "ipv4_route") if row.match == {"ipv4_dst": (address, 32)}]
+        [member] = groups[route.target.id]
+        assert members[member] == Action("to_next_hop", {"port": port, "mac": mac})
+        assert [row.target for row in rows(fabric, "ethernet_route") if row.match["ethernet_dst"] == mac] == [
+            Action("to_port", {"port": port})
         ]
 
 
 def test_leaf_sprays_over_its_spines_and_spreads_what_cannot_be_sprayed():
     fabric = leaf_spine(2, 2, 2)
     [profile] = entries(fabric, "leaf1").profiles
-    groups = {group.id: group.members for group in profile.groups}
-    routes = {row.match["ipv4_dst"]: groups[row.group] for row in rows(fabric, "ipv4_route", "leaf1")}
-    assert routes == {"10.0.0.1/32": (1,), "10.0.0.2/32": (2,), "10.0.0.3/32": (3, 4), "10.0.0.4/32": (3, 4)}
-    assert [row.params["port"] for row in rows(fabric, "ethernet_route", "leaf1")] == [1, 2, 3, 4]
+    groups = dict(profile.groups)
+    assert all(isinstance(row.target, GroupRef) for row in rows(fabric, "ipv4_route", "leaf1"))
+    routes = {row.match["ipv4_dst"]: groups[row.target.id] for row in rows(fabric, "ipv4_route", "leaf1")}
+    assert routes == {(0x0A000000 + host, 32): ports for host, ports in enumerate([(1,), (2,), (3, 4), (3, 4)], 1)}
+    assert [row.target.params["port"] for row in rows(fabric, "ethernet_route", "leaf1")] == [1, 2, 3, 4]
 
 
 def test_tags_are_believed_between_switches_and_from_hosts_where_the_operator_says_so():
@@ -86,7 +87,7 @@ def test_queues_have_thresholds_of_their_own_where_the_policy_says_so():
     fabric = star(1, queueing=PortQueueing(10**9, 100), policy=Policy(ecn_at=0.2, by_queue={3: own}))
     assert {thresholds(fabric)[3, drop_class] for drop_class in range(1, 8)} == {50}
     assert thresholds(fabric)[4, 1] == 70
-    marks = {row.match["queue"]: row.params["depth"] for row in rows(fabric, "ecn_threshold")}
+    marks = {row.match["queue"]: row.target.params["depth"] for row in rows(fabric, "ecn_threshold")}
     assert marks == {0: 20, 1: 20, 2: 20, 3: 10, 4: 20, 5: 20, 6: 20}
 
 
@@ -167,12 +168,18 @@ def test_a_job_may_be_remapped_without_a_share():
 def classified(fabric, job, kind, queue, drop_class):
     """What the table `classify` says of a packet, by the rules of P4Runtime: the highest priority that fits."""
     packet = {"job": job, "type": kind, "queue": queue, "drop_class": drop_class}
-    fits = [row for row in rows(fabric, "classify") if all(packet[name] == value for name, value in row.match.items())]
+    fits = [
+        row
+        for row in rows(fabric, "classify")
+        if all(packet[name] & mask == value for name, (value, mask) in row.match.items())
+    ]
     if not fits:
         return queue, drop_class
     best = max(fits, key=lambda row: row.priority)
     assert [row.priority for row in fits].count(best.priority) == 1
-    return (queue, drop_class) if best.action == "as_tagged" else (best.params["queue"], best.params["drop_class"])
+    if best.target == Action("as_tagged"):
+        return queue, drop_class
+    return best.target.params["queue"], best.target.params["drop_class"]
 
 
 def test_entries_of_every_switch_of_the_examples_fit_the_program():

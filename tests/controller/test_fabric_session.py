@@ -10,7 +10,7 @@ from finsy.proto import p4r
 from dlcp.controller.fabric import FabricSwitch, Job, leaf_spine, star
 from dlcp.controller.pipeline import KINDS, difference, key_of
 from dlcp.controller.session import ENDING_S, ControlError, Session, plan, reconcile, wanted
-from dlcp.switch import Entries, TableEntry
+from dlcp.switch import Action, Entries, GroupRef, TableEntry
 from tests.controller.switches import described, running
 from tests.transport.free_ports import free_port
 
@@ -95,7 +95,7 @@ def test_foreign_entries_are_removed_and_missing_ones_restored(switch, pipeline)
         async with Session(described(switch), pipeline) as session:
             await session.become_primary()
             foreign = TableEntry(
-                "classify", {"job": "0x10&&&0xf0"}, "set_class", {"queue": 7, "drop_class": 0}, priority=9
+                "classify", {"job": (0x10, 0xF0)}, Action("set_class", {"queue": 7, "drop_class": 0}), 9
             )
             [added] = pipeline.encode(Entries(entries=(foreign,)))
             missing = next(entity for entity in should(fabric(), pipeline) if entity.HasField("table_entry"))
@@ -135,9 +135,9 @@ def test_refused_changes_are_named_with_table_and_field_and_the_others_are_made(
     async def work():
         async with Session(described(switch), pipeline) as session:
             await session.become_primary()
-            new = TableEntry("ipv4_route", {"ipv4_dst": "10.9.0.1/32"}, group=1)
-            wrong = TableEntry("ipv4_route", {"ipv4_dst": "10.9.0.2/32"}, group=99)
-            twice = TableEntry("port_trust", {"ig_port": 1}, "trust")
+            new = TableEntry("ipv4_route", {"ipv4_dst": (0x0A090001, 32)}, GroupRef(1))
+            wrong = TableEntry("ipv4_route", {"ipv4_dst": (0x0A090002, 32)}, GroupRef(99))
+            twice = TableEntry("port_trust", {"ig_port": 1}, Action("trust"))
             changes = [update("INSERT", entity) for entity in pipeline.encode(Entries(entries=(wrong, new, twice)))]
             with pytest.raises(ControlError) as refused:
                 await session.write(changes)
@@ -189,7 +189,7 @@ def test_malformed_writes_change_nothing(switch, pipeline):
 def test_who_is_not_the_primary_cannot_write(switch, pipeline):
     async def work():
         async with Session(described(switch), pipeline) as session:
-            [entity] = pipeline.encode(Entries(entries=(TableEntry("port_trust", {"ig_port": 9}, "trust"),)))
+            [entity] = pipeline.encode(Entries(entries=(TableEntry("port_trust", {"ig_port": 9}, Action("trust")),)))
             with pytest.raises(ControlError, match=r"s1 at .*PERMISSION_DENIED"):
                 await session.write([update("INSERT", entity)])
 

@@ -6,19 +6,19 @@ import pytest
 from finsy.proto import p4r
 
 from dlcp.controller.pipeline import CompiledProgram, PipelineError, difference, key_of
-from dlcp.switch import Entries, MeterConfig, Profile, ProfileGroup, ProfileMember, TableEntry
+from dlcp.switch import Action, Entries, GroupRef, MeterConfig, Profile, TableEntry
 
-ROUTE = TableEntry("ipv4_route", {"ipv4_dst": "10.0.1.77/24"}, group=3)
+ROUTE = TableEntry("ipv4_route", {"ipv4_dst": (0x0A00014D, 24)}, GroupRef(3))
 SHARE = TableEntry(
-    "job_share", {"job": 7, "control": 0, "eg_port": 300}, "metered", meter=MeterConfig(1000, 200, 1000, 200)
+    "job_share", {"job": 7, "control": 0, "eg_port": 300}, Action("metered"), meter=MeterConfig(1000, 200, 1000, 200)
 )
 CLASSIFY = TableEntry(
-    "classify", {"job": "0x1f&&&0xf0", "type": 1}, "set_class", {"queue": 3, "drop_class": 0}, priority=4
+    "classify", {"job": (0x10, 0xF0), "type": (1, 0xF)}, Action("set_class", {"queue": 3, "drop_class": 0}), 4
 )
 PROFILE = Profile(
     "route_selector",
-    (ProfileMember(1, "to_next_hop", {"port": 1, "mac": "02:00:00:00:00:01"}),),
-    (ProfileGroup(3, (2, 1)),),
+    ((1, Action("to_next_hop", {"port": 1, "mac": 0x020000000001})),),
+    ((3, (2, 1)),),
 )
 EVERYTHING = Entries((PROFILE,), entries=(ROUTE, SHARE, CLASSIFY))
 
@@ -42,21 +42,21 @@ def test_numbers_are_as_short_as_p4runtime_wants_them(pipeline):
 
 
 def test_fields_that_match_anything_are_left_out(pipeline):
-    entry = TableEntry("classify", {"job": "0&&&0"}, "as_tagged", priority=1)
-    default = TableEntry("ipv4_route", {"ipv4_dst": "10.0.0.0/0"}, group=1)
+    entry = TableEntry("classify", {"job": (0, 0)}, Action("as_tagged"), 1)
+    default = TableEntry("ipv4_route", {"ipv4_dst": (0, 0)}, GroupRef(1))
     assert [list(entity.table_entry.match) for entity in pipeline.encode(Entries(entries=(entry, default)))] == [[], []]
 
 
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        (replace(ROUTE, table="ipv4_rout"), "has no table 'ipv4_rout'; did you mean ipv4_route"),
-        (replace(ROUTE, match={"ip_dst": 1}), "table ipv4_route has no field 'ip_dst'.*ipv4_dst"),
-        (replace(SHARE, action="meter"), "has no action 'meter'; did you mean metered"),
-        (replace(CLASSIFY, params={"queue": 3}), "action set_class: parameter drop_class is missing"),
-        (replace(CLASSIFY, params={"queue": 8, "drop_class": 0}), "set_class.queue: .*bitwidth 3: 8"),
-        (replace(CLASSIFY, params={"queues": 8}), "action set_class has no parameter 'queues'.*queue"),
-        (replace(SHARE, match={"job": 1 << 16}), "job_share.job: .*bitwidth 16: 65536"),
+        (replace(ROUTE, table="ipv4_rout"), "named 'ipv4_rout'. Did you mean 'ipv4_route'"),
+        (replace(ROUTE, match={"ip_dst": 1}), "ipv4_route': Match field 'ip_dst': .* Did you mean 'ipv4_dst'"),
+        (replace(SHARE, target=Action("meter")), "named 'meter'. Did you mean 'metered'"),
+        (replace(CLASSIFY, target=Action("set_class", {"queue": 3})), "'set_class': missing parameters {'drop_class'}"),
+        (replace(CLASSIFY, target=Action("set_class", {"queue": 8, "drop_class": 0})), "'set_class': .*bitwidth 3: 8"),
+        (replace(CLASSIFY, target=Action("set_class", {"queues": 8})), "'set_class': .*'queues'. Did you mean 'queue'"),
+        (replace(SHARE, match={"job": 1 << 16}), "job_share': Match field 'job': .*bitwidth 16: 65536"),
     ],
 )
 def test_entries_that_do_not_fit_the_program_are_refused(pipeline, entry, says):
@@ -65,11 +65,11 @@ def test_entries_that_do_not_fit_the_program_are_refused(pipeline, entry, says):
 
 
 def test_more_than_a_table_holds_is_refused(pipeline):
-    trust = tuple(TableEntry("port_trust", {"ig_port": port}, "trust") for port in range(65))
+    trust = tuple(TableEntry("port_trust", {"ig_port": port}, Action("trust")) for port in range(65))
     pipeline.encode(Entries(entries=trust[:64]))
     with pytest.raises(PipelineError, match="table port_trust holds 64 entries; 65 are too many"):
         pipeline.encode(Entries(entries=trust))
-    members = tuple(ProfileMember(number, "to_next_hop", {"port": 1, "mac": 1}) for number in range(1025))
+    members = tuple((number, Action("to_next_hop", {"port": 1, "mac": 1})) for number in range(1025))
     with pytest.raises(PipelineError, match="route_selector holds 1024 members; 1025 are too many"):
         pipeline.encode(Entries((Profile("route_selector", members),)))
 
@@ -142,7 +142,7 @@ def test_what_a_difference_says_makes_the_switch_right_whatever_it_held(pipeline
 def test_a_full_table_is_emptied_before_it_is_filled_again(pipeline):
     jobs = [
         tuple(
-            TableEntry("job_share", {"job": job, "control": 0, "eg_port": 1}, "metered")
+            TableEntry("job_share", {"job": job, "control": 0, "eg_port": 1}, Action("metered"))
             for job in range(first, first + 8192)
         )
         for first in (0, 8192)
@@ -158,16 +158,15 @@ def test_a_full_table_is_emptied_before_it_is_filled_again(pipeline):
 def random_entries(draw):
     members = draw.sample(range(1, 9), draw.randint(1, 5))
     groups = [
-        ProfileGroup(number, tuple(draw.sample(members, draw.randint(1, len(members)))))
-        for number in draw.sample(range(1, 9), 3)
+        (number, tuple(draw.sample(members, draw.randint(1, len(members))))) for number in draw.sample(range(1, 9), 3)
     ]
     profile = Profile(
         "route_selector",
-        tuple(ProfileMember(member, "to_next_hop", {"port": draw.randint(1, 3), "mac": 5}) for member in members),
+        tuple((member, Action("to_next_hop", {"port": draw.randint(1, 3), "mac": 5})) for member in members),
         tuple(groups),
     )
     routes = tuple(
-        TableEntry("ipv4_route", {"ipv4_dst": f"10.0.0.{host}/32"}, group=draw.choice(groups).id)
+        TableEntry("ipv4_route", {"ipv4_dst": (0x0A000000 + host, 32)}, GroupRef(draw.choice(groups)[0]))
         for host in draw.sample(range(1, 9), 4)
     )
     return Entries((profile,), entries=routes)

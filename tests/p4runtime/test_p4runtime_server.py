@@ -170,14 +170,15 @@ def test_nothing_of_p4runtime_is_loaded_unless_asked_for():
 
 def test_a_switch_with_entries_serves_them(tmp_path):
     """A switch that was started with entries has them, and their p4info, when a controller comes."""
-    from dlcp.switch import entries as entry_files
-
     file = tmp_path / "entries.json"
-    trusted = entry_files.TableEntry("port_trust", {"ig_port": 3}, "trust")
-    member = entry_files.ProfileMember(1, "to_next_hop", {"port": 1, "mac": 2})
-    profile = entry_files.Profile("route_selector", (member,), (entry_files.ProfileGroup(4, (1,)),))
-    route = entry_files.TableEntry("ipv4_route", {"ipv4_dst": "10.0.0.0/8"}, group=4)
-    entry_files.write_entries(file, entry_files.Entries((profile,), (), (trusted, route)))
+    profile = {
+        "profile": "route_selector",
+        "members": [{"id": 1, "action": "to_next_hop", "params": {"port": 1, "mac": 2}}],
+        "groups": [{"id": 4, "members": [1]}],
+    }
+    trusted = {"table": "port_trust", "match": {"ig_port": 3}, "action": "trust"}
+    route = {"table": "ipv4_route", "match": {"ipv4_dst": "10.0.0.0/8"}, "group": 4}
+    file.write_text(json.dumps({"profiles": [profile], "entries": [trusted, route]}))
     switch = BuiltIn("--entries", str(file))
     switch.start()
     try:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a recording, with their answers, as statements of a packet test."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from dlcp.switch import entries
+from dlcp.switch import MeterConfig
 from tests.conformance.recording import (
     AgeSlot,
     Burst,
@@ -73,11 +70,11 @@ def of_entries(document: dict[str, Any]) -> Iterator[stf.Statement]:
 
 
 def _write(operation: str, document: dict[str, Any]) -> Iterator[stf.Statement]:
-    entry = msgspec.convert(document, entries.TableEntry)
-    rates = entry.meter
-    yield stf.Call(0, operation, (dataclasses.replace(entry, meter=None),))
-    if rates is not None:
-        yield stf.Call(0, "set_meter", (entry.table, entry.match, entry.priority, rates))
+    entry = {name: value for name, value in document.items() if name != "meter"}
+    yield stf.Call(0, operation, (entry,))
+    if document.get("meter"):
+        place = entry["table"], entry.get("match", {}), entry.get("priority", 0)
+        yield stf.Call(0, "set_meter", (*place, MeterConfig(**document["meter"])))
 
 
 def _change(operation: str, document: dict[str, Any]) -> Iterator[stf.Statement]:

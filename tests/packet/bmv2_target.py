@@ -6,14 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dlcp.switch import MeterConfig, TableEntry, Value
+from dlcp.switch import MeterConfig
+from dlcp.switch.entries import Value
 from tests.conformance.recorder import ANSWER_S, BURST_ENQUEUED_US, BURST_RATE_PPS, MARGIN_US, SLOT_IDLE_US, Uncertain
 from tests.conformance.recording import Markers
 from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch
 from tests.conformance.sites import GREEN
 from tests.waiting import until
-
-MARKED = [TableEntry(**entry) for entry in Markers.ENTRIES]
 
 
 class Bmv2:
@@ -43,21 +42,21 @@ class Bmv2:
 
     # ------------------------------------------------------------------------------------------------------ entries
 
-    def insert(self, entry: TableEntry) -> None:
-        self.switch.change("insert", _plain(entry))
-        if self.switch.metered(entry.table) and entry.meter is None:
+    def insert(self, entry: Mapping[str, Any]) -> None:
+        self.switch.change("insert", entry)
+        if self.switch.metered(entry["table"]) and "meter" not in entry:
             # BMv2 leaves the meter of an entry that is gone to the next one of its handle.
-            self.switch.set_meter(entry.table, entry.match, entry.priority, GREEN)
+            self.switch.set_meter(entry["table"], entry["match"], entry.get("priority", 0), GREEN)
 
-    def modify(self, entry: TableEntry) -> None:
-        self.switch.change("modify", _plain(entry))
+    def modify(self, entry: Mapping[str, Any]) -> None:
+        self.switch.change("modify", entry)
 
     def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
         self.switch.change("delete", {"table": table, "match": dict(match), "priority": priority})
 
     def remove_all(self) -> None:
         self.switch.set_entries({})
-        for entry in MARKED:
+        for entry in Markers.ENTRIES:
             self.insert(entry)
 
     def set_default(self, table: str, action: str, params: Mapping[str, Value]) -> None:
@@ -143,8 +142,3 @@ class Bmv2:
             else:
                 came.append(answer)
         return came or self._all(ANSWER_S)  # queue 0 comes after the markers' own
-
-
-def _plain(entry: TableEntry) -> dict[str, Any]:
-    """Return an entry as `SimpleSwitch` takes it."""
-    return {name: value for name, value in dataclasses.asdict(entry).items() if value is not None}

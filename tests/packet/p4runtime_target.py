@@ -8,40 +8,40 @@ read registers by it, either.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from finsy.proto import p4r
 
 from dlcp.controller.pipeline import CompiledProgram, difference
 from dlcp.switch import (
+    PROGRAM_PATH,
     Backend,
-    Entries,
     EntryError,
     MeterConfig,
-    Profile,
-    ProfileGroup,
-    ProfileMember,
-    TableEntry,
-    Value,
+    load_definition,
+    parse_entries,
 )
+from dlcp.switch.entries import Value
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.server import P4RuntimeServer
+from tests.conformance.recording import Markers
 from tests.conformance.simple_switch import SimpleSwitch
 from tests.conformance.sites import GREEN
 from tests.p4runtime.control import DELETE, INSERT, MODIFY, Control, config
 from tests.p4runtime.loops import Loop
 from tests.p4runtime.targets import DEVICE_ID
-from tests.packet.bmv2_target import MARKED, Bmv2
+from tests.packet.bmv2_target import Bmv2
 from tests.packet.stf import BuiltIn
 
 PIPELINE = CompiledProgram()
-GREEN_RATES = MeterConfig(**GREEN)
+DEFINITION = load_definition(PROGRAM_PATH)
 
 
 class ByP4Runtime:
     """What of a target goes through P4Runtime on both switches; goes before the switch's own target among the bases."""
 
     control: Control
-    _written: dict[tuple[str, str, int], TableEntry]
+    _written: dict[tuple[str, str, int], Mapping[str, Any]]
     _groups: set[tuple[str, int]]
 
     def connect(self, address: str) -> None:
@@ -51,19 +51,21 @@ class ByP4Runtime:
         self.control.set_pipeline(config())
         self._written, self._groups = {}, set()
 
-    def insert(self, entry: TableEntry) -> None:
-        self._write(INSERT, _entries(entry))
-        self._written[_identity(entry.table, entry.match, entry.priority)] = entry
+    def insert(self, entry: Mapping[str, Any]) -> None:
+        self._write(INSERT, entries=[_aliased(entry)])
+        self._written[_identity(entry["table"], entry["match"], entry.get("priority", 0))] = entry
 
-    def modify(self, entry: TableEntry) -> None:
-        identity = _identity(entry.table, entry.match, entry.priority)
-        entry = dataclasses.replace(entry, meter=entry.meter or self._written[identity].meter)
-        self._write(MODIFY, _entries(entry))
+    def modify(self, entry: Mapping[str, Any]) -> None:
+        identity = _identity(entry["table"], entry["match"], entry.get("priority", 0))
+        meter = entry.get("meter") or self._written[identity].get("meter")
+        entry = {**entry, **({"meter": meter} if meter else {})}
+        self._write(MODIFY, entries=[_aliased(entry)])
         self._written[identity] = entry
 
     def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
         entry = self._written.pop(_identity(table, match, priority))
-        (bare,) = PIPELINE.encode(_entries(dataclasses.replace(entry, meter=None)))
+        plain = {name: value for name, value in _aliased(entry).items() if name != "meter"}
+        (bare,) = PIPELINE.encode(parse_entries({"entries": [plain]}, DEFINITION))
         bare.table_entry.ClearField("action")
         self.control.write(DELETE, bare)
 
@@ -84,24 +86,25 @@ class ByP4Runtime:
         raise EntryError(f"set default of {table}: all default actions of the program are constant")
 
     def add_member(self, profile: str, number: int, action: str, params: Mapping[str, Value]) -> None:
-        member = ProfileMember(number, _alias(action), dict(params))
-        self._write(INSERT, Entries(profiles=(Profile(_alias(profile), (member,), ()),)))
+        member = {"id": number, "action": _alias(action), "params": params}
+        self._write(INSERT, profiles=[{"profile": _alias(profile), "members": [member]}])
 
     def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
         kind = MODIFY if (profile, number) in self._groups else INSERT
-        self._write(kind, Entries(profiles=(Profile(_alias(profile), (), (ProfileGroup(number, members),)),)))
+        group = {"id": number, "members": list(members)}
+        self._write(kind, profiles=[{"profile": _alias(profile), "groups": [group]}])
         self._groups.add((profile, number))
 
     def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
-        self.modify(dataclasses.replace(self._written[_identity(table, match, priority)], meter=rates))
+        self.modify({**self._written[_identity(table, match, priority)], "meter": dataclasses.asdict(rates)})
 
     def read_counter(self, name: str, index: int) -> tuple[int, int]:
         (cell,) = self.control.read(self.control.words.cell("counter", name, index))
         data = cell.counter_entry.data
         return data.packet_count, data.byte_count
 
-    def _write(self, kind: int, entries: Entries) -> None:
-        self.control.write(kind, *PIPELINE.encode(entries))
+    def _write(self, kind: int, **content: Any) -> None:
+        self.control.write(kind, *PIPELINE.encode(parse_entries(content, DEFINITION)))
 
 
 class BuiltInByP4Runtime(ByP4Runtime, BuiltIn):
@@ -145,19 +148,17 @@ class Bmv2ByP4Runtime(ByP4Runtime, Bmv2):
 
     def remove_all(self) -> None:
         super().remove_all()
-        for entry in MARKED:
+        for entry in Markers.ENTRIES:
             self.insert(entry)
 
-    def insert(self, entry: TableEntry) -> None:
+    def insert(self, entry: Mapping[str, Any]) -> None:
         # BMv2 leaves the meter of an entry that is gone to the next one of its handle.
-        meter = entry.meter or (GREEN_RATES if self.switch.metered(entry.table) else None)
-        super().insert(dataclasses.replace(entry, meter=meter))
+        super().insert({"meter": GREEN, **entry} if self.switch.metered(entry["table"]) else entry)
 
 
-def _entries(entry: TableEntry) -> Entries:
-    """Return entries with the names of P4Runtime."""
-    action = None if entry.action is None else _alias(entry.action)
-    return Entries(entries=(dataclasses.replace(entry, table=_alias(entry.table), action=action),))
+def _aliased(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry with the names of P4Runtime."""
+    return {name: _alias(value) if name in ("table", "action") else value for name, value in entry.items()}
 
 
 def _alias(name: str) -> str:

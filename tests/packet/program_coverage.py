@@ -126,7 +126,7 @@ def _always(name: str, action: ActionDef, following: str | None) -> TableDef:
         base_next=following,
         on_hit=(False, None),
         on_miss=(False, None),
-        default=(action.id, ()),
+        default=Action(action.name),
         default_const=True,
         meter=None,
         profile=None,
@@ -150,17 +150,8 @@ class _Watched(dict[int, int]):
         self._covered.reached |= set(_kinds_of(self._table, place))
         return place
 
-    def __setitem__(self, key: int, value: int) -> None:
-        self._index[key] = value
-
-    def pop(self, key: int, *default: Any) -> Any:
-        return self._index.pop(key, *default)
-
-    def __delitem__(self, key: int) -> None:
-        del self._index[key]
-
-    def clear(self) -> None:
-        self._index.clear()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
 
 
 def _default_only(p4info: Path) -> set[tuple[str, str]]:
@@ -198,8 +189,8 @@ def _kinds_of(table: Table, place: int) -> Iterator[str]:
         yield f"{where}: no entry hit"
         return
     handle = place // table.slot.stride - 1
-    (stored,) = (one for one in table._stored.values() if one.handle == handle)
-    target, actions = stored.entry.target, []
+    (entry,) = (one for one in table.entries() if one.handle == handle)
+    target, actions = entry.target, []
     match target:
         case Action():
             actions.append(target)
@@ -215,9 +206,9 @@ def _kinds_of(table: Table, place: int) -> Iterator[str]:
     for action in actions:
         yield f"{where}: entry does {action.name.rpartition('.')[2]}"
     for key in table.definition.keys:
-        yield f"{where}: {key.name} {_form(key.match, key.width, stored.entry.match.get(key.name))}"
+        yield f"{where}: {key.name} {_form(key.match, key.width, entry.match.get(key.name))}"
     if table.definition.meter:
-        config: MeterConfig | None = table.get_meter(stored.entry.match, stored.entry.priority)
+        config: MeterConfig | None = table.get_meter(entry.match, entry.priority)
         yield f"{where}: meter {'not set' if config is None else 'set'}"
 
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from dlcp.error_text import nearest
-from dlcp.switch.entries import TableEntry, Value, insert_entry, parse_action, parse_matches, parse_number
+from dlcp.switch.entries import Value, parse_entries, parse_match, parse_number
 from dlcp.switch.events import EgressEvent, IngressEvent, event_index
 from dlcp.switch.executor.bmv2_json import PROGRAM_PATH
-from dlcp.switch.executor.cells import MeterConfig
 from dlcp.switch.executor.hashes import csum16, pack
-from dlcp.switch.executor.model import COMPARISONS, EntryError
+from dlcp.switch.executor.model import COMPARISONS, Action, EntryError, MeterConfig, TableEntry
 from dlcp.switch.executor.program import BACKENDS, Program
+from dlcp.switch.executor.tables import Table
 from dlcp.switch.queues import DEPTH_PACKETS, DROP_PORT
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, VERSION
 
@@ -209,15 +209,15 @@ class StfError(ValueError):
 
 
 class StfTarget(Protocol):
-    """A switch under test."""
+    """A switch under test. Entries are as in a file of entries; see `dlcp.switch.entries`."""
 
     def restart(self) -> None:
         """Remove all entries, and set registers and counters to zero."""
 
-    def insert(self, entry: TableEntry) -> None:
+    def insert(self, entry: Mapping[str, Any]) -> None:
         """Add an entry."""
 
-    def modify(self, entry: TableEntry) -> None:
+    def modify(self, entry: Mapping[str, Any]) -> None:
         """Change an entry's action, member or group."""
 
     def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
@@ -406,15 +406,14 @@ def _write(method: str) -> Callable[[int, str], Statement]:
         call = _CALL.match(rest)
         if call is not None:
             table, match, priority = _matched(call["before"].split())
-            params = _params(call["arguments"])
-            return Call(line, method, (TableEntry(table, match, call["name"], params, priority=priority),))
+            does: dict[str, Any] = {"action": call["name"], "params": _params(call["arguments"])}
+            return Call(line, method, ({"table": table, "match": match, "priority": priority, **does},))
         words = rest.split()
         if len(words) < 3 or words[-2] not in ("member", "group"):
             raise ValueError(f"ends with {words[-1:]}, expected ACTION(NAME:VALUE, ...), member ID or group ID")
         table, match, priority = _matched(words[:-2])
-        number = int(words[-1], 0)
-        member, group = (number, None) if words[-2] == "member" else (None, number)
-        return Call(line, method, (TableEntry(table, match, member=member, group=group, priority=priority),))
+        entry = {"table": table, "match": match, "priority": priority, words[-2]: int(words[-1], 0)}
+        return Call(line, method, (entry,))
 
     return read_it
 
@@ -707,6 +706,15 @@ class _Waiting(NamedTuple):
     depth: int
 
 
+def _numbers(table: Table, match: Mapping[str, Value]) -> dict[str, int | tuple[int, int]]:
+    keys = {key.name: key for key in table.definition.keys}
+    return {name: parse_match(value, keys[name].match, keys[name].width) for name, value in match.items()}
+
+
+def _action(name: str, params: Mapping[str, Value]) -> Action:
+    return Action(name, {param: parse_number(value) for param, value in params.items()})
+
+
 class BuiltIn:
     """A program on the built-in switch, with a clock that only the test advances.
 
@@ -728,19 +736,23 @@ class BuiltIn:
         self._slow.clear()
         self._out.clear()
 
-    def insert(self, entry: TableEntry) -> None:
+    def insert(self, entry: Mapping[str, Any]) -> None:
         """Add an entry."""
-        insert_entry(entry, self._program)
+        parsed = self._parsed(entry)
+        self._program.tables[parsed.table].insert(parsed.match, parsed.target, parsed.priority, parsed.meter)
 
-    def modify(self, entry: TableEntry) -> None:
+    def modify(self, entry: Mapping[str, Any]) -> None:
         """Change an entry's action, member or group."""
-        table = self._program.tables[entry.table]
-        table.modify(parse_matches(table, entry.match), entry.target, entry.priority)
+        parsed = self._parsed(entry)
+        self._program.tables[parsed.table].modify(parsed.match, parsed.target, parsed.priority)
+
+    def _parsed(self, entry: Mapping[str, Any]) -> TableEntry:
+        return parse_entries({"entries": [entry]}, self._program.definition).entries[0]
 
     def remove(self, table: str, match: Mapping[str, Value], priority: int) -> None:
         """Remove an entry."""
         known = self._program.tables[table]
-        known.delete(parse_matches(known, match), priority)
+        known.delete(_numbers(known, match), priority)
 
     def remove_all(self) -> None:
         """Remove all entries, members and groups."""
@@ -748,21 +760,21 @@ class BuiltIn:
 
     def set_default(self, table: str, action: str, params: Mapping[str, Value]) -> None:
         """Set a default action."""
-        self._program.tables[table].set_default(parse_action(action, params))
+        self._program.tables[table].set_default(_action(action, params))
 
     def add_member(self, profile: str, number: int, action: str, params: Mapping[str, Value]) -> None:
         """Add a member to an action profile."""
-        self._program.profiles[profile].add_member(number, parse_action(action, params))
+        self._program.profiles[profile].add_member(number, _action(action, params))
 
     def set_group(self, profile: str, number: int, members: tuple[int, ...]) -> None:
         """Create a group, or replace its members."""
         known = self._program.profiles[profile]
-        (known.modify_group if known.has_group(number) else known.add_group)(number, members)
+        (known.modify_group if number in known.groups() else known.add_group)(number, members)
 
     def set_meter(self, table: str, match: Mapping[str, Value], priority: int, rates: MeterConfig) -> None:
         """Set an entry's meter and fill its buckets."""
         known = self._program.tables[table]
-        known.set_meter(parse_matches(known, match), rates, priority)
+        known.set_meter(_numbers(known, match), rates, priority)
 
     def write_register(self, name: str, index: int, value: int) -> None:
         """Write a cell."""

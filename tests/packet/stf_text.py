@@ -2,8 +2,9 @@
 """Statements of packet tests written as text, as `tests.packet.stf.read` reads them."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from dlcp.switch import TableEntry, Value
+from dlcp.switch.entries import Value
 from tests.packet.stf import Call, CheckCounter, CheckRegister, Expect, NoPacket, SendPacket, Statement, WriteTimeAgo
 
 
@@ -16,7 +17,8 @@ def _line(statement: Statement) -> str:
     match statement:
         case Call(_, "insert" | "modify" as method, (entry,)):
             keyword = {"insert": "add"}.get(method, method)
-            return f"{keyword} {_place(entry.table, entry.match, entry.priority)} {_does(entry)}"
+            place = entry["table"], entry.get("match", {}), entry.get("priority", 0)
+            return f"{keyword} {_place(*place)} {_does(entry)}"
         case Call(_, "remove", place):
             return f"remove {_place(*place)}"
         case Call(_, "remove_all"):
@@ -66,10 +68,10 @@ def _place(table: str, match: Mapping[str, Value], priority: int) -> str:
     return " ".join([table, *([str(priority)] if priority else []), *fields])
 
 
-def _does(entry: TableEntry) -> str:
-    if entry.action is not None:
-        return _call(entry.action, entry.params)
-    return f"member {entry.member}" if entry.member is not None else f"group {entry.group}"
+def _does(entry: Mapping[str, Any]) -> str:
+    if "action" in entry:
+        return _call(entry["action"], entry.get("params", {}))
+    return f"member {entry['member']}" if "member" in entry else f"group {entry['group']}"
 
 
 def _call(action: str, params: Mapping[str, Value]) -> str:

@@ -15,7 +15,14 @@ import pytest
 from dlcp.cli import main, parse
 from dlcp.commands.actions import switch as command
 from dlcp.commands.actions.switch import render
-from dlcp.switch import PortQueueing, SwitchProcess, SwitchProcessError, read_entries
+from dlcp.switch import (
+    PROGRAM_PATH,
+    PortQueueing,
+    SwitchProcess,
+    SwitchProcessError,
+    load_definition,
+    read_entries,
+)
 from dlcp.wire import Flag, Header, PacketType, dscp
 from tests import waiting
 
@@ -189,7 +196,7 @@ def entries_file(tmp_path):
 
 
 def test_entries_of_a_fabric_can_be_written_and_read(tmp_path):
-    entries, _ = read_entries(entries_file(tmp_path))
+    entries, _ = read_entries(entries_file(tmp_path), load_definition(PROGRAM_PATH))
     assert len([entry for entry in entries.entries if entry.table == "ipv4_route"]) == 2
 
 

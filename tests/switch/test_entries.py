@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,12 @@ from dlcp.switch import (
     Entries,
     EntryError,
     GroupRef,
-    MemberRef,
     MeterConfig,
     PortQueueing,
     Profile,
-    ProfileGroup,
-    ProfileMember,
     Program,
     TableEntry,
     apply_entries,
-    format_match,
     parse_match,
     parse_number,
     read_entries,
@@ -70,11 +67,11 @@ def test_file_ends_up_in_the_tables(program, example):
     assert program.tables["job_share"].get_meter(share) == MeterConfig(12500000, 50000, 12500000, 60000)
     [override] = program.tables["classify"].entries()
     assert (override.match["job"], override.match["type"], override.priority) == ((0x10, 0xF0), (1, 0xF), 5)
-    assert read_entries(example)[0].ports == {1: PortQueueing(rate_bps=100_000_000)}
+    assert read_entries(example, program.definition)[0].ports == {1: PortQueueing(rate_bps=100_000_000)}
 
 
 def read_for(path, program):
-    entries, document = read_entries(path)
+    entries, document = read_entries(path, program.definition)
     return entries, program, document
 
 
@@ -87,37 +84,29 @@ def test_applying_replaces_what_was_there(program, example):
 
 def dump_entries(program, ports):
     """Return the entries, members and groups that a program has now, without the default actions."""
-    profiles = []
-    for name, profile in program.profiles.items():
-        members = tuple(ProfileMember(id, action.name, dict(action.params)) for id, action in profile.members().items())
-        groups = tuple(ProfileGroup(id, tuple(group)) for id, group in profile.groups().items())
-        profiles.append(Profile(name, members, groups))
-    entries = (_dump_entry(name, table, entry) for name, table in program.tables.items() for entry in table.entries())
+    profiles = [
+        Profile(
+            name,
+            tuple(profile.members().items()),
+            tuple((number, tuple(members)) for number, members in profile.groups().items()),
+        )
+        for name, profile in program.profiles.items()
+    ]
+    entries = [
+        replace(entry, meter=table.get_meter(entry.match, entry.priority)) if table.definition.meter else entry
+        for table in program.tables.values()
+        for entry in table.entries()
+    ]
     return Entries(tuple(profiles), (), tuple(entries), ports)
-
-
-def _dump_entry(name, table, entry):
-    fields = {key.name: (key.match, key.width) for key in table.definition.keys}
-    match = {field: format_match(value, *fields[field]) for field, value in entry.match.items()}
-    made = {"priority": entry.priority}
-    if table.definition.meter:
-        made["meter"] = table.get_meter(entry.match, entry.priority)
-    match entry.target:
-        case Action(action, params):
-            return TableEntry(name, match, action, dict(params), **made)
-        case MemberRef(number):
-            return TableEntry(name, match, member=number, **made)
-        case GroupRef(number):
-            return TableEntry(name, match, group=number, **made)
 
 
 @pytest.mark.parametrize("source", ["policy", "example"])
 def test_dump_is_what_was_applied(program, example, tmp_path, source):
-    entries = fabric_entries(STAR, "switch") if source == "policy" else read_entries(example)[0]
+    entries = fabric_entries(STAR, "switch") if source == "policy" else read_for(example, program)[0]
     apply_entries(entries, program)
     dumped = dump_entries(program, entries.ports)
-    write_entries(tmp_path / "again.json", dumped)
-    again = read_entries(tmp_path / "again.json")[0]
+    write_entries(tmp_path / "again.json", dumped, program.definition)
+    again = read_for(tmp_path / "again.json", program)[0]
     assert again == dumped
     apply_entries(again, program)
     assert dump_entries(program, entries.ports) == dumped
@@ -125,12 +114,12 @@ def test_dump_is_what_was_applied(program, example, tmp_path, source):
     assert dumped.ports == entries.ports
 
 
-def test_policy_file_is_read_back_as_it_was(tmp_path):
+def test_policy_file_is_read_back_as_it_was(program, tmp_path):
     entries = fabric_entries(STAR, "switch")
-    write_entries(tmp_path / "star.json", entries)
-    assert read_entries(tmp_path / "star.json")[0] == entries
-    write_entries(tmp_path / "empty.json", Entries())
-    assert read_entries(tmp_path / "empty.json")[0] == Entries()
+    write_entries(tmp_path / "star.json", entries, program.definition)
+    assert read_for(tmp_path / "star.json", program)[0] == entries
+    write_entries(tmp_path / "empty.json", Entries(), program.definition)
+    assert read_for(tmp_path / "empty.json", program)[0] == Entries()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +148,8 @@ def test_errors_name_line_place_and_nearest_name(program, example, old, new, say
 
 
 def test_without_a_file_errors_name_the_entry(program):
-    wrong = Entries(entries=(TableEntry("port_trust", {"ig_port": 1}, "trust"), TableEntry("nowhere", action="trust")))
+    trust = Action("trust")
+    wrong = Entries(entries=(TableEntry("port_trust", {"ig_port": 1}, trust), TableEntry("nowhere", {}, trust)))
     with pytest.raises(EntryError, match=r"entries\[1\]: the program has no table 'nowhere'"):
         apply_entries(wrong, program)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, UnknownNameError
+from dlcp.switch import Action, EntryError, GroupRef, MemberRef, MeterConfig, Program, TableEntry, UnknownNameError
 from dlcp.switch.executor import tables
 from tests.switch import mini
 
@@ -130,9 +130,10 @@ def test_entries_are_given_back(program):
     table = program.tables["classify"]
     match, action = {"job": (3, 0xFFFF)}, Action("set_class", {"queue": 2, "drop_class": 3})
     table.insert(match, action, priority=4)
-    assert table.get(match, 4) == (match, action, 4)
+    entry = TableEntry(table.name, match, action, 4)
+    assert table.get(match, 4) == entry
     assert table.get(match, 5) is None
-    assert table.entries() == [(match, action, 4)]
+    assert table.entries() == [entry]
     changed = Action("as_tagged")
     table.modify(match, changed, 4)
     assert table.entries()[0].target == changed
@@ -206,7 +207,7 @@ def test_members_and_groups(program):
     profile.add_group(1, [12, 10])
     everything = {"ipv4_dst": (0, 0)}
     table.insert(everything, GroupRef(1))
-    assert profile.groups() == {1: [12, 10]}
+    assert profile.groups() == {1: {12: 1, 10: 1}}
     for change, message in (
         (lambda: profile.add_member(10, hop), "has a member 10 already"),
         (lambda: profile.add_group(1, []), "has a group 1 already"),

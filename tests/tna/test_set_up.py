@@ -168,7 +168,7 @@ def test_colour_limits_are_eighths_not_above_the_threshold(threshold, limit):
 
 def test_thresholds_are_in_cells(written, fabric):
     packets = {
-        (each.match["queue"], each.match["drop_class"]): each.params["depth"]
+        (each.match["queue"], each.match["drop_class"]): each.target.params["depth"]
         for each in entries_of(fabric, "leaf1").entries
         if each.table == "drop_threshold"
     }
@@ -204,12 +204,12 @@ def test_the_highest_priority_becomes_the_lowest_number(written, fabric):
 
 def test_groups_hold_their_members_and_routes_lead_to_groups(written, fabric):
     (profile,) = entries_of(fabric, "leaf1").profiles
-    for group in profile.groups:
-        values = entry(written, "route_selector", _d_SELECTOR_GROUP_ID=group.id)
-        assert values["$ACTION_MEMBER_ID"] == list(group.members)
-        assert values["$ACTION_MEMBER_STATUS"] == [True] * len(group.members)
+    for number, members in profile.groups:
+        values = entry(written, "route_selector", _d_SELECTOR_GROUP_ID=number)
+        assert values["$ACTION_MEMBER_ID"] == list(members)
+        assert values["$ACTION_MEMBER_STATUS"] == [True] * len(members)
     groups = {values["$SELECTOR_GROUP_ID"] for values in entries(written, "ipv4_route").values()}
-    assert groups == {group.id for group in profile.groups}
+    assert groups == {number for number, _ in profile.groups}
 
 
 def test_a_rate_below_the_speed_is_shaped_and_a_port_at_full_speed_is_not(fabric, info, device):

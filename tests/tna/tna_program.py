@@ -65,7 +65,7 @@ class TnaProgram:
     backend = "p4/tna"
 
     def __init__(self, beside: Program, source: Path = SOURCE) -> None:
-        self._beside = beside
+        self._beside, self.definition = beside, beside.definition
         self.machine = Machine(source)
         blocks = self.machine.source.blocks.values()
         self._asks_for_parser_errors = any(_mentions(block.body, "parser_err") for block in blocks)
@@ -217,9 +217,11 @@ class _Table:
     def _entries(self) -> list[Entry]:
         return self._program.machine.tables[self._name].entries
 
-    def insert(self, match: dict[str, Any], target: Any, priority: int = 0) -> None:
-        self._beside.insert(match, target, priority)
+    def insert(self, match: dict[str, Any], target: Any, priority: int = 0, meter: MeterConfig | None = None) -> None:
+        self._beside.insert(match, target, priority, meter)
         self._entries.append(Entry(self._masks(match), priority, self._target(target)))
+        if meter is not None:
+            self.set_meter(match, meter, priority)
 
     def modify(self, match: dict[str, Any], target: Any, priority: int = 0) -> None:
         self._beside.modify(match, target, priority)
@@ -282,8 +284,8 @@ class _Profile:
         self._program, self._beside = program, beside
         self._handles: dict[int, int] = {}
 
-    def has_group(self, number: int) -> bool:
-        return self._beside.has_group(number)
+    def groups(self) -> dict[int, dict[int, int]]:
+        return self._beside.groups()
 
     def add_member(self, number: int, action: Action) -> None:
         self._beside.add_member(number, action)

@@ -40,6 +40,7 @@ from dlcp.switch import (
     apply_entries,
     decode_events,
     event_totals,
+    load_definition,
     read_entries,
     write_entries,
 )
@@ -165,7 +166,7 @@ def _entries(arguments: argparse.Namespace, fabric: Any, own: Any, program: Prog
         return Entries()
     document = None
     if arguments.entries is not None:
-        entries, document = read_entries(arguments.entries)
+        entries, document = read_entries(arguments.entries, program.definition)
     elif fabric is not None:
         entries = _policy_entries(fabric, own)
     else:
@@ -300,7 +301,8 @@ def _write_entries(arguments: argparse.Namespace) -> int:
     fabric, own = _fabric(arguments)
     if fabric is None:
         raise ValueError("--write-entries needs --fabric or --hosts")
-    write_entries(arguments.write_entries, _policy_entries(fabric, own))
+    definition = load_definition(_program_file(arguments))
+    write_entries(arguments.write_entries, _policy_entries(fabric, own), definition)
     return 0
 
 

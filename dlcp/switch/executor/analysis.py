@@ -203,7 +203,7 @@ class Usage:
     def default_action(table: TableDef) -> ActionDef:
         """Return the action that a hidden table runs."""
         assert table.default is not None
-        return next(action for action in table.actions if action.id == table.default[0])
+        return next(action for action in table.actions if action.name == table.default.name)
 
     def checksum_reads(self, checksum: Checksum) -> frozenset[Variable]:
         """Return the variables that a checksum reads; its inputs only if it is not summed over the packet's bytes."""

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from dlcp.switch.executor.model import (
     COMPARISONS,
+    Action,
     ActionDef,
     Assign,
     Bits,
@@ -24,7 +25,6 @@ from dlcp.switch.executor.model import (
     Checksum,
     Conditional,
     Const,
-    ConstEntry,
     Control,
     Count,
     CounterDef,
@@ -50,6 +50,7 @@ from dlcp.switch.executor.model import (
     RegisterWrite,
     Statement,
     TableDef,
+    TableEntry,
     UnsupportedFeatureError,
     Valid,
     Variable,
@@ -318,13 +319,34 @@ class _Reader:
             base_next=item.get("base_default_next"),
             on_hit=("__HIT__" in item["next_tables"], item["next_tables"].get("__HIT__")),
             on_miss=("__MISS__" in item["next_tables"], item["next_tables"].get("__MISS__")),
-            default=default and (default["action_id"], tuple(_hex(data) for data in default["action_data"])),
+            default=default and self._call(default),
             default_const=bool(default and (default.get("action_const") or default.get("action_entry_const"))),
             meter=item.get("direct_meters"),
             profile=item.get("action_profile") if item["type"] != "simple" else None,
-            entries=tuple(_const_entry(entry) for entry in item.get("entries", [])),
+            entries=tuple(self._const_entry(entry, item["name"], keys) for entry in item.get("entries", [])),
             where=where_is(item, where),
         )
+
+    def _call(self, item: Json) -> Action:
+        action = self.actions[item["action_id"]]
+        names = (parameter.name for parameter in action.parameters)
+        return Action(action.name, dict(zip(names, map(_hex, item["action_data"]), strict=True)))
+
+    def _const_entry(self, item: Json, table: str, keys: Sequence[Key]) -> TableEntry:
+        match: dict[str, int | tuple[int, int]] = {}
+        for key, given in zip(keys, item["match_key"], strict=True):
+            match given["match_type"]:
+                case "exact":
+                    match[key.name] = _hex(given["key"])
+                case "valid":
+                    match[key.name] = int(given["key"])
+                case "lpm":
+                    match[key.name] = _hex(given["key"]), given["prefix_length"]
+                case "ternary":
+                    match[key.name] = _hex(given["key"]), _hex(given["mask"])
+                case _:
+                    match[key.name] = _hex(given["start"]), _hex(given["end"])
+        return TableEntry(table, match, self._call(item["action_entry"]), item.get("priority", 0))
 
     def _key(self, item: Json, where: str) -> Key:
         if item["match_type"] == "valid":
@@ -536,22 +558,3 @@ def _case(entry: Json, keys: Sequence[Field]) -> Case:
         value >>= padded
         mask >>= padded
     return Case(tuple(reversed(values)), tuple(reversed(masks)), entry["next_state"])
-
-
-def _const_entry(entry: Json) -> ConstEntry:
-    keys: list[Any] = []
-    for item in entry["match_key"]:
-        match item["match_type"]:
-            case "exact":
-                keys.append(_hex(item["key"]))
-            case "valid":
-                keys.append(int(item["key"]))
-            case "lpm":
-                keys.append((_hex(item["key"]), item["prefix_length"]))
-            case "ternary":
-                keys.append((_hex(item["key"]), _hex(item["mask"])))
-            case _:
-                keys.append((_hex(item["start"]), _hex(item["end"])))
-    action = entry["action_entry"]
-    data = tuple(_hex(value) for value in action["action_data"])
-    return ConstEntry(tuple(keys), action["action_id"], data, entry.get("priority", 0))

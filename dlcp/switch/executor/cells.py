@@ -2,13 +2,12 @@
 """Control-plane access to registers, counters and meters: windows on the flat arrays of a running program."""
 
 import operator
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.executor.model import CellError, EntryError
+from dlcp.switch.executor.model import CellError, EntryError, MeterConfig
 
 Store: TypeAlias = Any
 """Lists or arrays of numbers (rows of numbers for meters); the generated text works with both."""
@@ -102,37 +101,6 @@ class Counter(_Window):
     def reset(self) -> None:
         """Set every cell to zero."""
         self.fill(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class MeterConfig:
-    """A two-rate three-colour meter, as in P4Runtime.
-
-    Attributes
-    ----------
-    cir, pir
-        Committed and peak rate, in bytes/s or packets/s.
-    cburst, pburst
-        Burst sizes, in bytes or packets.
-
-    Raises
-    ------
-    EntryError
-        One of them is negative, or the committed rate exceeds the peak rate.
-    """
-
-    cir: int
-    cburst: int
-    pir: int
-    pburst: int
-
-    def __post_init__(self) -> None:
-        """Refuse invalid rates and bursts."""
-        rates = self.cir, self.cburst, self.pir, self.pburst
-        if min(rates) < 0:
-            raise EntryError(f"rates and bursts must not be negative: {rates}")
-        if self.cir > self.pir:
-            raise EntryError(f"the committed rate {self.cir} exceeds the peak rate {self.pir}")
 
 
 def run_meter(rates: Any, tokens: Any, cell: int, amount: int, now_us: int) -> int:

@@ -451,7 +451,7 @@ class ControlText:
         if table.hidden:
             assert table.default is not None
             action = Usage.default_action(table)
-            self._action(action, [number(value) for value in table.default[1]], facts)
+            self._action(action, [number(value) for value in table.default.params.values()], facts)
             return
         slot = self.context.layout.tables[table.name]
         self.write(f"{slot.entry} = {self._lookup(table, slot, facts)}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of a P4 program: only the features that the built-in switch supports.
 
-From top to bottom: errors and names; expressions, statements, tables, controls and the parser; the layout of the
-state.
+From top to bottom: errors and names; entries; expressions, statements, tables, controls and the parser; the layout of
+the state.
 """
 
 import dataclasses
@@ -40,51 +40,31 @@ class UnsupportedFeatureError(ProgramError):
 
 
 class EntryError(ValueError):
-    """An entry, member, group, name or index does not fit the program; the message says which, and what would.
-
-    Attributes
-    ----------
-    code
-        The canonical code of google.rpc for it, which P4Runtime's errors carry: INVALID_ARGUMENT.
-    """
-
-    code = 3
+    """An entry, member, group, name or index does not fit the program; the message says which, and what would."""
 
 
 class DuplicateError(EntryError):
-    """The entry, member or group to add already exists: ALREADY_EXISTS."""
-
-    code = 6
+    """The entry, member or group to add already exists."""
 
 
 class MissingError(EntryError):
-    """The entry, member or group does not exist: NOT_FOUND."""
-
-    code = 5
+    """The entry, member or group does not exist."""
 
 
 class FullError(EntryError):
-    """The table or action profile is full: RESOURCE_EXHAUSTED."""
-
-    code = 8
+    """The table or action profile is full."""
 
 
 class InUseError(EntryError):
-    """The member or group is still in use: FAILED_PRECONDITION."""
-
-    code = 9
+    """The member or group is still in use."""
 
 
 class ConstantError(EntryError):
-    """The program declares the entries or the default action constant: PERMISSION_DENIED."""
-
-    code = 7
+    """The program declares the entries or the default action constant."""
 
 
 class CellError(EntryError, IndexError):
-    """The index is outside the register, counter or meter array: OUT_OF_RANGE."""
-
-    code = 11
+    """The index is outside the register, counter or meter array."""
 
 
 class UnknownNameError(EntryError, KeyError):
@@ -122,6 +102,94 @@ class Named(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+# -------------------------------------------------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action by its p4info name or alias, with a value for each parameter."""
+
+    name: str
+    params: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRef:
+    """A member of the table's action profile."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """A group of the table's action profile; a hash of the packet selects one of its members."""
+
+    id: int
+
+
+Target: TypeAlias = Action | MemberRef | GroupRef
+Match: TypeAlias = Mapping[str, int | tuple[int, int]]
+"""A value for each field: a number (exact), (value, prefix length), (value, mask) or (low, high)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeterConfig:
+    """A two-rate three-colour meter, as in P4Runtime.
+
+    Attributes
+    ----------
+    cir, pir
+        Committed and peak rate, in bytes/s or packets/s.
+    cburst, pburst
+        Burst sizes, in bytes or packets.
+
+    Raises
+    ------
+    EntryError
+        One of them is negative, or the committed rate exceeds the peak rate.
+    """
+
+    cir: int
+    cburst: int
+    pir: int
+    pburst: int
+
+    def __post_init__(self) -> None:
+        """Refuse invalid rates and bursts."""
+        rates = self.cir, self.cburst, self.pir, self.pburst
+        if min(rates) < 0:
+            raise EntryError(f"rates and bursts must not be negative: {rates}")
+        if self.cir > self.pir:
+            raise EntryError(f"the committed rate {self.cir} exceeds the peak rate {self.pir}")
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """One entry of a table.
+
+    Attributes
+    ----------
+    table
+        The table's name.
+    match, target, priority
+        As in `Table.insert`.
+    meter
+        The configuration to write with the entry; a table keeps it in its direct meters.
+    notes
+        A controller's own data, kept with the entry.
+    handle
+        The entry's handle in its table; -1 outside a table.
+    """
+
+    table: str
+    match: Match
+    target: Target
+    priority: int = 0
+    meter: MeterConfig | None = None
+    notes: Any = field(default=None, compare=False)
+    handle: int = field(default=-1, compare=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- expressions
@@ -326,18 +394,12 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstEntry:
-    """A constant entry of the program; the lowest ``rank`` wins."""
-
-    keys: tuple[Any, ...]
-    action: int
-    arguments: tuple[int, ...]
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class TableDef:
-    """A table. ``match`` is exact, lpm, ternary or range; ``actions`` and ``next`` are by action id."""
+    """A table.
+
+    ``match`` is exact, lpm, ternary or range; ``actions`` and ``next`` are by action id. ``entries`` are constant, and
+    among them the lowest priority wins.
+    """
 
     name: str
     match: str
@@ -348,11 +410,11 @@ class TableDef:
     base_next: str | None
     on_hit: tuple[bool, str | None]
     on_miss: tuple[bool, str | None]
-    default: tuple[int, tuple[int, ...]] | None
+    default: Action | None
     default_const: bool
     meter: str | None
     profile: str | None
-    entries: tuple[ConstEntry, ...]
+    entries: tuple[TableEntry, ...]
     where: str
 
     @property

@@ -8,64 +8,47 @@ free handle, as in BMv2: among ternary entries of one priority the lowest handle
 
 import bisect
 import heapq
+import itertools
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.switch.executor.cells import MeterCells, MeterConfig
+from dlcp.switch.executor.cells import MeterCells
 from dlcp.switch.executor.model import (
+    Action,
     ActionDef,
     ConstantError,
     DuplicateError,
     EntryError,
     FullError,
+    GroupRef,
     InUseError,
     Key,
+    Match,
+    MemberRef,
+    MeterConfig,
     MissingError,
     Named,
     ProfileDef,
     ProfileSlot,
     TableDef,
+    TableEntry,
     TableSlot,
+    Target,
     UnknownNameError,
 )
 
 # ------------------------------------------------------------------------------------------------------ action profiles
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """An action by its p4info name or alias, with a value for each parameter."""
-
-    name: str
-    params: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class MemberRef:
-    """A member of the table's action profile."""
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRef:
-    """A group of the table's action profile; a hash of the packet selects one of its members."""
-
-    id: int
-
-
-Target: TypeAlias = Action | MemberRef | GroupRef
-
 GROUP_SIZE_MAX: Final = 65_536
 """Maximum sum of the weights in a group, so that no weight can exhaust memory. Not tuned."""
 TIDY_CELLS: Final = 1024
-"""Unused cells allowed beyond the number of used ones before `_tidy` runs. Not tuned."""
+"""Unused cells allowed beyond the number of used ones before the cells are tidied. Not tuned."""
 
 
 def fitting(value: Any, width: int, what: str) -> int:
@@ -151,16 +134,17 @@ class _Member:
     handles: list[int]
     """Its own handle, plus one for each further unit of its largest weight."""
     action: Action
-    place: int
-    users: int = 0
 
 
 @dataclass(slots=True)
-class _Group:
-    members: dict[int, int]
+class _Choice:
+    """A group, or a member as a group of its own."""
+
+    weights: dict[int, int]
     """Weight of each member."""
     place: int
     users: int = 0
+    """Number of entries that refer to it."""
 
 
 class ActionProfile:
@@ -187,7 +171,7 @@ class ActionProfile:
         self.rows: list[int] = []
         self.changed = True
         self._members: dict[int, _Member] = {}
-        self._groups: dict[int, _Group] = {}
+        self._choices: dict[MemberRef | GroupRef, _Choice] = {}
         self._handles = Handles()
         self._free_places: list[int] = []
         self._tidy_at = TIDY_CELLS
@@ -201,30 +185,27 @@ class ActionProfile:
         if len(self._members) >= self.definition.size:
             raise FullError(f"{self.where} is full ({self.definition.size} members); delete some first")
         row = self.actions.row(action)
-        member = _Member([self._handles.take()], action, self._new_place())
-        self._members[member_id] = member
+        member = self._members[member_id] = _Member([self._handles.take()], action)
         self._fill(member.handles[0], row)
-        self._choose(member.place, {member_id: 1})
+        self._choose(self._new_choice(MemberRef(member_id)), {member_id: 1})
 
     def modify_member(self, member_id: int, action: Action) -> None:
         """Change a member's action; raises EntryError if it does not fit or there is no such member."""
-        member = self._member(member_id)
-        row = self.actions.row(action)
+        self.find(MemberRef(member_id))
+        member, row = self._members[member_id], self.actions.row(action)
         for handle in member.handles:
             self._fill(handle, row)
         member.action = action
 
     def delete_member(self, member_id: int) -> None:
         """Remove a member; raises EntryError if an entry or a group uses it."""
-        member = self._member(member_id)
-        groups = [str(number) for number, group in self._groups.items() if member_id in group.members]
+        self.find(MemberRef(member_id))
+        others = (key for key, each in self._choices.items() if member_id in each.weights)
+        groups = [str(key.id) for key in others if isinstance(key, GroupRef)]
         if groups:
             raise InUseError(f"{self.where}: member {member_id} is in group {', '.join(groups)}; take it out first")
-        if member.users:
-            raise InUseError(f"{self.where}: member {member_id} is used by {member.users} entries; change them first")
-        self._drop_place(member.place)
-        del self._members[member_id]
-        for handle in member.handles:
+        self._drop(MemberRef(member_id))
+        for handle in self._members.pop(member_id).handles:
             self._handles.give_back(handle)
 
     def members(self) -> dict[int, Action]:
@@ -237,16 +218,14 @@ class ActionProfile:
         """Add a group; raises EntryError if it already exists or a member does not."""
         if self.definition.algorithm is None:
             raise EntryError(f"{self.where} has no selector, so it cannot have groups")
-        if group_id in self._groups:
+        if GroupRef(group_id) in self._choices:
             raise DuplicateError(f"{self.where} has a group {group_id} already; use modify_group")
         weights = self._weights(group_id, members)
-        group = _Group({}, self._new_place())
-        self._groups[group_id] = group
-        self._regroup(group, weights)
+        self._regroup(self._new_choice(GroupRef(group_id)), weights)
 
     def modify_group(self, group_id: int, members: Members) -> None:
         """Replace a group's members; raises EntryError if entries use the group and it would become empty."""
-        group = self._group(group_id)
+        group = self.find(GroupRef(group_id))
         weights = self._weights(group_id, members)
         if not members and group.users:
             raise InUseError(f"{self.where}: group {group_id} is used by {group.users} entries; it needs a member")
@@ -254,65 +233,37 @@ class ActionProfile:
 
     def delete_group(self, group_id: int) -> None:
         """Remove a group; raises EntryError if an entry uses it."""
-        group = self._group(group_id)
-        if group.users:
-            raise InUseError(f"{self.where}: group {group_id} is used by {group.users} entries; change them first")
-        self._drop_place(group.place)
-        del self._groups[group_id]
-        self._trim(group.members)
+        self._trim(self._drop(GroupRef(group_id)).weights)
 
-    def has_group(self, group_id: int) -> bool:
-        """Whether the group exists."""
-        return group_id in self._groups
-
-    def groups(self) -> dict[int, list[int]]:
-        """Return every group's members."""
-        return {number: list(group.members) for number, group in self._groups.items()}
-
-    def weights(self) -> dict[int, dict[int, int]]:
+    def groups(self) -> dict[int, dict[int, int]]:
         """Return every group's members with their weights."""
-        return {number: dict(group.members) for number, group in self._groups.items()}
+        return {key.id: dict(each.weights) for key, each in self._choices.items() if isinstance(key, GroupRef)}
 
     def clear(self) -> None:
         """Remove all groups and members; raises EntryError if an entry uses one."""
-        for number in list(self._groups):
+        for number in self.groups():
             self.delete_group(number)
-        for number in list(self._members):
+        for number in self.members():
             self.delete_member(number)
 
     # ----------------------------------------------------------------------------------------------- for entries
 
     def place(self, target: MemberRef | GroupRef) -> int:
         """Return the cell of a member or a group; raises EntryError if an entry cannot refer to it."""
-        if isinstance(target, MemberRef):
-            return self._member(target.id).place
-        group = self._group(target.id)
-        if not group.members:
+        choice = self.find(target)
+        if not choice.weights:
             raise InUseError(f"{self.where}: group {target.id} is empty; add a member before an entry uses it")
-        return group.place
+        return choice.place
 
-    def hold(self, target: MemberRef | GroupRef) -> None:
-        """Record that an entry uses ``target``."""
-        self._used(target).users += 1
-
-    def release(self, target: MemberRef | GroupRef) -> None:
-        """Record that an entry no longer uses ``target``."""
-        self._used(target).users -= 1
-
-    def _used(self, target: MemberRef | GroupRef) -> _Member | _Group:
-        return self._member(target.id) if isinstance(target, MemberRef) else self._group(target.id)
+    def find(self, target: MemberRef | GroupRef) -> _Choice:
+        """Return a member or a group; raises EntryError if there is none."""
+        if target not in self._choices:
+            known = sorted(key.id for key in self._choices if type(key) is type(target))
+            listed = ", ".join(map(str, known[:10])) or "none"
+            raise MissingError(f"{self.where} has no {_NOUNS[type(target)]} {target.id}; it has {listed}")
+        return self._choices[target]
 
     # --------------------------------------------------------------------------------------------------- storage
-
-    def _member(self, number: int) -> _Member:
-        if number not in self._members:
-            raise MissingError(f"{self.where} has no member {number}; it has {_listed(self._members)}")
-        return self._members[number]
-
-    def _group(self, number: int) -> _Group:
-        if number not in self._groups:
-            raise MissingError(f"{self.where} has no group {number}; it has {_listed(self._groups)}")
-        return self._groups[number]
 
     def _weights(self, group_id: int, members: Members) -> dict[int, int]:
         """Return the weight of each member; raises EntryError for invalid members or weights."""
@@ -320,22 +271,22 @@ class ActionProfile:
             raise EntryError(f"{self.where}: group {group_id} names a member twice: {list(members)}")
         weights = dict(members) if isinstance(members, Mapping) else dict.fromkeys(members, 1)
         for number, weight in weights.items():
-            self._member(number)
+            self.find(MemberRef(number))
             if weight < 1:
                 raise EntryError(f"{self.where}: group {group_id}: weight {weight} of member {number} is below 1")
         if sum(weights.values()) > GROUP_SIZE_MAX:
             raise FullError(f"{self.where}: the weights of group {group_id} add up to more than {GROUP_SIZE_MAX}")
         return weights
 
-    def _regroup(self, group: _Group, weights: dict[int, int]) -> None:
+    def _regroup(self, group: _Choice, weights: dict[int, int]) -> None:
         """Replace a group's members; allocates and frees handles in BMv2's order."""
-        before, group.members = group.members, weights
+        before = group.weights
         for number in sorted(weights):
             member = self._members[number]
             while len(member.handles) < weights[number]:
                 member.handles.append(self._handles.take())
                 self._fill(member.handles[-1], self.actions.row(member.action))
-        self._choose(group.place, weights)
+        self._choose(group, weights)
         self._trim({*before, *weights})
 
     def _trim(self, numbers: Iterable[int]) -> None:
@@ -343,58 +294,53 @@ class ActionProfile:
         for number in sorted(numbers):
             handles = self._members[number].handles
             if len(handles) > 1:
-                needed = max((group.members.get(number, 1) for group in self._groups.values()), default=1)
+                needed = max(choice.weights.get(number, 1) for choice in self._choices.values())
                 while len(handles) > needed:
                     self._handles.give_back(handles.pop())
 
-    def _new_place(self) -> int:
-        if self._free_places:
-            return self._free_places.pop()
-        self.group_cells += [0, 0]
-        return len(self.group_cells) - 2
+    def _new_choice(self, target: MemberRef | GroupRef) -> _Choice:
+        if not self._free_places:
+            self._free_places.append(len(self.group_cells))
+            self.group_cells += [0, 0]
+        choice = self._choices[target] = _Choice({}, self._free_places.pop())
+        return choice
 
-    def _drop_place(self, place: int) -> None:
-        self.group_cells[place] = 0
-        self._free_places.append(place)
+    def _drop(self, target: MemberRef | GroupRef) -> _Choice:
+        """Remove a member or a group; raises EntryError if an entry uses it."""
+        choice, noun = self.find(target), _NOUNS[type(target)]
+        if choice.users:
+            raise InUseError(f"{self.where}: {noun} {target.id} is used by {choice.users} entries; change them first")
+        self.group_cells[choice.place] = 0
+        self._free_places.append(choice.place)
         self.changed = True
+        return self._choices.pop(target)
 
     def _fill(self, handle: int, row: list[int]) -> None:
         put_row(self.rows, handle * self.slot.stride, self.slot.stride, row)
         self.changed = True
 
-    def _choose(self, place: int, members: Mapping[int, int]) -> None:
-        """Point ``place`` to members of these weights. Its former cells stay unused until `_tidy`."""
-        handles = self._handles_of(members)
-        self.group_cells[place : place + 2] = [len(handles), len(self.choices)]
-        self.choices += [handle * self.slot.stride for handle in handles]
+    def _choose(self, choice: _Choice, weights: dict[int, int]) -> None:
+        """Set the members. The former cells stay unused until all are tidied."""
+        choice.weights = weights
+        self._point(choice)
         self.changed = True
         if len(self.choices) > self._tidy_at:
-            self._tidy()
+            self.choices.clear()
+            for each in self._choices.values():
+                self._point(each)
+            self._tidy_at = 2 * len(self.choices) + TIDY_CELLS
 
-    def _tidy(self) -> None:
-        self.choices.clear()
-        for member in self._members.values():
-            self.group_cells[member.place : member.place + 2] = [1, len(self.choices)]
-            self.choices.append(member.handles[0] * self.slot.stride)
-        for group in self._groups.values():
-            handles = self._handles_of(group.members)
-            self.group_cells[group.place : group.place + 2] = [len(handles), len(self.choices)]
-            self.choices += [handle * self.slot.stride for handle in handles]
-        self._tidy_at = 2 * len(self.choices) + TIDY_CELLS
-
-    def _handles_of(self, members: Mapping[int, int]) -> list[int]:
-        return sorted(handle for number, weight in members.items() for handle in self._members[number].handles[:weight])
+    def _point(self, choice: _Choice) -> None:
+        handles = (self._members[number].handles[:weight] for number, weight in choice.weights.items())
+        chosen = [handle * self.slot.stride for handle in sorted(itertools.chain.from_iterable(handles))]
+        self.group_cells[choice.place : choice.place + 2] = [len(chosen), len(self.choices)]
+        self.choices += chosen
 
 
-def _listed(numbers: Mapping[int, object]) -> str:
-    return ", ".join(str(number) for number in sorted(numbers)[:10]) or "none"
+_NOUNS: Final = {MemberRef: "member", GroupRef: "group"}
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
-
-
-Match: TypeAlias = Mapping[str, int | tuple[int, int]]
-"""A value for each field: a number (exact), (value, prefix length), (value, mask) or (low, high)."""
 
 
 class KeyPattern(NamedTuple):
@@ -455,14 +401,11 @@ class Fields:
         """
         value = mask = 0
         ranges = []
-        for name in match:
-            if name not in self._by_name:
-                raise UnknownNameError("field", name, self._by_name, self._where)
-        given = {id(self._by_name[name]): item for name, item in match.items()}
+        given = self.named(match)
         for key in self._keys:
             shift = self._shifts[key.name]
             full = (1 << key.width) - 1
-            item = given.get(id(key))
+            item = given.get(key.name)
             if key.match == "range":
                 low, high = (0, full) if item is None else self._pair(key, item, "(low, high)")
                 self._fits(key, low)
@@ -518,75 +461,49 @@ HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
 """The multiplier of the hash in `probe`."""
 
 
-class ExactIndex(dict[int, int]):
-    """Maps a combined key to the offset of its row; 0 for a key without an entry."""
+# The lookup structures of tables. For plain text, each is a dictionary from a combined key to a place, the offset of a
+# row: above 0, or 0 for a key without an entry. For compiled text, each encodes itself for a lookup function below. Of
+# several patterns that match, the one with the lowest rank wins, then the lowest place.
+
+
+class ExactLookup(dict[int, int]):
+    """Lookup of exact keys."""
 
     def __missing__(self, key: int) -> int:
         return 0
 
+    def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
+        """Add a key, which has no other entry."""
+        self[pattern.value] = place
 
-class CachedIndex(dict[int, int]):
-    """Like `ExactIndex`, but searches for the entry and caches the result."""
+    def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
+        """Remove a key."""
+        del self[pattern.value]
 
-    def __init__(self, search: Callable[[int], int]) -> None:
-        super().__init__()
-        self._search = search
+    def encode(self) -> NDArray[np.int64]:
+        """Return a hash table: its mask, then pairs of key and place."""
+        return _hashed(self)
+
+
+class CachedLookup(dict[int, int]):
+    """A lookup that searches; the dictionary holds the results of searches."""
 
     def __missing__(self, key: int) -> int:
         if len(self) >= CACHE_KEYS:
             self.clear()
-        self[key] = place = self._search(key)
+        self[key] = place = self.search(key)
         return place
 
-
-class Lookup(ABC):
-    """The lookup structure of a table. A place, the offset of a row, is above 0; the default entry is at 0.
-
-    Attributes
-    ----------
-    index
-        Maps a combined key to a place.
-    """
-
-    index: dict[int, int]
-
-    @abstractmethod
-    def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Add a pattern; of several that match the lowest rank wins, then the lowest place."""
-
-    @abstractmethod
-    def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Remove a pattern added with the same arguments."""
-
-    @abstractmethod
-    def encode(self) -> NDArray[np.int64]:
-        """Return the array for the lookup functions below."""
+    def search(self, key: int) -> int:
+        """Return the place of a combined key."""
+        raise NotImplementedError
 
 
-class ExactLookup(Lookup):
-    """Lookup of exact keys."""
-
-    def __init__(self) -> None:
-        self.index = ExactIndex()
-
-    def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Add a key, which has no other entry."""
-        self.index[pattern.value] = place
-
-    def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
-        """Remove a key."""
-        del self.index[pattern.value]
-
-    def encode(self) -> NDArray[np.int64]:
-        """Return a hash table: its mask, then pairs of key and place."""
-        return _hashed(self.index)
-
-
-class PrefixLookup(Lookup):
+class PrefixLookup(CachedLookup):
     """Longest-prefix lookup, with one hash table for each number of wildcard bits."""
 
     def __init__(self, width: int) -> None:
-        self.index = CachedIndex(self._search)
+        super().__init__()
         self._width = width
         self._by_shift: dict[int, dict[int, int]] = {}
 
@@ -595,7 +512,7 @@ class PrefixLookup(Lookup):
         shift = self._width - pattern.mask.bit_count()
         self._by_shift.setdefault(shift, {})[pattern.value >> shift] = place
         self._by_shift = dict(sorted(self._by_shift.items()))
-        self.index.clear()
+        self.clear()
 
     def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
         """Remove a prefix."""
@@ -603,7 +520,7 @@ class PrefixLookup(Lookup):
         del self._by_shift[shift][pattern.value >> shift]
         if not self._by_shift[shift]:
             del self._by_shift[shift]
-        self.index.clear()
+        self.clear()
 
     def encode(self) -> NDArray[np.int64]:
         """Return the number of lengths; wildcard bits, start and mask of the hash table of each; the hash tables."""
@@ -616,7 +533,8 @@ class PrefixLookup(Lookup):
             start += len(cells) - 1
         return np.concatenate([np.array(head, np.int64), *tables])
 
-    def _search(self, key: int) -> int:
+    def search(self, key: int) -> int:
+        """Return the place of a combined key."""
         for shift, prefixes in self._by_shift.items():
             place = prefixes.get(key >> shift)
             if place is not None:
@@ -624,7 +542,7 @@ class PrefixLookup(Lookup):
         return 0
 
 
-class OrderedLookup(Lookup):
+class OrderedLookup(CachedLookup):
     """Lookup of patterns with masks and ranges; the first match in order of rank and place wins.
 
     Parameters
@@ -635,19 +553,19 @@ class OrderedLookup(Lookup):
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]] | None) -> None:
-        self.index = CachedIndex(self._search)
+        super().__init__()
         self._ranges = ranges
         self._ordered: list[tuple[int, int, KeyPattern]] = []
 
     def add(self, pattern: KeyPattern, rank: int, place: int) -> None:
         """Add a pattern."""
         bisect.insort(self._ordered, (rank, place, pattern))
-        self.index.clear()
+        self.clear()
 
     def remove(self, pattern: KeyPattern, rank: int, place: int) -> None:
         """Remove a pattern."""
         del self._ordered[bisect.bisect_left(self._ordered, (rank, place, pattern))]
-        self.index.clear()
+        self.clear()
 
     def encode(self) -> NDArray[np.int64]:
         """Return the number of entries and the range fields; then mask, value, bounds and place of each entry."""
@@ -664,11 +582,12 @@ class OrderedLookup(Lookup):
             cells.append(place)
         return np.array(cells, np.int64)
 
-    def _search(self, key: int) -> int:
+    def search(self, key: int) -> int:
+        """Return the place of a combined key."""
         return next((place for _, place, pattern in self._ordered if pattern.matches(key)), 0)
 
 
-def make_lookup(match: str, fields: Fields) -> Lookup:
+def make_lookup(match: str, fields: Fields) -> ExactLookup | PrefixLookup | OrderedLookup:
     """Return an empty lookup structure for a match kind: exact, lpm, ternary or range."""
     if match == "exact":
         return ExactLookup()
@@ -763,26 +682,6 @@ def _hashed(items: Mapping[int, int]) -> NDArray[np.int64]:
     return cells
 
 
-class Entry(NamedTuple):
-    """An entry as it was inserted."""
-
-    match: dict[str, int | tuple[int, int]]
-    target: Target
-    priority: int
-
-
-@dataclass(slots=True)
-class _Stored:
-    handle: int
-    pattern: KeyPattern
-    rank: int
-    entry: Entry
-    key: tuple[KeyPattern, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key = (self.pattern, self.rank)
-
-
 class Table:
     """A table of a program.
 
@@ -805,31 +704,23 @@ class Table:
         self.actions = Actions(definition.actions, self.where)
         self.rows: list[int] = [0] * slot.stride
         self._fields = Fields(definition, slot, self.where)
-        self._lookup = make_lookup(definition.match, self._fields)
-        self.index = self._lookup.index
+        self.index = make_lookup(definition.match, self._fields)
         self.changed = True
         self._prioritised = definition.match in ("ternary", "range")
-        self._stored: dict[tuple[KeyPattern, int], _Stored] = {}
+        self._stored: dict[tuple[KeyPattern, int], TableEntry] = {}
+        """The entries by pattern and rank."""
         self._handles = Handles()
         self._default: Target | None = None
         self.reset_default()
-        for const in definition.entries:
-            match = {key.name: value for key, value in zip(definition.keys, const.keys, strict=True)}
-            self._add(
-                self._fields.pattern(match),
-                const.rank,
-                Entry(match, self._const_action(const.action, const.arguments), 0),
-            )
-
-    def _const_action(self, number: int, arguments: tuple[int, ...]) -> Action:
-        definition = next(action for action in self.definition.actions if action.id == number)
-        names = (parameter.name for parameter in definition.parameters)
-        return Action(definition.name, dict(zip(names, arguments, strict=True)))
+        for entry in definition.entries:
+            self._add((self._fields.pattern(entry.match), entry.priority), replace(entry, priority=0))
 
     # -------------------------------------------------------------------------------------------------- changing
 
-    def insert(self, match: Match, target: Target, priority: int = 0) -> int:
-        """Add an entry and return its handle.
+    def insert(
+        self, match: Match, target: Target, priority: int = 0, meter: MeterConfig | None = None, notes: Any = None
+    ) -> TableEntry:
+        """Add an entry and return it.
 
         Parameters
         ----------
@@ -839,61 +730,66 @@ class Table:
             `Action`, or `MemberRef` or `GroupRef` for a table with an action profile.
         priority
             Above 0 for tables with ternary or range fields, where the highest wins; else 0.
+        meter
+            Configuration of the entry's direct meter.
+        notes
+            Kept with the entry.
 
         Raises
         ------
         EntryError
             The entry does not fit the table or already exists, or the table is full.
         """
-        self._mutable()
-        pattern, rank = self._fields.pattern(match), self._rank(priority)
-        if (pattern, rank) in self._stored:
+        key = self._key(match, priority)
+        if key in self._stored:
             raise DuplicateError(f"{self.where} has an entry for {_show(match)} already; use modify")
         if len(self._stored) >= self.definition.size:
             raise FullError(f"{self.where} is full ({self.definition.size} entries); delete some first")
-        return self._add(pattern, rank, Entry(self._fields.named(match), self._checked(target), priority))
+        self._check(target)
+        if meter is not None:
+            self._direct()
+        entry = self._add(key, TableEntry(self.name, self._fields.named(match), target, priority, notes=notes))
+        if meter is not None:
+            self._direct()[entry.handle] = meter
+        return entry
 
-    def modify(self, match: Match, target: Target, priority: int = 0) -> int:
-        """Change an entry's target and return its handle; errors as `insert`, or if there is no such entry."""
-        self._mutable()
-        stored = self._find(match, priority)
-        target = self._checked(target)
-        self._hold(target)
-        self._release(stored.entry.target)
-        stored.entry = Entry(stored.entry.match, target, stored.entry.priority)
-        self._fill(self._place(stored.handle), target)
-        self.changed = True
-        return stored.handle
+    def modify(self, match: Match, target: Target, priority: int = 0, notes: Any = None) -> TableEntry:
+        """Change an entry's target and notes, and return it; errors as `insert`, or if there is no such entry."""
+        key = self._key(match, priority)
+        before = self._at(key, match)
+        self._check(target)
+        entry = self._stored[key] = replace(before, target=target, notes=notes)
+        self._put(self._place(entry), target, before.target)
+        return entry
 
-    def delete(self, match: Match, priority: int = 0) -> int:
-        """Remove an entry and return its former handle; raises EntryError if there is no such entry."""
-        self._mutable()
-        stored = self._find(match, priority)
-        self._remove(stored)
-        return stored.handle
+    def delete(self, match: Match, priority: int = 0) -> None:
+        """Remove an entry; raises EntryError if there is no such entry."""
+        key = self._key(match, priority)
+        self._at(key, match)
+        self._remove(key)
 
     def clear(self) -> None:
         """Remove all entries except constant ones."""
         if not self.definition.entries:
-            for stored in list(self._stored.values()):
-                self._remove(stored)
+            for key in list(self._stored):
+                self._remove(key)
 
-    def get(self, match: Match, priority: int = 0) -> Entry | None:
+    def get(self, match: Match, priority: int = 0) -> TableEntry | None:
         """Return an entry, or None; raises EntryError for a match that does not fit the table."""
-        stored = self._stored.get((self._fields.pattern(match), self._rank(priority)))
-        return None if stored is None else stored.entry
+        return self._stored.get((self._fields.pattern(match), self._rank(priority)))
 
-    def handle(self, match: Match, priority: int = 0) -> int:
-        """Return the handle of an entry; raises EntryError if there is no such entry."""
-        return self._find(match, priority).handle
+    def find(self, match: Match, priority: int = 0) -> TableEntry:
+        """Return an entry; raises EntryError if there is no such entry."""
+        return self._at((self._fields.pattern(match), self._rank(priority)), match)
 
-    def entries(self) -> list[Entry]:
+    def _at(self, key: tuple[KeyPattern, int], match: Match) -> TableEntry:
+        if key not in self._stored:
+            raise MissingError(f"{self.where} has no entry for {_show(match)}")
+        return self._stored[key]
+
+    def entries(self) -> list[TableEntry]:
         """Return all entries, in the order of their handles."""
-        return list(self.by_handle().values())
-
-    def by_handle(self) -> dict[int, Entry]:
-        """Return all entries by their handles, in order."""
-        return {item.handle: item.entry for item in sorted(self._stored.values(), key=lambda item: item.handle)}
+        return sorted(self._stored.values(), key=lambda entry: entry.handle)
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -909,35 +805,23 @@ class Table:
             raise ConstantError(f"{self.where} has a constant default action")
         if isinstance(target, GroupRef):
             raise EntryError(f"{self.where}: a group cannot be the default; use one of its members")
-        target = self._checked(target)
-        self._hold(target)
-        self._release(self._default)
+        self._check(target)
+        self._put(0, target, self._default)
         self._default = target
-        self._fill(0, target)
-        self.changed = True
 
     def reset_default(self) -> None:
         """Restore the program's default action."""
-        self._release(self._default)
-        self._default = None
-        self.changed = True
-        for cell in range(self.slot.stride):
-            self.rows[cell] = 0
-        if self.profile is not None:
-            return
-        if self.definition.default is not None:
-            self._default = self._const_action(*self.definition.default)
-            self._fill(0, self._default)
-        else:
-            self.rows[0] = -1
+        target = self.definition.default if self.profile is None else None
+        self._put(0, target, self._default)
+        self._default = target
 
     def set_meter(self, match: Match, config: MeterConfig | None, priority: int = 0) -> None:
         """Configure the direct meter of an entry; None removes its configuration."""
-        self._direct()[self._find(match, priority).handle] = config
+        self._direct()[self.find(match, priority).handle] = config
 
     def get_meter(self, match: Match, priority: int = 0) -> MeterConfig | None:
         """Return the configuration of an entry's direct meter."""
-        return self._direct()[self._find(match, priority).handle]
+        return self._direct()[self.find(match, priority).handle]
 
     def _direct(self) -> MeterCells:
         if self.meters is None:
@@ -946,11 +830,13 @@ class Table:
 
     # ------------------------------------------------------------------------------------------------- the match
 
-    def _mutable(self) -> None:
+    def _key(self, match: Match, priority: int) -> tuple[KeyPattern, int]:
+        """Return the pattern and rank of an entry; raises EntryError if the table's entries cannot be changed."""
         if self.definition.entries:
             raise ConstantError(f"{self.where} has constant entries; they cannot be changed")
         if not self.definition.keys:
             raise EntryError(f"{self.where} has no key, so no entries; use set_default")
+        return self._fields.pattern(match), self._rank(priority)
 
     def _rank(self, priority: int) -> int:
         if self._prioritised and priority <= 0:
@@ -959,66 +845,58 @@ class Table:
             raise EntryError(f"{self.where} takes no priority: its entries overlap only by prefix length; use 0")
         return -priority
 
-    def _find(self, match: Match, priority: int) -> _Stored:
-        stored = self._stored.get((self._fields.pattern(match), self._rank(priority)))
-        if stored is None:
-            raise MissingError(f"{self.where} has no entry for {_show(match)}")
-        return stored
-
     # --------------------------------------------------------------------------------------------------- storage
 
-    def _checked(self, target: Target) -> Target:
+    def _check(self, target: Target) -> None:
+        """Raise EntryError if a target does not fit the table."""
         if self.profile is None:
             if not isinstance(target, Action):
                 raise EntryError(f"{self.where} has no action profile; give an Action, not {target}")
             self.actions.row(target)
-            return target
-        if isinstance(target, Action):
+        elif isinstance(target, Action):
             raise EntryError(f"{self.where} has an action profile; give a MemberRef or a GroupRef, not {target}")
-        self.profile.place(target)
-        return target
+        else:
+            self.profile.place(target)
 
-    def _hold(self, target: Target | None) -> None:
-        if self.profile is not None and target is not None and not isinstance(target, Action):
-            self.profile.hold(target)
+    def _place(self, entry: TableEntry) -> int:
+        return (entry.handle + 1) * self.slot.stride
 
-    def _release(self, target: Target | None) -> None:
-        if self.profile is not None and target is not None and not isinstance(target, Action):
-            self.profile.release(target)
+    def _use(self, target: Target | None, count: int) -> None:
+        """Count the entries that refer to a member or a group."""
+        if self.profile is not None and isinstance(target, MemberRef | GroupRef):
+            self.profile.find(target).users += count
 
-    def _place(self, handle: int) -> int:
-        return (handle + 1) * self.slot.stride
-
-    def _fill(self, place: int, target: Target) -> None:
-        """Write a target's row at ``place``."""
-        row = self.actions.row(target) if isinstance(target, Action) else []
-        if self.profile is not None and not isinstance(target, Action):
-            row = [self.profile.place(target)]
+    def _put(self, place: int, target: Target | None, before: Target | None) -> None:
+        """Write a target's row at ``place``, and count the uses of it and of the target ``before``."""
+        self._use(target, 1)
+        self._use(before, -1)
+        if isinstance(target, Action):
+            row = self.actions.row(target)
+        elif self.profile is None:
+            row = [-1]
+        else:
+            row = [0 if target is None else self.profile.place(target)]
         put_row(self.rows, place, self.slot.stride, row)
-
-    def _add(self, pattern: KeyPattern, rank: int, entry: Entry) -> int:
-        handle = self._handles.take()
-        stored = _Stored(handle, pattern, rank, entry)
-        self._hold(entry.target)
-        place = self._place(handle)
-        self._fill(place, entry.target)
-        self._stored[stored.key] = stored
-        self._lookup.add(pattern, rank, place)
         self.changed = True
-        return handle
 
-    def _remove(self, stored: _Stored) -> None:
-        del self._stored[stored.key]
-        self._lookup.remove(stored.pattern, stored.rank, self._place(stored.handle))
+    def _add(self, key: tuple[KeyPattern, int], entry: TableEntry) -> TableEntry:
+        entry = self._stored[key] = replace(entry, handle=self._handles.take())
+        self._put(self._place(entry), entry.target, None)
+        self.index.add(*key, self._place(entry))
+        return entry
+
+    def _remove(self, key: tuple[KeyPattern, int]) -> None:
+        entry = self._stored.pop(key)
+        self.index.remove(*key, self._place(entry))
         if self.meters is not None:
-            self.meters[stored.handle] = None
-        self._release(stored.entry.target)
-        self._handles.give_back(stored.handle)
+            self.meters[entry.handle] = None
+        self._use(entry.target, -1)
+        self._handles.give_back(entry.handle)
         self.changed = True
 
     def encode(self) -> NDArray[np.int64]:
         """Return the lookup structure as the array for the lookup functions above."""
-        return self._lookup.encode()
+        return self.index.encode()
 
 
 def _show(match: Match) -> str:

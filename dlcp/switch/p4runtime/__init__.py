@@ -4,7 +4,7 @@
 This package is imported only if P4Runtime is requested, because its protocol messages require finsy
 (``pip install 'dlcp[p4runtime]'``). `P4RuntimeServer` is the entry point. The layers, from the wire inwards: ``server``
 (the six calls and arbitration), ``device`` (one switch and its pipeline), ``entities`` (readable and writable objects:
-p4info joined to a running program), ``messages`` (values, matches, actions, errors).
+p4info joined to a running program).
 
 Where the specification (1.4.1) and BMv2 differ, this follows the specification; comments mark the places.
 """

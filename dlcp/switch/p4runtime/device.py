@@ -20,7 +20,7 @@ from google.protobuf import text_format
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.model import EntryError, UnsupportedFeatureError
 from dlcp.switch.executor.program import Backend, Program
-from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, Refused, kinds_of
+from dlcp.switch.p4runtime.entities import DELETE, INSERT, MODIFY, Ask, Change, EntityKind, Refused, code_of, kinds_of
 
 _FORWARDING_STATE: Final = (
     p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
@@ -375,7 +375,7 @@ def _result(change: Change) -> p4r.Error:
     try:
         change()
     except EntryError as error:
-        return p4r.Error(canonical_code=error.code, message=str(error), space=ERROR_SPACE)
+        return p4r.Error(canonical_code=code_of(error), message=str(error), space=ERROR_SPACE)
     return _DONE
 
 

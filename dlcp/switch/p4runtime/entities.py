@@ -10,17 +10,17 @@ p4info's descriptions of fields and parameters (number, name, width, match kind)
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from finsy.proto import p4i, p4r, rpc_code
 
-from dlcp.switch.executor.cells import Counter, MeterCells, MeterConfig, Register
-from dlcp.switch.executor.model import EntryError
+from dlcp.switch.executor import model
+from dlcp.switch.executor.cells import Counter, MeterCells, Register
+from dlcp.switch.executor.model import Action, EntryError, GroupRef, Match, MemberRef, MeterConfig, TableEntry, Target
 from dlcp.switch.executor.program import Program
-from dlcp.switch.executor.tables import Action, ActionProfile, Actions, Entry, GroupRef, Match, MemberRef, Table, Target
+from dlcp.switch.executor.tables import ActionProfile, Actions, Table
 
 BURST_MAX: Final = (1 << 32) - 1
 """BMv2 stores a burst in 32 bits."""
@@ -40,25 +40,31 @@ class Refused(EntryError):  # noqa: N818 - the name says what it is
         self.code = code
 
 
+_CODES: Final[Mapping[type[EntryError], int]] = {
+    model.DuplicateError: rpc_code.ALREADY_EXISTS,
+    model.MissingError: rpc_code.NOT_FOUND,
+    model.FullError: rpc_code.RESOURCE_EXHAUSTED,
+    model.InUseError: rpc_code.FAILED_PRECONDITION,
+    model.ConstantError: rpc_code.PERMISSION_DENIED,
+    model.CellError: rpc_code.OUT_OF_RANGE,
+}
+
+
+def code_of(error: EntryError) -> int:
+    """Return the canonical code of google.rpc for an error."""
+    return error.code if isinstance(error, Refused) else _CODES.get(type(error), rpc_code.INVALID_ARGUMENT)
+
+
 def find(things: Mapping[int, Any], number: int, what: str) -> Any:
     """Return an object by its number. Raises Refused, which starts with ``what`` and lists the existing objects."""
     if number not in things:
-        known = ", ".join(f"{key} ({thing.name})" for key, thing in things.items())
+        known = ", ".join(f"{key} ({getattr(thing, 'preamble', thing).name})" for key, thing in things.items())
         raise Refused(f"{what} {number}; there are {known or 'none'}")
     return things[number]
 
 
 Described: TypeAlias = p4i.MatchField | p4i.Action.Param
 """A field of a table's key or a parameter of an action, as p4info describes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActionInfo:
-    """An action, with its parameters by number, in order."""
-
-    id: int
-    name: str
-    params: Mapping[int, p4i.Action.Param]
 
 
 # ----------------------------------------------------------------------------------------------------------- values
@@ -86,14 +92,6 @@ def encode(number: int) -> bytes:
 
 # ---------------------------------------------------------------------------------------------------------- matches
 
-MATCH_KINDS: Final[Mapping[int, str]] = {
-    p4i.MatchField.EXACT: "exact",
-    p4i.MatchField.LPM: "lpm",
-    p4i.MatchField.TERNARY: "ternary",
-    p4i.MatchField.RANGE: "range",
-    p4i.MatchField.OPTIONAL: "optional",
-}
-"""Kinds of match by their number in p4info; also the names of FieldMatch's alternatives."""
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "exact": ("value",),
     "lpm": ("value", "prefix_len"),
@@ -103,6 +101,14 @@ _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Fields of each kind of FieldMatch, in the order of the program's tables; all except ``prefix_len`` are byte
 strings."""
+
+
+_KINDS: Final = {number: name.lower() for name, number in p4i.MatchField.MatchType.items()}
+
+
+def _kind(field: p4i.MatchField) -> str:
+    """Return a field's kind of match: the name of an alternative of FieldMatch, or of none."""
+    return _KINDS.get(field.match_type, "unknown")
 
 
 def read_match(fields: Mapping[int, p4i.MatchField], items: Iterable[p4r.FieldMatch], where: str) -> Match:
@@ -118,9 +124,8 @@ def read_match(fields: Mapping[int, p4i.MatchField], items: Iterable[p4r.FieldMa
     for item in items:
         field = find(fields, item.field_id, f"{where} has no field")
         kind = item.WhichOneof("field_match_type")
-        known = MATCH_KINDS[field.match_type]
-        if kind != known:
-            raise Refused(f"{where}: field {field.name} is {known}, not {kind or 'empty'}")
+        if kind is None or kind != _kind(field):
+            raise Refused(f"{where}: field {field.name} is {_kind(field)}, not {kind or 'empty'}")
         if field.name in match:
             raise Refused(f"{where}: field {field.name} is given twice")
         said = getattr(item, kind)
@@ -140,7 +145,7 @@ def write_match(fields: Iterable[p4i.MatchField], match: Match, entry: p4r.Table
     """Put a match into a message, without the fields that match anything, as P4Runtime requires."""
     for field in fields:
         value: Any = match.get(field.name)
-        kind = MATCH_KINDS[field.match_type]
+        kind = _kind(field)
         if value is None or _is_anything(kind, value, field):
             continue
         said = getattr(entry.match.add(field_id=field.id), kind)
@@ -158,26 +163,26 @@ def _is_anything(kind: str, value: Any, field: p4i.MatchField) -> bool:
 # ------------------------------------------------------------------------------------------------ actions and meters
 
 
-def read_action(actions: Mapping[int, ActionInfo], action: p4r.Action, where: str) -> Action:
+def read_action(actions: Mapping[int, p4i.Action], action: p4r.Action, where: str) -> Action:
     """Return an action for the program; raises Refused if it is not in ``actions`` or its parameters are invalid."""
     info = find(actions, action.action_id, f"{where} has no action")
+    name, params = info.preamble.name, {param.id: param for param in info.params}
     given: dict[str, int] = {}
     for item in action.params:
-        param = info.params.get(item.param_id)
-        if param is None or param.name in given:
-            wrong = "unknown" if param is None else "given twice"
-            raise Refused(f"{where}: parameter {item.param_id} of action {info.name} is {wrong}")
+        param = params.pop(item.param_id, None)
+        if param is None:
+            raise Refused(f"{where}: parameter {item.param_id} of action {name} is unknown or given twice")
         given[param.name] = decode(item.value, param)
-    if len(given) != len(info.params):
-        missing = ", ".join(param.name for param in info.params.values() if param.name not in given)
-        raise Refused(f"{where}: action {info.name} needs a value for {missing}")
-    return Action(info.name, given)
+    if params:
+        missing = ", ".join(param.name for param in params.values())
+        raise Refused(f"{where}: action {name} needs a value for {missing}")
+    return Action(name, given)
 
 
-def write_action(info: ActionInfo, action: Action, message: p4r.Action) -> None:
+def write_action(info: p4i.Action, action: Action, message: p4r.Action) -> None:
     """Put an action into a message."""
-    message.action_id = info.id
-    for param in info.params.values():
+    message.action_id = info.preamble.id
+    for param in info.params:
         message.params.add(param_id=param.id, value=encode(action.params[param.name]))
 
 
@@ -237,14 +242,12 @@ class Notes(NamedTuple):
 
 
 _NONE: Final = Notes()
-_DEFAULT: Final = -1
-"""The key of the default entry's notes; other entries have handles from 0 up."""
 
 
 class TableEntries:
     """The entries of one table, as ``table_entry``, and their direct meters, as ``direct_meter_entry``."""
 
-    def __init__(self, item: p4i.Table, actions: Mapping[int, ActionInfo], program: Program) -> None:
+    def __init__(self, item: p4i.Table, actions: Mapping[int, p4i.Action], program: Program) -> None:
         self.id, self.name = item.preamble.id, item.preamble.name
         self.where = f"table {self.name}"
         self.table: Table = _object(program.tables, item)
@@ -252,8 +255,8 @@ class TableEntries:
         self._fields = {field.id: field for field in item.match_fields}
         self._scopes = {reference.id: reference.scope for reference in item.action_refs}
         self._actions = {number: _action(actions, number, self.name) for number in self._scopes}
-        self._by_name = {info.name: info for info in self._actions.values()}
-        self._notes: dict[int, Notes] = {}
+        self._by_name = {info.preamble.name: info for info in self._actions.values()}
+        self._default_notes = _NONE
         self._compare_fields(item)
         profile = self.table.profile
         if bool(item.implementation_id) != (profile is not None):
@@ -266,8 +269,8 @@ class TableEntries:
         if len(keys) != len(item.match_fields):
             raise Refused(f"{self.where} has {len(item.match_fields)} fields in p4info and {len(keys)} in the program")
         for field, key in zip(item.match_fields, keys, strict=True):
-            kind = MATCH_KINDS.get(field.match_type)
-            if kind is None or field.HasField("type_name"):
+            kind = _kind(field)
+            if kind not in _PARTS or field.HasField("type_name"):
                 raise Refused(
                     f"{self.where}: field {field.name} has an unsupported match kind or type", rpc_code.UNIMPLEMENTED
                 )
@@ -290,7 +293,7 @@ class TableEntries:
         match = read_match(self._fields, entry.match, self.where)
         priority = entry.priority
         if kind == DELETE:
-            return lambda: self._notes.pop(self.table.delete(match, priority), None)
+            return lambda: self.table.delete(match, priority)
         self._check(entry)
         target = self._target(entry)
         meter = None
@@ -299,17 +302,14 @@ class TableEntries:
             meter = read_meter(entry.meter_config, self.where)
         notes = Notes(entry.controller_metadata, entry.metadata)
         if kind == INSERT:
-            return lambda: self._keep(self.table.insert(match, target, priority), meter, notes)
-        return lambda: self._keep(self.table.modify(match, target, priority), meter, notes)
+            return lambda: self.table.insert(match, target, priority, meter, notes)
 
-    def _keep(self, handle: int, meter: MeterConfig | None, notes: Notes) -> None:
-        """Store an entry's meter and notes. Modifying an entry without a meter removes its meter."""
-        if self.table.meters is not None:
-            self.table.meters[handle] = meter
-        if notes != _NONE:
-            self._notes[handle] = notes
-        else:
-            self._notes.pop(handle, None)
+        def modify() -> None:
+            handle = self.table.modify(match, target, priority, notes).handle
+            if self.table.meters is not None:  # modifying an entry without a meter removes its meter
+                self.table.meters[handle] = meter
+
+        return modify
 
     def _change_default(self, kind: int, entry: p4r.TableEntry) -> Change:
         self._check(entry)
@@ -328,10 +328,9 @@ class TableEntries:
         def change() -> None:
             if target is None:
                 self.table.reset_default()
-                self._notes.pop(_DEFAULT, None)
             else:
                 self.table.set_default(target)
-                self._notes[_DEFAULT] = notes
+            self._default_notes = notes if target is not None else _NONE
 
         return change
 
@@ -356,9 +355,6 @@ class TableEntries:
         kind = entry.action.WhichOneof("type")
         if kind is None:
             raise Refused(f"{self.where}: the entry has no action")
-        if (kind == "action") != (self.table.profile is None):
-            wanted = "an action" if self.table.profile is None else "a member or a group of its action profile"
-            raise Refused(f"{self.where} needs {wanted}")
         if kind == "action_profile_member_id":
             return MemberRef(entry.action.action_profile_member_id)
         if kind == "action_profile_group_id":
@@ -388,26 +384,22 @@ class TableEntries:
             self._check_default(wanted)
             yield self._default_entity()
             return
-        action_id = wanted.action.action.action_id
-        for handle, entry in self._selected(wanted):
-            notes = self._notes.get(handle, _NONE)
-            if (
-                (wanted.priority and entry.priority != wanted.priority)
-                or (wanted.controller_metadata and notes.controller_metadata != wanted.controller_metadata)
-                or (wanted.metadata and notes.metadata != wanted.metadata)
-                or (action_id and not (isinstance(entry.target, Action) and self._info(entry.target).id == action_id))
-            ):
+        asked = wanted.priority, wanted.controller_metadata, wanted.metadata, wanted.action.action.action_id
+        for entry in self._selected(wanted):
+            notes = entry.notes or _NONE
+            action_id = self._info(entry.target).preamble.id if isinstance(entry.target, Action) else 0
+            held = entry.priority, *notes, action_id
+            if any(value and value != own for value, own in zip(asked, held, strict=True)):
                 continue
             entity = p4r.Entity()
             message = entity.table_entry
             self._write_key(entry, message)
             self._write_target(entry.target, message.action)
-            if notes is not _NONE:
-                message.controller_metadata, message.metadata = notes
+            message.controller_metadata, message.metadata = notes
             if self.table.definition.entries:
                 message.is_const = True
             if wanted.HasField("meter_config") and self.table.meters is not None:
-                write_meter(self.table.meters[handle], message.meter_config)
+                write_meter(self.table.meters[entry.handle], message.meter_config)
             yield entity
 
     def change_meter(self, kind: int, item: p4r.DirectMeterEntry) -> Change:
@@ -427,15 +419,13 @@ class TableEntries:
             self._check_meter()
         if self.table.meters is None:
             return
+        chosen = self.table.entries()
         if wanted.table_id and wanted.match:
-            match = self._metered(wanted)
-            chosen = {self.table.handle(match, wanted.priority): Entry(dict(match), Action(""), wanted.priority)}
-        else:
-            chosen = self.table.by_handle()
-        for handle, entry in chosen.items():
+            chosen = [self.table.find(self._metered(wanted), wanted.priority)]
+        for entry in chosen:
             entity = p4r.Entity()
             self._write_key(entry, entity.direct_meter_entry.table_entry)
-            write_meter(self.table.meters[handle], entity.direct_meter_entry.config)
+            write_meter(self.table.meters[entry.handle], entity.direct_meter_entry.config)
             yield entity
 
     def change_counter(self, kind: int, item: p4r.DirectCounterEntry) -> Change:
@@ -448,14 +438,11 @@ class TableEntries:
             self.change_counter(MODIFY, item)
         return iter(())
 
-    def _selected(self, wanted: p4r.TableEntry) -> Iterator[tuple[int, Entry]]:
+    def _selected(self, wanted: p4r.TableEntry) -> list[TableEntry]:
         if not wanted.match:
-            yield from self.table.by_handle().items()
-            return
-        match = read_match(self._fields, wanted.match, self.where)
-        entry = self.table.get(match, wanted.priority)
-        if entry is not None:
-            yield self.table.handle(match, wanted.priority), entry
+            return self.table.entries()
+        entry = self.table.get(read_match(self._fields, wanted.match, self.where), wanted.priority)
+        return [] if entry is None else [entry]
 
     def _metered(self, entry: p4r.TableEntry) -> Match:
         """Return the match of an entry in a request about its direct meter."""
@@ -470,10 +457,10 @@ class TableEntries:
         message.table_id, message.is_default_action = self.id, True
         if self.table.default is not None:
             self._write_target(self.table.default, message.action)
-        message.controller_metadata, message.metadata = self._notes.get(_DEFAULT, _NONE)
+        message.controller_metadata, message.metadata = self._default_notes
         return entity
 
-    def _write_key(self, entry: Entry, message: p4r.TableEntry) -> None:
+    def _write_key(self, entry: TableEntry, message: p4r.TableEntry) -> None:
         message.table_id = self.id
         if entry.priority:
             message.priority = entry.priority
@@ -487,7 +474,7 @@ class TableEntries:
         else:
             write_action(self._info(target), target, message.action)
 
-    def _info(self, action: Action) -> Any:
+    def _info(self, action: Action) -> p4i.Action:
         return self._by_name[self.table.actions.full_name(action.name)]
 
 
@@ -498,7 +485,7 @@ class ProfileEntries:
     """The members and groups of one action profile."""
 
     def __init__(
-        self, item: p4i.ActionProfile, tables: Iterable[p4i.Table], actions: Mapping[int, ActionInfo], program: Program
+        self, item: p4i.ActionProfile, tables: Iterable[p4i.Table], actions: Mapping[int, p4i.Action], program: Program
     ) -> None:
         self.id, self.name = item.preamble.id, item.preamble.name
         self.where = f"action profile {self.name}"
@@ -506,17 +493,10 @@ class ProfileEntries:
         self._group_size_max = item.max_group_size
         """0 if p4info sets no limit."""
         references = [item for table in tables if table.implementation_id == self.id for item in table.action_refs]
-        self._actions = {
-            reference.id: _action(actions, reference.id, self.name)
-            for reference in references
-            if reference.scope != p4i.ActionRef.DEFAULT_ONLY
-        }
-        self._default_only = {
-            reference.id: _action(actions, reference.id, self.name).name
-            for reference in references
-            if reference.id not in self._actions
-        }
-        self._by_name = {info.name: info for info in self._actions.values()}
+        self._actions = {reference.id: _action(actions, reference.id, self.name) for reference in references}
+        self._default_only = {item.id for item in references if item.scope == p4i.ActionRef.DEFAULT_ONLY}
+        self._default_only -= {item.id for item in references if item.scope != p4i.ActionRef.DEFAULT_ONLY}
+        self._by_name = {info.preamble.name: info for info in self._actions.values()}
         self._sizes: dict[int, int] = {}
         """The ``max_size`` with which each group was inserted."""
 
@@ -527,10 +507,9 @@ class ProfileEntries:
             raise Refused(f"{self.where}: member_id must be above 0")
         if kind == DELETE:
             return lambda: self.profile.delete_member(number)
-        barred = self._default_only.get(item.action.action_id)
-        if barred is not None:
-            raise Refused(f"{self.where}: {barred} cannot be a member", rpc_code.PERMISSION_DENIED)
         action = read_action(self._actions, item.action, self.where)
+        if item.action.action_id in self._default_only:
+            raise Refused(f"{self.where}: {action.name} cannot be a member", rpc_code.PERMISSION_DENIED)
         if kind == INSERT:
             return lambda: self.profile.add_member(number, action)
         return lambda: self.profile.modify_member(number, action)
@@ -544,17 +523,13 @@ class ProfileEntries:
             return lambda: self._delete_group(number)
         weights = self._weights(item)
         limit = self._group_size_max
-        if kind == INSERT:
-            if size < 0 or (limit and size > limit):
-                raise Refused(f"{self.where}: max_size is {size}; give 0..{limit or 'any'}")
-            return lambda: self._add_group(number, size, weights)
-        return lambda: self._modify_group(number, size, weights)
+        if kind == INSERT and (size < 0 or (limit and size > limit)):
+            raise Refused(f"{self.where}: max_size is {size}; give 0..{limit or 'any'}")
+        return lambda: (self._add_group if kind == INSERT else self._modify_group)(number, size, weights)
 
     def _weights(self, item: p4r.ActionProfileGroup) -> dict[int, int]:
         weights: dict[int, int] = {}
         for member in item.members:
-            if member.weight < 1:
-                raise Refused(f"{self.where}: member {member.member_id} has weight {member.weight}; give 1 or more")
             if member.member_id in weights:
                 raise Refused(f"{self.where}: member {member.member_id} is named twice; set its weight instead")
             if member.WhichOneof("watch_kind"):
@@ -568,8 +543,7 @@ class ProfileEntries:
         self._sizes[number] = size
 
     def _modify_group(self, number: int, size: int, weights: dict[int, int]) -> None:
-        if not self.profile.has_group(number):
-            raise Refused(f"{self.where} has no group {number}", rpc_code.NOT_FOUND)
+        self.profile.find(GroupRef(number))
         before = self._sizes.get(number, 0)
         # As in PI, an omitted size means the current one.
         if size not in (0, before):
@@ -600,7 +574,7 @@ class ProfileEntries:
 
     def read_groups(self, wanted: p4r.ActionProfileGroup, ask: Ask) -> Iterator[p4r.Entity]:
         """Return one group, or all for number 0."""
-        for number, weights in self.profile.weights().items():
+        for number, weights in self.profile.groups().items():
             if wanted.group_id in (0, number):
                 entity = p4r.Entity()
                 message = entity.action_profile_group
@@ -773,10 +747,7 @@ def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, EntityKind]:
             if param.HasField("type_name"):
                 what = f"action {item.preamble.name}: parameter {param.name}"
                 raise Refused(f"{what} has a user-defined type", rpc_code.UNIMPLEMENTED)
-    actions = {
-        item.preamble.id: ActionInfo(item.preamble.id, item.preamble.name, {param.id: param for param in item.params})
-        for item in p4info.actions
-    }
+    actions = {item.preamble.id: item for item in p4info.actions}
     tables = {item.preamble.id: TableEntries(item, actions, program) for item in p4info.tables}
     profiles = {
         item.preamble.id: ProfileEntries(item, p4info.tables, actions, program) for item in p4info.action_profiles
@@ -799,17 +770,17 @@ def kinds_of(p4info: p4i.P4Info, program: Program) -> dict[str, EntityKind]:
     }
 
 
-def _action(actions: Mapping[int, ActionInfo], number: int, where: str) -> ActionInfo:
+def _action(actions: Mapping[int, p4i.Action], number: int, where: str) -> p4i.Action:
     if number not in actions:
         raise Refused(f"{where} refers to action {number}, which p4info does not describe")
     return actions[number]
 
 
-def _compare_actions(actions: Actions, described: Mapping[str, ActionInfo], where: str) -> None:
+def _compare_actions(actions: Actions, described: Mapping[str, p4i.Action], where: str) -> None:
     """Refuse p4info whose actions differ from the program's in name, or in their parameters' names or widths."""
     known = {action.name: [(param.name, param.width) for param in action.parameters] for action in actions.definitions}
     for name, info in described.items():
-        params = [(param.name, param.bitwidth) for param in info.params.values()]
+        params = [(param.name, param.bitwidth) for param in info.params]
         if known.get(name) != params:
             there = known.get(name, "does not exist")
             raise Refused(f"{where}: action {name} has parameters {params} in p4info, but {there} in the program")

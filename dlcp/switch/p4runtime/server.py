@@ -22,7 +22,7 @@ from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
 from dlcp.closing import Closing
 from dlcp.switch.executor.model import EntryError
 from dlcp.switch.p4runtime.device import ERROR_SPACE, P4RuntimeDevice
-from dlcp.switch.p4runtime.entities import Refused
+from dlcp.switch.p4runtime.entities import Refused, code_of
 
 P4RUNTIME_PORT: Final = 9559
 """Registered with IANA for P4Runtime."""
@@ -213,7 +213,7 @@ class _BatchRefused(Refused):
 
 async def _abort(context: Context, refusal: EntryError) -> NoReturn:
     trailers = ((_DETAILS, refusal.details),) if isinstance(refusal, _BatchRefused) else ()
-    await context.abort(_CODES[refusal.code], str(refusal), trailers)
+    await context.abort(_CODES[code_of(refusal)], str(refusal), trailers)
     raise AssertionError("abort raises")
 
 
@@ -262,17 +262,16 @@ class Service(p4r_grpc.P4RuntimeServicer):
             raise _BatchRefused(errors)
         return p4r.WriteResponse()
 
-    async def Read(self, request: p4r.ReadRequest, context: Context) -> AsyncIterator[p4r.ReadResponse]:
-        """Return the entities that a request selects."""
-        for response in await self._read(request, context):
-            yield response
-
     @_refusing
-    async def _read(self, request: p4r.ReadRequest, context: Context) -> list[p4r.ReadResponse]:
+    async def Read(  # type: ignore[override] # the stubs allow only generators
+        self, request: p4r.ReadRequest, context: Context
+    ) -> None:
+        """Return the entities that a request selects."""
         self._check_device(request.device_id)
         if request.role:
             raise Refused(f"unknown role {request.role!r}; only the default role is supported", rpc_code.NOT_FOUND)
-        return await self._in_turn(lambda: self._device.read(request.entities))
+        for response in await self._in_turn(lambda: self._device.read(request.entities)):
+            await context.write(response)
 
     @_refusing
     async def SetForwardingPipelineConfig(
