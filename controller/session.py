@@ -18,7 +18,17 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from finsy import GRPCCredentialsTLS, GRPCStatusCode, P4Client, P4ClientError
+from finsy import (
+    GRPCCredentialsTLS,
+    GRPCStatusCode,
+    P4ActionProfileGroup,
+    P4ActionProfileMember,
+    P4Client,
+    P4ClientError,
+    P4CounterEntry,
+    P4RegisterEntry,
+)
+from finsy.p4entity import P4EntityList, encode_entities
 from finsy.proto import U128, p4r
 
 from dlcp.controller.entries import entries
@@ -205,17 +215,15 @@ class Session:
 
     async def entities(self) -> list[p4r.Entity]:
         """Return all non-default table entries, with their meters, and all members and groups."""
-        every = (
-            p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig())),
-            p4r.Entity(action_profile_member=p4r.ActionProfileMember()),
-            p4r.Entity(action_profile_group=p4r.ActionProfileGroup()),
-        )
-        found = await self.read(every)
+        # finsy cannot ask for the meters of all tables.
+        entries = p4r.Entity(table_entry=p4r.TableEntry(meter_config=p4r.MeterConfig()))
+        found = await self.read([entries, P4ActionProfileMember(), P4ActionProfileGroup()])
         return [entity for entity in found if not entity.table_entry.is_default_action]
 
-    async def read(self, entities: Sequence[p4r.Entity]) -> list[p4r.Entity]:
+    async def read(self, entities: Sequence[P4EntityList]) -> list[p4r.Entity]:
         """Return the entities that match ``entities``; a field left out matches anything, as P4Runtime specifies."""
-        request = p4r.ReadRequest(device_id=self.switch.device_id, entities=entities)
+        encoded = encode_entities(entities, self.pipeline.schema)
+        request = p4r.ReadRequest(device_id=self.switch.device_id, entities=encoded)
         return await self._within(_collect(self._client.request_iter(request)), "reading its state")
 
     async def write(self, changes: Sequence[p4r.Update]) -> None:
@@ -536,18 +544,10 @@ async def read_counters(session: Session, ports: Iterable[int]) -> Readings:
 
 
 async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list[int]) -> list[EventCount]:
-    counter_id = session.pipeline.schema.counters[name].id
-    if len(ports) > _PORTS_ASKED_SINGLY:
-        asked = [p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id))]
-    else:
-        indices = [
-            event_index(port, queue, drop_class, event)
-            for port, queue, drop_class, event in product(ports, range(QUEUES), range(DROP_CLASSES), kinds)
-        ]
-        asked = [
-            p4r.Entity(counter_entry=p4r.CounterEntry(counter_id=counter_id, index=p4r.Index(index=index)))
-            for index in indices
-        ]
+    asked = [P4CounterEntry(name)]
+    if len(ports) <= _PORTS_ASKED_SINGLY:
+        places = product(ports, range(QUEUES), range(DROP_CLASSES), kinds)
+        asked = [P4CounterEntry(name, index=event_index(*place)) for place in places]
     packets, octets = np.zeros((2, EVENT_COUNTERS), np.int64)
     for entity in await session.read(asked):
         entry = entity.counter_entry
@@ -558,14 +558,9 @@ async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list
 
 async def _depths(session: Session, ports: list[int]) -> dict[tuple[int, int], int] | None:
     """Return the queue depths; None from BMv2, which cannot read registers over P4Runtime."""
-    register_id = session.pipeline.schema.registers["queue_depth"].id
     places = {port * QUEUES + queue: (port, queue) for port, queue in product(ports, range(QUEUES))}
-    asked = [
-        p4r.Entity(register_entry=p4r.RegisterEntry(register_id=register_id, index=p4r.Index(index=index)))
-        for index in places
-    ]
     try:
-        found = await session.read(asked)
+        found = await session.read([P4RegisterEntry("queue_depth", index=index) for index in places])
     except ControlError as error:
         if error.code == GRPCStatusCode.UNIMPLEMENTED:
             return None
