@@ -19,12 +19,15 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(firstword $(foreach python,python3 python3.13 python3.12 python3.11 python3.10,\
 	$(shell $(python) -c '$(NEW_ENOUGH)' 2>/dev/null && echo $(python))))
 
+# These say what to install. As all variables that begin so, DLCP would take them for its own options, and refuse them.
+UNSET := unset DLCP_APT DLCP_NO_APT
+
 help: ## say what there is to make
 	@sed -n 's/^\([a-z0-9-]*\)[ :].*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
 
 demo: $(STAMP) ## train a real model over a congested switch, with and without DLCP, and write a report page
 	@.ci/packages ip
-	@$(BIN)/dlcp demo
+	@$(UNSET); $(BIN)/dlcp demo
 
 check: $(STAMP) ## check style, types and layers, and run the fast tests: a minute or two
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint fast
@@ -38,7 +41,7 @@ fast:
 test: $(STAMP) ## set up, check style and types, and run every test
 	@.ci/packages ip tshark clang chromium
 	@mkdir -p out
-	@setsid $(MAKE) --no-print-directory -j2 --output-sync=target test-mxnet test-tensorflow test-jax \
+	@$(UNSET); setsid $(MAKE) --no-print-directory -j2 --output-sync=target test-mxnet test-tensorflow test-jax \
 		>out/frameworks.log 2>&1 & frameworks=$$!; \
 	trap 'kill -- -$$frameworks 2>/dev/null || true' EXIT; \
 	$(BIN)/python -m tests.compile_ahead & compiling=$$!; \
@@ -61,7 +64,7 @@ sim: $(STAMP) ## simulate a selection of the published experiments, and write a 
 
 test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
 	@.ci/packages ip tc mnexec ifconfig
-	@DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
+	@$(UNSET); DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
 docs: $(STAMP) ## build the documentation into out/site, with warnings as errors
 	@$(BIN)/sphinx-build -q -W --keep-going -c docs -d out/doctrees . out/site

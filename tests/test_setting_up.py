@@ -255,3 +255,20 @@ def test_a_wheel_trains_where_there_is_no_compiler(bystanders):
     done = run("dlcp", "launch", "-n", "2", "--", "python", "-c", LINE_FIT)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} True True" for rank in range(2)]
+
+
+def test_dlcp_does_not_take_what_says_what_to_install_for_its_own_options():
+    recipes = [part for part in (ROOT / "Makefile").read_text().split("\n\n") if ".ci/packages ip" in part]
+    assert len(recipes) >= 2
+    assert [recipe for recipe in recipes if "$(UNSET); " not in recipe] == []
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--eval", "show: ; @$(UNSET); env", "show"],
+        cwd=ROOT,
+        env=os.environ | {"DLCP_APT": "1", "DLCP_NO_APT": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "_APT=" not in done.stdout
+    assert "PATH=" in done.stdout
