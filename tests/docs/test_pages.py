@@ -136,7 +136,11 @@ def test_the_site_builds_without_a_warning_and_with_readable_signatures(tmp_path
     done = subprocess.run([sys.executable, "-m", *build], cwd=ROOT, capture_output=True, text=True, timeout=BUILD_S)
     assert (done.returncode, done.stderr) == (0, "")
     written = (tmp_path / "docs" / "api.txt").read_text()
-    for signature in ("workers: int = 8", "source: ArrayLike", "class dlcp.sim.step_times.StepTimes(*, name: str"):
+    for signature in (
+        "workers: int = 8",
+        "source: ArrayLike",
+        "class dlcp.sim.step_times.StepTimes(\n   *,\n   name: str",
+    ):
         assert signature in written
     assert not re.search(r"Annotated|Meta\(|_SupportsArray", written)
 
