@@ -264,7 +264,7 @@ def test_dlcp_does_not_take_what_says_what_to_install_for_its_own_options():
     done = subprocess.run(
         ["make", "--no-print-directory", "--eval", "show: ; @$(UNSET); env", "show"],
         cwd=ROOT,
-        env=os.environ | {"DLCP_APT": "1", "DLCP_NO_APT": "1"},
+        env=os.environ | {"DLCP_APT": "1", "DLCP_NO_APT": "1", "MAKEFLAGS": ""},
         capture_output=True,
         text=True,
         check=True,
