@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from finsy import (
     P4ActionProfileGroup,
@@ -26,7 +26,7 @@ from finsy.p4schema import P4MatchType
 from finsy.proto import p4i, p4r
 from google.protobuf import text_format
 
-from dlcp.switch import PROGRAM_FOLDER, Action, Entries, GroupRef, MemberRef, format_match
+from dlcp.switch import PROGRAM_FOLDER, Action, Entries, GroupRef, MemberRef, TableEntry, format_match
 
 
 class PipelineError(ValueError):
@@ -87,7 +87,7 @@ class CompiledProgram:
             for profile in entries.profiles:
                 size = self.schema.action_profiles[profile.profile].size
                 _check_size(f"action profile {profile.profile}", size, len(profile.members), "members")
-            return [entity.encode(self.schema) for entity in _entities(entries)]
+            return [entity.encode(self.schema) for entity in self._entities(entries)]
         except ValueError as error:
             raise PipelineError(str(error)) from None
 
@@ -141,34 +141,51 @@ class CompiledProgram:
         params = (f"{name}={format_match(value, 'exact', known[name].bitwidth)}" for name, value in action.args.items())
         return f"{action.name}({', '.join(params)})"
 
+    def _entities(self, entries: Entries) -> Iterator[P4ActionProfileMember | P4ActionProfileGroup | P4TableEntry]:
+        for profile in entries.profiles:
+            for number, action in profile.members:
+                yield P4ActionProfileMember(profile.profile, member_id=number, action=self._action(action))
+            for number, members in profile.groups:
+                weighted = [P4Member(member, weight=1) for member in sorted(members)]
+                yield P4ActionProfileGroup(profile.profile, group_id=number, members=weighted)
+        for entry in entries.entries:
+            match entry.target:
+                case Action() as action:
+                    target: P4TableAction | P4IndirectAction = self._action(action)
+                case MemberRef(number):
+                    target = P4IndirectAction(member_id=number)
+                case GroupRef(number):
+                    target = P4IndirectAction(group_id=number)
+            meter = P4MeterConfig(**asdict(entry.meter)) if entry.meter else None
+            match = P4TableMatch(self._canonical(entry))
+            yield P4TableEntry(entry.table, match=match, action=target, priority=entry.priority, meter_config=meter)
+
+    def _action(self, action: Action) -> P4TableAction:
+        """Return an action as finsy has it, which names unknown parameters, but accepts an action without any."""
+        known = {param.name: param for param in self.schema.actions[action.name].params}
+        if action.params.keys() < known.keys():
+            missing = next(name for name in known if name not in action.params)
+            raise ValueError(f"action {action.name}: parameter {missing} is missing")
+        for name in action.params.keys() & known.keys():
+            try:
+                known[name].encode_param(action.params[name])
+            except ValueError as error:
+                raise ValueError(f"{action.name}.{name}: {error}") from None
+        return P4TableAction(action.name, **action.params)
+
+    def _canonical(self, entry: TableEntry) -> dict[str, Any]:
+        """Return an entry's match with no bits outside of ternary masks, as P4Runtime requires."""
+        fields = self.schema.tables[entry.table].match_fields
+        ternary = {field.name for field in fields if field.match_type is P4MatchType.TERNARY}
+        return {
+            name: (value[0] & value[1], value[1]) if name in ternary and isinstance(value, tuple) else value
+            for name, value in entry.match.items()
+        }
+
 
 def _check_size(where: str, size: int, count: int, what: str) -> None:
     if count > size:
         raise ValueError(f"{where} holds {size} {what}; {count} are too many")
-
-
-def _entities(entries: Entries) -> Iterator[P4ActionProfileMember | P4ActionProfileGroup | P4TableEntry]:
-    for profile in entries.profiles:
-        for number, action in profile.members:
-            yield P4ActionProfileMember(profile.profile, member_id=number, action=_action(action))
-        for number, members in profile.groups:
-            weighted = [P4Member(member, weight=1) for member in sorted(members)]
-            yield P4ActionProfileGroup(profile.profile, group_id=number, members=weighted)
-    for entry in entries.entries:
-        match entry.target:
-            case Action() as action:
-                target: P4TableAction | P4IndirectAction = _action(action)
-            case MemberRef(number):
-                target = P4IndirectAction(member_id=number)
-            case GroupRef(number):
-                target = P4IndirectAction(group_id=number)
-        meter = P4MeterConfig(**asdict(entry.meter)) if entry.meter else None
-        match = P4TableMatch(entry.match)
-        yield P4TableEntry(entry.table, match=match, action=target, priority=entry.priority, meter_config=meter)
-
-
-def _action(action: Action) -> P4TableAction:
-    return P4TableAction(action.name, **action.params)
 
 
 Key = tuple[str, int, int, tuple[bytes, ...]]

@@ -13,7 +13,7 @@ SHARE = TableEntry(
     "job_share", {"job": 7, "control": 0, "eg_port": 300}, Action("metered"), meter=MeterConfig(1000, 200, 1000, 200)
 )
 CLASSIFY = TableEntry(
-    "classify", {"job": (0x10, 0xF0), "type": (1, 0xF)}, Action("set_class", {"queue": 3, "drop_class": 0}), 4
+    "classify", {"job": (0x1F, 0xF0), "type": (1, 0xF)}, Action("set_class", {"queue": 3, "drop_class": 0}), 4
 )
 PROFILE = Profile(
     "route_selector",
@@ -53,8 +53,15 @@ def test_fields_that_match_anything_are_left_out(pipeline):
         (replace(ROUTE, table="ipv4_rout"), "named 'ipv4_rout'. Did you mean 'ipv4_route'"),
         (replace(ROUTE, match={"ip_dst": 1}), "ipv4_route': Match field 'ip_dst': .* Did you mean 'ipv4_dst'"),
         (replace(SHARE, target=Action("meter")), "named 'meter'. Did you mean 'metered'"),
-        (replace(CLASSIFY, target=Action("set_class", {"queue": 3})), "'set_class': missing parameters {'drop_class'}"),
-        (replace(CLASSIFY, target=Action("set_class", {"queue": 8, "drop_class": 0})), "'set_class': .*bitwidth 3: 8"),
+        (
+            replace(CLASSIFY, target=Action("set_class", {"queue": 3})),
+            "action set_class: parameter drop_class is missing",
+        ),
+        (replace(CLASSIFY, target=Action("set_class")), "action set_class: parameter queue is missing"),
+        (
+            replace(CLASSIFY, target=Action("set_class", {"queue": 8, "drop_class": 0})),
+            "set_class.queue: .*bitwidth 3: 8",
+        ),
         (replace(CLASSIFY, target=Action("set_class", {"queues": 8})), "'set_class': .*'queues'. Did you mean 'queue'"),
         (replace(SHARE, match={"job": 1 << 16}), "job_share': Match field 'job': .*bitwidth 16: 65536"),
     ],
