@@ -235,7 +235,7 @@ class DirectRun(BucketRun):
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
             if plan.layouts:
-                self.rest = plan.memory_for_rest()
+                self.rest = np.empty(len(self.values), np.float32)
         self.tags = plan.tag(self.context, bucket, step)
         self._note("tagged", plan.bits)
         self.phase = BucketPhase.EXCHANGING

@@ -4,7 +4,6 @@
 Reducers of gradients and the collectives of a process group use it.
 """
 
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -376,7 +375,6 @@ class DirectPlan:
         self.bits = bits if self.layouts else FULL_BITS
         self.bound = options.bound_of(bucket)
         self.whole = context.tagger.tag_whole(len(bucket.values), bucket.segments, per_packet)
-        self._rest = np.empty(len(bucket.values) if self.layouts else 0, np.float32)
         self._whole_parts: dict[tuple[int, int], PacketTags] = {}
         self._whole_encoded: dict[tuple[int, int], PacketTags] = {}
 
@@ -388,15 +386,6 @@ class DirectPlan:
     def _what_it_fits(bucket: Bucket, weights: Mapping[int, float], bits: int) -> tuple[Any, ...]:
         size = len(bucket.values), bucket.value_type, bits
         return *size, bucket.whole, weights, tuple(bucket.segments)
-
-    def memory_for_rest(self) -> NDArray[np.float32]:
-        """Return memory for what the codes of a bucket lack: an earlier step's, if its residual has been added.
-
-        The pages of fresh memory cost more than a pass over it.
-        """
-        if sys.getrefcount(self._rest) > 2:  # it is that of a run, or of parts of the residual
-            self._rest = np.empty(len(self._rest), np.float32)
-        return self._rest
 
     def tag(self, context: RankContext, bucket: Bucket, step: int) -> PacketTags:
         """Return the tags of a bucket's packets: by magnitude if any may be lost."""

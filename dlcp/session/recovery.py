@@ -60,10 +60,10 @@ class PeerWatch(ABC):
     def publish_left(self, reason: str) -> None:
         """Announce to the others' :meth:`check_peers` that this rank has left DLCP."""
 
-    def publish_failed(self, reason: str) -> None:  # noqa: B027 - optional
+    def publish_failed(self, reason: str) -> None:  # noqa: B027  # not all watches need it
         """Announce that this rank has failed for good."""
 
-    def close(self) -> None:  # noqa: B027 - optional
+    def close(self) -> None:  # noqa: B027  # not all watches need it
         """Release resources."""
 
 

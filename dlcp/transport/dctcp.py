@@ -558,8 +558,8 @@ class DctcpWindow:
     Packets in flight at a decrease do not shrink the window again. Marks are an exception if the marking threshold
     exceeds the path's capacity: many flows that begin together then find their shares.
 
-    What these rules have to remember is in :class:`IdlePath`, :class:`RandomLoss`, :class:`Rounds`, :class:`Growth`,
-    :class:`Drain` and :class:`Contest`. While the queue is contested, there is no slow start and no trial.
+    :class:`IdlePath`, :class:`RandomLoss`, :class:`Rounds`, :class:`Growth`, :class:`Drain` and :class:`Contest` hold
+    the state of these rules. While the queue is contested, there is no slow start and no trial.
 
     Parameters
     ----------

@@ -2,6 +2,7 @@
 """The memory of both compiled engines: arrays that grow, ranges of them, and the rows of graphs and their nodes."""
 
 import math
+from abc import ABC, abstractmethod
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -67,7 +68,7 @@ def aligned_zeros(count: int, like: NDArray[Any]) -> NDArray[Any]:
     return room[start : start + size].view(like.dtype).reshape(count, *like.shape[1:])
 
 
-class CompiledEngine:
+class CompiledEngine(ABC):
     """Keeps the rows of graphs; see `dlcp.sim.engines.packet_engine.PacketEngine`.
 
     Parameters
@@ -133,9 +134,9 @@ class CompiledEngine:
         waiting = rows["begin"][nodes] < 0
         self._set_sizes(rows, nodes[waiting], sizes[waiting])
 
+    @abstractmethod
     def _set_sizes(self, rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:
         """Write `MESSAGE_SIZE` rows into rows of messages."""
-        raise NotImplementedError
 
     def forget(self, number: int) -> None:
         """Free the rows of a closed graph."""

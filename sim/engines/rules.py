@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions that both engines share: those of each transport by its kind, timers, and when a message is complete.
+"""Rules that both engines share: the dispatch to each transport's own rules, timers, and completion of messages.
 
-The rules of transports are in `dlcp.sim.transports.specs`, which also says what their parameters are.
+`dlcp.sim.transports.specs` has the transports' own rules, and documents their parameters.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,6 +10,7 @@ import bisect
 import heapq
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -485,7 +486,7 @@ class ExactLookup(dict[int, int]):
         return _hashed(self)
 
 
-class CachedLookup(dict[int, int]):
+class CachedLookup(dict[int, int], ABC):
     """A lookup that searches; the dictionary holds the results of searches."""
 
     def __missing__(self, key: int) -> int:
@@ -494,9 +495,9 @@ class CachedLookup(dict[int, int]):
         self[key] = place = self.search(key)
         return place
 
+    @abstractmethod
     def search(self, key: int) -> int:
         """Return the place of a combined key."""
-        raise NotImplementedError
 
 
 class PrefixLookup(CachedLookup):
