@@ -75,10 +75,7 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run --Werror dlcp/native/*.[ch] tests/native/*.c
 	@printf '%s\n' dlcp/native/*.c | xargs -P2 -n2 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- -std=gnu11 2>/dev/null' lint
-	@# As once installed: there controller/ and sim/ are packages of dlcp.
-	@mkdir -p out/types/dlcp && ln -sfn "$(CURDIR)"/dlcp/* "$(CURDIR)/controller" "$(CURDIR)/sim" out/types/dlcp
-	@find out/types -xtype l -delete
-	@cd out/types && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml
+	@$(BIN)/lint-imports
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
 	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py

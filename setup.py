@@ -21,16 +21,8 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, PlatformError
 
-PLACES = {"dlcp.controller": "controller", "dlcp.sim": "sim", "dlcp.switch.p4": "p4/build"}
-"""Packages that stand elsewhere in a checkout: no one else's ``sim`` or ``controller`` is overwritten."""
 FOLDER = Path(__file__).parent / "dlcp" / "native"
 SOURCES = sorted(path for path in FOLDER.iterdir() if path.suffix in (".c", ".h"))
-
-
-def packages() -> list[str]:
-    """Return the names of all packages."""
-    inner = [f"{name}.{inner}" for name, place in PLACES.items() for inner in find_packages(place)]
-    return [*find_packages(include=["dlcp", "dlcp.*"]), *PLACES, *inner]
 
 
 def digest() -> str:
@@ -81,8 +73,8 @@ class ExplainedBuild(build_ext):
 if __name__ == "__main__":
     setup(
         cmdclass={"build_ext": ExplainedBuild},
-        packages=packages(),
-        package_dir=PLACES,
+        # dlcp/ links to controller/, sim/ and p4/build, which stand at the top of a checkout.
+        packages=[*find_packages(include=["dlcp", "dlcp.*"]), "dlcp.switch.p4"],
         ext_modules=[
             Extension(
                 "dlcp.native._native",

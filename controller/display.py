@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from dlcp.controller.compiled_program import KINDS, CompiledProgram
 from dlcp.controller.fabric import Fabric, Port
-from dlcp.controller.pipeline import KINDS, CompiledProgram
-from dlcp.controller.session import Outcome, Plan, Readings
+from dlcp.controller.switch_client import Outcome, Plan, Readings
 from dlcp.switch import Entries
 
 _CHANGES_SHOWN = 20

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from dlcp.document import Document, PlaceError, Step
-from dlcp.error_text import nearest
+from dlcp.inputs.document import Document, PlaceError, Step
+from dlcp.inputs.error_text import nearest
 from dlcp.switch import QUEUES, PortQueueing
 from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, Queue
 

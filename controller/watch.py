@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dlcp.controller.compiled_program import KINDS, CompiledProgram
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Fabric, FabricSwitch
-from dlcp.controller.pipeline import KINDS, CompiledProgram
-from dlcp.controller.session import (
+from dlcp.controller.switch_client import (
     ELECTION_ID,
     LOGGER,
     ControlError,

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from dlcp import __version__
-from dlcp.error_text import closest
+from dlcp.inputs.error_text import closest
 
 
 class Command(NamedTuple):

@@ -31,6 +31,7 @@ include_patterns = [
     "p4/**README.md",
     "sim/**README.md",
 ]
+exclude_patterns = ["dlcp/controller", "dlcp/sim", "dlcp/switch/p4"]  # links to what is listed
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

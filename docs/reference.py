@@ -19,7 +19,7 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 from dlcp import cli, wire
-from dlcp.configuration import PREFIX, options_of
+from dlcp.inputs.configuration import PREFIX, options_of
 from dlcp.session import Options
 from dlcp.transport import TransportOptions
 from dlcp.wire.dissector import LABELS

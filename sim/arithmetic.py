@@ -33,7 +33,7 @@ def ps_per_kibibyte(rate_gbps: float) -> int:
 def draw(state: int) -> tuple[int, int]:
     """Return the next state of a xorshift generator (Marsaglia, 2003: 13, 7, 17), and 31 random bits.
 
-    Python's integers do not wrap around, so they are masked. `dlcp.sim.engines.kernel.state.draw` gives the same
+    Python's integers do not wrap around, so they are masked. `dlcp.sim.engines.kernel.arrays.draw` gives the same
     numbers.
     """
     state ^= state << 13 & MASK64
@@ -43,7 +43,7 @@ def draw(state: int) -> tuple[int, int]:
 
 
 def mix(value: int, salt: int) -> int:
-    """Hash a value and a salt to 31 bits; `dlcp.sim.engines.kernel.state.mix` gives the same bits."""
+    """Hash a value and a salt to 31 bits; `dlcp.sim.engines.kernel.arrays.mix` gives the same bits."""
     return ((value ^ salt) * GOLDEN & MASK64) >> 33
 
 

@@ -24,7 +24,7 @@ _SHARED: Final = (
         f"dlcp.sim.{name}"
         for name in ("arithmetic", "jit", "rows", "graphs.graph", "network.routing", "transports.specs")
     ),
-    *(f"dlcp.sim.engines.{name}" for name in ("packet_engine", "plan", "rules")),
+    *(f"dlcp.sim.engines.{name}" for name in ("network_tables", "packet_engine", "rules")),
     "dlcp.wire.header",
 )
 """Modules outside these packages whose constants and rules are compiled into them."""

@@ -2,8 +2,8 @@
 """The limits of all numbers that users give: what the engines' integers can hold.
 
 Both engines count picoseconds in 64 bits and packets in 32, so a larger number would wrap around without a word. The
-types below state the limits of fields in files; `dlcp.document` checks them, and names the field and the limit. What
-follows from several fields, such as the time of a layer on a slow worker, is checked where it is computed.
+types below state the limits of fields in files; `dlcp.inputs.document` checks them, and names the field and the limit.
+What follows from several fields, such as the time of a layer on a slow worker, is checked where it is computed.
 """
 
 from typing import Annotated, Final

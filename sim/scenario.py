@@ -16,8 +16,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dlcp.document import PlaceError
-from dlcp.error_text import nearest
+from dlcp.inputs.document import PlaceError
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.limits import (
     FLOPS_MAX,
     HOSTS_MAX,
@@ -495,7 +495,7 @@ class NetworkSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
         Raises
         ------
-        dlcp.document.PlaceError
+        dlcp.inputs.document.PlaceError
             A sender is wrong; ``steps`` lead to its place.
         """
         every = [(field, number, spec) for field in fields for number, spec in enumerate(getattr(self, field))]

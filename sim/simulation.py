@@ -19,6 +19,7 @@ import simpy
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
+from dlcp.sim.engines.network_tables import EnginePlan, make_plan
 from dlcp.sim.engines.packet_engine import (
     Completion,
     CompletionKind,
@@ -27,7 +28,6 @@ from dlcp.sim.engines.packet_engine import (
     Submission,
     Submitter,
 )
-from dlcp.sim.engines.plan import EnginePlan, make_plan
 from dlcp.sim.graphs.graph import Graph, Nodes
 from dlcp.sim.limits import FOREVER_PS, PACKETS_WAITING_MAX, LimitError, check_within
 from dlcp.sim.network.topology import build_topology

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlcp.arms import FIRST_BACK_OFF, FIRST_PERIOD, LAG, WARM_UP, Arm, ArmChooser, Route, StepReport, trial_steps
+from dlcp.policies.arms import (
+    FIRST_BACK_OFF,
+    FIRST_PERIOD,
+    LAG,
+    WARM_UP,
+    Arm,
+    ArmChooser,
+    Route,
+    StepReport,
+    trial_steps,
+)
 from dlcp.session import Options, join
 from dlcp.session.choosing import arms_of
 from tests.transport.free_ports import free_port

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from dlcp.document import Document, DocumentError, PlaceError, read_json
+from dlcp.inputs.document import Document, DocumentError, PlaceError, read_json
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from dlcp.dtypes import ValueType
+from dlcp.values.dtypes import ValueType
 
 EVERY_PATTERN = np.arange(1 << 16, dtype=np.uint16)
 

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from dlcp.configuration import host_and_port
-from dlcp.error_text import describe, ipv4_only
+from dlcp.inputs.configuration import host_and_port
+from dlcp.inputs.error_text import describe, ipv4_only
 from dlcp.session.addresses import own_place
 from dlcp.session.options import Options
 

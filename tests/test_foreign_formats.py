@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.document import Document, DocumentError
-from dlcp.foreign_formats import foreign_format
+from dlcp.inputs.document import Document, DocumentError
+from dlcp.inputs.foreign_formats import foreign_format
 from dlcp.sim.network.topology import NetworkFile
 
 ROOT = Path(__file__).parents[1]

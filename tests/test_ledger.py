@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from dlcp.ledger import Ledger, add_up, as_json, coded
-from dlcp.planes import PlaneLayout
-from dlcp.tags import PacketTags
 from dlcp.transport import BoundExceededError, Delivery, LossBound, MessageKey
+from dlcp.transport.ledger import Ledger, add_up, as_json, coded
+from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import PacketTags
 
 PACKETS = 20
 
@@ -55,7 +55,7 @@ def test_losses_are_counted_by_class_and_by_layer():
 
 
 def test_what_is_counted_many_messages_at_a_time_adds_up(monkeypatch):
-    monkeypatch.setattr("dlcp.ledger.COUNTED_TOGETHER", 2 * PACKETS)
+    monkeypatch.setattr("dlcp.transport.ledger.COUNTED_TOGETHER", 2 * PACKETS)
     ledger = Ledger()
     waiting = []
     for number in range(5):

@@ -215,7 +215,7 @@ def test_the_lines_without_their_mistakes_are_taken(files, capsys):
 
 def test_a_switch_that_does_not_start_is_said_in_a_line(monkeypatch, capsys):
     from dlcp.demo import run
-    from dlcp.switch.switch import SwitchProcessError
+    from dlcp.switch.built_in import SwitchProcessError
 
     def taken(*_):
         raise SwitchProcessError("the switch did not start: is another one running?")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlcp.planes import CODED_BITS, PlaneLayout
-from dlcp.tags import PacketTags
+from dlcp.values.planes import CODED_BITS, PlaneLayout
+from dlcp.values.tags import PacketTags
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
 
 PAYLOAD = 300

@@ -63,7 +63,7 @@ def test_tests_import_as_packages():
 
 
 @pytest.mark.parametrize(
-    "module", ["dlcp", "dlcp.wire", "dlcp.wire.dissector", "dlcp.tags", "dlcp.configuration", "dlcp.cli"]
+    "module", ["dlcp", "dlcp.wire", "dlcp.wire.dissector", "dlcp.values.tags", "dlcp.inputs.configuration", "dlcp.cli"]
 )
 def test_the_core_imports_nothing_heavy(module):
     script = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
@@ -73,14 +73,11 @@ def test_the_core_imports_nothing_heavy(module):
     assert set(run.stdout.split()) & HEAVY == set()
 
 
-def test_the_layers_hold(tmp_path):
+def test_the_layers_hold():
     pytest.importorskip("importlinter", reason="layers are checked with import-linter: pip install dlcp[dev]")
-    (tmp_path / "dlcp").mkdir()
-    for path in [*(ROOT / "dlcp").iterdir(), ROOT / "controller", ROOT / "sim"]:
-        (tmp_path / "dlcp" / path.name).symlink_to(path)
     call = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(sys.argv[1], no_cache=True))"
     command = [sys.executable, "-c", call, str(ROOT / "pyproject.toml")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout
 
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dlcp.dtypes import ValueType
-from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, queue_of_layer
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import packet_magnitudes
+from dlcp.values.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, queue_of_layer
 
 PAYLOAD_BYTES = 1440
 PACKETS = 400

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from dlcp import timeline
-from dlcp.timeline import RankTimeline, Timeline
+from dlcp.host import timeline
+from dlcp.host.timeline import RankTimeline, Timeline
 from tests import waiting
 
 ABOUT_FIELDS = b'{"rank":0,"process_rank":0,"host":"a","clock":"a","began_unix_ns":1,"began_ns":%s}'

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import HostPlan, Layout
-from dlcp.netlab import HOST_INTERFACE, NamedNamespace
+from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.switch import QUEUES, EventCount
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType, Queue
 

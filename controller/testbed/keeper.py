@@ -32,7 +32,6 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dlcp.closing import Closing
 from dlcp.controller.fabric import SwitchKind
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import (
@@ -48,8 +47,9 @@ from dlcp.controller.testbed.layout import (
     TestbedState,
 )
 from dlcp.controller.testbed.requirements import load_mininet, mininet_network
-from dlcp.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
-from dlcp.processes import end, python_command
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
+from dlcp.host.processes import end, python_command
 
 # -------------------------------------------------------------------------------------------------- ports of namespaces
 

@@ -18,7 +18,7 @@ import msgspec
 
 from dlcp.controller.fabric import Fabric, Port, SwitchKind, as_port
 from dlcp.controller.testbed import TestbedError, came_true
-from dlcp.netlab import NamedNamespace
+from dlcp.host.netlab import NamedNamespace
 
 LOOPBACK: Final = "127.0.0.1"
 RUN_FOLDER: Final = Path("/run/dlcp")

@@ -15,16 +15,16 @@ from typing import IO, Any, Final, TypeVar
 
 import msgspec
 
-from dlcp.closing import Closing
+from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric, SwitchKind, load
-from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.session import ControlError, Readings, Session, read_counters
+from dlcp.controller.switch_client import ControlError, Readings, Session, read_counters
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import KEEPER_READY, LOOPBACK, Layout, StateFile, TestbedState, lay_out
 from dlcp.controller.testbed.requirements import missing
 from dlcp.controller.watch import Watcher
-from dlcp.netlab import NamedNamespace
-from dlcp.processes import python_command
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import NamedNamespace
+from dlcp.host.processes import python_command
 from dlcp.switch import EventCount
 
 PROGRAM_DEADLINE_S: Final = 30.0

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant, spread
-from dlcp.configuration import Trait
-from dlcp.ledger import COUNTS, coded
+from dlcp.inputs.configuration import Trait
 from dlcp.session.options import DLCP_ROUTE, Options
 from dlcp.torch.state import State
+from dlcp.transport.ledger import COUNTS, coded
 
 _DLCP: Final = "dlcp"
 _VALUE_BYTES: Final = 4

@@ -10,13 +10,13 @@ from dlcp import on_demand
 from dlcp.collectives.bucket import Bucket, LayerBounds, RankContext, ReduceOptions, Reducer
 from dlcp.collectives.choice import Topology
 from dlcp.collectives.direct import DirectAllReduce
-from dlcp.collectives.pipeline import AutoAllReduce, Pipeline, make_reducer
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
+from dlcp.collectives.stages import AutoAllReduce, Pipeline, make_reducer
 
 if TYPE_CHECKING:
+    from dlcp.collectives.parameter_server import ParameterServer
     from dlcp.collectives.ring import RingAllReduce
-    from dlcp.collectives.server import ParameterServer
 
 __all__ = [
     "AutoAllReduce",
@@ -34,4 +34,4 @@ __all__ = [
     "make_reducer",
     "shard_bounds",
 ]
-__getattr__ = on_demand(__name__, {"ParameterServer": "server", "RingAllReduce": "ring"})
+__getattr__ = on_demand(__name__, {"ParameterServer": "parameter_server", "RingAllReduce": "ring"})

@@ -24,8 +24,8 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import coefficients, combine_with, scalar_products
 from dlcp.collectives.shards import shard_bounds
 from dlcp.compress.compressor import Values
-from dlcp.tags import PacketTags, plain_tags
 from dlcp.transport import RELIABLE, Arrival, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.values.tags import PacketTags, plain_tags
 
 PRODUCT: Final = np.dtype("<f8")
 NUMBERS_PER_BUCKET: Final = 2

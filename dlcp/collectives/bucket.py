@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.residual import Residual
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
-from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.tags import PacketTags, Segment, Tagger
 from dlcp.transport import RELIABLE, Connection, LossBound, MessageKey, TransportError
+from dlcp.transport.ledger import Ledger
+from dlcp.values.dtypes import ValueType
+from dlcp.values.planes import FULL_BITS, PlaneLayout
+from dlcp.values.tags import PacketTags, Segment, Tagger
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks report after an average, in bit/s; 0 if unknown."""
@@ -45,7 +45,7 @@ class Bucket:
     Parameters
     ----------
     magnitudes
-        Magnitudes of its packets, shape (packets,), if known; see :func:`dlcp.magnitudes.packet_magnitudes`.
+        Magnitudes of its packets, shape (packets,), if known; see :func:`dlcp.values.magnitudes.packet_magnitudes`.
     exported
         Whether ``values`` are in exported memory (``Connection.exported``), which local peers read in place. The caller
         gets them back once no peer reads them.

@@ -98,7 +98,7 @@ class Costs:
 
 def direct_seconds(size: int, ranks: Sequence[int], topology: Topology, costs: Costs) -> float:
     """Estimate the time of a direct all-reduce of ``size`` bytes."""
-    from dlcp.slow_ports import weights_for_rates  # only needed for a choice by rates
+    from dlcp.policies.slow_ports import weights_for_rates  # only needed for a choice by rates
 
     count = len(ranks)
     latency_s = 2 * (costs.latency_s + (count - 1) * costs.message_s)

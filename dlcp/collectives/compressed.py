@@ -38,9 +38,6 @@ from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import Rule
 from dlcp.collectives.residual import Residual
 from dlcp.compress.compressor import Compressor, Encoded, Feedback, Occasion, Values
-from dlcp.dtypes import ValueType
-from dlcp.magnitudes import packet_magnitudes
-from dlcp.tags import PacketTags, Segment, plain_tags
 from dlcp.transport import (
     RELIABLE,
     Arrival,
@@ -51,6 +48,9 @@ from dlcp.transport import (
     SendRequest,
     TransportError,
 )
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import packet_magnitudes
+from dlcp.values.tags import PacketTags, Segment, plain_tags
 
 SEED: Final = 0x0D1C9
 """Seeds random choices, with step, rank and layer; the same on all ranks and in every run."""

@@ -4,7 +4,7 @@
 Every owner of a shard receives all ranks' contributions to it, averages them, and sends the averaged shard to all, with
 the owner's rates to each rank. The first hop may lose packets within the bound. Averaged shards arrive in full, so that
 replicas never drift apart. A parameter server is the case of a single owner that contributes nothing
-(:mod:`dlcp.collectives.server`). A scattered bucket ends after the first hop.
+(:mod:`dlcp.collectives.parameter_server`). A scattered bucket ends after the first hop.
 
 All work is done in the caller's buffer. The averaged shard overwrites a rank's contribution, so the rank posts that
 receive only once the owner has acknowledged the contribution. An owner sends its averaged shard to a peer only after it
@@ -34,9 +34,6 @@ from dlcp.collectives.shards import (
     ShardAccumulator,
     inbound_rates,
 )
-from dlcp.dtypes import ValueType
-from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.tags import PacketTags
 from dlcp.transport import (
     EMPTY,
     RELIABLE,
@@ -49,6 +46,9 @@ from dlcp.transport import (
     SendRequest,
     StreamingReduction,
 )
+from dlcp.values.dtypes import ValueType
+from dlcp.values.planes import FULL_BITS, PlaneLayout
+from dlcp.values.tags import PacketTags
 
 if TYPE_CHECKING:
     from dlcp.collectives.pair import PairRun
@@ -101,7 +101,7 @@ class DirectAllReduce:
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
-        from dlcp.slow_ports import weights_for_rates  # needed once training has begun
+        from dlcp.policies.slow_ports import weights_for_rates  # needed once training has begun
 
         rates = self.received_bps(self._slow)
         if rates:
@@ -114,7 +114,7 @@ class DirectAllReduce:
         connection.call(partial(connection.begin_step, step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
-        """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
+        """See :class:`dlcp.collectives.stages.MeasuringReducer`."""
         known = self.between_ranks and len(self.rates_bps) == len(self.weights)
         return inbound_rates(self.rates_bps, slow) if known else {}
 

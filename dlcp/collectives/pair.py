@@ -18,8 +18,8 @@ from dlcp.collectives.message_numbers import REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.shards import DirectPlan
-from dlcp.dtypes import ValueType
 from dlcp.transport import Arrival, Delivery, MessageKey, ReceiveRequest, SendRequest
+from dlcp.values.dtypes import ValueType
 
 
 class PairRun(BucketRun):

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 
 if TYPE_CHECKING:  # at run time it is loaded only where needed: most jobs neither compress nor use Adasum
     from dlcp.compress.compressor import Values

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ These counts follow the sum in a protected trailer of two or four bytes per pack
 may be lost, and not on the first hop, whose sum has one rank.
 
 **Lower precision.** Every hop decodes a partial sum, adds its own gradients, and encodes the sum again
-(:mod:`dlcp.planes`). Its rounding error becomes residual of the sender, as lost packets do. An average is encoded once;
-ranks forward its bytes unchanged. Each average carries a rate, which is negative if no packet of its sender was lost or
-marked.
+(:mod:`dlcp.values.planes`). Its rounding error becomes residual of the sender, as lost packets do. An average is
+encoded once; ranks forward its bytes unchanged. Each average carries a rate, which is negative if no packet of its
+sender was lost or marked.
 
 A packet is tagged by its sender's own gradients, not by the partial sum. For gradients of a small convolutional network
 on eight ranks, the two packet orders correlate by 0.63 to 0.97, and the tenth with the smallest own gradients holds at
@@ -41,11 +41,7 @@ from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER, pieces_
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import divide
 from dlcp.collectives.shards import shard_bounds
-from dlcp.dtypes import ValueType
-from dlcp.error_text import describe
-from dlcp.magnitudes import packet_magnitudes
-from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.tags import PacketTags
+from dlcp.inputs.error_text import describe
 from dlcp.transport import (
     EMPTY,
     RELIABLE,
@@ -58,6 +54,10 @@ from dlcp.transport import (
     SendRequest,
     Then,
 )
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import packet_magnitudes
+from dlcp.values.planes import FULL_BITS, PlaneLayout
+from dlcp.values.tags import PacketTags
 
 PIECE_BYTES = 1 << 22
 """Minimum size of a piece, if a block has several: a message costs a millisecond or more of processor time on a busy
@@ -157,8 +157,8 @@ class RingAllReduce:
         connection.call(lambda: connection.begin_step(step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
-        """See :class:`dlcp.collectives.pipeline.MeasuringReducer`."""
-        from dlcp.slow_ports import snap_to_fastest  # only needed for a choice by rates
+        """See :class:`dlcp.collectives.stages.MeasuringReducer`."""
+        from dlcp.policies.slow_ports import snap_to_fastest  # only needed for a choice by rates
 
         return snap_to_fastest(self.rates_bps, slow) if len(self.rates_bps) == self.ranks else {}
 

@@ -14,10 +14,6 @@ from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket, RankContext
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
-from dlcp.dtypes import ValueType
-from dlcp.magnitudes import packet_magnitudes
-from dlcp.planes import FULL_BITS, PlaneLayout
-from dlcp.tags import ChunkOrder, PacketTags
 from dlcp.transport import (
     RELIABLE,
     Arrival,
@@ -33,6 +29,10 @@ from dlcp.transport import (
     SendRequest,
     StreamingReduction,
 )
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import packet_magnitudes
+from dlcp.values.planes import FULL_BITS, PlaneLayout
+from dlcp.values.tags import ChunkOrder, PacketTags
 
 PATIENCE_S: Final = 0.002
 """The wait for the last acknowledgements, before data that peers may still read is copied. Not tuned."""
@@ -83,9 +83,9 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
 
     Returns
     -------
-    Rates in bit/s by :func:`dlcp.slow_ports.snap_to_fastest`. A rank without a congested path to it counts as fast:
-    if it is slow, the reason is its processor. If shards followed that, they would change from step to step, and with
-    them the order of summation and the last bit of sums.
+    Rates in bit/s by :func:`dlcp.policies.slow_ports.snap_to_fastest`. A rank without a congested path to it counts as
+    fast: if it is slow, the reason is its processor. If shards followed that, they would change from step to step, and
+    with them the order of summation and the last bit of sums.
     """
     ranks = sorted(reported_bps)
     table = np.array([reported_bps[rank] for rank in ranks], float)
@@ -101,7 +101,7 @@ def inbound_rates(reported_bps: Mapping[int, NDArray[np.generic]], slow: Contain
     fastest = rates.max(initial=0.0)
     if clear.all():
         return dict.fromkeys(ranks, float(fastest))
-    from dlcp.slow_ports import snap_to_fastest  # needed once a port is congested
+    from dlcp.policies.slow_ports import snap_to_fastest  # needed once a port is congested
 
     levelled = snap_to_fastest(dict(zip(ranks, rates.tolist(), strict=True)), slow)
     return {rank: float(fastest) if clear[place] else levelled[rank] for place, rank in enumerate(ranks)}
@@ -142,7 +142,7 @@ class ShardAccumulator:
     divisor
         Divisor of a streaming sum; None for the number of ranks.
     key
-        The key of the messages if every sender begins with another chunk (:class:`dlcp.tags.ChunkOrder`).
+        The key of the messages if every sender begins with another chunk (:class:`dlcp.values.tags.ChunkOrder`).
     encoded
         The sum of ``own`` and of contributions that are encoded; None if they are not.
 
@@ -412,7 +412,7 @@ class DirectPlan:
     def encoded_tags(
         self, owner: int, per_packet: int, tail_bytes: int, code: Bytes, may_drop: NDArray[np.bool_] | None
     ) -> PacketTags:
-        """Return the tags of an encoded shard's packets and of a tail; see :meth:`dlcp.planes.PlaneLayout.tags`.
+        """Return the tags of an encoded shard's packets and of a tail; see :meth:`dlcp.values.planes.PlaneLayout.tags`.
 
         Parameters
         ----------

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives.bucket import Bucket
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 
 LAYER: Final = Layer("step metadata", 0)
 

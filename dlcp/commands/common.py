@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dlcp import configuration
-from dlcp.configuration import LOSS_BOUND, Range, short
+from dlcp.inputs import configuration
+from dlcp.inputs.configuration import LOSS_BOUND, Range, short
 
 if TYPE_CHECKING:
     from dlcp.sim.jobs.models import ModelInput

@@ -5,10 +5,10 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from dlcp import netlab
 from dlcp.commands.common import DURATIONS, add, add_link, add_training, check_folder, real, refuse
 from dlcp.demo.background import BURST_S
-from dlcp.demo.setup import OPTIMIZERS, DemoSetup, variants
+from dlcp.demo.variants import OPTIMIZERS, DemoSetup, variants
+from dlcp.host import netlab
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
     from dlcp.demo.run import DemoError, execute, report, run_series, select
-    from dlcp.switch.switch import SwitchProcessError
+    from dlcp.switch.built_in import SwitchProcessError
 
     console = Console()
     namespaces, reason = (False, "--loopback") if arguments.loopback else try_namespaces()

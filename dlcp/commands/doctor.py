@@ -14,7 +14,7 @@ from dlcp.commands.train import measure
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
 from dlcp.doctor.findings import anything_missing, show
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, ProbeListener, open_socket
-from dlcp.interfaces import interfaces
+from dlcp.host.interfaces import interfaces
 from dlcp.train.headroom import MEASURED_STEPS
 
 _LISTEN_TURN_S: Final = 1.0

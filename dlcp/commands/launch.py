@@ -6,9 +6,9 @@ import os
 import shutil
 
 from dlcp.commands.common import add, refuse, whole
-from dlcp.configuration import short
-from dlcp.error_text import ipv4_only, is_ipv6
-from dlcp.processes import JobLayout, Processes
+from dlcp.host.processes import JobLayout, Processes
+from dlcp.inputs.configuration import short
+from dlcp.inputs.error_text import ipv4_only, is_ipv6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

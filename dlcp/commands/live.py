@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from dlcp.commands.common import add, refuse
 
 if TYPE_CHECKING:
-    from dlcp.live.server import LiveServer
+    from dlcp.live.http_server import LiveServer
 
 _LISTEN: Final = "127.0.0.1:9465"
 """Default address, next to the port of ``dlcp fabric watch``."""
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
-    from dlcp.live.server import AddressError, LiveServer
+    from dlcp.live.http_server import AddressError, LiveServer
 
     stopped = threading.Event()
     try:

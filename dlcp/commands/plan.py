@@ -10,7 +10,7 @@ from dlcp.commands.common import MBPS, add, add_json, add_model_input, model_inp
 
 if TYPE_CHECKING:
     from dlcp.sim.jobs.models import StepProfile
-    from dlcp.sim.jobs.pipeline import PipelinePlan
+    from dlcp.sim.jobs.stage_planner import PipelinePlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print the stages; return the exit status, 2 for wrong use."""
     from dlcp.sim.jobs.models import ProfileError
-    from dlcp.sim.jobs.pipeline import NetworkLevel, parse_replicas, plan_pipeline
+    from dlcp.sim.jobs.stage_planner import NetworkLevel, parse_replicas, plan_pipeline
 
     bytes_per_s = arguments.rate_mbps * 1e6 / 8
     try:

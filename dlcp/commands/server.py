@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 from dlcp.commands.common import add, check_writable, option, refuse, write_late
-from dlcp.configuration import HostPort
-from dlcp.ledger import add_up
+from dlcp.inputs.configuration import HostPort
 from dlcp.session.options import Options
+from dlcp.transport.ledger import add_up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,8 +22,8 @@ from dlcp.commands.common import (
     refuse,
     whole,
 )
-from dlcp.configuration import Range
-from dlcp.error_text import nearest
+from dlcp.inputs.configuration import Range
+from dlcp.inputs.error_text import nearest
 
 _OUT: Final = Path("out/sim")
 _TRACE_FIELDS: Final = (
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
-    from dlcp.document import DocumentError, PlaceError
+    from dlcp.inputs.document import DocumentError, PlaceError
     from dlcp.sim.experiments.results import ReportError
     from dlcp.sim.experiments.sweep import SweepError
     from dlcp.sim.jobs.learning import LearningError
@@ -252,7 +252,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Any, str]:
 def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
     """Run an experiment's run, print its numbers and write its results."""
     from dlcp.sim.experiments.running import write
-    from dlcp.sim.tools.tables import TableRecorder, table_writer, write_tables
+    from dlcp.sim.tools.result_tables import TableRecorder, table_writer, write_tables
 
     output: Path | None = arguments.output
     folders = {kind: folder for kind in _TABLE_KINDS if (folder := getattr(arguments, kind))}
@@ -311,7 +311,7 @@ def _watched_run(item: Any, recorder: Any = None) -> dict[str, Any]:
 
 def _traced(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Return the traced job and the network that a command line describes."""
-    from dlcp.document import PlaceError, converted, read_json
+    from dlcp.inputs.document import PlaceError, converted, read_json
     from dlcp.sim.experiments.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork
     from dlcp.sim.network.nodes import LinkSpec
     from dlcp.sim.scenario import TraceJob

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from dlcp.commands.common import DEPTH_MAX, DURATIONS, add, real, whole
-from dlcp.configuration import Range
+from dlcp.inputs.configuration import Range
 
 _PortSetting: TypeAlias = tuple[int | None, float]
 """A port, or None for all ports, and its value from the command line."""

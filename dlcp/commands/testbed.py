@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from dlcp.commands.common import add, add_link, add_training
-from dlcp.configuration import short
+from dlcp.inputs.configuration import short
 
 _NAME: Final = "dlcp"
 _PROPER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")

@@ -141,7 +141,7 @@ def _serve(address: str, stack: ExitStack) -> str:
     """
     try:
         from dlcp.commands.live import say_where
-        from dlcp.live.server import AddressError, LiveServer
+        from dlcp.live.http_server import AddressError, LiveServer
     except ModuleNotFoundError as error:
         raise UsageError(f"--live: {error.name} is missing: pip install 'dlcp[live]'") from None
     folder = stack.enter_context(temporary_folder("dlcp-live-"))

@@ -7,7 +7,7 @@ from dlcp import on_demand
 from dlcp.compress.compressor import Compressor, Encoded, Feedback, Occasion
 
 if TYPE_CHECKING:
-    from dlcp.compress.choice import COMPRESSORS, make_compressor
+    from dlcp.compress.registry import COMPRESSORS, make_compressor
 
 __all__ = ["COMPRESSORS", "Compressor", "Encoded", "Feedback", "Occasion", "make_compressor"]
-__getattr__ = on_demand(__name__, {"COMPRESSORS": "choice", "make_compressor": "choice"})
+__getattr__ = on_demand(__name__, {"COMPRESSORS": "registry", "make_compressor": "registry"})

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.tags import Segment
+from dlcp.values.tags import Segment
 
 Values = NDArray[np.floating[Any]]
 Content = NDArray[np.generic]

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 
 DEPENDENT = 1e-6
 """A column that keeps less than this part of its length depends on the columns before it. Above float32's rounding

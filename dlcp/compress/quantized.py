@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 
 SCALE = np.dtype("<f4")
 GROUP_VALUES = 512

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.compress.compressor import Compressor, Content, Encoded, Feedback, Occasion, Values
-from dlcp.tags import Segment
+from dlcp.values.tags import Segment
 
 PAIR = np.dtype([("place", "<u4"), ("value", "<f4")])
 """A value and its index in the bucket. Packets hold whole pairs, because payloads are multiples of 8 bytes."""

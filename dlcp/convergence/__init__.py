@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dlcp.error_text import nearest
+from dlcp.inputs.error_text import nearest
 
 _FILES: Final = ("published", "measured", "shortfall")
 COST_OF_PRECISION: Final = "precision"

@@ -20,8 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from dlcp.processes import send_fact
-from dlcp.tags import PacketTags
+from dlcp.host.processes import send_fact
 from dlcp.transport import (
     RELIABLE,
     Address,
@@ -33,6 +32,7 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
+from dlcp.values.tags import PacketTags
 
 SINK_PORT: Final = 53711
 BURST_S: Final = 8.0

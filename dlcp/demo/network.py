@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dlcp.closing import Closing
 from dlcp.controller.fabric import Host, Job, star
 from dlcp.demo.background import SINK_PORT, BackgroundEnd
-from dlcp.demo.setup import DemoSetup
-from dlcp.netlab import HOST_INTERFACE, Namespace, StarNetwork
+from dlcp.demo.variants import DemoSetup
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import HOST_INTERFACE, Namespace, StarNetwork
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.transport import parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT

@@ -24,10 +24,10 @@ from rich.console import Console
 import dlcp
 from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps, sink, source
 from dlcp.demo.network import DemoNetwork, Shares
-from dlcp.demo.setup import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
-from dlcp.ledger import add_up
-from dlcp.processes import Fact, ReportingFork, send_fact
+from dlcp.demo.variants import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
+from dlcp.host.processes import Fact, ReportingFork, send_fact
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, check_complete, load_runs, summarize, write_summary
+from dlcp.transport.ledger import add_up
 from dlcp.wire import DROP_CLASSES
 
 JOB: Final = 1
@@ -204,9 +204,9 @@ def _ranks(
 
 
 def _work(channel: Connection, task: RankTask) -> None:
-    from dlcp.demo import worker  # needs PyTorch, which forks have already loaded
+    from dlcp.demo import rank  # needs PyTorch, which forks have already loaded
 
-    worker.main(channel, task)
+    rank.main(channel, task)
 
 
 def await_ready(processes: Sequence[ReportingFork]) -> None:
@@ -229,13 +229,13 @@ def await_ready(processes: Sequence[ReportingFork]) -> None:
 def _collect(workers: Sequence[ReportingFork], everybody: Sequence[ReportingFork]) -> list[Fact]:
     """Wait until the workers have ended, and return their reports."""
     deadline_s = time.monotonic() + RUN_DEADLINE_S
-    while any(worker.status() is None for worker in workers):
+    while any(rank.status() is None for rank in workers):
         _check(everybody)
         if time.monotonic() > deadline_s:
             raise DemoError(f"the workers have not finished after {RUN_DEADLINE_S:.0f} s")
         time.sleep(0.1)
     _check(everybody)
-    found = [report for worker in workers if (report := worker.finish(_READY_DEADLINE_S)) is not None]
+    found = [report for rank in workers if (report := rank.finish(_READY_DEADLINE_S)) is not None]
     if len(found) < len(workers):
         raise DemoError("a worker ended with status 0, but sent no report")
     return found

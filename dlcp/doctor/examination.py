@@ -6,13 +6,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from dlcp import configuration
-from dlcp.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
-from dlcp.error_text import ipv4_only
-from dlcp.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
+from dlcp.host.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
+from dlcp.inputs import configuration
+from dlcp.inputs.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
+from dlcp.inputs.error_text import ipv4_only
 from dlcp.session.addresses import own_place, source_toward
 from dlcp.session.options import Options
 from dlcp.session.secret import configured_secret

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TextIO
 
-from dlcp.configuration import Setting
+from dlcp.inputs.configuration import Setting
 
 
 class Status(Enum):

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from dlcp import __version__, native, wire
 from dlcp.doctor.findings import Diagnosis, missing, note, ok
-from dlcp.interfaces import NetworkInterface
+from dlcp.host.interfaces import NetworkInterface
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.transport.sockets import SO_RCVBUFFORCE, UDP_GRO, UDP_SEGMENT
@@ -119,7 +119,7 @@ def _two_meet() -> bool:
 
 def examine_namespaces() -> Diagnosis:
     """Examine whether ``dlcp demo`` can give each worker a network namespace; training needs none."""
-    from dlcp import netlab  # opens sockets that most examinations do not need
+    from dlcp.host import netlab  # opens sockets that most examinations do not need
 
     works, reason = netlab.available()
     root = os.geteuid() == 0

@@ -11,6 +11,6 @@ The lines that a training script needs::
 ``trainer.step`` takes the batch size of all workers together.
 """
 
-from dlcp.mxnet.store import NAME, Dist_DLCP
+from dlcp.mxnet.kvstore import NAME, Dist_DLCP
 
 __all__ = ["NAME", "Dist_DLCP"]

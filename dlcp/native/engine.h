@@ -163,7 +163,7 @@ void dlcp_wake(engine *self);
 
 enum { PLANE_BLOCK_VALUES = 32 };
 
-/* Where the digits of encoded values are; see PlaneLayout in dlcp/planes.py. */
+/* Where the digits of encoded values are; see PlaneLayout in dlcp/values/planes.py. */
 typedef struct {
     int64_t values, digit_bits, planes;
     int64_t per_packet; /* values, a multiple of the block */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients at lower precision: blocks of values with a shared scale, in planes of signed digits.
  *
- * dlcp/wire/payloads.py defines the layout, and dlcp/planes.py calls this. A packet of the lower plane has the digits
+ * dlcp/wire/payloads.py defines the layout, and dlcp/values/planes.py calls this. A packet of the lower plane has the digits
  * of the values of one packet of the upper plane. */
 
 #include <math.h>

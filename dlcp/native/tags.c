@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Magnitudes, drop classes and sending order, as dlcp/magnitudes.py and dlcp/tags.py compute them in NumPy. */
+/* Magnitudes, drop classes and sending order, as dlcp/values/magnitudes.py and dlcp/values/tags.py compute them in NumPy. */
 
 #include <math.h>
 #include <stdint.h>

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from dlcp.document import DocumentError, read_json
-from dlcp.planes import FULL_BITS
+from dlcp.inputs.document import DocumentError, read_json
+from dlcp.values.planes import FULL_BITS
 from dlcp.wire import DROP_CLASSES
 
 Run = dict[str, Any]

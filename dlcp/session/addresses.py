@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, NamedTuple
 
-from dlcp.error_text import ipv4_only
+from dlcp.inputs.error_text import ipv4_only
 from dlcp.session.options import Options
 from dlcp.transport import Address, bind_socket, parse_address
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The averaging half of a session: its buckets, its pipeline, and the ranks' weights in each step.
 
-:class:`dlcp.session.session.TrainingSession` decides whether DLCP averages a bucket. This module decides how: with
-which collective, compression, bound and weight. If ranks have ``samples``, a step begins with a bucket of metadata,
-which sets the step's weights (:mod:`dlcp.collectives.step_metadata`).
+:class:`dlcp.session.training_session.TrainingSession` decides whether DLCP averages a bucket. This module decides how:
+with which collective, compression, bound and weight. If ranks have ``samples``, a step begins with a bucket of
+metadata, which sets the step's weights (:mod:`dlcp.collectives.step_metadata`).
 """
 
 import threading
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.arms import Route
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import check_samples, weight_of
-from dlcp.ledger import Ledger
-from dlcp.planes import FULL_BITS
+from dlcp.policies.arms import Route
 from dlcp.session.joining import Joined
 from dlcp.session.options import Options
-from dlcp.tags import Segment, Tagger
+from dlcp.transport.ledger import Ledger
+from dlcp.values.planes import FULL_BITS
+from dlcp.values.tags import Segment, Tagger
 
 if TYPE_CHECKING:  # only for jobs that somebody watches
     from dlcp.session.snapshots import StepMeter

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives import Bucket
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
 """Size of the first bucket: small, so that communication begins early. The same as in PyTorch's DDP."""

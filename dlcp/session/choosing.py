@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arm of each step on this rank (:mod:`dlcp.arms`): measures steps, tells the other ranks, and asks the chooser."""
+"""The arm (:mod:`dlcp.policies.arms`) of each step here: measures steps, tells other ranks, and asks the chooser."""
 
 import logging
 import time
@@ -13,16 +13,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.arms import Arm, ArmChooser, Route, StepReport, arms_over_dlcp
 from dlcp.collectives.choice import AUTO, RING
 from dlcp.collectives.message_numbers import ALL_GATHER, two_hop_number
-from dlcp.collectives.pipeline import has_own_format
-from dlcp.configuration import Trait
-from dlcp.planes import FULL_BITS
+from dlcp.collectives.stages import has_own_format
+from dlcp.inputs.configuration import Trait
+from dlcp.policies.arms import Arm, ArmChooser, Route, StepReport, arms_over_dlcp
 from dlcp.session.averager import BucketTable
 from dlcp.session.options import AUTO_ROUTE, FRAMEWORK_ROUTE, Options
-from dlcp.tags import plain_tags
 from dlcp.transport import RELIABLE, Arrival, Endpoint, MessageKey, ReceiveRequest, SendRequest, TransportError
+from dlcp.values.planes import FULL_BITS
+from dlcp.values.tags import plain_tags
 
 log = logging.getLogger("dlcp")
 

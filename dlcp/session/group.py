@@ -19,21 +19,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.closing import ExitCallback
 from dlcp.collectives import Residual
 from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
-from dlcp.error_text import closest
-from dlcp.ledger import Ledger
+from dlcp.host.closing import ExitCallback
+from dlcp.inputs.error_text import closest
 from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
-from dlcp.session.session import DEADLINE_FACTOR, LEFT, Fallback, TrainingSession, reason_of, reason_of_exit
 from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
-from dlcp.tags import Tagger, layers_in_order, plain_tags
+from dlcp.session.training_session import DEADLINE_FACTOR, LEFT, Fallback, TrainingSession, reason_of, reason_of_exit
 from dlcp.transport import (
     RELIABLE,
     DeadlineError,
@@ -45,6 +43,8 @@ from dlcp.transport import (
     SendRequest,
     TransportError,
 )
+from dlcp.transport.ledger import Ledger
+from dlcp.values.tags import Tagger, layers_in_order, plain_tags
 
 log = logging.getLogger("dlcp")
 _registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
@@ -53,7 +53,7 @@ _registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
 CALL: Final = "dlcp.session.join"
 FAREWELL_S: Final = 3.0
 """If rank 0 gives up, it keeps its store open up to this long, so that the other ranks can read the reason. They look
-every 0.25 s (:data:`dlcp.session.session.WATCH_S`)."""
+every 0.25 s (:data:`dlcp.session.training_session.WATCH_S`)."""
 CLOSED: Final = "it has left the group"
 """The reason that a rank leaves in the store when it closes its group normally."""
 RANKS: Final = "ranks"

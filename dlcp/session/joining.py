@@ -30,8 +30,8 @@ from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, 
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
 
 if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.host.timeline import Timeline  # most jobs record none
     from dlcp.session.serving import ServerLink
-    from dlcp.timeline import Timeline  # most jobs record none
 
 USE_DLCP: Final = "use DLCP"
 """The verdict for DLCP; every other verdict is the reason against it."""
@@ -379,7 +379,7 @@ def _timeline(folder: str, rank: int) -> "Timeline | None":
     """Open this rank's timeline in a folder; return None if ``folder`` is ``""``."""
     if not folder:
         return None
-    from dlcp.timeline import Timeline  # most jobs record none
+    from dlcp.host.timeline import Timeline  # most jobs record none
 
     return Timeline.open(folder, rank)
 

@@ -5,19 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from dlcp import configuration
-from dlcp.arms import AUTO_PRECISION, EXACT, HALF_NAMES, HALF_PRECISION, PRECISIONS, is_coarse
 from dlcp.collectives.bucket import LayerBounds, ReduceOptions
 from dlcp.collectives.choice import AUTO, DIRECT, RING, SERVER, Topology, flow_weight
-from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import COMBINES, check_samples
-from dlcp.configuration import LOSS_BOUND, ByPattern, HostPort, Means, OneOf, Range, Trait, Unit
-from dlcp.error_text import closest
-from dlcp.tags import TagPolicy
+from dlcp.collectives.stages import check_stages
+from dlcp.inputs import configuration
+from dlcp.inputs.configuration import LOSS_BOUND, ByPattern, HostPort, Means, OneOf, Range, Trait, Unit
+from dlcp.inputs.error_text import closest
+from dlcp.policies.arms import AUTO_PRECISION, EXACT, HALF_NAMES, HALF_PRECISION, PRECISIONS, is_coarse
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import SHARE
-from dlcp.transport.options import Congestion, Seconds, SwitchHops
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from dlcp.transport.settings import Congestion, Seconds, SwitchHops
+from dlcp.values.tags import TagPolicy
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
 AGREED, SET_ALIKE, OWN, WHOLE_STEP = Trait.AGREED, Trait.SET_ALIKE, Trait.OWN, Trait.WHOLE_STEP
@@ -41,10 +41,10 @@ class Options:
     precision
         What may be taken from gradients: ``exact`` (nothing: all bits, and no losses), ``auto`` (what costs no more
         steps than bfloat16), or ``fast`` (also 4 bits, for models that bear it). With ``auto`` and ``fast`` the ranks
-        time the ways to average that are left, and use the fastest (:mod:`dlcp.arms`). A number fixes the bits of each
-        value on the wire: ``32`` (all, for any number format), ``16``, ``8`` or ``4``. Values are rounded in blocks of
-        32 that share a scale (:mod:`dlcp.planes`), and with error feedback what is rounded off is sent with the next
-        step. Without it, ``auto`` and ``fast`` are 32. With a compression that adds up, ``randomk`` or
+        time the ways to average that are left, and use the fastest (:mod:`dlcp.policies.arms`). A number fixes the bits
+        of each value on the wire: ``32`` (all, for any number format), ``16``, ``8`` or ``4``. Values are rounded in
+        blocks of 32 that share a scale (:mod:`dlcp.values.planes`), and with error feedback what is rounded off is sent
+        with the next step. Without it, ``auto`` and ``fast`` are 32. With a compression that adds up, ``randomk`` or
         ``powersgd``, it applies to what that sends. No effect on float64, nor on messages of a few packets.
     immediate
         End a message as soon as its bound is met, even without congestion, as the paper does.
@@ -87,12 +87,12 @@ class Options:
         its store. If off, that is an error.
     route
         Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
-        reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.arms`). ``auto``
-        means ``dlcp`` without PyTorch, between ranks that share memory, with the backend ``dlcp``, with a parameter
-        server, and with ``samples``, ``compression``, another ``combine`` than ``average``, or a
+        reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.policies.arms`).
+        ``auto`` means ``dlcp`` without PyTorch, between ranks that share memory, with the backend ``dlcp``, with a
+        parameter server, and with ``samples``, ``compression``, another ``combine`` than ``average``, or a
         ``precision`` of 16 bits or less; but for ranks that share memory, ``framework`` is then an error.
     tag_policy
-        See :class:`dlcp.tags.TagPolicy`.
+        See :class:`dlcp.values.tags.TagPolicy`.
     samples
         Number of samples that this rank's gradients are the mean of; call ``samples`` of the state or group when it
         changes. Every sample then has the same weight. With 0, the default, every rank has the same weight.
@@ -103,7 +103,7 @@ class Options:
         How the ranks' gradients are combined: ``average``, ``sum`` or ``adasum``
         (:mod:`dlcp.collectives.reduction_rules`).
     trace
-        Folder in which each rank records its events (:mod:`dlcp.timeline`), for ``dlcp trace``; none by default.
+        Folder in which each rank records its events (:mod:`dlcp.host.timeline`), for ``dlcp trace``; none by default.
     live
         Folder in which each rank writes a snapshot once a second (:mod:`dlcp.session.snapshots`), for ``dlcp live``;
         none by default.

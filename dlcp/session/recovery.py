@@ -18,9 +18,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import ClassVar, Final
 
-from dlcp.arms import Route
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
-from dlcp.error_text import describe
+from dlcp.inputs.error_text import describe
+from dlcp.policies.arms import Route
 from dlcp.session.averager import BucketId, BucketTable, PendingBucket, StepAverager
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step

@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from dlcp.configuration import SECRET_VARIABLE
+from dlcp.inputs.configuration import SECRET_VARIABLE
 from dlcp.session.options import Options
 
 log = logging.getLogger("dlcp")

@@ -21,15 +21,15 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import dlcp
-from dlcp.closing import Closing
 from dlcp.collectives import ParameterServer
-from dlcp.error_text import describe
-from dlcp.ledger import Ledger
+from dlcp.host.closing import Closing
+from dlcp.inputs.error_text import describe
 from dlcp.session.addresses import OwnAddresses, advertised
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret, proof
 from dlcp.session.store import Store, StoreError, StoreServer, ended_key
 from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse_address
+from dlcp.transport.ledger import Ledger
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
 INVITATION: Final = "invitation"

@@ -3,7 +3,7 @@
 
 A thread writes a snapshot once a second to a small file that replaces the last one, so slow or crashed readers do not
 affect training. :mod:`dlcp.live` shows the files of all ranks. A snapshot holds only totals, so its size does not grow
-with time; for single events, see :mod:`dlcp.timeline`.
+with time; for single events, see :mod:`dlcp.host.timeline`.
 """
 
 import json
@@ -24,13 +24,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
 
-from dlcp.closing import ExitCallback
-from dlcp.ledger import Ledger
-from dlcp.planes import FULL_BITS
+from dlcp.host.closing import ExitCallback
 from dlcp.session.options import Options
 from dlcp.session.slowness import Verdict
-from dlcp.tags import Segment
 from dlcp.transport import Connection, Endpoint, TransportError
+from dlcp.transport.ledger import Ledger
+from dlcp.values.planes import FULL_BITS
+from dlcp.values.tags import Segment
 
 SNAPSHOT_SUFFIX: Final = ".snapshot"
 EVERY_S: Final = 1.0
@@ -83,7 +83,9 @@ class RankSnapshot(TypedDict):
     every_s: float
     """Interval between snapshots."""
     phase: str
-    """See :class:`dlcp.session.session.SessionPhase`, or :data:`WATCHED`; if it has ended, the phase before that."""
+    """See :class:`dlcp.session.training_session.SessionPhase`, or :data:`WATCHED`; if it has ended, the phase before
+    that.
+    """
     reason: str
     """Why DLCP does not average; ``""`` while it does."""
     fallback: str
@@ -112,7 +114,7 @@ class RankSnapshot(TypedDict):
     by_bits: dict[str, tuple[int, int]]
     """Packets of messages, and lost ones, by the bits of a value."""
     packets: dict[str, dict[str, int]]
-    """Packet counts by receiver and the names in :data:`dlcp.ledger.COUNTS`."""
+    """Packet counts by receiver and the names in :data:`dlcp.transport.ledger.COUNTS`."""
     layers: list[tuple[int, list[str], int, int, int]]
     """Position, module names, and packets, lost and encoded ones, of each layer from the model's input on."""
     peers: dict[str, dict[str, Any]]
@@ -242,7 +244,7 @@ class ObservedAverager(Protocol):
 
 
 class ObservedSession(Protocol):
-    """What snapshots show of a :class:`dlcp.session.session.TrainingSession`."""
+    """What snapshots show of a :class:`dlcp.session.training_session.TrainingSession`."""
 
     endpoint: Endpoint | None
 

@@ -44,8 +44,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from dlcp.closing import ExitCallback
-from dlcp.error_text import ipv4_only
+from dlcp.host.closing import ExitCallback
+from dlcp.inputs.error_text import ipv4_only
 from dlcp.session.addresses import listening_host
 from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
 from dlcp.transport import Address, DeadlineError, RankEndedError, TransportError

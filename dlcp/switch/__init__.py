@@ -6,7 +6,8 @@ Internally, ``executor`` turns a program into code and holds its tables and stat
 ``forwarding`` and ``switch`` move packets between them.
 """
 
-from dlcp.switch.entries import (
+from dlcp.switch.built_in import READY, Switch, SwitchProcess, SwitchProcessError
+from dlcp.switch.entry_files import (
     Entries,
     Profile,
     apply_entries,
@@ -17,7 +18,7 @@ from dlcp.switch.entries import (
     read_entries,
     write_entries,
 )
-from dlcp.switch.events import (
+from dlcp.switch.event_counters import (
     EVENT_COUNTERS,
     EgressEvent,
     EventCount,
@@ -50,7 +51,6 @@ from dlcp.switch.ports import PortGroup
 from dlcp.switch.ports.loopback import LoopbackHost, LoopbackPorts, internet_checksum, udp_headers
 from dlcp.switch.ports.packet import PacketPort
 from dlcp.switch.queues import DEPTH_PACKETS, DROP_PORT, QUEUES, PortQueueing
-from dlcp.switch.switch import READY, Switch, SwitchProcess, SwitchProcessError
 
 __all__ = [
     "BACKENDS",

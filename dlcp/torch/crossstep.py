@@ -56,10 +56,10 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from dlcp.collectives.choice import DIRECT
-from dlcp.configuration import Trait
-from dlcp.error_text import describe
+from dlcp.inputs.configuration import Trait
+from dlcp.inputs.error_text import describe
 from dlcp.session.options import Options
-from dlcp.session.session import Fallback
+from dlcp.session.training_session import Fallback
 from dlcp.torch.framework import copy_from_first_rank, framework_route, profiled
 from dlcp.torch.hook import sparse_parameter
 from dlcp.torch.layers import LayerGroup, layer_groups

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.autograd import profiler
 
-from dlcp.configuration import Trait
+from dlcp.inputs.configuration import Trait
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.choosing import FrameworkRoute
 from dlcp.session.joining import Agreement, join, next_number
 from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.secret import configured_secret
-from dlcp.session.session import LEFT
+from dlcp.session.training_session import LEFT
 from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
 
 log = logging.getLogger("dlcp")

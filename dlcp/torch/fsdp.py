@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from dlcp.arms import Route
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
-from dlcp.configuration import Trait
+from dlcp.inputs.configuration import Trait
+from dlcp.policies.arms import Route
 from dlcp.session.averager import PendingBucket
 from dlcp.session.options import Options
-from dlcp.session.session import DEADLINE_FACTOR, Fallback
-from dlcp.tags import Layer, Segment, layers_in_order
+from dlcp.session.training_session import DEADLINE_FACTOR, Fallback
 from dlcp.torch.framework import framework_route, scale_of
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
+from dlcp.values.tags import Layer, Segment, layers_in_order
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter

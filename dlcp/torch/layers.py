@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
-from dlcp.tags import Layer, Segment, layers_in_order
 from dlcp.torch.state import VALUE_TYPES
+from dlcp.values.tags import Layer, Segment, layers_in_order
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 GROWTH: Final = 4

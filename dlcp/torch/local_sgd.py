@@ -33,15 +33,15 @@ import torch.distributed as dist
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
-from dlcp.closing import Closing
-from dlcp.configuration import Trait
+from dlcp.host.closing import Closing
+from dlcp.inputs.configuration import Trait
 from dlcp.session.buckets import BucketPlan
 from dlcp.session.options import Options
-from dlcp.tags import Segment, layers_in_order
 from dlcp.torch import fsdp
 from dlcp.torch.framework import copy_from_first_rank
 from dlcp.torch.hook import refuse_types
 from dlcp.torch.state import VALUE_TYPES, State
+from dlcp.values.tags import Segment, layers_in_order
 
 
 class LocalSGD(Closing):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 def packet_magnitudes(tensor: torch.Tensor, values_per_packet: int) -> torch.Tensor:
     """Return the root mean square of each packet's values, computed on the tensor's device.
 
-    The same as :func:`dlcp.tags.packet_magnitudes` on the host, up to rounding: float32, shape
+    The same as :func:`dlcp.values.tags.packet_magnitudes` on the host, up to rounding: float32, shape
     (ceil(values / values_per_packet),), infinity for a packet with NaN or infinity.
     """
     flat = tensor.detach()

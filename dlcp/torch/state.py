@@ -23,17 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlcp.collectives import Bucket, Residual
 from dlcp.collectives.reduction_rules import check_samples
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
 from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
-from dlcp.session.session import Fallback, TrainingSession
-from dlcp.tags import Layer, Segment, Tagger, layers_in_order
+from dlcp.session.training_session import Fallback, TrainingSession
 from dlcp.torch.framework import GlooWatch, agreement_of, framework_route, leave_with_group
 from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
+from dlcp.transport.ledger import Ledger
 from dlcp.transport.shared_memory import EXPORT_BYTES
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment, Tagger, layers_in_order
 
 if TYPE_CHECKING:
     from dlcp.torch.unused import UnusedParameters

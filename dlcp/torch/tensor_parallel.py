@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.arms import EXACT
-from dlcp.planes import FULL_BITS
+from dlcp.policies.arms import EXACT
 from dlcp.session.options import Options
+from dlcp.values.planes import FULL_BITS
 
 
 def keep_copies_equal(model: torch.nn.Module, options: Options) -> Options:

@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dlcp.closing import ExitCallback
+from dlcp.host.closing import ExitCallback
 from dlcp.session.options import Options
 from dlcp.session.slowness import ACTIVITIES, LEAST_BYTES, SPAN, Activity, RankComparison, RankReport, Verdict
 from dlcp.session.snapshots import WATCHED, WatchedRankWriter, as_slow_rank, peers_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any, Final
 
-from dlcp.arms import fastest
+from dlcp.policies.arms import fastest
 from dlcp.train.launcher import Report, failures
 
 NONE: Final = "none"

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from dlcp import configuration
-from dlcp.error_text import closest
-from dlcp.interfaces import interface_of, only_way_out
-from dlcp.processes import python_command
+from dlcp.host.interfaces import interface_of, only_way_out
+from dlcp.host.processes import python_command
+from dlcp.inputs import configuration
+from dlcp.inputs.error_text import closest
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.arms import Arm, Route
+from dlcp.policies.arms import Arm, Route
 from dlcp.session.options import DLCP_ROUTE, FRAMEWORK_ROUTE
 from dlcp.train.headroom import NONE, UNCHANGED, WARM_UP_ROUNDS
 

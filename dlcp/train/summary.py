@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any, Final
 
-from dlcp.ledger import add_up, coded
 from dlcp.train.launcher import Report, failures
+from dlcp.transport.ledger import add_up, coded
 
 OF_OTHERS: Final = ("token", "job", "sender")
 """Causes of refusal for packets of another job, or of an earlier start of this one."""

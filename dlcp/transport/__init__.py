@@ -26,8 +26,8 @@ from dlcp.transport.messages import (
     SendRequest,
     TransportError,
 )
-from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Fail, Then
+from dlcp.transport.settings import TransportOptions
 from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [

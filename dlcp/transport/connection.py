@@ -57,14 +57,14 @@ from dlcp.transport.messages import (
     TransportError,
     at_step,
 )
-from dlcp.transport.options import PATHS_MAX, TransportOptions
 from dlcp.transport.path_mtu import NarrowPath
 from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
+from dlcp.transport.settings import PATHS_MAX, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.wire import GREETING, GREETING_PORT, PacketType
 
 if TYPE_CHECKING:  # loaded when options ask for it
-    from dlcp.timeline import Timeline
+    from dlcp.host.timeline import Timeline
 
 HELLO_REPEAT_S: Final = 0.1
 """Time between unanswered greetings before a round trip is known. With round trips of 0.1 ms, a lost greeting delays

@@ -13,7 +13,7 @@ from functools import partial
 from textwrap import shorten
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dlcp.closing import ending_error
+from dlcp.host.closing import ending_error
 from dlcp.transport.connection import FAREWELL, Connection, OnMessage, OnUnexpected
 from dlcp.transport.messages import (
     Address,
@@ -24,13 +24,13 @@ from dlcp.transport.messages import (
     SendRequest,
     TransportError,
 )
-from dlcp.transport.options import TransportOptions
 from dlcp.transport.peer import Fail, Then
+from dlcp.transport.settings import TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 
 if TYPE_CHECKING:  # loaded when options ask for it
-    from dlcp.timeline import Timeline
+    from dlcp.host.timeline import Timeline
 
 CLOSE_LINGER_S: Final = 1.0
 """The wait of a closing endpoint for the last acknowledgements: several round trips of a long path."""

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from dlcp import wire
 from dlcp.native import ffi, lib
-from dlcp.planes import PlaneLayout
-from dlcp.tags import BLOCK_PACKETS
 from dlcp.transport.congestion import Report
 from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
-from dlcp.transport.options import PATHS_MAX, TransportOptions
+from dlcp.transport.settings import PATHS_MAX, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
+from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import BLOCK_PACKETS
 from dlcp.wire import PacketType, Queue
 
 MESSAGE_PACKETS_MAX: Final[int] = lib.MESSAGE_PACKETS_MAX
@@ -240,8 +240,8 @@ class StreamingReduction(Reduction):
     """The average of this rank's values and the others' contributions.
 
     Own values come first, then the others' in a fixed order. With ``first_block`` each of the others begins with
-    another chunk of its message (:class:`dlcp.tags.ChunkOrder`), and the order differs by chunk accordingly. Packets
-    that arrive before their turn wait in a buffer.
+    another chunk of its message (:class:`dlcp.values.tags.ChunkOrder`), and the order differs by chunk accordingly.
+    Packets that arrive before their turn wait in a buffer.
 
     Parameters
     ----------
@@ -296,7 +296,7 @@ class EncodedReduction(Reduction):
     members
         How many others contribute.
     how
-        Further arguments of :meth:`dlcp.planes.PlaneLayout.sum`.
+        Further arguments of :meth:`dlcp.values.planes.PlaneLayout.sum`.
     """
 
     takes_tail: ClassVar = True

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.configuration import Range
-from dlcp.planes import PlaneLayout
-from dlcp.tags import AS_SEEDED, ChunkOrder, PacketTags
+from dlcp.inputs.configuration import Range
+from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import AS_SEEDED, ChunkOrder, PacketTags
 
 Address = tuple[str, int]
 Bytes = NDArray[np.uint8]

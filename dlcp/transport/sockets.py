@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
-from dlcp.configuration import host_and_port
-from dlcp.error_text import ipv4_only
+from dlcp.inputs.configuration import host_and_port
+from dlcp.inputs.error_text import ipv4_only
 from dlcp.transport.messages import Address
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.sim.engines.network_tables import EnginePlan
 from dlcp.sim.engines.packet_engine import Completion, CompletionKind, Submission
-from dlcp.sim.engines.plan import EnginePlan
 from dlcp.sim.graphs.graph import NODE_RECORD
 
 _LINE_BYTES: Final = 64

@@ -14,12 +14,12 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.planes import FULL_BITS, PlaneLayout
 from dlcp.sim.arithmetic import path_hashes, slot_owners
-from dlcp.sim.engines.plan import EnginePlan, as_rows
+from dlcp.sim.engines.network_tables import EnginePlan, as_rows
 from dlcp.sim.graphs.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.limits import check_packets
 from dlcp.sim.network.routing import Routes
+from dlcp.values.planes import FULL_BITS, PlaneLayout
 from dlcp.wire import UDP_PORT_BASE, Queue
 
 ORDINARY_PORT: Final = 5001
@@ -97,9 +97,9 @@ STREAM_START: Final = row_type((np.int64, "serial source target transport path_h
 
 MESSAGE_SIZE: Final = row_type((np.int32, "packets last_bytes upper allowed budget"), (np.int16, "profile"))
 """A message's packets, all 0 for a node that sends nothing: their number, and the payload of the last one. The first
-``upper`` packets have the upper digits of a message that is encoded (`dlcp.planes`), and are in drop class 0; otherwise
-there are none. ``allowed`` packets may stay lost, and each switch may drop ``budget`` of these. ``profile``: number of
-the distribution of drop classes."""
+``upper`` packets have the upper digits of a message that is encoded (`dlcp.values.planes`), and are in drop class 0;
+otherwise there are none. ``allowed`` packets may stay lost, and each switch may drop ``budget`` of these. ``profile``:
+number of the distribution of drop classes."""
 
 
 PACKET_OUTCOME: Final = row_type((np.uint8, "drop_class"), (np.bool_, "delivered"))

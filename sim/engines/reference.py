@@ -20,20 +20,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, HOST_ADDRESS, MASK64, PS_PER_US, RATE_SHIFT, draw, mix
 from dlcp.sim.engines import rules
-from dlcp.sim.engines.packet_engine import (
-    COUNTER_CELLS,
-    MESSAGE_SIZE,
-    ORDINARY_PORT,
-    PACKET_OUTCOME,
-    PORT_BYTES,
-    STREAM_START,
-    Completion,
-    CompletionKind,
-    EngineCounter,
-    Submission,
-    source_port,
-)
-from dlcp.sim.engines.plan import (
+from dlcp.sim.engines.network_tables import (
     EVENT_BUDGET_SPENT,
     EVENT_MARKED,
     EVENT_SLOT_TAKEN,
@@ -48,6 +35,19 @@ from dlcp.sim.engines.plan import (
     PacketKind,
     PathChoice,
     TransportRules,
+)
+from dlcp.sim.engines.packet_engine import (
+    COUNTER_CELLS,
+    MESSAGE_SIZE,
+    ORDINARY_PORT,
+    PACKET_OUTCOME,
+    PORT_BYTES,
+    STREAM_START,
+    Completion,
+    CompletionKind,
+    EngineCounter,
+    Submission,
+    source_port,
 )
 from dlcp.sim.graphs.graph import NODE_RECORD, NODE_ROW
 from dlcp.sim.network.disciplines import Admission

@@ -7,7 +7,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlcp.sim.engines.plan import OWN_KIND, PROFILE_CELLS, TRANSPORTS, BufferScope, Discipline
+from dlcp.sim.engines.network_tables import OWN_KIND, PROFILE_CELLS, TRANSPORTS, BufferScope, Discipline
 from dlcp.sim.jit import shared
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.rows import Row

@@ -17,9 +17,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from dlcp.document import Document, DocumentError, PlaceError, Step, Steps
-from dlcp.error_text import nearest
-from dlcp.planes import FULL_BITS
+from dlcp.inputs.document import Document, DocumentError, PlaceError, Step, Steps
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.jobs.pipeline_training import pipeline_of
 from dlcp.sim.jobs.step_graph import check_messages
 from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
@@ -27,6 +26,7 @@ from dlcp.sim.limits import SECONDS_MAX, Seed, check_within
 from dlcp.sim.network.topology import build_topology
 from dlcp.sim.scenario import Fidelity, NetworkSetting, TraceJob
 from dlcp.sim.traces.traced_jobs import place_traces
+from dlcp.values.planes import FULL_BITS
 
 
 class RunSetting(NetworkSetting, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
 
         Raises
         ------
-        dlcp.document.PlaceError
+        dlcp.inputs.document.PlaceError
             It has neither jobs nor traffic, or one of them would begin after the run's end.
         """
         senders = ("training", "traces", "traffic", "patterns")
@@ -68,7 +68,7 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
 
         Raises
         ------
-        dlcp.document.PlaceError
+        dlcp.inputs.document.PlaceError
             There is such a job; ``steps`` lead to its place.
         """
         for number, job in enumerate(self.training):

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from dlcp.sim.engines.plan import LongestPath
+from dlcp.sim.engines.network_tables import LongestPath
 from dlcp.sim.limits import PACKETS_MAX, RATE_MAX_GBPS, check_within
 from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
 from dlcp.sim.network.routing import Routes
@@ -89,7 +89,7 @@ class FittedNetwork:
         ------
         TopologyError
             The fabric cannot be so large.
-        dlcp.document.DocumentError
+        dlcp.inputs.document.DocumentError
             Its file is missing or wrong.
         """
         topology = self._topology(hosts)

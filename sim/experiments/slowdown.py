@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.plan import EnginePlan, as_rows
+from dlcp.sim.engines.network_tables import EnginePlan, as_rows
 
 
 class IdealTimes:

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from dlcp.document import DocumentError, read_json
+from dlcp.inputs.document import DocumentError, read_json
 from dlcp.sim.engines.packet_engine import PacketEngineName
 from dlcp.sim.experiments.experiment import ExperimentRun
 from dlcp.sim.experiments.progress import ProgressBar

@@ -6,9 +6,8 @@ from typing import Any
 
 import yaml
 
-from dlcp.document import PlaceError, converted
-from dlcp.error_text import nearest
-from dlcp.planes import FULL_BITS
+from dlcp.inputs.document import PlaceError, converted
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting, changed_fields
 from dlcp.sim.experiments.fitted_network import FittedNetwork
 from dlcp.sim.graphs.graph import Graph
@@ -20,6 +19,7 @@ from dlcp.sim.traces.chakra import SUFFIX_PATTERN, write_chakra
 from dlcp.sim.traces.goal import write_goal
 from dlcp.sim.traces.operations import OperationKind, Workload
 from dlcp.sim.traces.traced_jobs import read_trace, trace_progress, trace_size
+from dlcp.values.planes import FULL_BITS
 
 
 def trace_experiment(job: TraceJob, network: FittedNetwork, seed: int) -> dict[str, Any]:

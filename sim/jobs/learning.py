@@ -13,7 +13,8 @@ each step, every worker has a gradient of its own batch. Replicas are identical,
   It draws the classes without values; real ranks draw them by magnitude, in the same proportions. So within a message,
   the packet with the n-th largest magnitude takes the place of the n-th packet by drop class. Packets that hold values
   of a small parameter come first, as with real ranks.
-- **Precision.** Encoded messages are rounded by `dlcp.planes`. A lost packet of the lower plane costs lower digits.
+- **Precision.** Encoded messages are rounded by `dlcp.values.planes`. A lost packet of the lower plane costs lower
+  digits.
 - **Error feedback.** Values missing from a contribution are added to the worker's next one. Without
   ``error_feedback`` they are lost, and sums are divided by the number of contributions that arrived.
 
@@ -30,12 +31,12 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dlcp.error_text import nearest
-from dlcp.planes import PlaneLayout
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.graphs.collectives import RESULT_MESSAGE
 from dlcp.sim.jobs.models import TASK_LAYERS
 from dlcp.sim.limits import VALUES_MAX, Count, Gain, Moment
-from dlcp.tags import TagPolicy
+from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import TagPolicy
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ class _PacketValues:
     small: NDArray[np.bool_]
 
     def magnitudes(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return the root mean square of each packet's values, as `dlcp.magnitudes.packet_magnitudes`.
+        """Return the root mean square of each packet's values, as `dlcp.values.magnitudes.packet_magnitudes`.
 
         Parameters
         ----------

@@ -25,8 +25,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from dlcp.document import Document
-from dlcp.error_text import describe, nearest
+from dlcp.inputs.document import Document
+from dlcp.inputs.error_text import describe, nearest
 from dlcp.sim.limits import SIZE_BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds
 from dlcp.sim.memory import available_bytes
 
@@ -312,7 +312,7 @@ def read_profile(path: Path) -> StepProfile:
 
     Raises
     ------
-    dlcp.document.DocumentError
+    dlcp.inputs.document.DocumentError
         The file cannot be read or is not a valid profile; the message names the line.
     """
     document = Document(path)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlcp.sim.graphs.collectives import all_reduce
 from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder, Nodes
 from dlcp.sim.jobs.models import StepProfile
-from dlcp.sim.jobs.pipeline import NetworkLevel, PipelinePlan, PipelineStage, parse_replicas, plan_pipeline
+from dlcp.sim.jobs.stage_planner import NetworkLevel, PipelinePlan, PipelineStage, parse_replicas, plan_pipeline
 from dlcp.sim.jobs.step_graph import StepGraph, piece_spec, pieces_of
 from dlcp.sim.jobs.training import PLANNED_PIPELINE, PlacedJob, computing_factors
 from dlcp.sim.jobs.training_run import Progress

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precision in simulated training: how many bits of each value a step's messages have.
 
-Real and simulated ranks choose alike (`dlcp.arms`), and have one layout of messages (`dlcp.planes`). A message that is
-encoded has fewer packets. Those of the upper plane are in drop class 0. Those of the lower plane are in classes 1 to 7
-and may be lost within the loss bound.
+Real and simulated ranks choose alike (`dlcp.policies.arms`), and have one layout of messages (`dlcp.values.planes`). A
+message that is encoded has fewer packets. Those of the upper plane are in drop class 0. Those of the lower plane are in
+classes 1 to 7 and may be lost within the loss bound.
 
 A job chooses when its first worker has finished a step: by then all averages of the step have been sent, and no message
 of the next step has begun. So all messages of a step have the same precision.
@@ -14,11 +14,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.arms import ArmChooser, StepReport, arms_over_dlcp
+from dlcp.policies.arms import ArmChooser, StepReport, arms_over_dlcp
 from dlcp.sim.simulation import Simulation, SubmittedGraph
 
 Precision = Literal["auto", "fast", 32, 16, 8, 4]
-"""As in `dlcp.arms.PRECISIONS`."""
+"""As in `dlcp.policies.arms.PRECISIONS`."""
 
 
 class SimulatedPrecision:

@@ -46,7 +46,7 @@ from dlcp.sim.jobs.training import PlacedJob, SchedulerName, TrainingJob, comput
 from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, PIECES_MAX, check_packets, check_within, picoseconds
 from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.transports.specs import TransportSpec
-from dlcp.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
+from dlcp.values.tags import BACK_SHARES, FRONT_SHARES, queue_of_layer
 from dlcp.wire import Queue
 
 DDP_BUCKET_BYTES: Final = 25 * 2**20
@@ -154,7 +154,7 @@ def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpe
 
 
 def class_shares() -> tuple[tuple[float, ...], ...]:
-    """Return the shares of drop classes 0 to 7: those of `dlcp.tags` by layer position, then `UNIFORM_SHARES`."""
+    """Return the shares of drop classes 0 to 7: those of `dlcp.values.tags` by layer, then `UNIFORM_SHARES`."""
     positions = (at / 255 for at in range(UNIFORM_PROFILE))
     ends = list(zip(FRONT_SHARES, BACK_SHARES, strict=True))
     return (*(tuple((1 - at) * front + at * back for front, back in ends) for at in positions), UNIFORM_SHARES)

@@ -13,7 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from dlcp.convergence import COST_OF_PRECISION, curve
-from dlcp.planes import FULL_BITS
+from dlcp.policies.slow_ports import weights_for_rates
 from dlcp.sim.graphs.collectives import WITH_SERVERS, CollectiveName
 from dlcp.sim.jobs.learning import TRAINED_MODEL, LearningSpec
 from dlcp.sim.jobs.models import (
@@ -25,13 +25,13 @@ from dlcp.sim.jobs.models import (
     step_profile,
     task_profile,
 )
-from dlcp.sim.jobs.pipeline import parse_replicas
 from dlcp.sim.jobs.precision import Precision
+from dlcp.sim.jobs.stage_planner import parse_replicas
 from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
 from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.scenario import Placement, choose_hosts
 from dlcp.sim.simulation import random_of
-from dlcp.slow_ports import weights_for_rates
+from dlcp.values.planes import FULL_BITS
 
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
 LEARNED_LOSS: Final = ("direct", "parameter_server", "byteps")
@@ -107,10 +107,10 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         delivered whole.
     precision
         Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
-        and ``fast``, what is fastest, from few bits on (`dlcp.arms`).
+        and ``fast``, what is fastest, from few bits on (`dlcp.policies.arms`).
     pipeline
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
-        (`dlcp.sim.jobs.pipeline`); by default, every worker has the whole model.
+        (`dlcp.sim.jobs.stage_planner`); by default, every worker has the whole model.
     optimizer
         Selects the curve of additional steps that precision costs, which is measured by optimizer. With ``learn``, also
         trains.
@@ -203,7 +203,7 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def shard_weights(self, hosts: Sequence[int], topology: NetworkTopology) -> tuple[float, ...]:
         """Return each worker's share of a buffer as an owner; empty if shares are equal.
 
-        With ``direct``, workers with slow links own less (`dlcp.slow_ports`), as real ranks do.
+        With ``direct``, workers with slow links own less (`dlcp.policies.slow_ports`), as real ranks do.
         """
         if self.collective != "direct" or self.pipeline:
             return ()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dlcp.planes import FULL_BITS
 from dlcp.sim.jobs.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
 from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.precision import SimulatedPrecision
@@ -17,6 +16,7 @@ from dlcp.sim.jobs.training import PlacedJob, computing_factors
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
 from dlcp.sim.step_times import StepTimes
 from dlcp.sim.transports.specs import DlcpTransport
+from dlcp.values.planes import FULL_BITS
 
 
 @dataclass(slots=True)

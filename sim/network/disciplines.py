@@ -41,8 +41,8 @@ class OwnDiscipline:
         Parameters
         ----------
         x
-            The packet: ``kind`` (`dlcp.sim.engines.plan.PacketKind`), ``size``, ``queue``, ``drop_class``, and ``ecn``,
-            which is 0 if it cannot be marked.
+            The packet: ``kind`` (`dlcp.sim.engines.network_tables.PacketKind`), ``size``, ``queue``, ``drop_class``,
+            and ``ecn``, which is 0 if it cannot be marked.
         own
             ``own[0]``, ``own[1]``, ...: the values of ``settings``, in their order.
         waiting, waiting_bytes, port_bytes

@@ -16,7 +16,7 @@ from importlib import metadata
 from itertools import takewhile
 from typing import Any, Final
 
-from dlcp.document import Document, DocumentError
+from dlcp.inputs.document import Document, DocumentError
 
 _INSTALL: Final = "pip install 'dlcp[infragraph]'"
 _GBPS: Final = {"Gbps": 1.0, "GBps": 8.0}

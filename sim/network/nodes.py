@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from dlcp.error_text import closest
+from dlcp.inputs.error_text import closest
 from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, RATE_MAX_GBPS, RATE_MIN_GBPS
 
 _Name = Annotated[str, Meta(pattern=r"^\S+$")]

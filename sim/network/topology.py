@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from dlcp.document import Document, PlaceError, converted
-from dlcp.error_text import nearest
+from dlcp.inputs.document import Document, PlaceError, converted
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, Hosts
 from dlcp.sim.network.infragraph import infrastructure_of, network_of
 from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
@@ -305,7 +305,7 @@ class FileTopology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
         Raises
         ------
-        dlcp.document.DocumentError
+        dlcp.inputs.document.DocumentError
             The file is missing or wrong; the message names the line.
         """
         document = Document(Path(self.file))
@@ -329,7 +329,7 @@ def build_topology(spec: TopologySpec) -> NetworkTopology:
     ------
     TopologyError
         There are too few hosts, or too many hosts, switches or links, or ``host_links`` names an unknown host.
-    dlcp.document.DocumentError
+    dlcp.inputs.document.DocumentError
         The file of a `FileTopology` is wrong.
     """
     topology = spec.build()

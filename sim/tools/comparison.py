@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dlcp.document import refusal
+from dlcp.inputs.document import refusal
 from dlcp.report.style import FILTERS, render
 from dlcp.sim.experiments.experiment import Figure
 from dlcp.sim.experiments.results import ReportError, Spread

@@ -17,8 +17,8 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from dlcp.configuration import LOSS_BOUND
-from dlcp.error_text import nearest
+from dlcp.inputs.configuration import LOSS_BOUND
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.experiments.experiment import Experiment, RunSetting, changed_fields
 from dlcp.sim.experiments.fitted_network import FABRICS, TRANSPORT_KINDS, FittedNetwork, suited_discipline
 from dlcp.sim.graphs.collectives import WITH_SERVERS, CollectiveName

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.error_text import nearest
+from dlcp.inputs.error_text import nearest
 from dlcp.report.style import FILTERS, render
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.experiments.recording import AnyProgress, LinkSamples, RunOver, hosts_of, link_names

@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.error_text import closest
+from dlcp.inputs.error_text import closest
 from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.traces.graph_operations import operations_of
 from dlcp.sim.traces.operations import OperationKind, RankOperation, TraceFormatError, Workload

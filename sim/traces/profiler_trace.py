@@ -26,8 +26,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from dlcp.document import refusal
-from dlcp.planes import FULL_BITS
+from dlcp.inputs.document import refusal
 from dlcp.sim.arithmetic import PS_PER_US
 from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, HostNumber, Hosts
 from dlcp.sim.traces.operations import (
@@ -40,6 +39,7 @@ from dlcp.sim.traces.operations import (
     TraceFormatError,
     Workload,
 )
+from dlcp.values.planes import FULL_BITS
 
 Event = Mapping[str, Any]
 _COLLECTIVES: Final[dict[str, TracedCollective]] = {

@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from dlcp.document import Document, DocumentError, PlaceError
-from dlcp.foreign_formats import foreign_format
+from dlcp.inputs.document import Document, DocumentError, PlaceError
+from dlcp.inputs.foreign_formats import foreign_format
 from dlcp.sim.graphs.collectives import AllReduceSpec
 from dlcp.sim.jobs.run_size import GraphCounter, PartSize
 from dlcp.sim.scenario import TraceJob, choose_hosts

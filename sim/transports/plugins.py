@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from dlcp.error_text import nearest
+from dlcp.inputs.error_text import nearest
 from dlcp.sim.network.disciplines import BUILT_IN_DISCIPLINES, OwnDiscipline
 from dlcp.sim.transports import specs as transports
 from dlcp.sim.transports.specs import OwnTransport, TransportSpec

@@ -30,14 +30,15 @@ from dlcp.sim.limits import (
     Window,
 )
 from dlcp.sim.rows import Row
-from dlcp.tags import FRONT_SHARES
+from dlcp.values.tags import FRONT_SHARES
 from dlcp.wire import Queue
 
 # --------------------------------------------------------------------------------------------------------------- rules
 #
-# ``s`` is a stream, ``t`` the numbers of its transport (`dlcp.sim.engines.plan.TransportRules`), ``m`` a message: rows
-# of the kernel's arrays, or objects of the reference with the same field names. The kernel compiles these functions and
-# the reference calls them as Python, so they may use nothing but numbers. Flags are compared with 0 for Numba's sake.
+# ``s`` is a stream, ``t`` the numbers of its transport (`dlcp.sim.engines.network_tables.TransportRules`), ``m`` a
+# message: rows of the kernel's arrays, or objects of the reference with the same field names. The kernel compiles these
+# functions and the reference calls them as Python, so they may use nothing but numbers. Flags are compared with 0 for
+# Numba's sake.
 
 TIMEOUT_BACKOFF_MAX: Final = 6
 """Most doublings of a timeout; not tuned."""

@@ -34,11 +34,11 @@ from operator import add, attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.arms import AUTO_BITS
 from dlcp.bench.results import BenchError, BenchResult, median, result, significant
 from dlcp.commands.common import DURATIONS, whole
-from dlcp.configuration import Range
-from dlcp.netlab import become_root
+from dlcp.host.netlab import become_root
+from dlcp.inputs.configuration import Range
+from dlcp.policies.arms import AUTO_BITS
 from dlcp.transport.path_mtu import payload_for_mtu
 from tests.bench import reduction
 from tests.bench.disturbances import RIVALS, BackgroundBursts, LinkOutages, Rival, SpineWatch, left_after_s

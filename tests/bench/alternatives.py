@@ -38,8 +38,7 @@ from dlcp.bench.results import BenchError, BenchResult, median, processor, resul
 from dlcp.demo.background import schedule
 from dlcp.demo.network import NamespaceNetwork
 from dlcp.demo.run import JOB, await_ready, fair_shares, start_background
-from dlcp.demo.setup import DemoSetup
-from dlcp.error_text import nearest
+from dlcp.demo.variants import DemoSetup
 from dlcp.examples.learning_tasks import (
     OPTIMIZER_MAKERS,
     SMALL_TASKS,
@@ -50,8 +49,9 @@ from dlcp.examples.learning_tasks import (
     loss_of,
     schedule_of,
 )
-from dlcp.netlab import become_root
-from dlcp.planes import FULL_BITS
+from dlcp.host.netlab import become_root
+from dlcp.inputs.error_text import nearest
+from dlcp.values.planes import FULL_BITS
 from tests.bench.convergence import SMOOTH, TARGET_BY, LossCurve
 from tests.bench.emulated_training import EMULATED_RANKS
 from tests.bench.harness import Benchmark, FailedError, Turns, int_option, scratch

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
 from dlcp.bench.results import BenchResult, median, result, significant
-from dlcp.netlab import become_root
-from dlcp.processes import Fork
+from dlcp.host.netlab import become_root
+from dlcp.host.processes import Fork
 from tests.bench.alternatives import RANKS, trainees_on
 from tests.bench.disturbances import BackgroundBursts
 from tests.bench.harness import Benchmark, Turns, int_option

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlcp.bench.results import BenchResult, median, result
 from dlcp.compress import Compressor, Occasion, make_compressor
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 from tests.bench.harness import Benchmark, Turns
 
 TRIED: Final = (

@@ -30,12 +30,12 @@ from typing import Any, Final
 import numpy as np
 
 from dlcp import convergence
-from dlcp.arms import AUTO_BITS
 from dlcp.bench.results import BenchError, BenchResult, result, say
-from dlcp.configuration import Range
-from dlcp.error_text import nearest
 from dlcp.examples.learning_tasks import SMALL_TASKS, TASKS, TEST_EVERY
-from dlcp.planes import FULL_BITS
+from dlcp.inputs.configuration import Range
+from dlcp.inputs.error_text import nearest
+from dlcp.policies.arms import AUTO_BITS
+from dlcp.values.planes import FULL_BITS
 from tests.bench.emulated_training import (
     EMULATED_RANKS,
     Shortfall,

@@ -13,9 +13,9 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
-from dlcp.closing import Closing
-from dlcp.netlab import Namespace
-from dlcp.processes import Fork
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import Namespace
+from dlcp.host.processes import Fork
 from tests.bench.paths import FRAME_BYTES, SPINES, DelayedPath, RoutedPath, SpineFabric
 
 _OUTAGE_S: Final = (0.005, 0.05)

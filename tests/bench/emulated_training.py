@@ -22,7 +22,6 @@ from torch import nn
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.residual import Residual
 from dlcp.collectives.shards import shard_bounds
-from dlcp.dtypes import ValueType
 from dlcp.examples.learning_tasks import (
     OPTIMIZER_MAKERS,
     TASKS,
@@ -35,10 +34,11 @@ from dlcp.examples.learning_tasks import (
     schedule_of,
     text_digest,
 )
-from dlcp.magnitudes import packet_magnitudes
-from dlcp.planes import CODED_BITS, FULL_BITS, PlaneLayout
-from dlcp.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.transport import LossBound
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import packet_magnitudes
+from dlcp.values.planes import CODED_BITS, FULL_BITS, PlaneLayout
+from dlcp.values.tags import PacketTags, Segment, Tagger, layers_in_order
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 EMULATED_RANKS: Final = 4
@@ -209,7 +209,7 @@ class EmulatedRanks:
 def rounded(values: NDArray[np.floating], bits: int) -> NDArray[np.floating]:
     """Return values rounded to integers of ``bits`` bits in units of a power of two, which blocks share.
 
-    Blocks are as in :mod:`dlcp.planes`, which does not encode 3 bits.
+    Blocks are as in :mod:`dlcp.values.planes`, which does not encode 3 bits.
     """
     blocks = np.pad(values, (0, -len(values) % PLANE_BLOCK_VALUES)).reshape(-1, PLANE_BLOCK_VALUES)
     limit = 2 ** (bits - 1) - 0.5  # in units: a larger value would round to an integer that does not fit

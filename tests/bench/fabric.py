@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from dlcp.bench.results import BenchResult, median, say, spread
+from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric, FabricSwitch, Job, leaf_spine
-from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.session import Session, reconcile, wanted
+from dlcp.controller.switch_client import Session, reconcile, wanted
 from dlcp.controller.testbed.layout import free_ports
 from dlcp.switch import SwitchProcess
 from tests.bench.harness import Benchmark, FailedError, Turns, scratch

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from dlcp.bench.results import BenchError, BenchResult, document, median, result, say, significant, spread
 from dlcp.commands.common import MBPS, real, refuse, whole
-from dlcp.configuration import Range
-from dlcp.netlab import NamespaceError, become_root
+from dlcp.host.netlab import NamespaceError, become_root
+from dlcp.inputs.configuration import Range
 
 Samples = dict[str, list[float]]
 """What was measured, by contender: one value a round, round by round."""

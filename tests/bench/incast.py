@@ -19,7 +19,6 @@ import numpy as np
 from dlcp.bench.results import BenchResult, result, say
 from dlcp.controller.fabric import star
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
-from dlcp.tags import PacketTags
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
@@ -30,6 +29,7 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
+from dlcp.values.tags import PacketTags
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE
 from tests.bench.harness import Benchmark, Turns, int_option, rate_option
 

@@ -67,13 +67,13 @@ def snapshot_ms(count: int = 300) -> float:
     import numpy as np
 
     from dlcp.collectives import Residual
-    from dlcp.ledger import Ledger
     from dlcp.session import Options
     from dlcp.session.averager import StepAverager
-    from dlcp.session.session import Fallback, TrainingSession
     from dlcp.session.snapshots import SnapshotWriter
-    from dlcp.tags import PacketTags, Tagger
+    from dlcp.session.training_session import Fallback, TrainingSession
     from dlcp.transport import Delivery, LossBound, MessageKey
+    from dlcp.transport.ledger import Ledger
+    from dlcp.values.tags import PacketTags, Tagger
 
     options, ledger = Options(), Ledger()
     layers = np.repeat(np.arange(100, dtype=np.uint8), 10)
@@ -97,7 +97,7 @@ def snapshot_ms(count: int = 300) -> float:
 
 def served_ms(rounds: int = 40) -> float:
     """Return the processor time in which a server takes in, and puts together, what eight ranks tell in a second."""
-    from dlcp.live.server import LiveServer
+    from dlcp.live.http_server import LiveServer
 
     with tempfile.TemporaryDirectory() as folder, LiveServer([Path(folder)], "0") as server:
         server._closing.set()  # from here on the test does what its thread does

@@ -15,10 +15,10 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.arms import AUTO_PRECISION, FAST, LAG, WARM_UP, Route, bits_allowed, trial_steps
 from dlcp.demo.run import JOB
-from dlcp.planes import FULL_BITS
+from dlcp.policies.arms import AUTO_PRECISION, FAST, LAG, WARM_UP, Route, bits_allowed, trial_steps
 from dlcp.transport.path_mtu import payload_for_mtu
+from dlcp.values.planes import FULL_BITS
 
 _BUCKET_MB: Final = 0.5
 """As in the demo: a bucket travels while the next one is computed."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.bench.results import BenchError, BenchResult, result, say, significant
-from dlcp.configuration import Range
+from dlcp.inputs.configuration import Range
 from dlcp.sim import Scenario, Simulation
 from dlcp.sim.experiments.running import SLOWDOWN_SIZES
 from dlcp.sim.experiments.slowdown import IdealTimes

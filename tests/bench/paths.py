@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path as File
 from typing import Final
 
-from dlcp.closing import Closing
-from dlcp.netlab import Namespace, NamespaceError, congestion_controls
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import Namespace, NamespaceError, congestion_controls
 from dlcp.switch import SwitchProcess
 
 _CONGESTION_CONTROLS: Final = ("cubic", "bbr")

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, untyped
 
-from dlcp.closing import Closing
-from dlcp.processes import Fork
+from dlcp.host.closing import Closing
+from dlcp.host.processes import Fork
 
 CALL_DEADLINE_S: Final = 120.0
 """How long a call may take on the slowest rank, by default. Far above any run's time."""

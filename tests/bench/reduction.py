@@ -23,9 +23,6 @@ from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distribut
 
 from dlcp.bench.results import BenchResult, significant
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
-from dlcp.dtypes import ValueType
-from dlcp.planes import FULL_BITS
-from dlcp.tags import Layer, Segment
 from dlcp.transport import (
     Address,
     DeadlineError,
@@ -38,6 +35,9 @@ from dlcp.transport import (
 )
 from dlcp.transport.path_mtu import payload_for_mtu
 from dlcp.transport.shared_memory import SharedMemory, SharedMemoryRendezvous
+from dlcp.values.dtypes import ValueType
+from dlcp.values.planes import FULL_BITS
+from dlcp.values.tags import Layer, Segment
 from tests.bench.harness import VALUE_BYTES, Samples, Turns, against_best, scratch
 from tests.bench.paths import BenchPath
 from tests.bench.ranks import Ranks

@@ -19,7 +19,7 @@ import simpy
 
 from dlcp.bench.results import BenchError, BenchResult, result, say
 from dlcp.demo.background import BackgroundBurst
-from dlcp.demo.setup import DemoSetup
+from dlcp.demo.variants import DemoSetup
 from dlcp.report.runs import RunFileError, load_runs, progress_to, target_accuracy
 from dlcp.sim.arithmetic import seconds_to_ps
 from dlcp.sim.experiments.experiment import RunSetting

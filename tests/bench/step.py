@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.arms import AUTO_PRECISION, LAG, WARM_UP, trial_steps
 from dlcp.bench.results import BenchResult, median, result, significant
 from dlcp.commands.common import MBPS, option, real
-from dlcp.ledger import Ledger
-from dlcp.netlab import become_root
-from dlcp.planes import FULL_BITS
+from dlcp.host.netlab import become_root
+from dlcp.policies.arms import AUTO_PRECISION, LAG, WARM_UP, trial_steps
 from dlcp.torch.crossstep import cross_step
+from dlcp.transport.ledger import Ledger
 from dlcp.transport.path_mtu import payload_for_mtu
+from dlcp.values.planes import FULL_BITS
 from tests.bench.harness import MTU, Benchmark, Turns, against_best, int_option, scratch
 from tests.bench.methods import bf16_hook
 from tests.bench.paths import BenchPath, RoutedPath, loopback

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.bench.results import BenchError, BenchResult, median, result, say, significant
-from dlcp.closing import Closing
-from dlcp.netlab import NetworkHost, StarNetwork
-from dlcp.processes import end
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import NetworkHost, StarNetwork
+from dlcp.host.processes import end
 from dlcp.switch import PROGRAM_PATH, PacketPort, SwitchProcess, udp_headers
 from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, Header, PacketType
 from tests.bench.harness import Benchmark, Turns

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.bench.results import BenchResult, result
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment, Tagger
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment, Tagger
 from tests.bench.harness import Benchmark, Samples, Turns
 
 VALUES: Final = 25_000_000

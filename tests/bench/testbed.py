@@ -25,7 +25,7 @@ from typing import Any, Final
 from dlcp.bench.results import BenchResult, median, result, say, significant
 from dlcp.controller.fabric import SwitchKind
 from dlcp.controller.testbed.requirements import missing
-from dlcp.demo.testbed import disagreements
+from dlcp.demo.testbed_runs import disagreements
 from dlcp.report.runs import Run, progress_to, target_accuracy
 from tests.bench.harness import SEED, Benchmark, FailedError, Samples, Turns, int_option, scratch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dlcp.bench.results import BenchResult, median, result
-from dlcp.timeline import Timeline
+from dlcp.host.timeline import Timeline
 from tests.bench.harness import Benchmark
 from tests.torch.workers import Worker, launch, values
 
@@ -47,7 +47,7 @@ def training(worker: Worker, folder: str, rounds: int) -> list[tuple[float, floa
     from torch.nn.parallel import DistributedDataParallel
 
     import dlcp.torch
-    from dlcp import timeline
+    from dlcp.host import timeline
 
     timeline.Timeline = TimedTimeline  # type: ignore[misc]
     layers = [torch.nn.Linear(1000, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 10)]

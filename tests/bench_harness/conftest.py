@@ -3,7 +3,7 @@
 
 import pytest
 
-from dlcp import netlab
+from dlcp.host import netlab
 
 
 @pytest.fixture(scope="session")

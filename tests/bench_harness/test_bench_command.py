@@ -15,7 +15,7 @@ from dlcp.bench.allreduce import operations, table_head, table_row
 from dlcp.bench.results import BenchResult, median
 from dlcp.cli import main, parse
 from dlcp.commands import bench as command
-from dlcp.processes import JobLayout
+from dlcp.host.processes import JobLayout
 from tests.cluster.nodes import Nodes, finished
 
 pytestmark = pytest.mark.timeout(110)

@@ -14,8 +14,8 @@ from dlcp.bench.results import BenchError
 from dlcp.convergence import read, write
 from dlcp.examples import learning_tasks
 from dlcp.examples.learning_tasks import SMALL_TASKS, TASKS, batches_of
-from dlcp.planes import CODED_BITS, PlaneLayout
-from dlcp.tags import Layer, Segment
+from dlcp.values.planes import CODED_BITS, PlaneLayout
+from dlcp.values.tags import Layer, Segment
 from tests.bench import convergence, emulated_training
 from tests.bench.__main__ import main
 from tests.bench.convergence import LossCurve, measure

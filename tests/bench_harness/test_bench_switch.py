@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlcp.netlab import StarNetwork
+from dlcp.host.netlab import StarNetwork
 from dlcp.switch import PacketPort, PortQueueing, Switch
 from tests.bench import switch as bench
 from tests.bench.switch import BISECTIONS, FASTEST_PPS, SLOWEST_PPS, best_paced, processor_s

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlcp import netlab
+from dlcp.host import netlab
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from dlcp.collectives.choice import (
 )
 from dlcp.collectives.message_numbers import RING_RANGE as RING_NUMBERS
 from dlcp.collectives.message_numbers import ring_buckets
+from dlcp.collectives.parameter_server import AllReduceInParts
 from dlcp.collectives.ring import RingAllReduce
-from dlcp.collectives.server import AllReduceInParts
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
-from dlcp.tags import Segment
 from dlcp.transport import LossBound
+from dlcp.transport.ledger import Ledger
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 from tests.collectives.test_direct import THREE_BUCKETS
 from tests.collectives.virtual_ranks import LAYERS, ONE_BUCKET, SIZES, assert_identical
 from tests.collectives.virtual_ring import RingRanks

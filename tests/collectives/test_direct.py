@@ -10,11 +10,11 @@ from dlcp.collectives import Bucket, shards
 from dlcp.collectives.direct import DirectRun
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.shards import shard_bounds
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
 from dlcp.transport import PeerSilentError, TransportOptions
 from dlcp.transport.congestion import Report
 from dlcp.transport.engine import Reported
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 from tests.collectives.virtual_ranks import (
     NOTHING_PROTECTED,
     ONE_BUCKET,

@@ -6,8 +6,8 @@ import pytest
 
 from dlcp.collectives import direct
 from dlcp.collectives.partial_result import recover
-from dlcp.dtypes import ValueType
 from dlcp.transport import TransportError
+from dlcp.values.dtypes import ValueType
 from tests.collectives.meeting_ranks import together
 from tests.collectives.test_direct import THREE_BUCKETS, assert_exact
 from tests.collectives.virtual_ranks import (

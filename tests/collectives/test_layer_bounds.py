@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dlcp.collectives.bucket import LayerBounds
-from dlcp.ledger import add_up
+from dlcp.transport.ledger import add_up
 from dlcp.wire import Flag, PacketType
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SmallRanks, assert_identical
 from tests.collectives.virtual_ring import RingRanks

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.dtypes import ValueType
+from dlcp.values.dtypes import ValueType
 from dlcp.wire import PacketType
 from tests.collectives.virtual_ranks import (
     NOTHING_PROTECTED,

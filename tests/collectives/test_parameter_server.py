@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.dtypes import ValueType
-from dlcp.tags import queue_of_layer
 from dlcp.transport import TransportError, TransportOptions
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import queue_of_layer
 from tests.collectives.test_direct import THREE_BUCKETS, exact_average
 from tests.collectives.virtual_ranks import (
     NOTHING_PROTECTED,

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dlcp.collectives import server
+from dlcp.collectives import parameter_server
 from dlcp.collectives.message_numbers import PARTS_MAX, part_number, parts_allowed, two_hop_number
+from dlcp.collectives.parameter_server import AllReduceInParts
 from dlcp.collectives.partial_result import recover
-from dlcp.collectives.server import AllReduceInParts
-from dlcp.dtypes import ValueType
 from dlcp.transport import TransportError
+from dlcp.values.dtypes import ValueType
 from tests.collectives.meeting_ranks import together
 from tests.collectives.test_direct import THREE_BUCKETS, exact_average
 from tests.collectives.test_message_numbers import until_refused
@@ -42,7 +42,7 @@ class RanksWithServer(Ranks):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(server, "PART_BYTES_MIN", 10_000)
+    monkeypatch.setattr(parameter_server, "PART_BYTES_MIN", 10_000)
 
 
 @pytest.mark.parametrize("value_type", [ValueType.FLOAT32, ValueType.BFLOAT16], ids=lambda kind: kind.value)

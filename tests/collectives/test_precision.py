@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from dlcp.arms import bits_allowed
-from dlcp.dtypes import ValueType
+from dlcp.policies.arms import bits_allowed
+from dlcp.values.dtypes import ValueType
 from tests.collectives.test_reduce_scatter import ScatteringRanks
 from tests.collectives.virtual_ranks import ONE_BUCKET, SIZES, SMALL_SIZES, Ranks, SmallRanks, assert_identical
 from tests.collectives.virtual_ring import RingRanks

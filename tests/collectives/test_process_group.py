@@ -6,12 +6,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dlcp.backend import point_to_point, reduce
-from dlcp.backend.channel import AllowedLoss
-from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
-from dlcp.backend.process_group import Collectives
-from dlcp.tags import Tagger, TagPolicy
+from dlcp.collectives.raw import point_to_point, reduce
+from dlcp.collectives.raw.channel import AllowedLoss
+from dlcp.collectives.raw.elementwise_ops import ElementwiseOp, ReduceOp
+from dlcp.collectives.raw.group import Collectives
 from dlcp.transport import LossBound, TransportError
+from dlcp.values.tags import Tagger, TagPolicy
 from tests.collectives.cycles import cycles
 from tests.transport.network import Network, endpoint_of
 

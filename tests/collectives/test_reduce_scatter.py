@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 from tests.collectives.test_slow_ports import MBIT, EvenPorts, SlowPort
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, Ranks
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
 from dlcp.transport import DeadlineError, TransportOptions
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 from tests.collectives.virtual_ranks import LAYERS, SMALL_SIZES, SmallRanks
 from tests.collectives.virtual_ring import RingRanks
 

@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 
 from dlcp.collectives import Residual
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 
 ONE, OTHER = Layer("one", 0), Layer("other", 255)
 

@@ -10,9 +10,9 @@ from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.message_numbers import RING_RANGE as RING_NUMBERS
 from dlcp.collectives.ring import RingAllReduce, bound_of_hop
 from dlcp.collectives.shards import shard_bounds
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
 from dlcp.transport import LossBound, PeerAbortedError, PeerSilentError, TransportError, TransportOptions
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 from tests.collectives.test_direct import THREE_BUCKETS
 from tests.collectives.virtual_ranks import (
     LAYERS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlcp.collectives import shard_bounds
 from dlcp.collectives.bucket import RATE
 from dlcp.collectives.shards import SEEN_MARGIN, inbound_rates
-from dlcp.slow_ports import weights_for_rates
+from dlcp.policies.slow_ports import weights_for_rates
 from tests.collectives.virtual_ranks import Ranks, assert_identical
 from tests.transport.exchanges import Selective
 

@@ -4,10 +4,10 @@
 import numpy as np
 
 from dlcp.collectives import Bucket, DirectAllReduce, ParameterServer, RankContext, ReduceOptions
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
-from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
 from dlcp.transport import LossBound
+from dlcp.transport.ledger import Ledger
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment, Tagger, TagPolicy, layers_in_order
 from tests.collectives.cycles import cycles
 from tests.transport.exchanges import Selective
 

@@ -4,7 +4,7 @@
 import numpy as np
 
 from dlcp.compress import Occasion, make_compressor
-from dlcp.tags import Segment, layers_in_order
+from dlcp.values.tags import Segment, layers_in_order
 
 SHAPES = {"conv.weight": (24, 50), "conv.bias": (40,), "fc.weight": (60, 30)}
 SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}

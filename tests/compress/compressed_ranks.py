@@ -6,10 +6,10 @@ from concurrent.futures import Executor
 import numpy as np
 
 from dlcp.collectives import Bucket, RankContext, ReduceOptions, Residual, make_reducer
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
-from dlcp.tags import Segment, Tagger, TagPolicy, layers_in_order
 from dlcp.transport import LossBound, TransportOptions
+from dlcp.transport.ledger import Ledger
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment, Tagger, TagPolicy, layers_in_order
 from tests.transport.network import Network
 
 SHAPES = {"conv.weight": (48, 80), "conv.bias": (50,), "fc.weight": (60, 64)}

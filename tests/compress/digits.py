@@ -4,7 +4,7 @@
 import numpy as np
 from sklearn.datasets import load_digits
 
-from dlcp.tags import Segment, layers_in_order
+from dlcp.values.tags import Segment, layers_in_order
 from tests.compress.compressed_ranks import CompressedRanks
 
 SHAPES = {"hidden.weight": (64, 24), "hidden.bias": (24,), "head.weight": (24, 10), "head.bias": (10,)}

@@ -4,10 +4,10 @@
 import numpy as np
 import pytest
 
-from dlcp.collectives.pipeline import check_stages
 from dlcp.collectives.reduction_rules import adasum_of, coefficients, scalar_products
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
+from dlcp.collectives.stages import check_stages
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 from tests.compress.compressed_ranks import SEGMENTS, SIZE, CompressedRanks, assert_identical
 
 ONE_LAYER = [Segment(Layer("w", 0), 0, 600)]

@@ -10,8 +10,8 @@ from dlcp.collectives import Bucket
 from dlcp.collectives.compressed import SEED, AllGatherRun
 from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.compressor import average
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment, TagPolicy
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment, TagPolicy
 from tests.compress.compressed_ranks import (
     EVERY,
     LAYERS,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.tags import TagPolicy
 from dlcp.torch import backend
+from dlcp.values.tags import TagPolicy
 from tests.faults.bad_network import BadNetwork, Weather, place_of, set_weather
 from tests.faults.fault_training import Said, train
 from tests.torch.workers import launch, values

@@ -7,7 +7,7 @@ import pytest
 from dlcp.compress import COMPRESSORS, Feedback, Occasion, make_compressor
 from dlcp.compress.low_rank import folded_sum, orthonormal, probabilities, product, shape_of, systematic
 from dlcp.compress.quantized import pack, unpack
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 from tests.compress.compressed_gradients import EVERY, LAYERS, SEGMENTS, SHAPES, SIZE, alone, gradient, made, matrix_of
 
 

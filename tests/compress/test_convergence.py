@@ -6,7 +6,7 @@ import pytest
 
 from dlcp.collectives import Residual
 from dlcp.compress import Occasion, make_compressor
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 from tests.compress.digits import train
 
 STEPS = 50

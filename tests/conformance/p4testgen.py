@@ -95,7 +95,7 @@ class Info:
                 self._parameters[number, int(parameter["id"][0])] = parameter["name"][0].decode()
 
     def document(self, entities: list[Message], number: int) -> dict[str, Any]:
-        """Return the entries of a case in the form of `dlcp.switch.entries`, and those of the markers."""
+        """Return the entries of a case in the form of `dlcp.switch.entry_files`, and those of the markers."""
         members: list[dict[str, Any]] = []
         groups: list[dict[str, Any]] = []
         entries: list[dict[str, Any]] = list(Markers.ENTRIES)

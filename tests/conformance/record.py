@@ -21,7 +21,7 @@ SHOWN = 10
 
 def main() -> int:
     """Record; return how many scenarios differ."""
-    from dlcp.netlab import become_root
+    from dlcp.host.netlab import become_root
     from dlcp.switch import Program
     from tests.conformance import p4testgen, recording, replay, scenarios
     from tests.conformance.recorder import record

@@ -75,7 +75,7 @@ class Markers:
 
 @dataclass
 class SetEntries:
-    """Removes all entries and writes these; the form is that of `dlcp.switch.entries`."""
+    """Removes all entries and writes these; the form is that of `dlcp.switch.entry_files`."""
 
     entries: dict[str, Any]
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlcp.closing import Closing
-from dlcp.netlab import Namespace
-from dlcp.processes import end
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import Namespace
+from dlcp.host.processes import end
 from dlcp.switch import parse_match, parse_number
 from tests.conformance import packet_socket
 from tests.conformance.bmv2_program import Layout, thrift_modules

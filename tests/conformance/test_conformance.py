@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp import netlab
+from dlcp.host import netlab
 from dlcp.switch import Program
 from tests.conformance import p4testgen, recording, replay, scenarios, simple_switch
 from tests.conformance.recorder import Uncertain, record

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dlcp.controller.pipeline import CompiledProgram
+from dlcp.controller.compiled_program import CompiledProgram
 from tests.controller.switches import Certificates, running
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from dlcp.controller.fabric import FabricSwitch, Tls
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
-from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles
+from dlcp.switch.p4runtime.service import P4RuntimeServer, TlsFiles
 from tests.transport.free_ports import free_port
 from tests.waiting import until
 

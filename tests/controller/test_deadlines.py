@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from dlcp.controller.session import stopped, within
+from dlcp.controller.switch_client import stopped, within
 
 
 def test_an_answer_in_time_is_returned_and_its_error_raised():

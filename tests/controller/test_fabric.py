@@ -19,7 +19,7 @@ from dlcp.controller.fabric import (
     load,
     star,
 )
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.switch import PortQueueing
 
 EXAMPLES = Path(__file__).parents[2] / "controller/examples"

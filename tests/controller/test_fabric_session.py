@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from finsy.proto import p4r
 
+from dlcp.controller.compiled_program import KINDS, difference, key_of
 from dlcp.controller.fabric import FabricSwitch, Job, leaf_spine, star
-from dlcp.controller.pipeline import KINDS, difference, key_of
-from dlcp.controller.session import ENDING_S, ControlError, Session, plan, reconcile, wanted
+from dlcp.controller.switch_client import ENDING_S, ControlError, Session, plan, reconcile, wanted
 from dlcp.switch import Action, Entries, GroupRef, TableEntry
 from tests.controller.switches import described, running
 from tests.transport.free_ports import free_port

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from finsy.proto import p4r
 
-from dlcp.controller.pipeline import CompiledProgram, PipelineError, difference, key_of
+from dlcp.controller.compiled_program import CompiledProgram, PipelineError, difference, key_of
 from dlcp.switch import Action, Entries, GroupRef, MeterConfig, Profile, TableEntry
 
 ROUTE = TableEntry("ipv4_route", {"ipv4_dst": (0x0A00014D, 24)}, GroupRef(3))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp import netlab
+from dlcp.host import netlab
 from dlcp.switch import SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 from tests.waiting import until

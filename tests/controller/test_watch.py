@@ -10,9 +10,9 @@ import pytest
 from finsy.proto import p4r
 from prometheus_client.parser import text_string_to_metric_families
 
+from dlcp.controller.compiled_program import difference
 from dlcp.controller.fabric import FabricSwitch, star
-from dlcp.controller.pipeline import difference
-from dlcp.controller.session import (
+from dlcp.controller.switch_client import (
     COUNTER_EVENTS,
     QueueDepthError,
     Readings,

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from dlcp.demo.run import command
-from dlcp.processes import ReportingFork, send_fact
+from dlcp.host.processes import ReportingFork, send_fact
 
 WAIT_S = 60
 

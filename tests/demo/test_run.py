@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 
-from dlcp import netlab
 from dlcp.commands import demo as command
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
 from dlcp.demo.run import execute
-from dlcp.demo.setup import DemoSetup, variants
+from dlcp.demo.variants import DemoSetup, variants
+from dlcp.host import netlab
 
 
 def run(setup, name, *, namespaces=False):

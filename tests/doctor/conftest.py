@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from dlcp import netlab
+from dlcp.host import netlab
 
 
 @pytest.fixture(autouse=True)

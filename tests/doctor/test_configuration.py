@@ -7,8 +7,8 @@ from typing import Annotated
 
 import pytest
 
-from dlcp import configuration
-from dlcp.configuration import HostPort, OneOf, Range, Setting, Trait, Unit, build, settings
+from dlcp.inputs import configuration
+from dlcp.inputs.configuration import HostPort, OneOf, Range, Setting, Trait, Unit, build, settings
 
 
 @dataclass(frozen=True)

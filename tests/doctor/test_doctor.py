@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.configuration import Setting
 from dlcp.doctor import findings, machine
 from dlcp.doctor.examination import examine_path, examine_payload, safely
 from dlcp.doctor.findings import Diagnosis, Section, Status
 from dlcp.doctor.path import open_socket
+from dlcp.inputs.configuration import Setting
 from tests.doctor.pathway import Pathway, listening
 
 pytest.importorskip("torch")

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from dlcp import configuration
-from dlcp.configuration import HostPort, Range
 from dlcp.doctor.examination import examine_options
 from dlcp.doctor.findings import Status
+from dlcp.inputs import configuration
+from dlcp.inputs.configuration import HostPort, Range
 from dlcp.session.options import Options
 from dlcp.transport import LossBound, TransportOptions
 

@@ -3,10 +3,10 @@
 
 import pytest
 
-from dlcp import interfaces
 from dlcp.doctor.examination import examine_own_address, examine_route
 from dlcp.doctor.findings import Status
-from dlcp.interfaces import NetworkInterface, interface_of, with_route_to
+from dlcp.host import interfaces
+from dlcp.host.interfaces import NetworkInterface, interface_of, with_route_to
 from dlcp.session.options import Options
 
 

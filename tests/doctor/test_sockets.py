@@ -9,7 +9,7 @@ import pytest
 
 from dlcp.doctor import machine
 from dlcp.doctor.findings import Status
-from dlcp.interfaces import NetworkInterface, interfaces
+from dlcp.host.interfaces import NetworkInterface, interfaces
 from dlcp.transport.path_mtu import payload_for_mtu
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from dlcp import wire
-from dlcp.tags import TagPolicy
+from dlcp.values.tags import TagPolicy
 from tests.faults.bad_network import BadNetwork, Weather, place_of, set_weather
 from tests.faults.fault_training import Said, train
 from tests.torch.workers import WAYS, launch, values

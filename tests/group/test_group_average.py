@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import dlcp.session
-from dlcp.dtypes import ValueType
 from dlcp.session import Options, average_metrics, buckets, mean_over_ranks
 from dlcp.session.buckets import BucketPlan
-from dlcp.tags import TagPolicy, layers_in_order
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import TagPolicy, layers_in_order
 from tests.faults.bad_network import BadNetwork, Weather
 from tests.group.group_ranks import LIMIT_S, on_ranks, together
 from tests.transport.free_ports import free_port, free_udp_ports

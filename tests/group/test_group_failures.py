@@ -11,8 +11,8 @@ import pytest
 
 import dlcp.session
 from dlcp.session import NotJoinedError, Options
-from dlcp.session.session import SessionPhase
 from dlcp.session.store import StoreError
+from dlcp.session.training_session import SessionPhase
 from dlcp.transport import TransportError
 from tests.faults.bad_network import BadNetwork, Weather
 from tests.group.group_ranks import LIMIT_S, PROCESSES_LIMIT_S, ends_of, on_ranks, start_process, together
@@ -349,7 +349,7 @@ def test_a_group_is_closed_while_its_recovery_begins(monkeypatch):
             group.start("w", np.ones(5, np.float32))
             assert begins.wait(LIMIT_S)
 
-        monkeypatch.setattr("dlcp.session.session.threading.Thread", LateThread)
+        monkeypatch.setattr("dlcp.session.training_session.threading.Thread", LateThread)
         together(2, train, through(network, ports))
 
 

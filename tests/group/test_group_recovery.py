@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket, Residual
-from dlcp.dtypes import ValueType
-from dlcp.ledger import Ledger
 from dlcp.session import Options
 from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.recovery import PeerWatch
-from dlcp.session.session import Fallback, SessionPhase, TrainingSession
-from dlcp.tags import Layer, Segment, Tagger
+from dlcp.session.training_session import Fallback, SessionPhase, TrainingSession
 from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
+from dlcp.transport.ledger import Ledger
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment, Tagger
 from tests.group.recovery_ranks import FakeEndpoint, FakeReducer, Network, close_while_it_leaves, start_late
 from tests.waiting import until
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 
-from dlcp import netlab
+from dlcp.host import netlab
 from dlcp.session import Options
 from dlcp.transport import shared_memory
 from dlcp.transport.shared_memory import SharedMemoryRendezvous

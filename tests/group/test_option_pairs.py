@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from dlcp.dtypes import ValueType
 from dlcp.session import Options
 from dlcp.transport import Endpoint
+from dlcp.values.dtypes import ValueType
 from tests.faults.lossy_sockets import lossy_endpoints
 from tests.group.group_ranks import serving, together
 

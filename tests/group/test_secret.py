@@ -15,8 +15,8 @@ import pytest
 from dlcp.session import Options
 from dlcp.session.joining import Agreement, NotJoinedError, join
 from dlcp.session.secret import DISTURBED, SealedStore, configured_secret, job_secret, proof, session_token
-from dlcp.session.session import LEFT
 from dlcp.session.store import Store, StoreError, StoreServer
+from dlcp.session.training_session import LEFT
 from tests.group.group_ranks import on_ranks, serving, together
 
 SECRET = b"known to the ranks of the job"

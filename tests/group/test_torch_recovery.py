@@ -18,13 +18,13 @@ from torch.distributed import HashStore
 from dlcp.bench.allreduce import WholeBucket
 from dlcp.session.averager import StepAverager
 from dlcp.session.joining import Agreement
-from dlcp.session.session import LEFT, Fallback, TrainingSession
-from dlcp.tags import Layer
+from dlcp.session.training_session import LEFT, Fallback, TrainingSession
 from dlcp.torch import Options, framework
 from dlcp.torch.framework import GlooChannel, GlooWatch
 from dlcp.torch.hook import hook
 from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, PeerSilentError, TransportError
+from dlcp.values.tags import Layer
 
 LIMIT_S = 20
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dlcp.cli import main
-from dlcp.processes import JobLayout, Processes
+from dlcp.host.processes import JobLayout, Processes
 from tests.waiting import gone, until
 
 LIMIT_S = 40

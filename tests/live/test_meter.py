@@ -5,7 +5,7 @@ import pytest
 
 from dlcp.session import snapshots
 from dlcp.session.snapshots import STEP_EDGES_S, StepMeter
-from dlcp.tags import Layer, Segment
+from dlcp.values.tags import Layer, Segment
 
 
 class Clock:

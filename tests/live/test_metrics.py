@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp.live.server import RankCollector
+from dlcp.live.http_server import RankCollector
 from dlcp.session.snapshots import STEP_EDGES_S
 from tests.live.snapshots import COUNTS, snapshot
 

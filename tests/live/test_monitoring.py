@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dlcp.live.server import RANK_PHASES, RankCollector
+from dlcp.live.http_server import RANK_PHASES, RankCollector
 from tests.live.snapshots import snapshot
 
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ PROMTOOL = shutil.which("promtool")
 def exported():
     """Return by the name of a sample which labels ranks and switches give it, with the values there are."""
     watch = pytest.importorskip("dlcp.controller.watch", reason="switches take the packages of the extra fabric")
-    from dlcp.controller.session import Readings
+    from dlcp.controller.switch_client import Readings
     from dlcp.switch import EgressEvent, EventCount, IngressEvent
 
     events = [*IngressEvent.__members__, *EgressEvent.__members__]

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="the live page takes the packages of the extra live")
 
-from dlcp.live import server as module
-from dlcp.live.server import LiveServer
+from dlcp.live import http_server as module
+from dlcp.live.http_server import LiveServer
 from dlcp.report.style import COLOURS
 from tests.live.browser import CHROMIUM, Browser
 from tests.live.snapshots import snapshot, write

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("prometheus_client", reason="the live page takes the packages of the extra live")
 
 from dlcp.cli import main
-from dlcp.live import server as module
-from dlcp.live.server import AddressError, LiveServer, parse_listen
+from dlcp.live import http_server as module
+from dlcp.live.http_server import AddressError, LiveServer, parse_listen
 from tests.live.snapshots import snapshot, write
 from tests.waiting import until
 

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="the live page takes the packages of the extra live")
 
-from dlcp.live import training
-from dlcp.live.training import PRESENT_SNAPSHOTS, HistoryPoint, Training
+from dlcp.live import ranks
+from dlcp.live.ranks import PRESENT_SNAPSHOTS, HistoryPoint, Training
 from dlcp.session.snapshots import RankSnapshot
 from tests.live.snapshots import COUNTS, snapshot, write
 
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(training, "time", found)
+    monkeypatch.setattr(ranks, "time", found)
     return found
 
 
@@ -71,7 +71,7 @@ def test_layers_are_those_of_all_ranks_from_the_input_on(tmp_path):
 
 def test_the_past_is_as_long_as_training_and_never_more_than_so_many_points(tmp_path, clock, monkeypatch):
     most = 12
-    monkeypatch.setattr(training, "HISTORY_POINTS", most)
+    monkeypatch.setattr(ranks, "HISTORY_POINTS", most)
     watched = Training([tmp_path])
     rounds = 5 * most
     for steps in range(1, rounds):

@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from dlcp.collectives import Residual
-from dlcp.ledger import Ledger
-from dlcp.planes import PlaneLayout
 from dlcp.session import Options, snapshots
 from dlcp.session.averager import StepAverager
-from dlcp.session.session import Fallback, TrainingSession
 from dlcp.session.snapshots import SnapshotWriter
-from dlcp.tags import PacketTags, Tagger
+from dlcp.session.training_session import Fallback, TrainingSession
 from dlcp.transport import Delivery, LossBound, MessageKey
+from dlcp.transport.ledger import Ledger
+from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import PacketTags, Tagger
 from tests.waiting import until
 
 np = pytest.importorskip("numpy")

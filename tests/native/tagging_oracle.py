@@ -4,9 +4,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.dtypes import ValueType
-from dlcp.magnitudes import BORDERS
-from dlcp.tags import AS_SEEDED, BLOCK_PACKETS, ChunkOrder, PacketTags
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import BORDERS
+from dlcp.values.tags import AS_SEEDED, BLOCK_PACKETS, ChunkOrder, PacketTags
 from dlcp.wire import Flag
 
 

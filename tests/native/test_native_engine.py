@@ -129,7 +129,7 @@ def test_threads_do_not_race(watched, name):
 RACE = f"""{LOAD}
 import threading
 import numpy as np
-from dlcp.planes import PlaneLayout
+from dlcp.values.planes import PlaneLayout
 layout = PlaneLayout.of(100_000, 4, 8, 1024)
 values, code = np.ones(100_000, np.float32), np.zeros(layout.bytes, np.uint8)
 threads = [threading.Thread(target=lambda: [layout.round(values, code) for _ in range(50)]) for _ in range(2)]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dlcp.dtypes import ValueType
-from dlcp.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
 from dlcp.native import ffi, lib
-from dlcp.tags import AS_SEEDED, Layer, PacketTags, Segment, Tagger, TagPolicy
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
+from dlcp.values.tags import AS_SEEDED, Layer, PacketTags, Segment, Tagger, TagPolicy
 from tests.native import tagging_oracle as oracle
 
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)
@@ -162,7 +162,7 @@ def test_tags_are_equal(value_type, seed, sizes):
         return [array for values in steps for array in tagger.tag(values, value_type, segments, 45)]
 
     compiled_steps = three_steps()
-    with mock.patch.multiple("dlcp.tags", packet_magnitudes=oracle.packet_magnitudes, classify=oracle.classify):
+    with mock.patch.multiple("dlcp.values.tags", packet_magnitudes=oracle.packet_magnitudes, classify=oracle.classify):
         plain_steps = three_steps()
     for compiled, plain in zip(compiled_steps, plain_steps, strict=True):
         np.testing.assert_array_equal(compiled, plain)

@@ -10,7 +10,7 @@ import grpc
 from finsy.proto import p4i, p4r, p4r_grpc, rpc_status
 from google.protobuf import text_format
 
-from dlcp.closing import Closing
+from dlcp.host.closing import Closing
 from tests.p4runtime.targets import DEVICE_ID
 
 CALL_DEADLINE_S = 60.0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc
 
-from dlcp.netlab import Namespace, available
-from dlcp.processes import end
+from dlcp.host.netlab import Namespace, available
+from dlcp.host.processes import end
 from dlcp.switch import LoopbackHost
 from dlcp.wire import UDP_PORT_BASE
 from tests.conformance.packet_socket import PacketSocket

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from finsy.proto import p4r, p4r_grpc, rpc_code
 
-from dlcp.switch.p4runtime import server as server_module
+from dlcp.switch.p4runtime import service as server_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
 from dlcp.switch.p4runtime.entities import Refused
-from dlcp.switch.p4runtime.server import (
+from dlcp.switch.p4runtime.service import (
     ECHO_BYTES_MAX,
     UNREAD_BYTES_MAX,
     Arbiter,

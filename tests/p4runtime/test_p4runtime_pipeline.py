@@ -8,7 +8,7 @@ from finsy import P4Client, P4ClientError
 from finsy.proto import p4r
 
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
-from dlcp.switch.p4runtime.server import P4RuntimeServer
+from dlcp.switch.p4runtime.service import P4RuntimeServer
 from tests.p4runtime.control import INSERT, KINDS, MODIFY, Code, Control, SetAction, config
 from tests.p4runtime.loops import Loop
 

@@ -20,7 +20,7 @@ from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
 from dlcp.switch.p4runtime.entities import Refused
-from dlcp.switch.p4runtime.server import P4RuntimeServer, parse_address
+from dlcp.switch.p4runtime.service import P4RuntimeServer, parse_address
 from dlcp.wire import UDP_PORT_BASE
 from tests.p4runtime.control import DELETE, INSERT, Code, Control, config
 from tests.p4runtime.loops import DeadLoop, Loop

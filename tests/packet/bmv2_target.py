@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlcp.switch import MeterConfig
-from dlcp.switch.entries import Value
+from dlcp.switch.entry_files import Value
 from tests.conformance.recorder import ANSWER_S, BURST_ENQUEUED_US, BURST_RATE_PPS, MARGIN_US, SLOT_IDLE_US, Uncertain
 from tests.conformance.recording import Markers
 from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch

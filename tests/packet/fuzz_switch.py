@@ -179,7 +179,7 @@ def _found(steps: Sequence[Step], reference: Reference, compare: Compare) -> lis
 
 def main() -> int:
     """Fuzz; return how many sequences differ."""
-    from dlcp.netlab import become_root
+    from dlcp.host.netlab import become_root
 
     parser = argparse.ArgumentParser(description="compare the built-in switch with simple_switch on random packets")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is random (1)")

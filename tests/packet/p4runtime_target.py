@@ -12,7 +12,7 @@ from typing import Any
 
 from finsy.proto import p4r
 
-from dlcp.controller.pipeline import CompiledProgram, difference
+from dlcp.controller.compiled_program import CompiledProgram, difference
 from dlcp.switch import (
     PROGRAM_PATH,
     Backend,
@@ -21,9 +21,9 @@ from dlcp.switch import (
     load_definition,
     parse_entries,
 )
-from dlcp.switch.entries import Value
+from dlcp.switch.entry_files import Value
 from dlcp.switch.p4runtime.device import P4RuntimeDevice
-from dlcp.switch.p4runtime.server import P4RuntimeServer
+from dlcp.switch.p4runtime.service import P4RuntimeServer
 from tests.conformance.recording import Markers
 from tests.conformance.simple_switch import SimpleSwitch
 from tests.conformance.sites import GREEN

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from dlcp.error_text import nearest
-from dlcp.switch.entries import Value, parse_entries, parse_match, parse_number
-from dlcp.switch.events import EgressEvent, IngressEvent, event_index
+from dlcp.inputs.error_text import nearest
+from dlcp.switch.entry_files import Value, parse_entries, parse_match, parse_number
+from dlcp.switch.event_counters import EgressEvent, IngressEvent, event_index
 from dlcp.switch.executor.bmv2_json import PROGRAM_PATH
 from dlcp.switch.executor.hashes import csum16, pack
 from dlcp.switch.executor.model import COMPARISONS, Action, EntryError, MeterConfig, TableEntry
@@ -209,7 +209,7 @@ class StfError(ValueError):
 
 
 class StfTarget(Protocol):
-    """A switch under test. Entries are as in a file of entries; see `dlcp.switch.entries`."""
+    """A switch under test. Entries are as in a file of entries; see `dlcp.switch.entry_files`."""
 
     def restart(self) -> None:
         """Remove all entries, and set registers and counters to zero."""

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dlcp.switch.entries import Value
+from dlcp.switch.entry_files import Value
 from tests.packet.stf import Call, CheckCounter, CheckRegister, Expect, NoPacket, SendPacket, Statement, WriteTimeAgo
 
 

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
-from dlcp import netlab
+from dlcp.host import netlab
 from dlcp.switch import EntryError, Program
 from tests.conformance import simple_switch
 from tests.conformance.recorder import Uncertain

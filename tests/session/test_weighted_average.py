@@ -14,8 +14,8 @@ from dlcp.collectives.reduction_rules import (
     weigh,
     weight_of,
 )
-from dlcp.dtypes import ValueType
-from dlcp.tags import Segment
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Segment
 from dlcp.wire import Flag, PacketType
 from tests.collectives.virtual_ranks import LAYERS, NOTHING_PROTECTED, SMALL_SIZES, Ranks, assert_identical
 from tests.collectives.virtual_ring import RingRanks

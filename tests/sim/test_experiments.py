@@ -12,7 +12,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands.sim import experiment_files
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.results import Spread, findings, load, series_of
 from dlcp.sim.experiments.running import digest, write
@@ -174,7 +174,7 @@ def test_a_change_of_the_simulator_changes_the_digest_and_one_of_the_report_does
         return module.sources_digest.__wrapped__() != before
 
     assert changed("sim/engines/kernel/loop.py")
-    assert changed("dlcp/tags.py")
+    assert changed("dlcp/values/tags.py")
     assert not changed("sim/tools/report.py")
     program = tmp_path / "dlcp.json"
     program.write_text("{}")

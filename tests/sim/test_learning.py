@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from dlcp.collectives.reduction_rules import average as real_average
-from dlcp.dtypes import ValueType
-from dlcp.magnitudes import packet_magnitudes
-from dlcp.planes import PlaneLayout
 from dlcp.sim.engines.packet_engine import MESSAGE_SIZE, PACKET_OUTCOME
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
 from dlcp.sim.experiments.running import run
@@ -29,6 +26,9 @@ from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport
+from dlcp.values.dtypes import ValueType
+from dlcp.values.magnitudes import packet_magnitudes
+from dlcp.values.planes import PlaneLayout
 
 WORKERS, PER_PACKET, PACKETS = 3, 10, 20
 VALUES = PER_PACKET * PACKETS

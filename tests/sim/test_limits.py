@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec import Meta
 
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.sim import limits
 from dlcp.sim.arithmetic import ps_per_kibibyte
 from dlcp.sim.engines.rules import timeout_ps

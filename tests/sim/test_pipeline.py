@@ -14,7 +14,7 @@ from dlcp.cli import main
 from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.running import run
 from dlcp.sim.jobs.models import StepProfile, TimedLayer, step_profile, write_profile
-from dlcp.sim.jobs.pipeline import NetworkLevel, StagesError, parse_replicas, plan_pipeline
+from dlcp.sim.jobs.stage_planner import NetworkLevel, StagesError, parse_replicas, plan_pipeline
 from dlcp.sim.jobs.training import TrainingJob
 
 BYTES_PER_S = {"A": 25e9 / 8, "B": 10e9 / 8}

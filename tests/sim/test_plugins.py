@@ -52,7 +52,7 @@ RUN = """
 import json, sys
 import numpy as np, numba
 from dlcp.sim.engines import rules
-from dlcp.sim.engines.plan import SWITCH_RULES_ROW, as_rows
+from dlcp.sim.engines.network_tables import SWITCH_RULES_ROW, as_rows
 from dlcp.sim.rows import STREAM_ROW
 from dlcp.sim.scenario import Scenario
 from dlcp.sim.experiments.scenario_run import simulate

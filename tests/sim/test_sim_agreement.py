@@ -12,9 +12,9 @@ import pytest
 
 from dlcp.sim import CollectiveJob, Scenario, SimulationResult, simulate
 from dlcp.sim.arithmetic import slot_owners
-from dlcp.sim.engines import plan
+from dlcp.sim.engines import network_tables
+from dlcp.sim.engines.kernel.arrays import SEQUENCE_MAX
 from dlcp.sim.engines.kernel.kernel_engine import KernelEngine
-from dlcp.sim.engines.kernel.state import SEQUENCE_MAX
 from dlcp.sim.engines.packet_engine import EngineCounter, counts_by_name
 from dlcp.sim.engines.reference import chooses_paths
 from dlcp.sim.graphs.graph import Graph, GraphBuilder
@@ -95,15 +95,15 @@ def test_cases_cover_what_there_is():
 
 def test_constants_are_the_programs():
     for name, value in constants().items():
-        assert getattr(plan, name, value) == value, name
+        assert getattr(network_tables, name, value) == value, name
     repeated = {"SLOT_REGISTER_SIZE", "SLOT_OWNED", "SLOT_IDLE_US", "ROUTE_MEMBERS_SIZE", "EVENT_MARKED"}
-    assert repeated <= {*constants()} & {*vars(plan)}
+    assert repeated <= {*constants()} & {*vars(network_tables)}
 
 
 def test_shared_slots_are_counted_as_the_program_does():
     """Messages whose hashes have the same low bits share a switch's slot, which the first of them holds."""
     steps = np.arange(1 << 20)
-    slots = slot_owners(steps * 0, steps, steps * 0, steps * 0) & (plan.SLOT_REGISTER_SIZE - 1)
+    slots = slot_owners(steps * 0, steps, steps * 0, steps * 0) & (network_tables.SLOT_REGISTER_SIZE - 1)
     same = np.flatnonzero(slots == slots[0])[:8]
     scenario = Scenario(
         topology=Star(hosts=9, host_link=LinkSpec(rate_gbps=10.0)),
@@ -140,7 +140,7 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
     late: list[KernelEngine] = []
 
     class LateEngine(KernelEngine):
-        def __init__(self, described: plan.EnginePlan) -> None:
+        def __init__(self, described: network_tables.EnginePlan) -> None:
             super().__init__(described)
             self._w["sequence"] = SEQUENCE_MAX - 500
             late.append(self)
@@ -154,7 +154,7 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
 
 
 def test_more_than_an_event_can_name_is_refused(monkeypatch):
-    monkeypatch.setattr("dlcp.sim.engines.kernel.state.ID_MASK", 100)
+    monkeypatch.setattr("dlcp.sim.engines.kernel.arrays.ID_MASK", 100)
     monkeypatch.setattr("dlcp.sim.engines.kernel.kernel_engine._POOL", 64)
     with pytest.raises(MemoryError, match="exceed the simulator's limit of 100; simulate a smaller setting"):
         simulate(draw(2), engine="kernel")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
 from dlcp.sim.network.topology import FileTopology, build_topology
 

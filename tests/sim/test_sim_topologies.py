@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
 from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
 from dlcp.sim.network.routing import Routes

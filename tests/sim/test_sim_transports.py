@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dlcp.sim import CollectiveJob, FailureSpec, Scenario, Simulation, simulate
+from dlcp.sim.engines.network_tables import TransportRules, make_plan
 from dlcp.sim.engines.packet_engine import EngineCounter
-from dlcp.sim.engines.plan import TransportRules, make_plan
 from dlcp.sim.engines.reference import MessageStream
 from dlcp.sim.engines.rules import (
     measure_rtt,

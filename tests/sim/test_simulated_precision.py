@@ -6,12 +6,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from dlcp.arms import AUTO_BITS, PRECISIONS
 from dlcp.convergence import curve
-from dlcp.document import DocumentError
-from dlcp.planes import PlaneLayout
+from dlcp.inputs.document import DocumentError
+from dlcp.policies.arms import AUTO_BITS, PRECISIONS
+from dlcp.sim.engines.network_tables import PROFILE_CELLS
 from dlcp.sim.engines.packet_engine import counts_by_name
-from dlcp.sim.engines.plan import PROFILE_CELLS
 from dlcp.sim.experiments.experiment import RunSetting, read
 from dlcp.sim.experiments.running import run
 from dlcp.sim.graphs.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
@@ -26,7 +25,8 @@ from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.simulation import Simulation
 from dlcp.sim.transports.specs import DlcpTransport
-from dlcp.tags import plain_tags
+from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import plain_tags
 from dlcp.wire import DROP_CLASSES
 from tests.sim.experiments_small import EXPERIMENT, write_experiment
 

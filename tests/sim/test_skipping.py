@@ -6,7 +6,7 @@ from statistics import fmean
 import msgspec
 import pytest
 
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.sim.experiments.experiment import RunSetting, read
 from dlcp.sim.experiments.running import run
 from tests.sim.experiments_small import EXPERIMENT, write_experiment

@@ -11,7 +11,7 @@ import pytest
 from dlcp.cli import main
 from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.running import run
-from dlcp.sim.tools.tables import TableRecorder, write_tables
+from dlcp.sim.tools.result_tables import TableRecorder, write_tables
 from tests.sim.experiments_small import write_experiment
 from tests.sim.test_goal import PING_PONG
 

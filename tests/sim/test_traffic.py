@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlcp.document import PlaceError
+from dlcp.inputs.document import PlaceError
 from dlcp.sim.scenario import WORKLOADS, FailureSpec, TrafficSpec, draw_sizes, mean_size
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("msgspec", reason="entries are read with msgspec: pip instal
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Job, star
 from dlcp.switch import DROP_PORT, PortQueueing, Program, apply_entries
-from dlcp.tags import FRONT_SHARES
+from dlcp.values.tags import FRONT_SHARES
 from dlcp.wire import Flag
 from tests.conformance import frames
 from tests.switch.object_switch import ObjectQueues

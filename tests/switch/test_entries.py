@@ -6,7 +6,7 @@ import pytest
 
 from dlcp.controller.entries import entries as fabric_entries
 from dlcp.controller.fabric import Job, star
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.switch import (
     Action,
     Entries,

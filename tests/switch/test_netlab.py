@@ -74,7 +74,7 @@ def test_unknown_congestion_control_is_refused_with_those_there_are(namespaces):
 
 def test_nothing_survives_a_crash(namespaces):
     program = (
-        "import os\nfrom dlcp.netlab import StarNetwork\nnetwork = StarNetwork(1)\n"
+        "import os\nfrom dlcp.host.netlab import StarNetwork\nnetwork = StarNetwork(1)\n"
         "print(os.readlink(network.switch.path), flush=True)\nos.kill(os.getpid(), 9)"
     )
     crashed = subprocess.run(

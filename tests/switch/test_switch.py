@@ -22,7 +22,7 @@ from dlcp.switch import (
     event_index,
     event_totals,
 )
-from dlcp.switch.events import CLASS_BITS, EVENT_BITS, PORT_BITS, QUEUE_BITS
+from dlcp.switch.event_counters import CLASS_BITS, EVENT_BITS, PORT_BITS, QUEUE_BITS
 from tests.switch.fake_program import FakePorts, FakeProgram, frame
 
 MBIT = PortQueueing(rate_bps=8_000_000, depth_packets=50)  # a frame of 1000 bytes takes 1 ms

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the demo trains with PyTorch")
 from dlcp.controller.fabric import leaf_spine, star
 from dlcp.controller.testbed.accounts import Accounts, NicCount, Place, SwitchAccount, compare, uncounted_tails
 from dlcp.controller.testbed.layout import lay_out
-from dlcp.demo.testbed import as_counters
+from dlcp.demo.testbed_runs import as_counters
 from dlcp.switch import PortQueueing
 
 RATE_BPS = 32_000_000

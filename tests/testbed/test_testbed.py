@@ -20,9 +20,9 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.accounts import port_rates
 from dlcp.controller.testbed.layout import RUN_FOLDER, StateFile
 from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
-from dlcp.demo.setup import variants
-from dlcp.demo.testbed import TestbedSetup, check, train
-from dlcp.netlab import NamedNamespace
+from dlcp.demo.testbed_runs import TestbedSetup, check, train
+from dlcp.demo.variants import variants
+from dlcp.host.netlab import NamedNamespace
 from dlcp.switch import PortQueueing
 from tests.waiting import until
 

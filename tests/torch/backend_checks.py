@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from dlcp.backend import channel, reduce
+from dlcp.collectives.raw import channel, reduce
 
 SMALL, MIDDLE = 7, 4_501
 """Values: few enough to go to everybody at once; and so many that each rank adds up a part, if they have 4 bytes."""

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlcp.tags import TagPolicy
+from dlcp.values.tags import TagPolicy
 
 BUCKET_MB = 0.05
 ALL_DROPPABLE = TagPolicy((0, 0, 0, 0, 0, 0, 0, 1), (0, 0, 0, 0, 0, 0, 0, 1), small_layer_values=0)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.session
 import dlcp.torch
-from dlcp.session import Options, session
+from dlcp.session import Options, training_session
 from dlcp.torch.framework import GlooWatch
 from dlcp.transport import Endpoint
 from tests.faults.lossy_sockets import lossy_endpoints
@@ -43,7 +43,7 @@ def ask_a_late_store(watch, where):
 
 
 if ending == "watching":
-    session.WATCH_S, GlooWatch.check_peers = 0.0, ask_a_late_store
+    training_session.WATCH_S, GlooWatch.check_peers = 0.0, ask_a_late_store
 
 if way == "group":
     import numpy as np

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.torch import Options
-from dlcp.torch.backend.memory import HostMemory
+from dlcp.torch.backend.tensor_bytes import HostMemory
 from dlcp.torch.backend.work import Work, joined
 from dlcp.torch.framework import endpoint_of_new_group
 from dlcp.transport import TransportError

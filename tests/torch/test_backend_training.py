@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.tags import TagPolicy
 from dlcp.torch import backend
 from dlcp.transport import Endpoint
+from dlcp.values.tags import TagPolicy
 from tests.faults.lossy_sockets import lossy_endpoints
 from tests.torch.workers import LIMIT_S, WAYS, launch, values
 from tests.train import forked

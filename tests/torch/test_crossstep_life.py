@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp.session.averager import StepAverager
-from dlcp.session.session import Fallback, TrainingSession
-from dlcp.tags import Segment, TagPolicy, layers_in_order
+from dlcp.session.training_session import Fallback, TrainingSession
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.state import FRAMEWORK, State
 from dlcp.transport import DeadlineError, shared_memory
+from dlcp.values.tags import Segment, TagPolicy, layers_in_order
 from tests.group.recovery_ranks import FakeEndpoint
 from tests.torch.workers import WAYS, launch, values
 

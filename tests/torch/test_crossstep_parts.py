@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from dlcp.session.options import Options
-from dlcp.tags import Layer, layers_in_order
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.layers import LayerGroup, in_groups
 from dlcp.torch.partial_step import Guard, PartialStep
+from dlcp.values.tags import Layer, layers_in_order
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 

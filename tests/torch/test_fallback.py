@@ -14,13 +14,13 @@ pytest.importorskip("torch")
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext
-from dlcp.dtypes import ValueType
 from dlcp.session import joining
 from dlcp.session.joining import USE_DLCP, Agreement, NotJoinedError, join
-from dlcp.tags import Layer, Segment
 from dlcp.torch import Options
 from dlcp.transport import TransportOptions
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 
 LOCAL = Options(bind="127.0.0.1:0")
 BROKEN = LOCAL.with_(silence_s=7.0)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dlcp.torch
-from dlcp.ledger import coded
 from dlcp.torch.fsdp import groups_of
+from dlcp.transport.ledger import coded
 from tests.torch.ddp_models import ALL_DROPPABLE, OPTIMIZERS, Linear, gradients_of, make
 from tests.torch.ddp_models import train as train_replicated
 from tests.torch.test_hook import with_secret
@@ -341,7 +341,7 @@ def refused_at_the_start(worker):
     ours, state = trained(worker.rank, worker.options(meet_s=2.0))
     reason = state.reason
     kept = dlcp.torch.State(worker.options(meet_s=2.0))
-    segments = [dlcp.tags.Segment(dlcp.tags.Layer("first", 0), 0, 60_000)]
+    segments = [dlcp.values.tags.Segment(dlcp.values.tags.Layer("first", 0), 0, 60_000)]
     kept.feedback.add(np.arange(60_000, dtype=np.float32), segments)
     model = fully_shard(Linear())
     dlcp.torch.enable(model, state=kept)

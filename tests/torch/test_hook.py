@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.tags import TagPolicy
 from dlcp.torch.state import State
+from dlcp.values.tags import TagPolicy
 from tests.torch.ddp_models import ALL_DROPPABLE, BUCKET_MB, Linear, gradients_of, make
 from tests.torch.workers import launch, values
 

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.tags import TagPolicy
 from dlcp.torch import Options
+from dlcp.values.tags import TagPolicy
 
 
 def test_without_variables_the_defaults_are_in_force():

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.arms import LAG, WARM_UP, Arm, ArmChooser, Route, trial_steps
+from dlcp.policies.arms import LAG, WARM_UP, Arm, ArmChooser, Route, trial_steps
 from dlcp.session.recovery import Recovery
 from dlcp.torch.crossstep import cross_step
 from dlcp.transport import DeadlineError

@@ -15,10 +15,10 @@ pytest.importorskip("torch")
 import torch
 
 from dlcp.collectives import Bucket
-from dlcp.dtypes import ValueType
-from dlcp.tags import packet_magnitudes as magnitudes_on_host
 from dlcp.torch.staging import Stager, packet_magnitudes, stager_for
 from dlcp.torch.state import as_array, as_tensor
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import packet_magnitudes as magnitudes_on_host
 
 LIMIT_S = 10
 PER_PACKET = 7

@@ -14,7 +14,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands import train as command
-from dlcp.interfaces import only_way_out
+from dlcp.host.interfaces import only_way_out
 from dlcp.train import launcher
 from dlcp.train.launcher import TrainPlan
 from tests.train import forked

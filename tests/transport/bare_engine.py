@@ -4,9 +4,9 @@
 import numpy as np
 
 from dlcp import wire
-from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, ReceiveRequest, SendRequest, TransportOptions
 from dlcp.transport.engine import Arrived, ControlPacket, Datagram, Engine, Mismatch, Reported, Sent, Unexpected
+from dlcp.values.tags import PacketTags
 from dlcp.wire import ACK_ENTRY, Flag, Header, PacketType
 from tests.transport.network import TOKEN
 

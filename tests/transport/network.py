@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dlcp.tags import PacketTags
 from dlcp.transport.connection import Connection
-from dlcp.transport.options import TransportOptions
+from dlcp.transport.settings import TransportOptions
+from dlcp.values.tags import PacketTags
 
 TOKEN = 0x1122334455667788
 

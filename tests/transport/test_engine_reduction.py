@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 
-from dlcp.planes import CODED_BITS, PlaneLayout
-from dlcp.tags import BLOCK_PACKETS, ChunkOrder
 from dlcp.transport import RELIABLE, EncodedReduction, MessageKey, ReceiveRequest, StreamingReduction
+from dlcp.values.planes import CODED_BITS, PlaneLayout
+from dlcp.values.tags import BLOCK_PACKETS, ChunkOrder
 from tests.native.tagging_oracle import send_order
 from tests.transport.bare_engine import SIZE, BareEngine
 

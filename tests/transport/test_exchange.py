@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dlcp import wire
-from dlcp.tags import PacketTags
 from dlcp.transport import LossBound, MessageKey, ReceiveRequest, TransportOptions
+from dlcp.values.tags import PacketTags
 from dlcp.wire import Flag, PacketType
 from tests.transport.exchanges import (
     KEY,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, direct
-from dlcp.dtypes import ValueType
-from dlcp.tags import Layer, Segment
 from dlcp.transport import RELIABLE, MessageKey, ReceiveRequest, SendRequest, TransportError, shared_memory
 from dlcp.transport.buffers import ExportedMemory
 from dlcp.transport.shared_memory import RING_BYTES
+from dlcp.values.dtypes import ValueType
+from dlcp.values.tags import Layer, Segment
 from dlcp.wire import PacketType
 from tests.transport.neighbouring import (
     LENT_ROOM,

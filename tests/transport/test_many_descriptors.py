@@ -40,7 +40,7 @@ if shared_memory.supported():
 """,
     "an endpoint": """
 import numpy as np
-from dlcp.tags import plain_tags
+from dlcp.values.tags import plain_tags
 from dlcp.transport import RELIABLE, Endpoint, MessageKey, ReceiveRequest, SendRequest, bind_socket
 socks = [bind_socket("127.0.0.1", [0]) for _ in range(2)]
 names = [sock.getsockname() for sock in socks]

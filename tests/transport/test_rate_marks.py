@@ -4,7 +4,7 @@
 import pytest
 
 from dlcp.transport.congestion import Report
-from dlcp.transport.options import CONGESTION, TransportOptions
+from dlcp.transport.settings import CONGESTION, TransportOptions
 
 
 def after(congestion, *, marked_share=0.0, rounds=100):

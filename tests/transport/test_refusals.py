@@ -6,7 +6,7 @@ import pytest
 
 from dlcp import wire
 from dlcp.transport import LossBound, MessageKey, MessageMismatchError, PeerAbortedError, TransportOptions
-from dlcp.transport.options import PATHS_MAX
+from dlcp.transport.settings import PATHS_MAX
 from tests.transport.exchanges import (
     KEY,
     TOKEN,

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from rich.console import Console
 
 from dlcp.commands.common import DIFFERS, refuse
+from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.display import (
     fabric_table,
     outcome_line,
@@ -26,8 +27,7 @@ from dlcp.controller.display import (
 )
 from dlcp.controller.entries import entries, most_switches
 from dlcp.controller.fabric import Fabric, FabricSwitch, load
-from dlcp.controller.pipeline import CompiledProgram
-from dlcp.controller.session import (
+from dlcp.controller.switch_client import (
     ControlError,
     Outcome,
     Plan,

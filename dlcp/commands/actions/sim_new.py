@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dlcp.commands.common import check_writable
 from dlcp.commands.sim_new import NEW_OPTIONS
-from dlcp.document import DocumentError
+from dlcp.inputs.document import DocumentError
 from dlcp.sim.tools.guided import QUESTIONS, guided_experiment
 
 

@@ -20,8 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dlcp.document import read_json
-from dlcp.processes import end_with_parent
+from dlcp.host.processes import end_with_parent
+from dlcp.inputs.document import read_json
 from dlcp.switch import (
     PROGRAM_PATH,
     READY,

@@ -16,9 +16,9 @@ from dlcp.controller.testbed.accounts import IDLE_MIN, port_rates
 from dlcp.controller.testbed.layout import StateFile, TestbedState
 from dlcp.controller.testbed.lifecycle import FABRIC, down, fabric_of, find, up
 from dlcp.demo.run import DemoError, Progress, report, run_series, select
-from dlcp.demo.setup import Variant, variants
-from dlcp.demo.testbed import TestbedSetup, check, disagreements, train
-from dlcp.netlab import NamespaceError
+from dlcp.demo.testbed_runs import TestbedSetup, check, disagreements, train
+from dlcp.demo.variants import Variant, variants
+from dlcp.host.netlab import NamespaceError
 from dlcp.switch import PortQueueing
 
 _RATE_BPS: Final = 32_000_000

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
-from dlcp.error_text import nearest
+from dlcp.inputs.error_text import nearest
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ Where the specification (1.4.1) and BMv2 differ, this follows the specification;
 
 from dlcp.switch.p4runtime.device import ForwardingPipeline, P4RuntimeDevice, PacketLoop
 from dlcp.switch.p4runtime.entities import Refused
-from dlcp.switch.p4runtime.server import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address
+from dlcp.switch.p4runtime.service import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address
 
 __all__ = [
     "ForwardingPipeline",

@@ -2,7 +2,7 @@
 """A port on a network interface: a raw packet socket that carries frames unchanged.
 
 Opening one requires CAP_NET_RAW in the interface's network namespace. The hosts' offloads must be off, since virtual
-interfaces would leave checksums and segmentation undone (``dlcp.netlab`` turns them off).
+interfaces would leave checksums and segmentation undone (``dlcp.host.netlab`` turns them off).
 
 Frames are received through a memory-mapped ring (`PacketRing`). Rows are sent many per system call, other frames one by
 one.

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlcp.backend.channel import AllowedLoss
-from dlcp.backend.process_group import Collectives
-from dlcp.configuration import Trait
-from dlcp.ledger import Ledger
+from dlcp.collectives.raw.channel import AllowedLoss
+from dlcp.collectives.raw.group import Collectives
+from dlcp.inputs.configuration import Trait
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
-from dlcp.tags import Tagger
 from dlcp.torch.backend.process_group import ProcessGroup
 from dlcp.torch.framework import endpoint_of_new_group
-from dlcp.transport.options import SECONDS
+from dlcp.transport.ledger import Ledger
+from dlcp.transport.settings import SECONDS
+from dlcp.values.tags import Tagger
 
 log = logging.getLogger("dlcp")
 

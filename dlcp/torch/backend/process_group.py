@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlcp.backend.channel import AllowedLoss
-from dlcp.backend.elementwise_ops import ElementwiseOp, ReduceOp
-from dlcp.backend.process_group import Collectives
-from dlcp.closing import ExitCallback
-from dlcp.session.session import reason_of_exit
+from dlcp.collectives.raw.channel import AllowedLoss
+from dlcp.collectives.raw.elementwise_ops import ElementwiseOp, ReduceOp
+from dlcp.collectives.raw.group import Collectives
+from dlcp.host.closing import ExitCallback
+from dlcp.session.training_session import reason_of_exit
 from dlcp.torch import BACKEND
-from dlcp.torch.backend.memory import HostMemory, HostTensor
+from dlcp.torch.backend.tensor_bytes import HostMemory, HostTensor
 from dlcp.torch.backend.work import Issuer, Work, call_aside, joined
 from dlcp.torch.framework import profiled, scale_of
 from dlcp.torch.staging import Device

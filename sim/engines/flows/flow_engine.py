@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT
 from dlcp.sim.engines.flows import rates as r
-from dlcp.sim.engines.flows.loop import begin_nodes, relist, run, update_rates
+from dlcp.sim.engines.flows.fluid import begin_nodes, relist, run, update_rates
 from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, new_entries, trace
 from dlcp.sim.engines.growing import CompiledEngine, Room, enlarged
-from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion, Submission
-from dlcp.sim.engines.plan import (
+from dlcp.sim.engines.network_tables import (
     Discipline,
     EnginePlan,
     as_rows,
 )
+from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion, Submission
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.rows import PORT_QUEUES

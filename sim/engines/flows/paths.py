@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.engines.flows.rates import ENTRY_ROW, UNLIMITED
-from dlcp.sim.engines.kernel.state import mix
-from dlcp.sim.engines.plan import Discipline, EnginePlan
+from dlcp.sim.engines.kernel.arrays import mix
+from dlcp.sim.engines.network_tables import Discipline, EnginePlan
 from dlcp.sim.jit import call, entry
 from dlcp.sim.network.routing import Routes, cell_of
 

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.kernel import state as k
-from dlcp.sim.engines.plan import PacketKind
+from dlcp.sim.engines.kernel import arrays as k
+from dlcp.sim.engines.network_tables import PacketKind
 from dlcp.sim.jit import call
 from dlcp.sim.rows import Row
 

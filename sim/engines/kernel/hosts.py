@@ -14,14 +14,14 @@ from typing import Final
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.engines import rules
-from dlcp.sim.engines.kernel import state as k
+from dlcp.sim.engines.kernel import arrays as k
 from dlcp.sim.engines.kernel.events import push
-from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
-from dlcp.sim.engines.plan import (
+from dlcp.sim.engines.network_tables import (
     PROFILE_CELLS,
     PROTECTED_BLOCK_PACKETS,
     PacketKind,
 )
+from dlcp.sim.engines.packet_engine import CompletionKind, EngineCounter
 from dlcp.sim.jit import call
 from dlcp.sim.rows import PORT_QUEUES, Row
 from dlcp.sim.transports.specs import PULL_QUEUED

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.engines.growing import CompiledEngine, Room, aligned_zeros, enlarged
-from dlcp.sim.engines.kernel import state as k
+from dlcp.sim.engines.kernel import arrays as k
 from dlcp.sim.engines.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.engines.kernel.loop import begin_nodes, run
+from dlcp.sim.engines.network_tables import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
 from dlcp.sim.engines.packet_engine import (
     COUNTER_CELLS,
     PACKET_OUTCOME,
@@ -20,7 +21,6 @@ from dlcp.sim.engines.packet_engine import (
     Completion,
     Submission,
 )
-from dlcp.sim.engines.plan import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
 from dlcp.sim.network.routing import Routes
 from dlcp.sim.rows import PORT_QUEUES, STREAM_ROW
 

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import RATE_SHIFT
 from dlcp.sim.engines import rules
+from dlcp.sim.engines.kernel import arrays as k
 from dlcp.sim.engines.kernel import hosts
-from dlcp.sim.engines.kernel import state as k
 from dlcp.sim.engines.kernel.events import advance, heap_pop, push
 from dlcp.sim.engines.kernel.switching import SEND_NOW, choose_port, dequeue, enqueue
+from dlcp.sim.engines.network_tables import Discipline, PacketKind
 from dlcp.sim.engines.packet_engine import EngineCounter
-from dlcp.sim.engines.plan import Discipline, PacketKind
 from dlcp.sim.jit import call, entry, inlined
 from dlcp.sim.rows import PORT_QUEUES, Row
 

@@ -2,10 +2,9 @@
 """Switches: path choice, admission and drops, queueing, and scheduling."""
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US
-from dlcp.sim.engines.kernel import state as k
+from dlcp.sim.engines.kernel import arrays as k
 from dlcp.sim.engines.kernel.events import push
-from dlcp.sim.engines.packet_engine import EngineCounter
-from dlcp.sim.engines.plan import (
+from dlcp.sim.engines.network_tables import (
     OWN_KIND,
     SLOT_IDLE_US,
     SLOT_OWNED,
@@ -15,6 +14,7 @@ from dlcp.sim.engines.plan import (
     PacketKind,
     PathChoice,
 )
+from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.engines.rules import is_full, own_admission
 from dlcp.sim.jit import call, inlined
 from dlcp.sim.network.disciplines import Admission

@@ -12,7 +12,7 @@ pytest.importorskip("mxnet")
 import mxnet as mx
 from mxnet import autograd, gluon
 
-from dlcp.mxnet import NAME, Dist_DLCP, engine
+from dlcp.mxnet import NAME, Dist_DLCP, scheduling
 from dlcp.transport import PeerSilentError
 from tests.frameworks.mirror_group import MirrorGroup
 
@@ -28,21 +28,21 @@ def store():
 
 def test_work_waits_for_what_it_reads_and_holds_back_who_reads_what_it_writes():
     source, target, result = mx.nd.zeros((4,)), mx.nd.zeros((4,)), mx.nd.zeros((4,))
-    values, begun, release = engine.memory(target), threading.Event(), threading.Event()
+    values, begun, release = scheduling.memory(target), threading.Event(), threading.Event()
 
     def work(done):
         begun.set()
 
         def later():
             release.wait(LIMIT_S)
-            values[:] += engine.memory(source)
+            values[:] += scheduling.memory(source)
             done()
 
         threading.Thread(target=later).start()
 
     for _ in range(3):
         source += 1
-    engine.push(work, reads=[source], writes=[target])
+    scheduling.push(work, reads=[source], writes=[target])
     target.copyto(result)
     assert begun.wait(LIMIT_S)
     release.set()
@@ -53,7 +53,7 @@ def test_a_sum_is_there_while_another_gradient_is_still_computed(store):
     slow, quick = mx.nd.zeros((8,)), mx.nd.ones((8,))
     store.broadcast([0, 1], [slow, quick], out=[slow, quick])
     computed = threading.Event()
-    engine.push(
+    scheduling.push(
         lambda done: threading.Thread(target=lambda: (computed.wait(LIMIT_S), done())).start(), reads=[], writes=[slow]
     )
     began_s = time.monotonic()

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter server, and how its workers divide buckets for it.
+
+A server has no gradients. It averages the workers' contributions once all have arrived, and sends the average to all. A
+large undivided bucket would first occupy the server's inbound port, and then its outbound port. So workers divide large
+buckets: the server sends the average of one part while contributions to others arrive. P3 (MLSys 2019) and
+ByteScheduler (SOSP 2019) divide gradients, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives.bucket import Bucket, ContributionTail, RankContext, ReduceOptions
+from dlcp.collectives.direct import DirectAllReduce
+from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
+from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.reduction_rules import average
+from dlcp.collectives.step_metadata import read_samples
+from dlcp.transport import RELIABLE, Arrival, Connection, Delivery, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport.ledger import Ledger
+from dlcp.values.planes import FULL_BITS, PlaneLayout
+from dlcp.values.tags import PacketTags, Segment, queue_of_layer
+
+PART_BYTES_MIN: Final = 200_000
+"""Minimum size of a part; P3 has slices of 50,000 values. Large buckets have larger parts, because the number of parts
+is limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part's range in its bucket, in values, and its layers."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+class AllReduceInParts:
+    """All-reduce by a parameter server, with large buckets in parts. Timelines show buckets, not their parts.
+
+    Parameters
+    ----------
+    context
+        This rank, and the state that its algorithms share.
+    server
+        The server's rank.
+    """
+
+    def __init__(self, context: RankContext, server: int) -> None:
+        self.plain = DirectAllReduce(replace(context, noted=False), weights={server: 1.0})
+        self._server, self._ranks = server, context.ranks
+        self._layouts: dict[int, tuple[tuple[object, ...], list[_Part]]] = {}
+        """Parts by bucket number, with their layout; every step has the same buckets."""
+        self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
+
+    def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
+        """Refuse packets of steps before ``step`` from now on."""
+        last = max((name[0] for name in self._started), default=step)  # another worker may not have finished it
+        self._started = {name: each for name, each in self._started.items() if name[0] == last}
+        self.plain.begin_step(step, bits)
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
+        parts = self._parts(sequence, bucket)
+        self._started[step, sequence] = bucket, parts
+        context, per_packet = self.plain.context, self._per_packet(bucket)
+        if context.options.error_feedback:  # a layer's residual is added at once, and some layers span several parts
+            context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
+        averaged: Future[NDArray[np.generic]] = Future()
+        timeline, left = context.connection.timeline, set(range(len(parts)))
+
+        def on_done(index: int, future: "Future[NDArray[np.generic]]") -> None:
+            left.discard(index)  # always in the endpoint's thread
+            error = future.exception()
+            if error and not averaged.done():
+                averaged.set_exception(error)
+            elif not left and not averaged.done():
+                if timeline is not None:
+                    timeline.note("gathered", step, sequence, self._server)
+                averaged.set_result(bucket.values)
+
+        runs = []
+        for index, part in enumerate(parts):
+            magnitudes = bucket.magnitudes
+            if magnitudes is not None:
+                magnitudes = magnitudes[part.start // per_packet : -(-part.stop // per_packet)]
+            values = bucket.values[part.start : part.stop]
+            piece = replace(bucket, values=values, segments=part.segments, magnitudes=magnitudes)
+            runs.append(self.plain.prepare(step, part_number(sequence, index, self._ranks), piece))
+        if timeline is not None:
+            timeline.note("tagged", step, sequence, min(run.plan.bits for run in runs))
+        for index, run in enumerate(runs):  # only now: losses of the first one are for the next step
+            run.start().add_done_callback(partial(on_done, index))
+        return averaged
+
+    def partial_results(self) -> list[PartialResult]:
+        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
+        numbers = {
+            (step, part_number(sequence, index, self._ranks)): (step, sequence, index)
+            for (step, sequence), (_, parts) in self._started.items()
+            for index in range(len(parts))
+        }
+        held = [(numbers[each.step, each.sequence], each) for each in self.plain.partial_results()]
+        held.sort(key=lambda found: found[0])
+        return [
+            self._joined(name, {index: each for (_, _, index), each in found})
+            for name, found in groupby(held, key=lambda found: found[0][:2])
+        ]
+
+    def close(self) -> None:
+        """Close the reducer of the parts."""
+        self.plain.close()
+
+    def _joined(self, name: tuple[int, int], held: Mapping[int, PartialResult]) -> PartialResult:
+        """Return this rank's state of a bucket; parts that it no longer tracks are averaged."""
+        bucket, parts = self._started[name]
+        per_packet, widen = self._per_packet(bucket), bucket.value_type.widen
+        values = widen(bucket.values).copy()
+        packets = -(-len(values) // per_packet)
+        final, unconfirmed = np.ones(packets, np.bool_), np.zeros(packets, np.bool_)
+        included: dict[int, NDArray[np.bool_]] = {}
+        residual: NDArray[np.floating] | None = None
+        for index, result in held.items():
+            of_values = slice(parts[index].start, parts[index].stop)
+            of_packets = slice(of_values.start // per_packet, -(-of_values.stop // per_packet))
+            values[of_values], final[of_packets] = result.values, result.final
+            for rank, bits in result.included.items():
+                included.setdefault(rank, np.zeros(packets, np.bool_))[of_packets] = bits
+            if result.unconfirmed is not None:
+                unconfirmed[of_packets] = result.unconfirmed
+            if result.residual is not None:
+                residual = np.zeros(len(values), values.dtype) if residual is None else residual
+                residual[of_values] = result.residual
+        return PartialResult(*name, values, per_packet, final, included, residual, unconfirmed)
+
+    def _per_packet(self, bucket: Bucket) -> int:
+        return self.plain.context.connection.options.payload_bytes // bucket.values.itemsize
+
+    def _parts(self, sequence: int, bucket: Bucket) -> list[_Part]:
+        """Divide a bucket at packet borders."""
+        suits = len(bucket.values), bucket.values.itemsize, tuple(bucket.segments)
+        known = self._layouts.get(sequence)
+        if known is None or known[0] != suits:
+            most = min(parts_allowed(sequence, self._ranks), max(1, bucket.values.nbytes // PART_BYTES_MIN))
+            known = self._layouts[sequence] = suits, divide(bucket, most, self._per_packet(bucket))
+        return known[1]
+
+
+def divide(bucket: Bucket, parts: int, values_per_packet: int) -> list[_Part]:
+    """Divide a bucket into at most this many parts of about equal size, at packet borders."""
+    count = len(bucket.values)
+    packets = -(-count // values_per_packet)
+    borders = np.unique(np.rint(np.linspace(0, packets, parts + 1)).astype(int)) * values_per_packet
+    ends = np.minimum(borders, count).tolist()
+    if len(ends) < 3:
+        return [_Part(0, count, tuple(bucket.segments))]
+    return [_Part(start, stop, _within(bucket.segments, start, stop)) for start, stop in pairwise(ends)]
+
+
+def _within(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
+    """Return the segments in a part of a buffer, at their places in the part."""
+    return tuple(
+        Segment(
+            each.layer,
+            max(each.start, start) - start,
+            min(each.stop, stop) - start,
+            each.offset + max(0, start - each.start),
+        )
+        for each in segments
+        if each.start < stop and each.stop > start
+    )
+
+
+class ParameterServer:
+    """Serves the buckets of all steps until its endpoint is closed.
+
+    Contributions carry the sizes and formats of buckets.
+
+    Parameters
+    ----------
+    connection
+        The server's connection; the workers are its peers.
+    workers
+        Ranks of the workers.
+    options
+        The workers' options. The workers apply the bounds of single layers.
+    weighted
+        Whether each step begins with the workers' numbers of samples (:mod:`dlcp.collectives.step_metadata`).
+    ledger
+        The record of the averages that it sends.
+
+    Attributes
+    ----------
+    failed
+        Resolves with an error if the server cannot continue.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        workers: Sequence[int],
+        *,
+        options: ReduceOptions | None = None,
+        weighted: bool = False,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.connection = connection
+        self.workers = sorted(workers)
+        self.options, self.weighted = options or ReduceOptions(), weighted
+        self.ledger = ledger or Ledger()
+        self.failed: Future[None] = Future()
+        self._ranks = max([*self.workers, connection.rank]) + 1
+        self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
+        """Contributions by the key of their messages and by worker."""
+        self._rounded: dict[int, NDArray[np.float32]] = {}
+        """What was rounded off the latest average of a bucket of gradients, by its number."""
+        self._applied: dict[int, NDArray[np.float32]] = {}
+        """What was rounded off the one before, which the latest average includes, if workers may revoke that."""
+        self._samples: tuple[int, dict[int, int]] = (-1, {})
+        """The latest step with known samples, and their number on each worker."""
+        connection.call(partial(connection.listen, self._receive))
+
+    def _receive(self, worker: int, key: MessageKey) -> None:
+        """Post a receive for a contribution whose first packet has arrived."""
+        request = ReceiveRequest(worker, key, None, self.options.bound, self._label(key))
+        self.connection.receive(request, partial(self._on_contribution, worker, key), self._fail)
+
+    def _on_contribution(self, worker: int, key: MessageKey, contribution: Arrival) -> None:
+        bucket = self._buckets.setdefault(key, {})
+        bucket[worker] = contribution
+        if len(bucket) == len(self.workers):
+            del self._buckets[key]
+            self._send_average(key, bucket)
+            # A worker is at most one step ahead of another: it cannot start the next without this one's average.
+            self.connection.begin_step(key.step - 1)
+
+    def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
+        sequence, payload_bytes = self._sequence(key), self.connection.options.payload_bytes
+        tails = {worker: ContributionTail.decode(arrival.payload) for worker, arrival in bucket.items()}
+        shape = {worker: (*tail[:4], tail.revoked) for worker, tail in tails.items()}
+        if len(set(shape.values())) > 1 or key.message % self._ranks != self.connection.rank:
+            sent = {w: f"{t.values} values of {t.value_type.value} in {t.bits} bits" for w, t in tails.items()}
+            raise ValueError(f"step {key.step}, {self._label(key)}: workers sent {sent}; do all run the same model?")
+        tail = next(iter(tails.values()))
+        layout = PlaneLayout.of(tail.values, tail.value_type.storage.itemsize, tail.bits, payload_bytes)
+        expected = tail.bytes + (layout.bytes if layout else tail.values * tail.value_type.storage.itemsize)
+        for worker, arrival in bucket.items():
+            if len(arrival.payload) != expected:
+                size = f"{len(arrival.payload)} bytes instead of {expected}"
+                raise ValueError(f"step {key.step}, {self._label(key)}: the contribution of rank {worker} has {size}")
+        mean = self._mean(key, bucket, tail, layout)
+        if self.weighted and sequence == 0:
+            self._samples = key.step, read_samples(mean, self.workers)
+        if layout is None:
+            content = np.ascontiguousarray(tail.value_type.narrow(mean)).view(np.uint8)
+        else:
+            content = np.empty(layout.bytes, np.uint8)
+            rest = np.empty(layout.values, np.float32) if self.options.error_feedback else None
+            layout.round(np.asarray(mean, np.float32), content, rest)
+            if rest is not None:
+                self._rounded[sequence] = rest
+        payload = memoryview(content.tobytes())
+        tags = _tags_of(bucket, -(-len(payload) // payload_bytes))
+        for worker in self.workers:
+            reply = MessageKey(key.step, two_hop_number(sequence, ALL_GATHER, worker, self._ranks))
+            request = SendRequest(worker, reply, payload, tags, RELIABLE, self._label(key), layout=layout)
+            self.connection.send(request, partial(self._on_sent, request), self._fail)
+
+    def _mean(
+        self, key: MessageKey, bucket: dict[int, Arrival], tail: ContributionTail, layout: PlaneLayout | None
+    ) -> NDArray[np.floating]:
+        """Return the average of contributions, and of what was rounded off the last average of the same gradients."""
+        contributions = {worker: arrival.payload[: -tail.bytes] for worker, arrival in bucket.items()}
+        mean: NDArray[np.floating]
+        if layout is None:
+            mean = average(
+                {worker: content.view(tail.value_type.storage) for worker, content in contributions.items()},
+                {worker: arrival.delivered for worker, arrival in bucket.items()},
+                tail.value_type,
+                self.connection.options.payload_bytes // tail.value_type.storage.itemsize,
+                rescale=self.options.rescale,
+                samples=self._samples[1] if self._samples[0] == key.step else None,
+            )
+        else:
+            total = np.zeros(tail.values, np.float32)
+            for worker in self.workers:
+                layout.add(contributions[worker], total, bucket[worker].delivered)
+            total /= np.float32(len(self.workers))
+            mean = total
+        if tail.gradients:
+            self._add_rounded(self._sequence(key), mean, tail)
+        return mean
+
+    def _add_rounded(self, sequence: int, mean: NDArray[np.floating], tail: ContributionTail) -> None:
+        """Add what was rounded off the bucket's last average; where no worker used that, what was rounded off before.
+
+        See :meth:`dlcp.collectives.residual.Residual.revoke`.
+        """
+        held = [kept.pop(sequence, None) for kept in (self._rounded, self._applied)]
+        rounded, before = (each if each is not None and len(each) == len(mean) else None for each in held)
+        if rounded is None and (before is None or not tail.revoked):
+            return
+        if rounded is None:
+            rounded = np.zeros(len(mean), np.float32)
+        for start, stop in tail.revoked:
+            rounded[start:stop] = 0 if before is None else before[start:stop]
+        mean += rounded
+        if tail.revocable:
+            self._applied[sequence] = rounded
+
+    def _on_sent(self, request: SendRequest, delivery: Delivery) -> None:
+        sent = request.label, request.tags, request.bound
+        self.ledger.record(request.key, request.peer, *sent, delivery, request.layout)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _sequence(self, key: MessageKey) -> int:
+        return key.message // self._ranks // 2
+
+    def _label(self, key: MessageKey) -> str:
+        return f"part {self._sequence(key)}"
+
+
+def _tags_of(bucket: dict[int, Arrival], packets: int) -> PacketTags:
+    """Tag an average like its gradients; a layer that no worker delivered is sent first."""
+    arrivals = list(bucket.values())
+    layer: NDArray[np.uint8] = np.zeros(len(arrivals[0].layer), np.uint8)
+    for arrival in arrivals:
+        layer = np.where(arrival.delivered, arrival.layer, layer)
+    layer = layer[:packets]  # a contribution has a tail
+    nothing = np.zeros(packets, np.uint8)
+    return PacketTags(queue_of_layer(layer), nothing, layer, nothing.astype(np.bool_))

@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of this machine, which import the same DLCP as this process and end with it.
+
+``python -m`` puts the working directory first on ``sys.path``. In a checkout, that directory has another ``dlcp``,
+without a compiled C engine, ``dlcp.sim`` and ``dlcp.controller``. So a child gets this process's ``sys.path``.
+
+A killed process cannot end its children. So each child watches its parent: through a pipe whose other end only the
+parent holds (:func:`start`), through multiprocessing's own pipe (:func:`end_with_parent`), or, for any other program,
+through the kernel (:func:`killed_with_parent`).
+
+The processes of a job (``dlcp launch``) start together, and if one fails, all are ended. A :class:`Fork` calls a
+function with PyTorch loaded, optionally in a network namespace; the demo and the benchmarks use it.
+"""
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import enter
+
+_FORK_DEADLINE_S: Final = 5.0
+_PATIENCE_S: Final = 10.0
+"""Time for an orphan to end after SIGTERM before it is killed: enough to remove its folders."""
+_PR_SET_PDEATHSIG: Final = 1
+_STOP_DEADLINE_S: Final = 10.0
+"""Time for processes to exit after a signal, before they are killed. Not tuned."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_context = multiprocessing.get_context("forkserver")
+# Ranks need these modules, which take seconds to import: a server that has imported them forks all processes.
+_PRELOADED: Final = ["torch", "torch._dynamo", "torch.nn.parallel", "dlcp.torch", "sklearn.datasets"]
+_context.set_forkserver_preload(_PRELOADED)
+_SAFE_PATH: Final = {"PYTHONSAFEPATH": "1"}
+"""Keeps Python 3.11 and later from looking for modules in the working directory first."""
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module as ``python -m`` would, with this process's ``sys.path``."""
+    return [sys.executable, "-u", "-c", _code(module, None), *arguments]
+
+
+def start(
+    module: str, *arguments: str, popen: Callable[..., "subprocess.Popen[Any]"] = subprocess.Popen, **options: Any
+) -> "tuple[subprocess.Popen[Any], int]":
+    """Start a module that ends with this process, however this process ends.
+
+    Parameters
+    ----------
+    module, arguments
+        As for ``python -m``.
+    popen, options
+        The function that starts it, ``subprocess.Popen`` or one for another namespace, and its options.
+
+    Returns
+    -------
+    The process, and a file descriptor. Keep it open while the child should run: the child gets SIGTERM once it closes.
+    """
+    reading, writing = os.pipe()
+    try:
+        argv = [sys.executable, "-c", _code(module, reading), *arguments]
+        return popen(argv, pass_fds=(reading,), **options), writing
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+
+
+def end_with_parent() -> None:
+    """End this ``multiprocessing`` child as soon as its parent has exited."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        _watch(parent.join)
+
+
+def killed_with_parent() -> Callable[[], None]:
+    """Return a ``preexec_fn`` that makes the kernel kill the started program when the starting thread ends.
+
+    Use it only from threads that live as long as their process.
+    """
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: after it, vanished threads may hold locks
+    parent = os.getpid()
+
+    def ask_the_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(128 + signal.SIGKILL)
+
+    return ask_the_kernel
+
+
+def run_child(module: str, lifeline: int | None) -> None:
+    """Run a module as ``__main__`` in a child, and end the child when the pipe ``lifeline``, if any, closes."""
+    if lifeline is not None:
+        os.set_inheritable(lifeline, False)
+        _watch(lambda: os.read(lifeline, 1))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _code(module: str, lifeline: int | None) -> str:
+    # An empty entry means the working directory, which may be another one in the child.
+    path = [str(Path(place).absolute()) for place in sys.path]
+    return (
+        f"import sys; sys.path[:] = {path!r}; "
+        f"from dlcp.host.processes import run_child; run_child({module!r}, {lifeline})"
+    )
+
+
+def _watch(wait: Callable[[], object]) -> None:
+    """End this process once ``wait`` returns: with SIGTERM, so that it can clean up, then with SIGKILL."""
+
+    def end_self() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_PATIENCE_S)  # the deadline itself: nothing else would detect a hang
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_self, name="dlcp-parent", daemon=True).start()
+
+
+def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    """End a process and reap it: with SIGTERM, and with SIGKILL if it still runs after ``patience_s`` seconds."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+# Forks ----------------------------------------------------------------------------------------------------------------
+
+
+def _start_server() -> None:
+    """Start the fork server, unless it runs, so that it imports the same DLCP as this process.
+
+    Raises
+    ------
+    ValueError
+        Its socket cannot be created in the folder for temporary files.
+    """
+    if sys.version_info < (3, 11) and Path("dlcp").is_dir():
+        # The server would import dlcp from the working directory. Forks import it later, with this process's sys.path.
+        _context.set_forkserver_preload([name for name in _PRELOADED if not name.startswith("dlcp")])
+    before = {name: os.environ.get(name) for name in _SAFE_PATH}
+    os.environ.update(_SAFE_PATH)
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        raise ValueError(
+            f"cannot create the fork server's socket in the folder for temporary files: {error}; if the path "
+            f"{tempfile.gettempdir()} is long, set TMPDIR to a shorter one"
+        ) from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Fork(Closing):
+    """A process that calls ``function(channel, *arguments)``, forked from a server that has PyTorch loaded.
+
+    Parameters
+    ----------
+    name
+        For messages.
+    function, arguments
+        An importable function, and picklable arguments.
+    namespace
+        Path of the network namespace to run in; None for this process's own.
+    environment
+        Variables to set.
+
+    Attributes
+    ----------
+    channel
+        The parent's end of the channel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., None],
+        arguments: Sequence[Any] = (),
+        *,
+        namespace: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.channel, theirs = _context.Pipe()
+        target = (function, tuple(arguments), namespace, dict(environment or {}), theirs)
+        self._process = _context.Process(target=_call, args=target, name=name, daemon=True)
+        _start_server()
+        self._process.start()
+        theirs.close()
+
+    def status(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        return self._process.exitcode
+
+    def join(self, timeout_s: float) -> int | None:
+        """Wait up to ``timeout_s`` seconds for its end; return its exit status, or None if it still runs."""
+        self._process.join(max(0.0, timeout_s))
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Ask it to end, with SIGTERM."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Close the channel, and kill the process if it still runs. For a clean exit, terminate and join it before."""
+        self.channel.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _call(
+    function: Callable[..., None],
+    arguments: Sequence[Any],
+    namespace: str | None,
+    environment: Mapping[str, str],
+    channel: Connection,
+) -> None:
+    """Call a function in this newly forked process, which has one thread."""
+    if namespace is not None:
+        enter(namespace)
+    end_with_parent()
+    for name, value in _SAFE_PATH.items():
+        if os.environ.get(name) == value and name not in environment:
+            del os.environ[name]  # set for the server only: a user's script needs its own folder on sys.path
+    os.environ.update(environment)
+    function(channel, *arguments)
+
+
+Fact = dict[str, Any]
+"""A report to the parent, as JSON. The parent keeps the keys ``error`` and ``report``, and passes every fact on."""
+
+
+def send_fact(channel: Connection, fact: Fact) -> None:
+    """Report a fact to the parent process, as JSON.
+
+    A pickle could make the parent import PyTorch (whose version is a class of its own). On a busy machine that import
+    blocks the thread that reads the reports for seconds.
+    """
+    channel.send_bytes(json.dumps(fact).encode())
+
+
+class ReportingFork(Fork):
+    """A fork that reports facts to its parent. The first one sets ``ready``.
+
+    Parameters
+    ----------
+    name
+        Its name in messages.
+    function, arguments, namespace, environment
+        As for :class:`Fork`.
+    on_fact
+        Called with each fact that it reports, on a reader thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., None],
+        arguments: Sequence[Any],
+        *,
+        namespace: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_fact: Callable[[Fact], None] | None = None,
+    ) -> None:
+        super().__init__(name, _reporting, (function, *arguments), namespace=namespace, environment=environment)
+        self.ready = threading.Event()
+        self._report: Any = None
+        self._errors = ""
+        self._on_fact = on_fact
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                fact: Fact = json.loads(self.channel.recv_bytes())
+                self._errors += fact.get("error", "")
+                self._report = fact.get("report", self._report)
+                self.ready.set()
+                if self._on_fact:
+                    self._on_fact(fact)
+
+    def start_at(self, start_s: float) -> None:
+        """Send it the start time of its work, by the monotonic clock."""
+        self.channel.send(start_s)
+
+    def errors(self) -> str:
+        """Return the errors it reported; the last 2000 characters."""
+        return self._errors[-2000:].strip()
+
+    def finish(self, timeout_s: float) -> Any:
+        """Wait for the process to end; return its report, or None."""
+        self.join(timeout_s)
+        self._thread.join(_FORK_DEADLINE_S)
+        return self._report
+
+    def stop(self) -> Any:
+        """Terminate it, and return its report or None."""
+        self.terminate()
+        return self.finish(_FORK_DEADLINE_S)
+
+    def close(self) -> None:
+        """Terminate it; kill it if it does not end."""
+        self.stop()
+        super().close()
+
+
+def _reporting(channel: Connection, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function; report its exception as an error, and exit with status 1."""
+    try:
+        function(channel, *arguments)
+    except Exception:
+        send_fact(channel, {"error": traceback.format_exc()})
+        raise SystemExit(1) from None
+
+
+# Jobs -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """The placement of a job on machines.
+
+    Parameters
+    ----------
+    here, nodes, node
+        Number of processes per machine, number of machines, and index of this machine.
+    host, port
+        Address of the store, which rank 0 serves.
+    """
+
+    here: int
+    nodes: int
+    node: int
+    host: str
+    port: int
+
+    @classmethod
+    def local(cls, ranks: int) -> "JobLayout":
+        """Return the layout of a job on this machine alone, whose store gets a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return cls(ranks, 1, 0, *probe.getsockname())
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return the variables with a process's rank and rendezvous address, under torchrun's names."""
+        return {
+            "RANK": str(self.node * self.here + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.nodes * self.here),
+            "LOCAL_WORLD_SIZE": str(self.here),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+class Processes:
+    """A job's processes on this machine; a context manager that leaves none behind.
+
+    Parameters
+    ----------
+    layout
+        The placement of the job.
+    command
+        The command of each process.
+    environment
+        Their environment, to which the variables of the layout are added.
+    """
+
+    def __init__(self, layout: JobLayout, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._over: list[threading.Event] = []
+        self._first_rank = layout.node * layout.here
+        # From now on: a signal that arrives between two processes must end both.
+        self._signals = contextlib.ExitStack()
+        self._signals.enter_context(_signals(self._ended))
+        try:
+            for local_rank in range(layout.here):
+                variables = {**environment, **layout.environment(local_rank)}
+                # In a session of its own, so that its descendants can be ended with it.
+                child = subprocess.Popen(
+                    list(command), env=variables, start_new_session=True, preexec_fn=killed_with_parent()
+                )
+                self._children.append(child)
+                self._over.append(threading.Event())
+                threading.Thread(target=self._await, args=(local_rank, child.pid), daemon=True).start()
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            self._signals.close()
+            raise
+
+    def _await(self, local_rank: int, pid: int) -> None:
+        # WNOWAIT keeps it a zombie: stop() kills its process group by number, which must not be reused before.
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        status = 0 if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        self._over[local_rank].set()
+        self._ended.put((local_rank, status))
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(signal.SIGTERM)
+        self._signals.close()
+
+    def run(self) -> int:
+        """Wait until all have ended, one has failed, or a signal arrives; return the exit status of the job."""
+        for _ in self._children:
+            local_rank, status = self._ended.get()
+            if local_rank < 0:
+                self.stop(signal.Signals(status))
+                return 128 + status
+            if status:
+                rank = self._first_rank + local_rank
+                print(f"dlcp launch: rank {rank} {_words(status)}; ending the others", file=sys.stderr, flush=True)
+                self.stop(signal.SIGTERM)
+                return status if status > 0 else 128 - status
+        return 0
+
+    def stop(self, first: signal.Signals) -> None:
+        """End the running processes and their descendants: with ``first``, and after a deadline with SIGKILL."""
+        for number in (first, signal.SIGKILL):
+            for child in self._children:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, number)
+            end_s = time.monotonic() + _STOP_DEADLINE_S
+            for over in self._over:
+                over.wait(max(0.0, end_s - time.monotonic()))
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_STOP_DEADLINE_S)
+        self._children.clear()
+        self._over.clear()
+
+
+@contextlib.contextmanager
+def _signals(queue: "SimpleQueue[tuple[int, int]]") -> Iterator[None]:
+    """Put termination signals of this process into a queue, as ``(-1, number)``."""
+
+    def note(number: int, _: FrameType | None) -> None:
+        queue.put((-1, number))
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _words(status: int) -> str:
+    return f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"

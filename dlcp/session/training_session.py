@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training session: ranks join, average buckets with DLCP, and continue without it when it fails.
+
+A session begins by agreeing with all ranks whether to use DLCP (:mod:`dlcp.session.joining`). While it works, a
+:class:`dlcp.session.averager.StepAverager` averages buckets. When it fails, every rank leaves DLCP, all ranks complete
+exactly the buckets that some of them have not finished (:mod:`dlcp.session.recovery`), and later buckets go another
+way, which each framework names with a :class:`Fallback`. No gradient is lost in between.
+
+The session is the same for all frameworks. :class:`dlcp.torch.state.State` and :class:`dlcp.session.group.Group` turn
+their gradients into buckets.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlcp.collectives import Bucket, Reducer
+from dlcp.host.closing import ExitCallback, ending_error, exiting
+from dlcp.inputs.error_text import describe
+from dlcp.policies.arms import Route
+from dlcp.session.averager import BucketTable, PendingBucket, StepAverager
+from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
+from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
+from dlcp.session.options import FRAMEWORK_ROUTE, Options
+from dlcp.session.recovery import HangWatchdog, PeerWatch, Recovery
+from dlcp.transport import (
+    DeadlineError,
+    Endpoint,
+    PeerHangsError,
+    PeerLeftError,
+    PeerSilentError,
+    RankEndedError,
+    TransportError,
+)
+from dlcp.transport.messages import at_step
+from dlcp.transport.shared_memory import EXPORT_BYTES
+
+if TYPE_CHECKING:  # loaded when options ask for it
+    from dlcp.host.timeline import Timeline
+    from dlcp.session.snapshots import SnapshotWriter
+
+log = logging.getLogger("dlcp")
+
+LEFT: Final = "left"
+"""The topic under which ranks announce that they have left DLCP."""
+WEIGHTED: Final = "weighted"
+"""The topic under which ranks announce that they weigh by samples: without DLCP, they still do."""
+WATCH_S: Final = 0.25
+"""Interval between checks whether another rank has left DLCP or ended. A dead rank delays the others by about this
+much, and a check is one query of the store, under 1 ms."""
+DEADLINE_FACTOR: Final = 3
+"""A bucket may take this many deadlines: one for each of its two hops, and one to recover if they fail."""
+
+
+class SessionPhase(Enum):
+    """Phase of a session."""
+
+    JOINING = "joining"
+    READY = "ready"
+    """DLCP averages."""
+    RECOVERING = "recovering"
+    """DLCP has failed; the ranks complete open buckets."""
+    FALLBACK = "fallback"
+    """The fallback averages."""
+    FAILED = "failed"
+    """Nothing averages any more."""
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """How a framework averages without DLCP.
+
+    Parameters
+    ----------
+    name
+        The noun for messages: "training continues with ...".
+    average
+        Averages a bucket on the host in place, residual included, and calls its second argument with None or an error;
+        called in one order on all ranks. None if every caller of :meth:`TrainingSession.admit` averages by itself.
+    watch
+        How ranks leave DLCP together when it fails. None if a failure concerns its own bucket only.
+    route
+        How to use this way while DLCP works, where it is faster. None if DLCP averages all steps.
+    """
+
+    name: str
+    average: Callable[[PendingBucket, Callable[[BaseException | None], None]], None] | None = None
+    watch: PeerWatch | None = None
+    route: FrameworkRoute | None = None
+
+
+def reason_of_exit(rank: int) -> str | None:
+    """Return why this process ends, for the other ranks, if an exception ended it that nothing caught."""
+    return reason_of(rank, ending_error()) if exiting() else None
+
+
+def reason_of(rank: int, error: BaseException | None) -> str | None:
+    """Return why this rank ends, for the other ranks, if an error ended it."""
+    return f"rank {rank} gives up: {error!r}" if error else None
+
+
+class TrainingSession:
+    """Averages the buckets of one model or group. A step must be finished on this rank before its next one begins.
+
+    Parameters
+    ----------
+    averager
+        Averages buckets while the phase is ``READY``. It has the options, the ranks and the residual.
+    fallback
+        How to average when DLCP does not.
+
+    Attributes
+    ----------
+    phase, reason
+        The session's phase, and why DLCP does not average, if it does not.
+    table
+        The buckets in progress.
+    endpoint
+        This rank's endpoint; None if DLCP could not be used.
+    hosts
+        The number of hosts that the ranks are on; 0 without DLCP.
+    chooser
+        Tells each step's arm; None before the ranks have joined, and without DLCP.
+    compared
+        Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
+    """
+
+    def __init__(self, averager: StepAverager, fallback: Fallback) -> None:
+        self.averager, self.fallback = averager, fallback
+        self.rank, self.ranks = averager.rank, averager.ranks
+        self.phase, self.reason = SessionPhase.JOINING, ""
+        self.table = BucketTable()
+        self.endpoint: Endpoint | None = None
+        self.hosts = 0
+        self.chooser: StepChooser | None = None
+        self._joined: Joined | None = None
+        self._recoverable = False
+        self._metadata: Future[NDArray[np.generic]] | None = None
+        """All ranks' metadata of this step, until it has been read."""
+        self._error: TransportError | None = None
+        self._recovery: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._close_lock = threading.RLock()
+        """Held while closing: a second thread that closes returns after that. A signal handler may close again."""
+        self._snapshots: SnapshotWriter | None = None
+        self.compared: Callable[[], Mapping[str, Any]] | None = None
+        self._exit = ExitCallback(self.leave_at_exit)
+
+    @property
+    def options(self) -> Options:
+        """The options; once the ranks have joined, with measured and agreed values."""
+        return self.averager.options
+
+    # Joining ----------------------------------------------------------------------------------------------------------
+
+    def join(self, agreement: Agreement, *, call: str, export_bytes: int = EXPORT_BYTES) -> None:
+        """Join the other ranks; all must call it. If not all can use DLCP, all fall back, and one rank says why.
+
+        Parameters
+        ----------
+        agreement, call, export_bytes
+            See :func:`dlcp.session.joining.join`.
+
+        Raises
+        ------
+        NotJoinedError
+            Not all can use DLCP, and ``options.fallback`` is off.
+        ValueError
+            ``options.route`` is ``framework``, and there is none.
+        """
+        if self.options.route == FRAMEWORK_ROUTE and self.fallback.route is None:
+            raise ValueError(f"route 'framework' needs PyTorch: {call} averages with DLCP; omit it, or set 'dlcp'")
+        if self.options.live:
+            from dlcp.session.snapshots import SnapshotWriter  # only for jobs that somebody watches
+
+            self._snapshots = SnapshotWriter.open(self, self.options.live)
+            self.table.meter = self._snapshots.meter if self._snapshots else None
+        if self.options.weighted:
+            agreement.publish(WEIGHTED, True)
+        try:
+            on_message = self.table.meter.on_message if self.table.meter else None
+            joined = join(self.options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
+        except NotJoinedError as problem:
+            self._train_without(agreement, problem)
+            return
+        if joined.remark and self.rank == self.ranks[0]:
+            log.warning("DLCP: %s", joined.remark)
+        self._joined = joined
+        self.hosts = len(joined.topology.ranks_by_host(self.ranks))
+        if self._snapshots:
+            self._snapshots.label = label_of(joined.options.job, joined.endpoint.connection.token)
+        self.averager.join(joined)
+        self._begin(joined.endpoint, remote=joined.remote)
+
+    def use(self, endpoint: Endpoint, reducer: Reducer) -> None:
+        """Average over ``endpoint`` with ``reducer``."""
+        self.averager.use(reducer)
+        self._begin(endpoint)
+
+    def _begin(self, endpoint: Endpoint, *, remote: bool = True) -> None:
+        self.endpoint = endpoint
+        watch = self.fallback.watch
+        self._recoverable = watch is not None and self.options.fallback and watch.open()
+        self.chooser = self._make_chooser(endpoint, remote=remote)
+        self.phase = SessionPhase.READY
+        if watch is not None:
+            self._watcher = threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True)
+            self._watcher.start()
+
+    def _make_chooser(self, endpoint: Endpoint, *, remote: bool) -> StepChooser:
+        framework = self.fallback.route
+        arms = arms_of(self.options, framework is not None, remote=remote)
+        exchange = ReportExchange(endpoint, self.ranks, self.options) if len(arms) > 1 else None
+        self.averager.exchanges_reports = exchange is not None
+        return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)
+
+    def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
+        """Fall back from the beginning."""
+        if not self.options.fallback:
+            raise problem
+        if self.options.weighted and not agreement.all_publish(WEIGHTED):
+            raise NotJoinedError(f"{problem}. Not all ranks set samples=..., so none can weigh by them") from None
+        self.phase, self.reason = SessionPhase.FALLBACK, str(problem)
+        if agreement.speaker():
+            log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
+
+    @property
+    def active(self) -> bool:
+        """Whether DLCP averages gradients; if not, see :attr:`reason`."""
+        return self.phase is SessionPhase.READY
+
+    @property
+    def route(self) -> str:
+        """What averages now and the reason for it, as one sentence; ``""`` if there is no choice."""
+        return self.chooser.decision if self.chooser else ""
+
+    @property
+    def framework_steps(self) -> int:
+        """Number of steps that the framework has averaged while DLCP worked."""
+        return self.chooser.framework_steps if self.chooser else 0
+
+    def described(self) -> dict[str, Any]:
+        """Return its fields of a snapshot; see :class:`dlcp.session.snapshots.RankSnapshot`."""
+        return {
+            "phase": self.phase.value,
+            "reason": self.reason,
+            "fallback": self.fallback.name,
+            "route": self.route,
+            "framework_steps": self.framework_steps,
+            **(self.compared() if self.compared else {"slow": None, "activities_s": {}}),
+        }
+
+    @property
+    def timeline(self) -> "Timeline | None":
+        """The timeline of this rank's events, if the options ask for one."""
+        return self.endpoint.connection.timeline if self.endpoint else None
+
+    @property
+    def local_peers(self) -> int:
+        """The number of other ranks that this one exchanges packets with through memory."""
+        return len(self.endpoint.connection.local_peers) if self.endpoint else 0
+
+    # Averaging --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Send this rank's metadata to all ranks, if it has ``samples``; further calls in a step do nothing."""
+        metadata = self.averager.metadata_of(step)
+        if metadata is not None:
+            self._metadata = self.average(step, self.averager.metadata_number, metadata)
+
+    def weight(self, step: int) -> float:
+        """Return the factor on this rank's gradients of a step, once all ranks' metadata is here.
+
+        Raises
+        ------
+        TransportError
+            The metadata did not come.
+        """
+        self.begin_step(step)
+        if self._metadata:
+            limit_s = DEADLINE_FACTOR * self.options.deadline_s
+            try:
+                self.averager.read_metadata(self._metadata.result(limit_s).astype(np.float32))
+            except FutureTimeoutError:
+                raise DeadlineError(f"step {step}: not all ranks' metadata came within {limit_s:g} s") from None
+            self._metadata = None
+        return self.averager.weight
+
+    def route_of(self, step: int) -> Route:
+        """Return what averages a step while DLCP works; the step begins with the first call.
+
+        It is the same on all ranks, also on those that have left DLCP: there the step waits until all have.
+        """
+        chooser = self.chooser
+        if chooser is None:
+            return Route.DLCP
+        if step > chooser.step:
+            try:
+                chooser.begin_step(step, listen=self.phase is SessionPhase.READY)
+            except TransportError as error:
+                where = at_step(self.options.job, step)
+                self.leave(PeerSilentError(f"{where}: rank {self.rank} has no report of the others: {describe(error)}"))
+                return Route.DLCP
+            self.averager.bits = chooser.arm.bits
+        return chooser.arm.route
+
+    def flush(self, step: int) -> None:
+        """Send a step in full that has not begun: nothing is lost, and all residual goes with it.
+
+        All ranks must ask for the same step. Without DLCP every step is sent in full.
+        """
+        self.averager.flush_step = step
+
+    def average(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
+        """Average a bucket on the host in place; the future's result is ``bucket.values``.
+
+        Every rank submits the same buckets, in any order within a step. Call it from one thread at a time.
+
+        Raises
+        ------
+        TransportError
+            Averaging has failed before.
+        """
+        averaged: Future[NDArray[np.generic]] = Future()
+
+        def then(error: BaseException | None) -> None:
+            if error is None:
+                averaged.set_result(bucket.values)
+            else:
+                averaged.set_exception(error)
+
+        pending = PendingBucket(step, sequence, bucket.segments, bucket.values.nbytes, then, bucket)
+        if self.admit(pending):
+            self.start(pending)
+        else:
+            self._fall_back(pending)
+        return averaged
+
+    def admit(self, pending: PendingBucket) -> bool:
+        """Enter a bucket. True: call :meth:`start` once it is on the host. False: average it without DLCP.
+
+        If the caller averages it without DLCP, it must call :meth:`settle` afterwards.
+
+        Raises
+        ------
+        TransportError
+            Averaging has failed before.
+        """
+        pending.route = self.route_of(pending.step)
+        with self.table.changed:
+            self.check()
+            if pending.route is Route.FRAMEWORK:
+                pending.decided.set()
+            self.table.add(pending)
+            by_framework = pending.route is Route.FRAMEWORK or self.phase is SessionPhase.FALLBACK
+        if self.timeline is not None:
+            self.timeline.note("ready", *pending.id, pending.size_bytes, pending.label)
+        return not by_framework
+
+    def start(self, pending: PendingBucket) -> None:
+        """Average an admitted bucket that is on the host, or leave it until the ranks have recovered."""
+        assert pending.bucket
+        # Two holds of the lock: callbacks of the averager may run before its start returns, and take the lock, too. In
+        # between `reducing` may still change, so recovery reads it only once `decided` is set.
+        with self.table.changed:
+            pending.reducing = self.phase is SessionPhase.READY
+        if pending.reducing:
+            try:
+                averaged = self.averager.start(pending.step, pending.sequence, pending.bucket)
+                averaged.add_done_callback(partial(self._on_averaged, pending))
+            except Exception as error:
+                pending.reducing = False
+                self._on_failure(pending, error)
+        with self.table.changed:
+            pending.decided.set()
+            self.table.changed.notify_all()
+            failure = self._error
+        if failure:
+            pending.answer(failure)
+
+    def _on_averaged(self, pending: PendingBucket, done: "Future[Any]") -> None:
+        error = done.exception()
+        if error is not None:
+            self._on_failure(pending, error)
+            return
+        assert pending.bucket
+        timeline = self.timeline
+        if timeline is not None:
+            timeline.note("averaged", *pending.id)
+        self.table.finish(pending)
+        if timeline is not None:
+            timeline.note("applied", *pending.id)
+
+    def settle(self, pending: PendingBucket, error: BaseException | None = None) -> None:
+        """Give an admitted bucket back that was averaged without DLCP, or could not be."""
+        if error is None:
+            self.table.finish(pending)
+        elif self.fallback.watch is not None:
+            # A rank that has ended after its own recovery makes the framework fail here, too; recovery knows the cause.
+            if self._recovery and self._recovery is not threading.current_thread():
+                self._recovery.join(self.options.deadline_s)
+            if not self._error:
+                self.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
+        else:
+            self._give_up(pending, error)
+
+    def check(self) -> None:
+        """Raise the error that averaging has failed with, if it has."""
+        if self._error:
+            raise self._error
+
+    def _fall_back(self, pending: PendingBucket) -> None:
+        assert self.fallback.average
+        self.fallback.average(pending, partial(self.settle, pending))
+
+    # Leaving DLCP -----------------------------------------------------------------------------------------------------
+
+    def _watch_peers(self, watch: PeerWatch) -> None:
+        """Leave DLCP when another rank has left it or ended, even if this rank waits for nothing at the moment."""
+        with HangWatchdog(self.options.silence_s) as watchdog:  # says why this rank hangs, once the others name it
+            while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
+                watchdog.postpone()
+                try:
+                    error = watch.check_peers(self._where()) or self._overdue()
+                except RuntimeError as problem:
+                    log.debug("the other ranks cannot be watched any more: %s", problem)
+                    return
+                if error:
+                    self.leave(error)
+
+    def _overdue(self) -> BaseException | None:
+        """Return an error if the framework takes longer for a bucket than DLCP may."""
+        with self.table.changed:
+            overdue_s = time.monotonic() - self.table.ready_s - self.options.deadline_s
+            late = [each for each in self.table.pending.values() if each.route is Route.FRAMEWORK and overdue_s > 0]
+        if not late:
+            return None
+        where, limit_s = at_step(self.options.job, late[0].step), self.options.deadline_s
+        return DeadlineError(f"{where}: {self.fallback.name} has not averaged {late[0].label} within {limit_s:g} s")
+
+    def _where(self) -> str:
+        """Return the step that this rank is in, and the layers it waits for, if any."""
+        with self.table.changed:
+            first = min(self.table.pending, default=None)
+            if first is None:
+                return f"step {self.table.step}"
+            return f"step {first[0]}: rank {self.rank} waits for {self.table.pending[first].label}"
+
+    def _on_failure(self, pending: PendingBucket, error: BaseException) -> None:
+        if self.fallback.watch is not None:
+            self.leave(error)
+        else:
+            self._give_up(pending, error)
+
+    def _give_up(self, pending: PendingBucket, error: BaseException) -> None:
+        """Remove one bucket, and answer its owner with an error."""
+        with self.table.changed:
+            self.table.pending.pop(pending.id, None)
+        pending.answer(error)
+
+    def leave(self, error: BaseException) -> None:
+        """Stop using DLCP because of an error, and recover if possible; further errors change nothing."""
+        failed: list[PendingBucket] = []
+        with self.table.changed:
+            if self._closing.is_set():
+                failed = list(self.table.pending.values())
+            elif self.phase is SessionPhase.READY:
+                self.phase = SessionPhase.RECOVERING
+                self._recovery = threading.Thread(
+                    target=self._recover, args=(error,), name="dlcp-recovery", daemon=True
+                )
+                self._recovery.start()  # under the lock: close() joins the thread that it finds
+        for pending in failed:
+            pending.answer(error)
+
+    def _recover(self, error: BaseException) -> None:
+        if self.timeline is not None:
+            self.timeline.note("left", self.table.step, 0, describe(error))
+        try:
+            self._leave_peers(describe(error))  # nothing is written into any bucket after this
+            if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
+                self.fail(describe(error))
+                return
+            assert self.endpoint
+            assert self.fallback.watch
+            payload_bytes = self.endpoint.connection.options.payload_bytes
+            recovery = Recovery(self.averager, self.table, payload_bytes, self.fallback.watch)
+            self._hand_over(recovery.complete_buckets(error))
+        except PeerHangsError as hanging:  # the cause of the error, whatever the error says
+            self.fail(str(hanging))
+        except Exception as problem:
+            log.debug("recovery failed", exc_info=True)
+            why, problem_text = describe(error), describe(problem)
+            self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
+
+    def _leave_peers(self, reason: str | None) -> None:
+        leaving = self._joined or self.endpoint
+        if leaving:
+            leaving.close(reason)
+
+    def _hand_over(self, reason: str) -> None:
+        """Fall back from here on, beginning with the buckets that have come meanwhile."""
+        table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
+        if joined and joined.topology.server is not None:
+            reason += f" (rank {joined.topology.server} is the parameter server)"
+        with table.changed:
+            if not table.changed.wait_for(lambda: all(p.decided.is_set() for p in table.pending.values()), deadline_s):
+                raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
+            for which in sorted(table.pending):
+                if table.pending[which].route is Route.DLCP:
+                    self._fall_back(table.pending[which])
+            self.phase, self.reason = SessionPhase.FALLBACK, reason
+        if self.rank == self.ranks[0]:
+            log.warning(
+                "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",
+                table.step,
+                reason,
+                self.fallback.name,
+            )
+
+    def fail(self, message: str) -> None:
+        """Fail for good: nothing averages from here on."""
+        if self.fallback.watch is not None:
+            self.fallback.watch.publish_failed(message)
+        with self.table.changed:
+            error = self._error = self._error or TransportError(message)
+            self.phase, self.reason = SessionPhase.FAILED, message
+            failed = self.table.drain()
+            self.table.changed.notify_all()
+        for pending in failed:
+            pending.answer(error)
+
+    def leave_at_exit(self) -> None:
+        """Leave the other ranks because this process ends, or its process group: they may still wait for averages.
+
+        A script need not close its session. Without this, data that the others have not acknowledged would end with the
+        process.
+        """
+        with self.table.changed:
+            waiting = bool(self.table.pending) and self.phase is SessionPhase.READY
+        reason = reason_of_exit(self.rank)
+        if reason is None and waiting:
+            reason = (
+                reason_of(self.rank, ending_error())
+                or f"rank {self.rank}: its process ends in the middle of step {self.table.step}"
+            )
+        self.close(reason)
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the other ranks; with a ``reason``, tell them that this rank gives up. Any thread may call it."""
+        if self._exit.is_fork:
+            return
+        with self._close_lock:
+            if self.phase is not SessionPhase.CLOSED:
+                self._close(reason)
+
+    def _close(self, reason: str | None) -> None:
+        self._exit.cancel()
+        with self.table.changed:
+            self._closing.set()
+            recovery = self._recovery
+        if recovery:
+            recovery.join(self.options.deadline_s)
+        self._leave_peers(reason)
+        if self._watcher:  # a daemon thread inside PyTorch's store when Python ends aborts the process
+            self._watcher.join(self.options.silence_s)
+        self.averager.close()
+        if self.fallback.watch is not None:
+            self.fallback.watch.close()
+        ended_as, self.phase = self.phase, SessionPhase.CLOSED
+        if self._snapshots:
+            self._snapshots.close(ended_as.value, reason)
