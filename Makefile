@@ -32,7 +32,7 @@ demo: $(STAMP) ## train a real model over a congested switch, with and without D
 check: $(STAMP) ## check style, types and layers, and run the fast tests: a minute or two
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint fast
 
-fast:
+fast: $(STAMP)
 	@$(BIN)/python -m pytest -m fast -n auto --maxprocesses 2 --dist loadfile
 
 # The frameworks are fetched and tested beside the rest, and what their tests say comes last. Tests wait a lot, for
