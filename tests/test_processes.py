@@ -17,7 +17,7 @@ from tests.waiting import until
 REPOSITORY = Path(__file__).parent.parent
 _PARENT = """
 import subprocess, sys
-from dlcp import processes
+from dlcp.host import processes
 process, lifeline = processes.start("tests.test_processes", "wait", stdout=subprocess.PIPE)
 print(process.stdout.readline().decode().strip(), flush=True)
 sys.stdin.read()

@@ -51,7 +51,7 @@ _INDIFFERENT: Final = (
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
     *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
-    *("arms.py", "planes.py", "slow_ports.py", "tags.py"),
+    *("policies/arms.py", "policies/slow_ports.py", "values/planes.py", "values/tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )
 """Parts of DLCP itself that change results: they define packets, tags, loss bounds, precision and its

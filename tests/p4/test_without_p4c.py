@@ -22,10 +22,13 @@ def tree(tmp_path):
     for folder in ("p4", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=skipped)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "dlcp").mkdir()
-    for part in [*(ROOT / "dlcp").iterdir(), ROOT / "controller", ROOT / "sim"]:
-        if part.name != "__pycache__" and not (tmp_path / "dlcp" / part.name).exists():
-            (tmp_path / "dlcp" / part.name).symlink_to(part)
+    switch = tmp_path / "dlcp" / "switch"
+    switch.mkdir(parents=True)
+    (switch / "p4").symlink_to(tmp_path / "p4" / "build")
+    for part in [*(ROOT / "dlcp").iterdir(), *(ROOT / "dlcp" / "switch").iterdir()]:
+        link = tmp_path / part.relative_to(ROOT)
+        if part.name != "__pycache__" and not link.exists():
+            link.symlink_to(part)
     return tmp_path
 
 

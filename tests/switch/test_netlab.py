@@ -100,7 +100,7 @@ def test_a_user_namespace_is_root_enough(namespaces):
     if subprocess.run([*powerless, "unshare", "--user", "--map-root-user", "true"], check=False).returncode:
         pytest.skip("user namespaces are not allowed here")
     program = (
-        "from dlcp import netlab\nprint(netlab.available()[0])\nnetlab.become_root()\n"
+        "from dlcp.host import netlab\nprint(netlab.available()[0])\nnetlab.become_root()\n"
         "with netlab.StarNetwork(2) as network:\n"
         "    print(network.hosts[1].namespace.run(['id', '-u'], capture_output=True, text=True).stdout)"
     )

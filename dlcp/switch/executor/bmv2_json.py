@@ -79,9 +79,8 @@ def _hex(text: str) -> int:
     return int(text, 16)
 
 
-_INSTALLED: Final = Path(__file__).parents[1] / "p4"
-PROGRAM_FOLDER: Final = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "p4" / "build"
-"""Folder of ``dlcp.json`` and ``dlcp.p4info.txtpb``: ``dlcp/switch/p4`` once installed, ``p4/build`` in a checkout."""
+PROGRAM_FOLDER: Final = (Path(__file__).parents[1] / "p4").resolve()
+"""Folder of ``dlcp.json`` and ``dlcp.p4info.txtpb``: ``dlcp/switch/p4``, in a checkout a link to ``p4/build``."""
 PROGRAM_PATH: Final = PROGRAM_FOLDER / "dlcp.json"
 """The program for BMv2 and the built-in switch."""
 _LOGGER: Final = logging.getLogger("dlcp.switch")
