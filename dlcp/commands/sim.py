@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="ACTION", required=True)
     new = commands.add_parser("new", help="ask for a job and its network, and write an experiment file that runs")
     sim_new.add_arguments(new)
-    new.set_defaults(action=_new)
+    new.set_defaults(action=sim_new.run)
     single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
     _files(single, 1)
     point = "choose a point of an axis (default: each axis' first)"
@@ -202,12 +202,6 @@ def _where(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     chosen, title = _chosen(arguments)
     return _simulate(chosen, arguments, title)
-
-
-def _new(arguments: argparse.Namespace) -> int:
-    from dlcp.commands.actions.sim_new import run_new
-
-    return run_new(arguments)
 
 
 def _play(arguments: argparse.Namespace) -> int:

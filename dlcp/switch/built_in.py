@@ -24,6 +24,7 @@ from dlcp.host import processes
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import NetworkNamespace
 from dlcp.host.processes import end
+from dlcp.switch.event_counters import EgressEvent, IngressEvent, decode_events, event_totals
 from dlcp.switch.executor.program import CompiledMachine, Program
 from dlcp.switch.forwarding import BatchForwarding, Forwarding, PacketProgram, PlainForwarding
 from dlcp.switch.ports import PortGroup
@@ -51,8 +52,6 @@ class Switch:
         The ports.
     queueing
         Queueing of each port, by port number; other ports have no rate limit and BMv2's depths.
-    describe_program
-        Returns the program's part of :meth:`snapshot`, a JSON-serializable dict.
     clock
         Monotonic clock in nanoseconds; tests pass their own.
 
@@ -68,11 +67,10 @@ class Switch:
         groups: Sequence[PortGroup],
         queueing: Mapping[int, PortQueueing] | None = None,
         *,
-        describe_program: Callable[[], dict[str, Any]] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.groups = tuple(groups)
-        self._describe_program = describe_program
+        self._program = program
         self._clock = clock
         self._origin_ns = clock()
         self._group_of: dict[int, PortGroup] = {}
@@ -158,6 +156,7 @@ class Switch:
         before.finish()
         self._forwarding = self._make(program, {port: queues.queueing for port, queues in before.queues.items()})
         self._forwarding.adopt(before)
+        self._program = program
 
     @contextmanager
     def running(self) -> Iterator["Switch"]:
@@ -219,7 +218,7 @@ class Switch:
             "late_max_s": self._forwarding.late_max_ns * 1e-9,
             "no_port": self.no_port,
             "ports": [self._port_snapshot(port) for port in sorted(self.queues)],
-            "program": self._describe_program() if self._describe_program else {},
+            "program": _describe(self._program) if isinstance(self._program, Program) else {},
         }
 
     def write_snapshot(self, path: Path) -> None:
@@ -269,6 +268,18 @@ class Switch:
         if isinstance(machine, CompiledMachine):
             return BatchForwarding(machine, self._group_of, queueing, self.now_ns)
         return PlainForwarding(program, self._group_of, queueing, self.now_ns)
+
+
+def _describe(program: Program) -> dict[str, Any]:
+    """Return a program's counters by the names of their events, as plain values."""
+    found = {}
+    for name, events in (("ingress_events", IngressEvent), ("egress_events", EgressEvent)):
+        # A controller may have sent a program that counts other things.
+        if name in program.counters:
+            counted = program.counters[name].values()
+            decoded = decode_events(events, counted[:, 0], counted[:, 1])
+            found[name] = {"totals": event_totals(decoded), "by_queue": [event._asdict() for event in decoded]}
+    return {"digest": program.digest, "backend": program.backend, **found}
 
 
 def _sharpen_timers() -> None:

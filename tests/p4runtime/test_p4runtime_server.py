@@ -15,7 +15,7 @@ import pytest
 from finsy.proto import p4r, rpc_code
 
 from dlcp import cli
-from dlcp.commands.actions import switch as switch_command
+from dlcp.commands import switch as switch_command
 from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
@@ -164,7 +164,7 @@ def test_options_that_do_not_go_together(arguments, message):
 
 
 def test_nothing_of_p4runtime_is_loaded_unless_asked_for():
-    code = "import sys, dlcp.commands.actions.switch; sys.exit(any(name in sys.modules for name in ('grpc', 'finsy')))"
+    code = "import sys, dlcp.commands.switch; sys.exit(any(name in sys.modules for name in ('grpc', 'finsy')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main, parse
-from dlcp.commands.actions import switch as command
-from dlcp.commands.actions.switch import render
+from dlcp.commands import switch as command
+from dlcp.commands.switch import render
 from dlcp.switch import (
     PROGRAM_PATH,
     PortQueueing,

@@ -184,14 +184,10 @@ class P4RuntimeDevice:
         """The pipeline for reads and writes: the last one saved."""
         self._saved = False
         """Whether that pipeline awaits COMMIT while the switch still runs the previous one."""
-        self._program = None if pipeline is None else pipeline.program
+        self.program = None if pipeline is None else pipeline.program
+        """The program that the switch runs; None if it drops everything."""
         self._waiting: Future[Any] | None = None
         self._closed = False
-
-    @property
-    def program(self) -> Program | None:
-        """The program that the switch runs; None if it drops everything."""
-        return self._program
 
     def close(self) -> None:
         """Stop waiting for the packet loop, and refuse all later calls; may be called from any thread."""
@@ -246,7 +242,7 @@ class P4RuntimeDevice:
 
     def _commit(self, pipeline: ForwardingPipeline) -> None:
         self._ask(lambda: self._switch.replace(pipeline.program))
-        self._pipeline, self._saved, self._program = pipeline, False, pipeline.program
+        self._pipeline, self._saved, self.program = pipeline, False, pipeline.program
 
     def _running(self) -> ForwardingPipeline:
         if self._pipeline is None:
