@@ -327,7 +327,7 @@ class BatchForwarding(Forwarding):
         slots = self._out[place, :count]
         lengths = self._slots[slots, queues.LENGTH]
         if isinstance(group, PacketPort):
-            group.send_rows(number, self._rows, slots, lengths)
+            group.send_rows(self._rows, slots, lengths)
         else:
             rows = self._rows
             pairs = zip(slots.tolist(), lengths.tolist(), strict=True)

@@ -146,7 +146,7 @@ class Traffic(Closing):
         took = []
         for number in range(count):
             began_ns = time.time_ns()
-            self._out.send_rows(1, self._frames, np.array([number % _TEMPLATES]), self._lengths[:1])
+            self._out.send_rows(self._frames, np.array([number % _TEMPLATES]), self._lengths[:1])
             deadline = time.monotonic() + _DEADLINE_S
             while not (self._in.take(self._rows, slots, lengths, stamps) and _are_of(self._rows[:1], run).all()):
                 if time.monotonic() > deadline:
@@ -177,7 +177,7 @@ class Traffic(Closing):
                 time.sleep(ahead_s)
             slots = np.arange(number, number + burst) % _TEMPLATES
             indices[slots] = np.arange(index, index + burst, dtype=">u4").view(np.uint8).reshape(burst, 4)
-            self._out.send_rows(1, frames, slots, lengths)
+            self._out.send_rows(frames, slots, lengths)
             number, index = (number + burst) % _TEMPLATES, index + burst
         return counters.sent - before, time.perf_counter() - began
 

@@ -5,32 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dlcp.switch.executor.model import (
-    ActionDef,
-    Assign,
-    Bits,
-    Checksum,
-    Conditional,
-    Const,
-    Control,
-    ExecuteMeter,
-    Expr,
-    Extract,
-    Field,
-    Hash,
-    Node,
-    Op,
-    ParserState,
-    ProgramDef,
-    RegisterRead,
-    Statement,
-    TableDef,
-    UnsupportedFeatureError,
-    Valid,
-    Variable,
-    Verify,
-    reads,
-)
+from dlcp.switch.executor import model
+from dlcp.switch.executor.model import Field, UnsupportedFeatureError, Valid, Variable
 
 MAX_PATHS: Final = 1024
 """Maximum number of paths through the parser: each has its own generated text. Not tuned."""
@@ -55,7 +31,7 @@ class Stacks:
         return sorted((frozenset(item) for item in found), key=lambda item: (-len(item), sorted(item)))
 
 
-def stacks(program: ProgramDef) -> Stacks:
+def stacks(program: model.ProgramDef) -> Stacks:
     """Follow every path through the parser.
 
     Raises
@@ -84,7 +60,7 @@ def stacks(program: ProgramDef) -> Stacks:
             raise UnsupportedFeatureError("loops in the parser", f"parser state {name}")
         state = program.states[name]
         for operation in state.operations:
-            if isinstance(operation, Extract):
+            if isinstance(operation, model.Extract):
                 end(path)  # the packet may be too short
                 header = program.headers[operation.header]
                 if header.name in path:
@@ -93,7 +69,7 @@ def stacks(program: ProgramDef) -> Stacks:
                     raise UnsupportedFeatureError(f"a header of {header.width} bits", f"header {header.name}")
                 offsets.setdefault(header.name, set()).add(offset)
                 path, offset = (*path, header.name), offset + header.width // 8
-            elif isinstance(operation, Verify):
+            elif isinstance(operation, model.Verify):
                 end(path)
         for following in {state.default, *(case.next for case in state.cases)}:
             follow(following, path, offset, (*seen, name))
@@ -106,15 +82,15 @@ def stacks(program: ProgramDef) -> Stacks:
 # ------------------------------------------------------------------------------------------------ reads and writes
 
 
-def input_reads(inputs: Iterable[Field | Bits]) -> set[Variable]:
+def input_reads(inputs: Iterable[Field | model.Bits]) -> set[Variable]:
     """Return the variables that a hash over ``inputs`` reads: fields, and the validity of their headers."""
     fields = [item for item in inputs if isinstance(item, Field)]
     return {*fields, *(Valid(item.header) for item in fields if not item.metadata)}
 
 
-def target_of(statement: Statement) -> Field | None:
+def target_of(statement: model.Statement) -> Field | None:
     """Return the field that a statement writes, if any."""
-    if isinstance(statement, Assign | RegisterRead | Hash | ExecuteMeter):
+    if isinstance(statement, model.Assign | model.RegisterRead | model.Hash | model.ExecuteMeter):
         return statement.target
     return None
 
@@ -122,14 +98,14 @@ def target_of(statement: Statement) -> Field | None:
 class Usage:
     """Reads, writes and liveness of a program's nodes."""
 
-    def __init__(self, program: ProgramDef) -> None:
+    def __init__(self, program: model.ProgramDef) -> None:
         self.program = program
         self.written = {target for target in self._targets() if not target.metadata}
         """Header fields that the program assigns: their variables can be nonzero while the header is invalid."""
 
     def _targets(self) -> Iterator[Field]:
         for state in self.program.states.values():
-            yield from (operation.target for operation in state.operations if isinstance(operation, Assign))
+            yield from (operation.target for operation in state.operations if isinstance(operation, model.Assign))
         for action in self.actions():
             yield from (target for statement in action.body if (target := target_of(statement)) is not None)
         yield from (meter.target for meter in self.program.meters.values() if meter.target is not None)
@@ -138,29 +114,29 @@ class Usage:
         """Return every field that the program writes."""
         return set(self._targets())
 
-    def actions(self) -> Iterator[ActionDef]:
+    def actions(self) -> Iterator[model.ActionDef]:
         """Return every action that a table of the program can run."""
         for pipeline in (self.program.ingress, self.program.egress):
             for node in pipeline.nodes.values():
-                if isinstance(node, TableDef):
+                if isinstance(node, model.TableDef):
                     yield from node.actions
 
-    def statement_reads(self, statement: Statement) -> set[Variable]:
+    def statement_reads(self, statement: model.Statement) -> set[Variable]:
         """Return the variables that a statement reads, including the inputs of a hash."""
-        if isinstance(statement, Hash):
-            return reads(statement) | input_reads(self.program.calculations[statement.calculation].inputs)
-        return reads(statement)
+        if isinstance(statement, model.Hash):
+            return model.reads(statement) | input_reads(self.program.calculations[statement.calculation].inputs)
+        return model.reads(statement)
 
-    def body_live(self, body: Iterable[Statement], after: frozenset[Variable]) -> frozenset[Variable]:
+    def body_live(self, body: Iterable[model.Statement], after: frozenset[Variable]) -> frozenset[Variable]:
         """Return the variables live before ``body`` if ``after`` are live after it."""
         live = set(after)
         for statement in reversed(tuple(body)):
-            if isinstance(statement, Assign | Hash):
+            if isinstance(statement, model.Assign | model.Hash):
                 live.discard(statement.target)
             live |= self.statement_reads(statement)
         return frozenset(live)
 
-    def key_reads(self, table: TableDef) -> set[Variable]:
+    def key_reads(self, table: model.TableDef) -> set[Variable]:
         """Return the variables that a table's lookup reads."""
         found: set[Variable] = set()
         for key in table.keys:
@@ -171,11 +147,11 @@ class Usage:
             found |= input_reads(self.program.profiles[table.profile].inputs)
         return found
 
-    def pipeline_live(self, pipeline: Control, after: frozenset[Variable]) -> frozenset[Variable]:
+    def pipeline_live(self, pipeline: model.Control, after: frozenset[Variable]) -> frozenset[Variable]:
         """Return the variables live at a pipeline's start if ``after`` are live at its end."""
         live: dict[str | None, frozenset[Variable]] = {None: after}
 
-        def table_live(table: TableDef) -> frozenset[Variable]:
+        def table_live(table: model.TableDef) -> frozenset[Variable]:
             if table.hidden:
                 assert table.default is not None
                 action = self.default_action(table)
@@ -193,23 +169,23 @@ class Usage:
 
         for name in followers_first(pipeline):
             node = pipeline.nodes[name]
-            if isinstance(node, Conditional):
-                live[name] = live[node.then] | live[node.otherwise] | reads(node.condition)
+            if isinstance(node, model.Conditional):
+                live[name] = live[node.then] | live[node.otherwise] | model.reads(node.condition)
             else:
                 live[name] = table_live(node)
         return live[pipeline.first]
 
     @staticmethod
-    def default_action(table: TableDef) -> ActionDef:
+    def default_action(table: model.TableDef) -> model.ActionDef:
         """Return the action that a hidden table runs."""
         assert table.default is not None
         return next(action for action in table.actions if action.name == table.default.name)
 
-    def checksum_reads(self, checksum: Checksum) -> frozenset[Variable]:
+    def checksum_reads(self, checksum: model.Checksum) -> frozenset[Variable]:
         """Return the variables that a checksum reads; its inputs only if it is not summed over the packet's bytes."""
         found: set[Variable] = {Valid(checksum.target.header)}
         if checksum.condition is not None:
-            found |= reads(checksum.condition)
+            found |= model.reads(checksum.condition)
         if checksum.verify:
             found.add(checksum.target)
         if summed_range(checksum) is None:
@@ -224,16 +200,16 @@ class Usage:
         return found
 
     @staticmethod
-    def state_reads(state: ParserState) -> set[Variable]:
+    def state_reads(state: model.ParserState) -> set[Variable]:
         """Return the variables that one parser state reads."""
-        return set(state.keys).union(*(reads(operation) for operation in state.operations))
+        return set(state.keys).union(*(model.reads(operation) for operation in state.operations))
 
     def all_reads(self) -> set[Variable]:
         """Return all variables that are read anywhere; no others need to be computed."""
         found = self.parser_reads()
         for pipeline in (self.program.ingress, self.program.egress):
             for node in pipeline.nodes.values():
-                found |= reads(node.condition) if isinstance(node, Conditional) else self.key_reads(node)
+                found |= model.reads(node.condition) if isinstance(node, model.Conditional) else self.key_reads(node)
         for action in self.actions():
             for statement in action.body:
                 found |= self.statement_reads(statement)
@@ -242,14 +218,14 @@ class Usage:
         return found
 
 
-def successor(table: TableDef, action: ActionDef, hit: bool) -> str | None:
+def successor(table: model.TableDef, action: model.ActionDef, hit: bool) -> str | None:
     """Return the node after ``action`` of ``table``."""
     return None if action.exits else table.next_of(action.id, hit)
 
 
-def successors(node: Conditional | TableDef) -> list[str | None]:
+def successors(node: model.Conditional | model.TableDef) -> list[str | None]:
     """Return every node that can follow, without duplicates."""
-    if isinstance(node, Conditional):
+    if isinstance(node, model.Conditional):
         found = [node.then, node.otherwise]
     elif node.hidden:
         found = [successor(node, Usage.default_action(node), hit=False)]
@@ -260,7 +236,7 @@ def successors(node: Conditional | TableDef) -> list[str | None]:
     return list(dict.fromkeys(found))
 
 
-def followers_first(pipeline: Control) -> list[str]:
+def followers_first(pipeline: model.Control) -> list[str]:
     """Return the reachable nodes, each after all of its possible successors.
 
     Raises
@@ -287,7 +263,7 @@ def followers_first(pipeline: Control) -> list[str]:
     return order
 
 
-def joins(pipeline: Control) -> dict[str, str | None]:
+def joins(pipeline: model.Control) -> dict[str, str | None]:
     """Return every node's immediate postdominator, where all paths from it meet again (None: the end)."""
     result: dict[str, str | None] = {}
     depth: dict[str | None, int] = {None: 0}
@@ -309,7 +285,7 @@ def joins(pipeline: Control) -> dict[str, str | None]:
     return result
 
 
-def summed_range(checksum: Checksum) -> tuple[int, int, int] | None:
+def summed_range(checksum: model.Checksum) -> tuple[int, int, int] | None:
     """Return (first byte, end, byte of the checksum) within the header if the checksum can be summed over the packet.
 
     This requires a 16-bit one's complement sum over adjacent fields of one header, in order, that omits only the
@@ -334,7 +310,7 @@ def summed_range(checksum: Checksum) -> tuple[int, int, int] | None:
     return first // 8, position // 8, gap // 8
 
 
-def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
+def constant_fields(program: model.ProgramDef, usage: Usage) -> set[Field]:
     """Return the metadata fields that are never written, and so are always zero."""
     given = set(program.standard.values())
     written = usage.assigned()
@@ -347,7 +323,7 @@ def constant_fields(program: ProgramDef, usage: Usage) -> set[Field]:
     }
 
 
-def shorten(pipeline: Control) -> Control:
+def shorten(pipeline: model.Control) -> model.Control:
     """Return the pipeline without unreachable nodes.
 
     If a condition on constants directly follows the hidden table that assigns them, it is evaluated here.
@@ -355,20 +331,20 @@ def shorten(pipeline: Control) -> Control:
     nodes = dict(pipeline.nodes)
     for name in followers_first(pipeline):
         node = nodes[name]
-        if isinstance(node, TableDef) and node.hidden:
+        if isinstance(node, model.TableDef) and node.hidden:
             nodes[name] = _threaded(node, nodes)
     shorter = replace(pipeline, nodes=nodes)
     reached = set(followers_first(shorter))
     return replace(shorter, nodes={name: node for name, node in nodes.items() if name in reached})
 
 
-def _threaded(table: TableDef, nodes: Mapping[str, Node]) -> TableDef:
+def _threaded(table: model.TableDef, nodes: Mapping[str, model.Node]) -> model.TableDef:
     action = Usage.default_action(table)
-    if action.exits or not all(isinstance(statement, Assign) for statement in action.body):
+    if action.exits or not all(isinstance(statement, model.Assign) for statement in action.body):
         return table
     known: dict[Field, int] = {}
     for statement in action.body:
-        assert isinstance(statement, Assign)
+        assert isinstance(statement, model.Assign)
         if isinstance(value := constant(statement.value, known), int):
             known[statement.target] = value & ((1 << statement.target.width) - 1)
         else:
@@ -376,21 +352,21 @@ def _threaded(table: TableDef, nodes: Mapping[str, Node]) -> TableDef:
     following = table.next_of(action.id, hit=False)
     while following is not None:
         node = nodes[following]
-        decided = constant(node.condition, known) if isinstance(node, Conditional) else None
+        decided = constant(node.condition, known) if isinstance(node, model.Conditional) else None
         if decided is None:
             break
-        assert isinstance(node, Conditional)
+        assert isinstance(node, model.Conditional)
         following = node.then if decided else node.otherwise
     return replace(table, next={action.id: following}, on_hit=(False, None), on_miss=(False, None))
 
 
-def constant(expression: Expr, known: Mapping[Field, int]) -> int | None:
+def constant(expression: model.Expr, known: Mapping[Field, int]) -> int | None:
     """Return the value of an expression over constants and ``known`` fields, or None if it is not constant."""
-    if isinstance(expression, Const):
+    if isinstance(expression, model.Const):
         return expression.value
     if isinstance(expression, Field):
         return known.get(expression)
-    if isinstance(expression, Op):
+    if isinstance(expression, model.Op):
         values = [constant(arg, known) for arg in expression.args]
         if expression.op in ("d2b", "b2d") and values[0] is not None:
             return int(values[0] != 0)

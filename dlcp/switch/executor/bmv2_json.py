@@ -14,48 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from dlcp.switch.executor.model import (
-    COMPARISONS,
-    Action,
-    ActionDef,
-    Assign,
-    Bits,
-    Calculation,
-    Case,
-    Checksum,
-    Conditional,
-    Const,
-    Control,
-    Count,
-    CounterDef,
-    ExecuteMeter,
-    Exit,
-    Expr,
-    Extract,
-    Field,
-    Hash,
-    HeaderDef,
-    Key,
-    MeterDef,
-    Node,
-    Op,
-    Param,
-    Parameter,
-    ParserState,
-    ProfileDef,
-    ProgramDef,
-    ProgramError,
-    RegisterDef,
-    RegisterRead,
-    RegisterWrite,
-    Statement,
-    TableDef,
-    TableEntry,
-    UnsupportedFeatureError,
-    Valid,
-    Variable,
-    Verify,
-)
+from dlcp.switch.executor import model
+from dlcp.switch.executor.model import Field, ProgramError, UnsupportedFeatureError
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -64,7 +24,7 @@ MAX_WIDTH: Final = 63
 
 HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
 _DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
-_BINARY: Final = _DATA_OPS | frozenset(COMPARISONS) | {"and", "or", "usat_cast"}
+_BINARY: Final = _DATA_OPS | frozenset(model.COMPARISONS) | {"and", "or", "usat_cast"}
 _UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
 
 
@@ -95,7 +55,7 @@ def _warn_if_outdated() -> None:
             _LOGGER.warning("%s; until then, switches run the program as it was", sentence)
 
 
-def load_definition(path: str | Path) -> ProgramDef:
+def load_definition(path: str | Path) -> model.ProgramDef:
     """Read a program.
 
     Raises
@@ -115,7 +75,7 @@ def load_definition(path: str | Path) -> ProgramDef:
     return parse(document, hashlib.sha256(data).hexdigest(), str(path))
 
 
-def parse(document: Any, digest: str = "", source: str = "program") -> ProgramDef:
+def parse(document: Any, digest: str = "", source: str = "program") -> model.ProgramDef:
     """Build the model from a decoded JSON document; errors as `load_definition`."""
     if not isinstance(document, Mapping) or "pipelines" not in document:
         raise ProgramError(f"{source} has no pipelines: not a BMv2 JSON; give the file that p4c-bm2-ss writes with -o")
@@ -168,10 +128,10 @@ class _Reader:
                 raise UnsupportedFeatureError(feature, str(document[key][0].get("name", key)))
         self._calculations = {item["name"]: item for item in document.get("calculations", [])}
         self.headers = self._read_headers()
-        self.calculations: dict[str, Calculation] = {}
+        self.calculations: dict[str, model.Calculation] = {}
         """The hashes and checksums in use."""
         self.registers = {
-            item["name"]: RegisterDef(item["name"], item["size"], item["bitwidth"])
+            item["name"]: model.RegisterDef(item["name"], item["size"], item["bitwidth"])
             for item in document.get("register_arrays", [])
         }
         for register in self.registers.values():
@@ -181,11 +141,11 @@ class _Reader:
         for item in document.get("counter_arrays", []):
             if item.get("is_direct"):
                 raise UnsupportedFeatureError("direct counters", f"counter {item['name']}")
-            self.counters[item["name"]] = CounterDef(item["name"], item["size"])
+            self.counters[item["name"]] = model.CounterDef(item["name"], item["size"])
         self.meters = {item["name"]: self._meter(item) for item in document.get("meter_arrays", [])}
         self.actions = {item["id"]: self._action(item) for item in document.get("actions", [])}
 
-    def program(self, digest: str) -> ProgramDef:
+    def program(self, digest: str) -> model.ProgramDef:
         document = self.document
         if len(document["parsers"]) != 1 or len(document["deparsers"]) != 1:
             raise UnsupportedFeatureError("more than one parser or deparser", "parsers")
@@ -204,7 +164,7 @@ class _Reader:
         }
         for alias, (header, name) in document.get("field_aliases", []):
             standard[alias] = self._header(header, alias).fields[name]
-        return ProgramDef(
+        return model.ProgramDef(
             digest=digest,
             headers=self.headers,
             errors=self._errors(),
@@ -222,12 +182,12 @@ class _Reader:
             standard=standard,
         )
 
-    def _checksum(self, item: Json) -> Checksum:
+    def _checksum(self, item: Json) -> model.Checksum:
         where = where_is(item, f"checksum {item['name']}")
         if item.get("type", "generic") != "generic":
             raise UnsupportedFeatureError(f"checksums of type {item['type']}", where)
         condition = item.get("if_cond")
-        return Checksum(
+        return model.Checksum(
             name=item["name"],
             target=self._field(item["target"], where),
             calculation=self._calculation(item["calculation"], where),
@@ -236,16 +196,16 @@ class _Reader:
             verify=item.get("verify", True),
         )
 
-    def _meter(self, item: Json) -> MeterDef:
+    def _meter(self, item: Json) -> model.MeterDef:
         where = f"meter {item['name']}"
         if item.get("rate_count", 2) != 2:
             raise UnsupportedFeatureError(f"meters with {item['rate_count']} rates", where)
         target = self._field(item["result_target"], where) if item.get("is_direct") else None
-        return MeterDef(item["name"], item["size"], item["type"] == "bytes", target)
+        return model.MeterDef(item["name"], item["size"], item["type"] == "bytes", target)
 
     # ---------------------------------------------------------------------------------------------------- parser
 
-    def _state(self, item: Json) -> ParserState:
+    def _state(self, item: Json) -> model.ParserState:
         where = f"parser state {item['name']}"
         operations = tuple(self._operation(entry, where) for entry in item["parser_ops"])
         keys = []
@@ -261,34 +221,36 @@ class _Reader:
                 default = entry["next_state"]
             else:
                 cases.append(_case(entry, keys))
-        return ParserState(item["name"], operations, tuple(keys), tuple(cases), default)
+        return model.ParserState(item["name"], operations, tuple(keys), tuple(cases), default)
 
-    def _operation(self, item: Json, where: str) -> Extract | Assign | Verify:
+    def _operation(self, item: Json, where: str) -> model.Extract | model.Assign | model.Verify:
         given = item["parameters"]
         if item["op"] == "extract" and given[0]["type"] == "regular":
-            return Extract(self._header(given[0]["value"], where).name)
+            return model.Extract(self._header(given[0]["value"], where).name)
         if item["op"] == "set":
-            return Assign(self._target(given[0], where), self._expression(given[1], where))
+            return model.Assign(self._target(given[0], where), self._expression(given[1], where))
         if item["op"] == "verify":
-            return Verify(self._expression(given[0], where), self._expression(given[1], where))
+            return model.Verify(self._expression(given[0], where), self._expression(given[1], where))
         feature = {"extract": f"extract into a {given[0].get('type')}", "extract_VL": "varbit fields"}
         raise UnsupportedFeatureError(feature.get(item["op"], f"the parser operation {item['op']}"), where)
 
     # ------------------------------------------------------------------------------------------------- pipelines
 
-    def _pipeline(self, item: Json) -> Control:
-        nodes: dict[str, Node] = {}
+    def _pipeline(self, item: Json) -> model.Control:
+        nodes: dict[str, model.Node] = {}
         if item.get("action_calls"):
             raise UnsupportedFeatureError("action calls outside tables", f"control {item['name']}")
         for entry in item.get("conditionals", []):
             where = where_is(entry, f"conditional {entry['name']}")
             condition = self._expression(entry["expression"], where)
-            nodes[entry["name"]] = Conditional(entry["name"], condition, entry["true_next"], entry["false_next"], where)
+            nodes[entry["name"]] = model.Conditional(
+                entry["name"], condition, entry["true_next"], entry["false_next"], where
+            )
         for entry in item.get("tables", []):
             nodes[entry["name"]] = self._table(entry)
-        return Control(item["name"], item["init_table"], nodes)
+        return model.Control(item["name"], item["init_table"], nodes)
 
-    def _table(self, item: Json) -> TableDef:
+    def _table(self, item: Json) -> model.TableDef:
         where = f"table {item['name']}"
         if item.get("with_counters"):
             raise UnsupportedFeatureError("direct counters", where)
@@ -306,7 +268,7 @@ class _Reader:
         # Two actions may share a name; they then have the same successor.
         following = {action.id: item["next_tables"].get(action.name) for action in actions}
         default = item.get("default_entry")
-        return TableDef(
+        return model.TableDef(
             name=item["name"],
             match=item["match_type"],
             keys=keys,
@@ -326,12 +288,12 @@ class _Reader:
             where=where_is(item, where),
         )
 
-    def _call(self, item: Json) -> Action:
+    def _call(self, item: Json) -> model.Action:
         action = self.actions[item["action_id"]]
         names = (parameter.name for parameter in action.parameters)
-        return Action(action.name, dict(zip(names, map(_hex, item["action_data"]), strict=True)))
+        return model.Action(action.name, dict(zip(names, map(_hex, item["action_data"]), strict=True)))
 
-    def _const_entry(self, item: Json, table: str, keys: Sequence[Key]) -> TableEntry:
+    def _const_entry(self, item: Json, table: str, keys: Sequence[model.Key]) -> model.TableEntry:
         match: dict[str, int | tuple[int, int]] = {}
         for key, given in zip(keys, item["match_key"], strict=True):
             match given["match_type"]:
@@ -345,12 +307,12 @@ class _Reader:
                     match[key.name] = _hex(given["key"]), _hex(given["mask"])
                 case _:
                     match[key.name] = _hex(given["start"]), _hex(given["end"])
-        return TableEntry(table, match, self._call(item["action_entry"]), item.get("priority", 0))
+        return model.TableEntry(table, match, self._call(item["action_entry"]), item.get("priority", 0))
 
-    def _key(self, item: Json, where: str) -> Key:
+    def _key(self, item: Json, where: str) -> model.Key:
         if item["match_type"] == "valid":
             target = item["target"] if isinstance(item["target"], str) else item["target"][0]
-            source: Variable = Valid(self._header(target, where).name)
+            source: model.Variable = model.Valid(self._header(target, where).name)
         else:
             source = self._variable(item["target"], where)
         match = "exact" if item["match_type"] in ("valid", "exact") else item["match_type"]
@@ -358,66 +320,68 @@ class _Reader:
             raise UnsupportedFeatureError(f"match type {match}", where)
         name = item.get("name") or ".".join(item["target"])
         mask = None if item.get("mask") is None else _hex(item["mask"])
-        return Key(name, match, source, mask)
+        return model.Key(name, match, source, mask)
 
-    def _profile(self, item: Json) -> ProfileDef:
+    def _profile(self, item: Json) -> model.ProfileDef:
         selector = item.get("selector")
         where = where_is(item, f"action profile {item['name']}")
         if selector is None:
-            return ProfileDef(item["name"], item["max_size"], None, ())
+            return model.ProfileDef(item["name"], item["max_size"], None, ())
         fields = tuple(entry for entry in self._inputs(selector["input"], where) if isinstance(entry, Field))
-        return ProfileDef(item["name"], item["max_size"], self._algorithm(selector["algo"], where), fields)
+        return model.ProfileDef(item["name"], item["max_size"], self._algorithm(selector["algo"], where), fields)
 
     # ------------------------------------------------------------------------------------------------------ actions
 
-    def _action(self, item: Json) -> ActionDef:
+    def _action(self, item: Json) -> model.ActionDef:
         """Read an action; raises UnsupportedFeatureError or ProgramError."""
         where = where_is(item, f"action {item['name']}")
-        parameters = tuple(Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
+        parameters = tuple(model.Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
         for parameter in parameters:
             if parameter.width > MAX_WIDTH:
                 raise UnsupportedFeatureError(
                     f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
                 )
-        body: list[Statement] = []
+        body: list[model.Statement] = []
         for call in item["primitives"]:
             body += self._primitive(call, where_is(call, where), parameters)
-        return ActionDef(item["id"], item["name"], parameters, tuple(body), where)
+        return model.ActionDef(item["id"], item["name"], parameters, tuple(body), where)
 
-    def _primitive(self, call: Json, where: str, parameters: Sequence[Parameter]) -> list[Statement]:
+    def _primitive(self, call: Json, where: str, parameters: Sequence[model.Parameter]) -> list[model.Statement]:
         op, given = call["op"], call["parameters"]
 
-        def expression(index: int) -> Expr:
+        def expression(index: int) -> model.Expr:
             return self._expression(given[index], where, parameters)
 
         match op:
             case "no_op":
                 return []
             case "exit":
-                return [Exit()]
+                return [model.Exit()]
             case "assign" | "modify_field":
                 target = self._target(given[0], where)
-                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != Const(0):
+                if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != model.Const(
+                    0
+                ):
                     raise UnsupportedFeatureError("multicast", where)
-                return [Assign(target, expression(1))]
+                return [model.Assign(target, expression(1))]
             case "mark_to_drop" | "drop":
-                return [Assign(self._field(("standard_metadata", "egress_spec"), where), Const(511))]
+                return [model.Assign(self._field(("standard_metadata", "egress_spec"), where), model.Const(511))]
             case "count":
-                return [Count(self._named(self.counters, given[0], where), expression(1))]
+                return [model.Count(self._named(self.counters, given[0], where), expression(1))]
             case "register_read":
                 name = self._named(self.registers, given[1], where)
-                return [RegisterRead(self._target(given[0], where), name, expression(2))]
+                return [model.RegisterRead(self._target(given[0], where), name, expression(2))]
             case "register_write":
-                return [RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
+                return [model.RegisterWrite(self._named(self.registers, given[0], where), expression(1), expression(2))]
             case "execute_meter":
                 name = self._named(self.meters, given[0], where)
-                return [ExecuteMeter(self._target(given[2], where), name, expression(1))]
+                return [model.ExecuteMeter(self._target(given[2], where), name, expression(1))]
             case "modify_field_with_hash_based_offset":
                 size = expression(3)
-                if not isinstance(size, Const):
+                if not isinstance(size, model.Const):
                     raise UnsupportedFeatureError("hashes with a non-constant maximum", where)
                 calculation = self._calculation(given[2]["value"], where)
-                return [Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
+                return [model.Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
         raise UnsupportedFeatureError(_PRIMITIVES.get(op, f"the primitive {op}"), where)
 
     @staticmethod
@@ -429,7 +393,7 @@ class _Reader:
 
     # -------------------------------------------------------------------------------------- headers and expressions
 
-    def _read_headers(self) -> dict[str, HeaderDef]:
+    def _read_headers(self) -> dict[str, model.HeaderDef]:
         types = {item["name"]: item for item in self.document["header_types"]}
         headers = {}
         for item in self.document["headers"]:
@@ -443,10 +407,10 @@ class _Reader:
                     signed.add(name)
                 fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
                 offset += width
-            headers[item["name"]] = HeaderDef(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
+            headers[item["name"]] = model.HeaderDef(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
         return headers
 
-    def _header(self, name: str, where: str) -> HeaderDef:
+    def _header(self, name: str, where: str) -> model.HeaderDef:
         """Return a header; raises ProgramError for an unknown name."""
         if name not in self.headers:
             raise ProgramError(f"{where}: no header {name!r} in the program")
@@ -462,10 +426,10 @@ class _Reader:
             raise UnsupportedFeatureError(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
         return found
 
-    def _variable(self, value: Sequence[str], where: str) -> Variable:
+    def _variable(self, value: Sequence[str], where: str) -> model.Variable:
         """Return a field or a header's validity bit."""
         if value[1] == "$valid$":
-            return Valid(self._header(value[0], where).name)
+            return model.Valid(self._header(value[0], where).name)
         return self._field(value, where)
 
     def _target(self, parameter: Json, where: str) -> Field:
@@ -483,7 +447,7 @@ class _Reader:
                 errors[name] = max(errors.values(), default=-1) + 1
         return errors
 
-    def _expression(self, item: Json, where: str, parameters: Sequence[Parameter] = ()) -> Expr:
+    def _expression(self, item: Json, where: str, parameters: Sequence[model.Parameter] = ()) -> model.Expr:
         """Read an expression; ``parameters`` are those of the action that contains it."""
         kind, value = item["type"], item["value"]
         if kind == "expression":
@@ -491,19 +455,19 @@ class _Reader:
         if kind == "field":
             return self._variable(value, where)
         if kind == "hexstr":
-            return Const(_hex(value))
+            return model.Const(_hex(value))
         if kind == "bool":
-            return Const(int(value))
+            return model.Const(int(value))
         if kind in ("runtime_data", "local"):
-            return Param(value, parameters[value].width)
+            return model.Param(value, parameters[value].width)
         raise UnsupportedFeatureError(f"expressions on a {kind}", where)
 
-    def _op(self, value: Json, where: str, parameters: Sequence[Parameter]) -> Expr:
+    def _op(self, value: Json, where: str, parameters: Sequence[model.Parameter]) -> model.Expr:
         op = value["op"]
         if op == "valid":
             if value["right"]["type"] != "header":
                 raise UnsupportedFeatureError(f"isValid on a {value['right']['type']}", where)
-            return Valid(self._header(value["right"]["value"], where).name)
+            return model.Valid(self._header(value["right"]["value"], where).name)
         if op == "?":
             names: tuple[str, ...] = ("cond", "left", "right")
         elif op in _UNARY:
@@ -512,14 +476,14 @@ class _Reader:
             names = ("left", "right")
         else:
             raise UnsupportedFeatureError(f"the operation {op}", where)
-        return Op(op, tuple(self._expression(value[name], where, parameters) for name in names))
+        return model.Op(op, tuple(self._expression(value[name], where, parameters) for name in names))
 
-    def _calculation(self, name: str, where: str) -> Calculation:
+    def _calculation(self, name: str, where: str) -> model.Calculation:
         """Return a hash by its name."""
         if name not in self.calculations:
             item = self._calculations[name]
             where = where_is(item, where)
-            self.calculations[name] = Calculation(
+            self.calculations[name] = model.Calculation(
                 name, self._algorithm(item["algo"], where), self._inputs(item["input"], where), where
             )
         return self.calculations[name]
@@ -531,20 +495,20 @@ class _Reader:
             raise UnsupportedFeatureError(f"the hash {name}", where)
         return name
 
-    def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | Bits, ...]:
+    def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | model.Bits, ...]:
         """Return the inputs of a hash: fields and constant bits."""
-        inputs: list[Field | Bits] = []
+        inputs: list[Field | model.Bits] = []
         for item in items:
             if item["type"] == "field":
                 inputs.append(self._field(item["value"], where))
             elif item["type"] == "hexstr":
-                inputs.append(Bits(_hex(item["value"]), item["bitwidth"]))
+                inputs.append(model.Bits(_hex(item["value"]), item["bitwidth"]))
             else:
                 raise UnsupportedFeatureError(f"a hash over a {item['type']}", where)
         return tuple(inputs)
 
 
-def _case(entry: Json, keys: Sequence[Field]) -> Case:
+def _case(entry: Json, keys: Sequence[Field]) -> model.Case:
     """Split a transition's value, in which every key is padded to whole bytes, into one value per key."""
     value = _hex(entry["value"])
     mask = -1 if entry.get("mask") is None else _hex(entry["mask"])
@@ -556,4 +520,4 @@ def _case(entry: Json, keys: Sequence[Field]) -> Case:
         values.append(value & full & mask)
         value >>= padded
         mask >>= padded
-    return Case(tuple(reversed(values)), tuple(reversed(masks)), entry["next_state"])
+    return model.Case(tuple(reversed(values)), tuple(reversed(masks)), entry["next_state"])

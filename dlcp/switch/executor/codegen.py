@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from dlcp.switch import queues
+from dlcp.switch.executor import model
 from dlcp.switch.executor.analysis import (
     Usage,
     constant_fields,
@@ -35,7 +36,6 @@ from dlcp.switch.executor.analysis import (
 )
 from dlcp.switch.executor.cells import run_meter
 from dlcp.switch.executor.expressions import (
-    Context,
     Expressions,
     HashOf,
     Helpers,
@@ -50,39 +50,7 @@ from dlcp.switch.executor.expressions import (
     number,
 )
 from dlcp.switch.executor.hashes import compiled_source, compiled_tables, plain_source
-from dlcp.switch.executor.model import (
-    FLAT,
-    ActionDef,
-    Assign,
-    Bits,
-    Calculation,
-    Case,
-    Checksum,
-    Conditional,
-    Control,
-    Count,
-    ExecuteMeter,
-    Exit,
-    Expr,
-    Extract,
-    Field,
-    Hash,
-    Key,
-    MeterDef,
-    Op,
-    ParserState,
-    ProgramDef,
-    RegisterRead,
-    RegisterWrite,
-    StateLayout,
-    Statement,
-    TableDef,
-    TableSlot,
-    UnsupportedFeatureError,
-    Valid,
-    Variable,
-    lay_out,
-)
+from dlcp.switch.executor.model import Expr, Field, UnsupportedFeatureError, Valid
 from dlcp.switch.executor.tables import LOOKUPS
 
 # ----------------------------------------------------------------------------------------------------------- the parser
@@ -95,10 +63,11 @@ class Placed(NamedTuple):
     field: Field
 
 
-def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Placed]) -> None:
+def emit_load(text: "ProgramText", needed: Sequence[Placed]) -> None:
     """Emit one load of several fields of a packet."""
     if not needed:
         return
+    names = text.names
     offset = min(item.bit for item in needed) // 8
     parts: list[tuple[int, int]] = []
     variables: list[str] = []
@@ -116,11 +85,11 @@ def emit_load(write: Writer, names: Names, helpers: Helpers, needed: Sequence[Pl
             position += piece
         if not whole:
             decode += _decode(names, members, start, size, raw, pieces)
-    loader = helpers.name(LoadBytes(tuple(parts)))
+    loader = text.helpers.name(LoadBytes(tuple(parts)))
     comma = "," if len(variables) == 1 else ""
-    write(f"{', '.join(variables)}{comma} = {loader}(p, {offset})")
+    text.write(f"{', '.join(variables)}{comma} = {loader}(p, {offset})")
     for line in decode:
-        write(line)
+        text.write(line)
 
 
 def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
@@ -153,9 +122,9 @@ def _decode(names: Names, members: list[Placed], start: int, size: int, raw: lis
     source = raw[0]
     if len(raw) > 1:
         terms, rest = [], size
-        for text, piece in zip(raw, pieces, strict=True):
+        for part, piece in zip(raw, pieces, strict=True):
             rest -= piece
-            terms.append(f"{text} << {8 * rest}" if rest else text)
+            terms.append(f"{part} << {8 * rest}" if rest else part)
         joined = " | ".join(terms)
         if len(members) == 1 and members[0].field.width == size * 8:
             return [f"{names(members[0].field)} = {joined}"]
@@ -172,9 +141,9 @@ def _decode(names: Names, members: list[Placed], start: int, size: int, raw: lis
 class Stores:
     """Header fields assigned in one straight-line piece of text, written back together at its end."""
 
-    def __init__(self, write: Writer, context: Context) -> None:
-        self.write, self.names, self.helpers = write, context.names, context.helpers
-        self.offsets = context.stacks.offsets
+    def __init__(self, text: "ProgramText") -> None:
+        self.write, self.names, self.helpers = text.write, text.names, text.helpers
+        self.offsets = text.stacks.offsets
         self.pending: dict[Field, str] = {}
 
     def add(self, target: Field, text: str) -> None:
@@ -265,36 +234,28 @@ class ParserText:
         Variables read in or after the parser; other fields are not loaded from the packet.
     """
 
-    def __init__(self, context: Context, write: Writer, needed: frozenset[Variable]) -> None:
-        self.context, self.write, self.needed = context, write, needed
-        self.program, self.names, self.expressions = context.program, context.names, context.expressions
-        self.stacks = context.stacks
+    def __init__(self, text: "ProgramText", needed: frozenset[model.Variable]) -> None:
+        self.text, self.write, self.needed = text, text.write, needed
+        self.program, self.names, self.expressions = text.program, text.names, text.expressions
         self.error = self.program.standard.get("standard_metadata.parser_error")
 
     def emit(self) -> None:
         """Emit the whole parser."""
         self._state(self.program.first_state, (), 0)
 
-    def initial(self) -> set[Variable]:
-        """Return the metadata that the parser may read before it is assigned."""
-        found: set[Variable] = set()
-        for state in self.program.states.values():
-            found |= {key for key in state.keys if key.metadata}
-        return found
-
     def _state(self, name: str | None, path: tuple[str, ...], offset: int) -> None:
         if name is not None:
             self._operations(self.program.states[name], 0, path, offset)
 
-    def _operations(self, state: ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
+    def _operations(self, state: model.ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
         where = f"parser state {state.name}"
         while index < len(state.operations):
             operation = state.operations[index]
-            if isinstance(operation, Extract):
+            if isinstance(operation, model.Extract):
                 self._extract(state, index, path, offset)
                 return
             index += 1
-            if isinstance(operation, Assign):
+            if isinstance(operation, model.Assign):
                 self._assign(operation, path, where)
             else:
                 condition = self.expressions.condition(operation.condition, where)
@@ -304,19 +265,19 @@ class ParserText:
                 return
         self._select(state, path, offset)
 
-    def _assign(self, operation: Assign, path: tuple[str, ...], where: str) -> None:
+    def _assign(self, operation: model.Assign, path: tuple[str, ...], where: str) -> None:
         target = operation.target
         value = fit(self.expressions.value(operation.value, where, wraps=True), target.width)
         self.write(f"{self.names(target)} = {value.text}")
         if not target.metadata:
-            stores = Stores(self.write, self.context)
+            stores = Stores(self.text)
             stores.add(target, self.names(target))
             stores.flush(path)
 
-    def _extract(self, state: ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
+    def _extract(self, state: model.ParserState, index: int, path: tuple[str, ...], offset: int) -> None:
         """Emit the extract at ``index`` together with those that directly follow it."""
         headers: list[str] = []
-        while index < len(state.operations) and isinstance(operation := state.operations[index], Extract):
+        while index < len(state.operations) and isinstance(operation := state.operations[index], model.Extract):
             headers.append(operation.header)
             index += 1
         ends = [offset]
@@ -341,10 +302,10 @@ class ParserText:
             for item in self.program.headers[name].fields.values()
             if item in self.needed
         ]
-        emit_load(self.write, self.names, self.context.helpers, needed)
+        emit_load(self.text, needed)
         for name, start in zip(headers, starts, strict=False):
             if Valid(name) in self.needed:
-                several = len(self.stacks.offsets[name]) > 1
+                several = len(self.text.stacks.offsets[name]) > 1
                 self.write(f"{self.names(Valid(name))} = {start + 1 if several else 1}")
 
     def _error(self, error: str) -> list[str]:
@@ -359,7 +320,7 @@ class ParserText:
                 for line in lines:
                     self.write(line)
 
-    def _select(self, state: ParserState, path: tuple[str, ...], offset: int) -> None:
+    def _select(self, state: model.ParserState, path: tuple[str, ...], offset: int) -> None:
         head = "if"
         for case in state.cases:
             condition = self._matches(state, case)
@@ -379,7 +340,7 @@ class ParserText:
             with self.write.block("else:"):
                 self._state(state.default, path, offset)
 
-    def _matches(self, state: ParserState, case: Case) -> str:
+    def _matches(self, state: model.ParserState, case: model.Case) -> str:
         parts = []
         for key, value, mask in zip(state.keys, case.values, case.masks, strict=True):
             full = (1 << key.width) - 1
@@ -401,7 +362,7 @@ def facts_of(condition: Expr, holds: bool) -> frozenset[str]:
     """Return the headers that are known to be valid when a condition holds, or when it does not."""
     if isinstance(condition, Valid) and holds:
         return frozenset({condition.header})
-    if isinstance(condition, Op):
+    if isinstance(condition, model.Op):
         if condition.op == "not":
             return facts_of(condition.args[0], not holds)
         if condition.op in ("d2b", "b2d"):
@@ -414,9 +375,9 @@ def facts_of(condition: Expr, holds: bool) -> frozenset[str]:
 class ControlText:
     """Emits one pipeline."""
 
-    def __init__(self, context: Context, pipeline: Control, write: Writer) -> None:
-        self.context, self.pipeline, self.write = context, pipeline, write
-        self.names, self.expressions = context.names, context.expressions
+    def __init__(self, text: "ProgramText", pipeline: model.Control) -> None:
+        self.text, self.pipeline, self.write = text, pipeline, text.write
+        self.names, self.expressions = text.names, text.expressions
         self.joins = joins(pipeline)
 
     def emit(self) -> None:
@@ -428,7 +389,7 @@ class ControlText:
         while name is not None and name != stop:
             node = self.pipeline.nodes[name]
             join = self.joins[name]
-            if isinstance(node, Conditional):
+            if isinstance(node, model.Conditional):
                 condition = self.expressions.condition(node.condition, node.where)
                 then = self._taken(node.then, join, self._implied(facts | facts_of(node.condition, True)))
                 otherwise = self._taken(node.otherwise, join, self._implied(facts | facts_of(node.condition, False)))
@@ -438,7 +399,7 @@ class ControlText:
             name = join
 
     def _implied(self, facts: frozenset[str]) -> frozenset[str]:
-        return self.context.stacks.implied(facts) if facts else facts
+        return self.text.stacks.implied(facts) if facts else facts
 
     def _taken(self, name: str | None, stop: str | None, facts: frozenset[str]) -> list[str]:
         mark = self.write.mark()
@@ -447,13 +408,13 @@ class ControlText:
 
     # ---------------------------------------------------------------------------------------------------- tables
 
-    def _table(self, table: TableDef, join: str | None, facts: frozenset[str]) -> None:
+    def _table(self, table: model.TableDef, join: str | None, facts: frozenset[str]) -> None:
         if table.hidden:
             assert table.default is not None
             action = Usage.default_action(table)
             self._action(action, [number(value) for value in table.default.params.values()], facts)
             return
-        slot = self.context.layout.tables[table.name]
+        slot = self.text.layout.tables[table.name]
         self.write(f"{slot.entry} = {self._lookup(table, slot, facts)}")
         if table.meter is not None:
             self._direct_meter(table, slot, facts)
@@ -463,7 +424,7 @@ class ControlText:
             self._indirect(table, slot, facts)
         self._follow(table, slot, join, facts)
 
-    def _follow(self, table: TableDef, slot: TableSlot, join: str | None, facts: frozenset[str]) -> None:
+    def _follow(self, table: model.TableDef, slot: model.TableSlot, join: str | None, facts: frozenset[str]) -> None:
         """Emit the branches after a table, up to ``join``."""
         if len(successors(table)) == 1:
             return
@@ -491,7 +452,7 @@ class ControlText:
                 self.write.indented(body)
             head = "elif"
 
-    def _lookup(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> str:
+    def _lookup(self, table: model.TableDef, slot: model.TableSlot, facts: frozenset[str]) -> str:
         if not table.keys:
             return "0"
         terms = []
@@ -501,10 +462,10 @@ class ControlText:
                 terms.append(f"{text} << {shift}" if shift else text)
         return f"lookup_{table.match}({slot.index}, {' | '.join(terms) or '0'})"
 
-    def _key(self, key: Key, table: TableDef, facts: frozenset[str]) -> str:
+    def _key(self, key: model.Key, table: model.TableDef, facts: frozenset[str]) -> str:
         value = self.expressions.value(key.source, table.where)
         text = value.text
-        if isinstance(key.source, Field) and key.source in self.context.usage.written:
+        if isinstance(key.source, Field) and key.source in self.text.usage.written:
             header = key.source.header
             if header not in facts:  # a field of an invalid header is 0 in a key, even if assigned
                 text = f"({text} if {self.names(Valid(header))} else 0)"
@@ -512,32 +473,32 @@ class ControlText:
             text = f"({text} & {hex(key.mask)})"
         return text
 
-    def _direct_meter(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> None:
+    def _direct_meter(self, table: model.TableDef, slot: model.TableSlot, facts: frozenset[str]) -> None:
         assert table.meter is not None
-        meter = self.context.program.meters[table.meter]
+        meter = self.text.program.meters[table.meter]
         assert meter.target is not None
-        shift = self.context.layout.meters[table.meter] - 1  # the default entry has no meter
+        shift = self.text.layout.meters[table.meter] - 1  # the default entry has no meter
         cell = f"{slot.entry} // {slot.stride}" if slot.stride > 1 else slot.entry
         cell = f"{cell} - 1" if shift == -1 else at(cell, shift)
         with self.write.block(f"if {slot.entry}:"):
             self._set(meter.target, fit(self._colour(cell, meter), meter.target.width), facts)
 
     @staticmethod
-    def _colour(cell: str, meter: MeterDef) -> Value:
+    def _colour(cell: str, meter: model.MeterDef) -> Value:
         amount = "n" if meter.by_bytes else "1"
         return Value(f"run_meter(meter_rates, meter_tokens, {cell}, {amount}, now_us)", 0, 2)
 
-    def _indirect(self, table: TableDef, slot: TableSlot, facts: frozenset[str]) -> None:
+    def _indirect(self, table: model.TableDef, slot: model.TableSlot, facts: frozenset[str]) -> None:
         assert table.profile is not None
-        profile = self.context.layout.profiles[table.profile]
+        profile = self.text.layout.profiles[table.profile]
         self.write(f"i = {slot.rows}[{slot.entry}]")
         self.write(f"k = {profile.groups}[i]")
         with self.write.block("if k:"):
             self.write(f"i = {profile.groups}[i + 1]")
-            definition = self.context.program.profiles[table.profile]
+            definition = self.text.program.profiles[table.profile]
             if definition.algorithm is not None:
                 with self.write.block("if k > 1:"):
-                    calculation = Calculation(table.profile, definition.algorithm, definition.inputs, table.where)
+                    calculation = model.Calculation(table.profile, definition.algorithm, definition.inputs, table.where)
                     self._hash(calculation, facts)
                     self.write("i += h % k")
             self.write(f"{slot.member} = {profile.choices}[i]")
@@ -547,12 +508,14 @@ class ControlText:
             with self.write.block("else:"):
                 self.write(f"{slot.action} = -1")
 
-    def _asks_action(self, table: TableDef) -> bool:
+    def _asks_action(self, table: model.TableDef) -> bool:
         return len(successors(table)) > 1 and not (table.on_hit[0] or table.on_miss[0])
 
-    def _dispatch(self, table: TableDef, action: str, rows: str, row: str, facts: frozenset[str], always: bool) -> None:
+    def _dispatch(
+        self, table: model.TableDef, action: str, rows: str, row: str, facts: frozenset[str], always: bool
+    ) -> None:
         """Run the action whose number is ``action``, with arguments from ``rows`` after ``row``."""
-        slot = self.context.layout.tables[table.name]
+        slot = self.text.layout.tables[table.name]
         bodies = []
         for index, definition in enumerate(table.actions):
             arguments = [
@@ -584,45 +547,47 @@ class ControlText:
 
     # --------------------------------------------------------------------------------------------------- actions
 
-    def _action(self, action: ActionDef, arguments: Sequence[Value], facts: frozenset[str]) -> None:
-        stores = Stores(self.write, self.context)
+    def _action(self, action: model.ActionDef, arguments: Sequence[Value], facts: frozenset[str]) -> None:
+        stores = Stores(self.text)
         for statement in action.body:
             self._statement(statement, action, arguments, stores)
         stores.flush(facts)
         self.expressions.bounds.clear()
 
-    def _statement(self, statement: Statement, action: ActionDef, arguments: Sequence[Value], stores: Stores) -> None:
+    def _statement(
+        self, statement: model.Statement, action: model.ActionDef, arguments: Sequence[Value], stores: Stores
+    ) -> None:
         where = action.where
-        if isinstance(statement, Assign):
+        if isinstance(statement, model.Assign):
             value = self.expressions.value(statement.value, where, arguments, wraps=True)
             self._put(statement.target, fit(value, statement.target.width), stores)
-        elif isinstance(statement, Count):
+        elif isinstance(statement, model.Count):
             with self._cell("counters", statement.counter, statement.index, where, arguments) as cell:
                 self.write(f"packets_counted[{cell}] += 1")
                 self.write(f"bytes_counted[{cell}] += n")
-        elif isinstance(statement, RegisterRead):
-            width = self.context.program.registers[statement.register].width
+        elif isinstance(statement, model.RegisterRead):
+            width = self.text.program.registers[statement.register].width
             with self._cell("registers", statement.register, statement.index, where, arguments) as cell:
                 value = Value(f"registers[{cell}]", 0, (1 << width) - 1)
                 self._put(statement.target, fit(value, statement.target.width), stores)
-        elif isinstance(statement, RegisterWrite):
-            width = self.context.program.registers[statement.register].width
+        elif isinstance(statement, model.RegisterWrite):
+            width = self.text.program.registers[statement.register].width
             value = fit(self.expressions.value(statement.value, where, arguments, wraps=True), width)
             with self._cell("registers", statement.register, statement.index, where, arguments) as cell:
                 self.write(f"registers[{cell}] = {value.text}")
-        elif isinstance(statement, Hash):
+        elif isinstance(statement, model.Hash):
             self._hash_into(statement, where, arguments, stores)
-        elif isinstance(statement, ExecuteMeter):
-            meter = self.context.program.meters[statement.meter]
+        elif isinstance(statement, model.ExecuteMeter):
+            meter = self.text.program.meters[statement.meter]
             with self._cell("meters", statement.meter, statement.index, where, arguments) as cell:
                 self._put(statement.target, fit(self._colour(cell, meter), statement.target.width), stores)
         else:
-            assert isinstance(statement, Exit)
+            assert isinstance(statement, model.Exit)
 
     @contextmanager
     def _cell(self, kind: str, name: str, index: Expr, where: str, arguments: Sequence[Value]) -> Iterator[str]:
         """Yield an index into a flat array; lines written in the ``with`` block run only if it is in range."""
-        base, size = getattr(self.context.layout, kind)[name], getattr(self.context.program, kind)[name].size
+        base, size = getattr(self.text.layout, kind)[name], getattr(self.text.program, kind)[name].size
         value = self.expressions.value(index, where, arguments)
         if value.constant is not None and 0 <= value.constant < size:
             yield str(value.constant + base)
@@ -637,7 +602,7 @@ class ControlText:
         """Assign within an action; header fields are written to the packet when the action ends."""
         text = value.text
         self.expressions.bounds[target] = value
-        if target in self.context.read:
+        if target in self.text.read:
             if text != self.names(target):
                 self.write(f"{self.names(target)} = {bare(text)}")
             text = self.names(target)
@@ -648,14 +613,14 @@ class ControlText:
             stores.add(target, text)
 
     def _set(self, target: Field, value: Value, facts: frozenset[str]) -> None:
-        stores = Stores(self.write, self.context)
+        stores = Stores(self.text)
         self._put(target, value, stores)
         stores.flush(facts)
 
     # ---------------------------------------------------------------------------------------- hashes and checksums
 
-    def _hash_into(self, statement: Hash, where: str, arguments: Sequence[Value], stores: Stores) -> None:
-        calculation = self.context.program.calculations[statement.calculation]
+    def _hash_into(self, statement: model.Hash, where: str, arguments: Sequence[Value], stores: Stores) -> None:
+        calculation = self.text.program.calculations[statement.calculation]
         bits = self._hash(calculation, frozenset())
         size = max(statement.size, 1)
         text, high = "h", (1 << bits) - 1
@@ -669,10 +634,10 @@ class ControlText:
             raise UnsupportedFeatureError("hashes with a base that can be negative or exceed 63 bits", where)
         self._put(statement.target, fit(Value(text, base.low, high + base.high), statement.target.width), stores)
 
-    def _hash(self, calculation: Calculation, facts: frozenset[str]) -> int:
+    def _hash(self, calculation: model.Calculation, facts: frozenset[str]) -> int:
         """Set ``h`` to a hash over the fields of valid headers; return its width in bits."""
         headers = frozenset(item.header for item in calculation.inputs if isinstance(item, Field) and not item.metadata)
-        choices = self.context.stacks.combinations(headers, facts) if headers else [frozenset[str]()]
+        choices = self.text.stacks.combinations(headers, facts) if headers else [frozenset[str]()]
         bits = max(self._hash_bits(calculation, choice) for choice in choices)
         for position, choice in enumerate(choices):
             call = self._hash_call(calculation, choice)
@@ -686,10 +651,12 @@ class ControlText:
         return bits
 
     @staticmethod
-    def _present(calculation: Calculation, valid: frozenset[str]) -> list[Field | Bits]:
-        return [item for item in calculation.inputs if isinstance(item, Bits) or item.metadata or item.header in valid]
+    def _present(calculation: model.Calculation, valid: frozenset[str]) -> list[Field | model.Bits]:
+        return [
+            item for item in calculation.inputs if isinstance(item, model.Bits) or item.metadata or item.header in valid
+        ]
 
-    def _hash_bits(self, calculation: Calculation, valid: frozenset[str]) -> int:
+    def _hash_bits(self, calculation: model.Calculation, valid: frozenset[str]) -> int:
         if calculation.algorithm in HASH_BITS:
             return HASH_BITS[calculation.algorithm]
         width = min((sum(item.width for item in self._present(calculation, valid)) + 7) // 8, 8) * 8
@@ -697,16 +664,16 @@ class ControlText:
             raise UnsupportedFeatureError("identity hashes over more than 7 bytes", calculation.where)
         return width
 
-    def _hash_call(self, calculation: Calculation, valid: frozenset[str]) -> str:
+    def _hash_call(self, calculation: model.Calculation, valid: frozenset[str]) -> str:
         inputs = self._present(calculation, valid)
-        helper = self.context.helpers.name(HashOf(calculation.algorithm, tuple(item.width for item in inputs)))
+        helper = self.text.helpers.name(HashOf(calculation.algorithm, tuple(item.width for item in inputs)))
         texts = [
-            str(item.value) if isinstance(item, Bits) else self.expressions.value(item, calculation.where).text
+            str(item.value) if isinstance(item, model.Bits) else self.expressions.value(item, calculation.where).text
             for item in inputs
         ]
         return f"{helper}({', '.join(texts)})"
 
-    def verify(self, checksum: Checksum, flag: Field) -> None:
+    def verify(self, checksum: model.Checksum, flag: Field) -> None:
         """Emit the verification of a checksum; a mismatch sets ``flag``."""
         with self.write.block(f"if {bare(self._guard(checksum))}:"):
             self._compute(checksum)
@@ -714,30 +681,30 @@ class ControlText:
             with self.write.block(f"if h != {target}:"):
                 self.write(f"{self.names(flag)} = 1")
 
-    def update(self, checksum: Checksum) -> None:
+    def update(self, checksum: model.Checksum) -> None:
         """Emit the update of a checksum in the packet."""
         with self.write.block(f"if {bare(self._guard(checksum))}:"):
             bits = self._compute(checksum)
             value = fit(Value("h", 0, (1 << bits) - 1), checksum.target.width)
             self._set(checksum.target, value, frozenset({checksum.target.header}))
 
-    def _compute(self, checksum: Checksum) -> int:
+    def _compute(self, checksum: model.Checksum) -> int:
         """Set ``h`` to the computed checksum; return its width in bits."""
         covered = summed_range(checksum)
         if covered is None:
             return self._hash(checksum.calculation, frozenset({checksum.target.header}))
         # 65536 is 1 modulo 65535, and so is its square. So the one's complement sum of all 16-bit words is the sum of
         # 2- or 4-byte words modulo 65535, except that 0 means 65535 unless all words are zero.
-        load = self.context.helpers.name(LoadBytes(word_units(*covered)))
+        load = self.text.helpers.name(LoadBytes(word_units(*covered)))
         header = checksum.target.header
-        starts = self.context.stacks.offsets.get(header, frozenset({0}))
+        starts = self.text.stacks.offsets.get(header, frozenset({0}))
         start = str(next(iter(starts))) if len(starts) == 1 else f"{self.names(Valid(header))} - 1"
         self.write(f"h = sum({load}(p, {start}))")
         self.write("k = h % 65535")
         self.write("h = 65535 - k if k or not h else 0")
         return 16
 
-    def _guard(self, checksum: Checksum) -> str:
+    def _guard(self, checksum: model.Checksum) -> str:
         valid = self.names(Valid(checksum.target.header))
         if checksum.condition is None:
             return valid
@@ -761,7 +728,7 @@ def word_units(first: int, end: int, gap: int) -> tuple[tuple[int, int], ...]:
 
 _COLUMNS: Final = "port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us"
 """The arguments of egress."""
-_FLAT: Final = ", ".join(("structures", *FLAT))
+_FLAT: Final = ", ".join(("structures", *model.FLAT))
 """The arrays of the state: all tables and profiles in one, with their offsets at its start; and the others."""
 _INGRESS: Final = {
     "standard_metadata.ingress_port": "ingress_port",
@@ -798,8 +765,8 @@ class Generated:
         The bodies, one line each, indented by one level.
     """
 
-    program: ProgramDef
-    layout: StateLayout
+    program: model.ProgramDef
+    layout: model.StateLayout
     helpers: Helpers
     carry: tuple[str, ...]
     result: str
@@ -857,7 +824,7 @@ class Generated:
         """Return statements that take the arrays that a body uses out of ``state``, and one that returns that."""
         names, words = self.layout.structures(), set(re.findall(r"\w+", "\n".join(body)))
         texts = {name: f"structures[structures[{place}] : structures[{place + 1}]]" for place, name in enumerate(names)}
-        texts |= {name: name for name in FLAT}
+        texts |= {name: name for name in model.FLAT}
         used = [name for name in texts if name in words]
         taken = [f"{name} = state[{place}]" for place, name in enumerate(used)]
         return taken, f"return ({''.join(f'{texts[name]}, ' for name in used)})"
@@ -931,7 +898,7 @@ def _array_store(name: str, helper: StoreBytes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def generate(program: ProgramDef) -> Generated:
+def generate(program: model.ProgramDef) -> Generated:
     """Turn a program into text.
 
     Raises
@@ -939,73 +906,65 @@ def generate(program: ProgramDef) -> Generated:
     UnsupportedFeatureError
         The program uses a feature that the built-in switch does not support.
     """
-    return _Generator(program).generate()
+    return ProgramText(program).generate()
 
 
-class _Generator:
-    def __init__(self, program: ProgramDef) -> None:
-        program = replace(program, ingress=shorten(program.ingress), egress=shorten(program.egress))
-        self.program = program
-        self.stacks = stacks(program)
-        self.usage = Usage(program)
-        self.layout = lay_out(program)
-        self.names = Names()
-        self.helpers = Helpers()
+class ProgramText:
+    """Emits a whole program, and has what all emitters share.
+
+    Attributes
+    ----------
+    zero
+        Fields that are always zero.
+    outputs
+        The fields that decide what becomes of a packet.
+    read
+        Fields and validity bits that are read anywhere; only these get a variable.
+    """
+
+    def __init__(self, program: model.ProgramDef) -> None:
+        self.program = program = replace(program, ingress=shorten(program.ingress), egress=shorten(program.egress))
+        self.write, self.names, self.helpers = Writer(), Names(), Helpers()
+        self.stacks, self.usage, self.layout = stacks(program), Usage(program), model.lay_out(program)
         self.standard = program.standard
+        # All four fields or none, as in simple_switch.
+        self.queue = _QUEUE if all(alias in self.standard for alias in _QUEUE) else {}
         assigned = self.usage.assigned()
-        self.zero = frozenset(
-            constant_fields(program, self.usage) | {item for item in self._unset() if item not in assigned}
-        )
+        self.zero = frozenset(constant_fields(program, self.usage) | self._unset() - assigned)
         several = frozenset(name for name, places in self.stacks.offsets.items() if len(places) > 1)
         self.expressions = Expressions(self.names, several, self.zero)
         self.spec = self.standard["standard_metadata.egress_spec"]
         self.priority = self.standard.get("intrinsic_metadata.priority")
-        self.outputs: frozenset[Variable] = frozenset(item for item in (self.spec, self.priority) if item)
-        self.context = Context(
-            program=program,
-            stacks=self.stacks,
-            usage=self.usage,
-            layout=self.layout,
-            names=self.names,
-            helpers=self.helpers,
-            expressions=self.expressions,
-            read=frozenset(self.usage.all_reads() | self.outputs),
-        )
+        self.outputs: frozenset[model.Variable] = frozenset(item for item in (self.spec, self.priority) if item)
+        self.read = frozenset(self.usage.all_reads() | self.outputs)
+        self.updates = [checksum for checksum in program.checksums if checksum.update]
         for name, argument in {"ingress_port": "ingress_port", "packet_length": "n", "egress_port": "port"}.items():
             item = self.standard.get(f"standard_metadata.{name}")
             if item is not None and item not in assigned:
                 self.names.give(item, argument)
 
-    def _queue(self) -> dict[str, str]:
-        """Return the queueing metadata for egress: all four fields or none, as in simple_switch."""
-        return _QUEUE if all(alias in self.standard for alias in _QUEUE) else {}
-
     def _unset(self) -> set[Field]:
         """Return the standard metadata fields that the target never sets."""
-        set_by_target = {*_INGRESS, *_EGRESS, *self._queue(), "intrinsic_metadata.priority"}
+        set_by_target = {*_INGRESS, *_EGRESS, *self.queue, "intrinsic_metadata.priority"}
         set_by_target |= {"standard_metadata.parser_error", "standard_metadata.checksum_error"}
         set_by_target.discard("standard_metadata.instance_type")
         kept = {self.standard[alias] for alias in set_by_target if alias in self.standard}
         return {item for item in self.standard.values() if item not in kept}
 
     def generate(self) -> Generated:
-        write = Writer()
-        egress_control = ControlText(self.context, self.program.egress, write)
-        given = {self.standard.get(alias) for alias in (*_EGRESS, *self._queue())}
+        """Return the text."""
+        given = {self.standard.get(alias) for alias in (*_EGRESS, *self.queue)}
         carried = (item for item in self._egress_live() if item not in given and item not in self.zero)
         carry = sorted(carried, key=self.names)
-        mark = write.mark()
-        self._egress(egress_control, write)
-        egress = tuple(write.since(mark))
-        self._ingress(write, frozenset(carry))
+        mark = self.write.mark()
+        self._egress()
+        egress = tuple(self.write.since(mark))
+        self._ingress(frozenset(carry))
         result = f"{self.names(self.spec)}, {self.names(self.priority) if self.priority is not None else '0'}"
         names = tuple(self.names(item) for item in carry)
-        return Generated(self.program, self.layout, self.helpers, names, result, tuple(write.lines), egress)
+        return Generated(self.program, self.layout, self.helpers, names, result, tuple(self.write.lines), egress)
 
     # ------------------------------------------------------------------------------------------------------ egress
-
-    def _updates(self) -> list[Any]:
-        return [checksum for checksum in self.program.checksums if checksum.update]
 
     def _can_drop(self) -> bool:
         """Whether egress can drop a packet."""
@@ -1016,56 +975,57 @@ class _Generator:
             for statement in action.body
         )
 
-    def _egress_live(self) -> frozenset[Variable]:
-        after: frozenset[Variable] = frozenset({self.spec}) if self._can_drop() else frozenset()
-        for checksum in self._updates():
+    def _egress_live(self) -> frozenset[model.Variable]:
+        after: frozenset[model.Variable] = frozenset({self.spec}) if self._can_drop() else frozenset()
+        for checksum in self.updates:
             after |= self.usage.checksum_reads(checksum)
         return self.usage.pipeline_live(self.program.egress, after)
 
-    def _egress(self, control: ControlText, write: Writer) -> None:
-        self._set(write, {**_EGRESS, **self._queue()}, self._egress_live())
+    def _egress(self) -> None:
+        control = ControlText(self, self.program.egress)
+        self._set({**_EGRESS, **self.queue}, self._egress_live())
         control.emit()
         if self._can_drop():
-            with write.block(f"if {self.names(self.spec)} == {queues.DROP_PORT}:"):
-                write("return False")
-        for checksum in self._updates():
+            with self.write.block(f"if {self.names(self.spec)} == {queues.DROP_PORT}:"):
+                self.write("return False")
+        for checksum in self.updates:
             control.update(checksum)
-        write("return True")
+        self.write("return True")
 
-    def _set(self, write: Writer, values: dict[str, str], live: frozenset[Variable]) -> None:
+    def _set(self, values: dict[str, str], live: frozenset[model.Variable]) -> None:
         for alias, text in values.items():
             item = self.standard.get(alias)
             if item is not None and item in live and item not in self.zero and self.names(item) != text:
-                write(f"{self.names(item)} = {text}")
+                self.write(f"{self.names(item)} = {text}")
 
     # ----------------------------------------------------------------------------------------------------- ingress
 
-    def _ingress(self, write: Writer, carry: frozenset[Variable]) -> None:
+    def _ingress(self, carry: frozenset[model.Variable]) -> None:
         live = self.usage.pipeline_live(self.program.ingress, carry | self.outputs)
         flag = self.standard.get("standard_metadata.checksum_error")
-        verified = [item for item in self.program.checksums if item.verify and flag in self.context.read]
+        verified = [item for item in self.program.checksums if item.verify and flag in self.read]
         for checksum in verified:
             live |= self.usage.checksum_reads(checksum)
         parser_reads = self.usage.parser_reads()
         needed = frozenset(live | parser_reads)
-        parser = ParserText(self.context, write, needed)
+        parser = ParserText(self, needed)
         given = {self.standard.get(alias) for alias in _INGRESS}
-        first = live | parser.initial() | {item for item in self._parser_sets() if item in needed}
+        first = live | {item for item in self._parser_sets() if item in needed}
         initial = sorted(self.names(item) for item in first if item not in given and item not in self.zero)
         for start in range(0, len(initial), 8):
-            write(f"{' = '.join(initial[start : start + 8])} = 0")
-        self._set(write, _INGRESS, needed)
+            self.write(f"{' = '.join(initial[start : start + 8])} = 0")
+        self._set(_INGRESS, needed)
         parser.emit()
-        control = ControlText(self.context, self.program.ingress, write)
+        control = ControlText(self, self.program.ingress)
         for checksum in verified:
             assert flag is not None
             control.verify(checksum, flag)
         control.emit()
 
-    def _parser_sets(self) -> set[Variable]:
-        """Return the variables that the parser assigns or reads in expressions, which may have no value before."""
-        found: set[Variable] = set()
+    def _parser_sets(self) -> set[model.Variable]:
+        """Return what the parser assigns, or reads without having extracted it: it may have no value before."""
+        found: set[model.Variable] = set()
         for state in self.program.states.values():
-            found |= self.usage.state_reads(state) - set(state.keys)
-            found |= {item.target for item in state.operations if isinstance(item, Assign)}
+            found |= self.usage.state_reads(state) - {key for key in state.keys if not key.metadata}
+            found |= {item.target for item in state.operations if isinstance(item, model.Assign)}
         return found

@@ -14,10 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dlcp.switch.executor.analysis import (
-    Stacks,
-    Usage,
-)
 from dlcp.switch.executor.model import (
     BOOLEAN_OPS,
     COMPARISONS,
@@ -26,8 +22,6 @@ from dlcp.switch.executor.model import (
     Field,
     Op,
     Param,
-    ProgramDef,
-    StateLayout,
     UnsupportedFeatureError,
     Valid,
     Variable,
@@ -480,18 +474,3 @@ _FOLD: Final[Mapping[str, Callable[[int, int], int]]] = {
     "|": int.__or__,
     "^": int.__xor__,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """State shared by all emitters of one text."""
-
-    program: ProgramDef
-    stacks: Stacks
-    usage: Usage
-    layout: StateLayout
-    names: Names
-    helpers: Helpers
-    expressions: Expressions
-    read: frozenset[Variable]
-    """Fields and validity bits that are read anywhere; only these get a variable."""

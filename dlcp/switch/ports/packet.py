@@ -4,8 +4,8 @@
 Opening one requires CAP_NET_RAW in the interface's network namespace. The hosts' offloads must be off, since virtual
 interfaces would leave checksums and segmentation undone (``dlcp.host.netlab`` turns them off).
 
-Frames are received through a memory-mapped ring (`PacketRing`). Rows are sent many per system call, other frames one by
-one.
+Frames are received through a ring that the kernel fills in memory that both share. Rows are sent many per system call,
+other frames one by one.
 """
 
 import errno
@@ -41,118 +41,6 @@ OFFLOADS: Final = (
     "the switch drops frames longer than the MTU of interface %s: a sender leaves segmentation to the interface. Turn "
     "offloads off here and at the other end: ethtool --offload %s tx off tx-udp-segmentation off gso off gro off"
 )
-
-
-class PacketRing:
-    """The receive ring of a packet socket; also sends rows through the socket.
-
-    Parameters
-    ----------
-    sock
-        Packet socket, not bound yet, so that no frame bypasses the ring.
-    interface
-        Its interface, for a warning about offloads.
-    frame_max_bytes
-        Longest frame that is accepted.
-    tagged_bytes
-        Length to which the socket's filter cuts frames to refuse.
-
-    Raises
-    ------
-    OSError
-        The kernel refused.
-    """
-
-    def __init__(
-        self, sock: socket.socket, interface: str, frame_max_bytes: int, tagged_bytes: int, counters: PortCounters
-    ) -> None:
-        self._fileno = sock.fileno()
-        self._interface, self._has_warned = interface, False
-        self._counters = counters
-        frame = -(-(frame_max_bytes + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
-        block = max(_BLOCK_BYTES, -(-frame // mmap.PAGESIZE) * mmap.PAGESIZE)
-        per_block = block // frame
-        blocks = SOCKET_BUFFER_BYTES // block
-        sock.setsockopt(_SOL_PACKET, _PACKET_VERSION, _TPACKET_V2)
-        request = struct.pack("=4I", block, blocks, frame, blocks * per_block)
-        sock.setsockopt(_SOL_PACKET, _PACKET_RX_RING, request)
-        self._memory = mmap.mmap(self._fileno, blocks * block)
-        ring = {
-            "memory": ffi.from_buffer(self._memory),
-            "block_bytes": block,
-            "frame_bytes": frame,
-            "frames_per_block": per_block,
-            "frames": blocks * per_block,
-            "frame_min": ETHERNET_BYTES,
-            "frame_max": frame_max_bytes,
-            "tagged_bytes": tagged_bytes,
-        }
-        self._ring = ffi.new("packet_ring *", ring)
-        self._others: Numbers = np.zeros(3, np.int64)
-        self._failures: Numbers = np.zeros(3, np.int64)
-        self._bytes: Numbers = np.zeros(1, np.int64)
-
-    def take(self, rows: Rows, slots: Numbers, lengths: Numbers, stamps_ns: Numbers) -> int:
-        """Copy waiting frames into rows; return their number.
-
-        Parameters
-        ----------
-        rows
-            uint8 (n, stride).
-        slots
-            The rows to fill, in this order; at most ``len(slots)`` frames are taken.
-        lengths, stamps_ns
-            Receive the bytes and arrival time (real time) of each frame, int64 (len(slots),).
-        """
-        taken: int = lib.dlcp_packets_take(
-            self._ring,
-            ffi.from_buffer(rows),
-            rows.shape[1],
-            ffi.from_buffer(_NUMBERS, slots),
-            len(slots),
-            ffi.from_buffer(_NUMBERS, lengths),
-            ffi.from_buffer(_NUMBERS, stamps_ns),
-            ffi.from_buffer(_NUMBERS, self._others),
-        )
-        counters = self._counters
-        counters.received += taken
-        counters.received_bytes += int(lengths[:taken].sum())
-        if self._others.any():
-            refused, malformed, oversize = self._others.tolist()
-            counters.refused += refused
-            counters.malformed += malformed
-            counters.oversize += oversize
-            self._others[:] = 0
-            if oversize and not self._has_warned:
-                self._has_warned = True
-                log.warning(OFFLOADS, self._interface, self._interface)
-        return taken
-
-    def send(self, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
-        """Send rows in the order of ``slots``; those that cannot be sent are counted and dropped."""
-        sent: int = lib.dlcp_packets_send(
-            self._fileno,
-            ffi.from_buffer(rows),
-            rows.shape[1],
-            ffi.from_buffer(_NUMBERS, slots),
-            ffi.from_buffer(_NUMBERS, lengths),
-            len(slots),
-            ffi.from_buffer(_NUMBERS, self._bytes),
-            ffi.from_buffer(_NUMBERS, self._failures),
-        )
-        counters = self._counters
-        counters.sent += sent
-        counters.sent_bytes += int(self._bytes[0])
-        if sent < len(slots):
-            oversize, unreachable, failed = self._failures.tolist()
-            counters.oversize += oversize
-            counters.unreachable += unreachable
-            counters.send_errors += failed
-            self._failures[:] = 0
-
-    def close(self) -> None:
-        """Unmap the ring."""
-        self._memory.close()
 
 
 _ETH_P_ALL: Final = 3
@@ -199,10 +87,12 @@ class PacketPort:
     def __init__(self, port: int, interface: str) -> None:
         self.port = port
         self.interface = interface
-        self.counters = {port: PortCounters()}
-        self._ring: PacketRing | None = None
+        self._counted = PortCounters()
+        self.counters = {port: self._counted}
+        self._memory: mmap.mmap | None = None
         self.frame_max_bytes = 0
         """Longest frame that the interface carries."""
+        self._has_warned = False
         try:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         except PermissionError:
@@ -231,23 +121,67 @@ class PacketPort:
         return ReceivedFrames([self.port] * taken, packets)
 
     def take(self, rows: Rows, slots: Numbers, lengths: Numbers, stamps_ns: Numbers) -> int:
-        """Receive frames into rows; return their number, like `PacketRing.take`."""
-        assert self._ring is not None
-        taken = self._ring.take(rows, slots, lengths, stamps_ns)
+        """Copy waiting frames into rows; return their number.
+
+        Parameters
+        ----------
+        rows
+            uint8 (n, stride).
+        slots
+            The rows to fill, in this order; at most ``len(slots)`` frames are taken.
+        lengths, stamps_ns
+            Receive the bytes and arrival time (real time) of each frame, int64 (len(slots),).
+        """
+        taken: int = lib.dlcp_packets_take(
+            self._ring,
+            ffi.from_buffer(rows),
+            rows.shape[1],
+            ffi.from_buffer(_NUMBERS, slots),
+            len(slots),
+            ffi.from_buffer(_NUMBERS, lengths),
+            ffi.from_buffer(_NUMBERS, stamps_ns),
+            ffi.from_buffer(_NUMBERS, self._others),
+        )
+        self._counted.received += taken
+        self._counted.received_bytes += int(lengths[:taken].sum())
+        if self._others.any():
+            refused, malformed, oversize = self._others.tolist()
+            self._counted.refused += refused
+            self._counted.malformed += malformed
+            self._counted.oversize += oversize
+            self._others[:] = 0
+            if oversize and not self._has_warned:
+                self._has_warned = True
+                log.warning(OFFLOADS, self.interface, self.interface)
         # Readable without a frame: an error is pending, for example because the interface is gone.
         if not taken and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.counters[self.port].receive_errors += 1
+            self._counted.receive_errors += 1
         return taken
 
-    def send_rows(self, port: int, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
-        """Send rows out of the interface, like `PacketRing.send`."""
-        assert self._ring is not None
-        self._ring.send(rows, slots, lengths)
+    def send_rows(self, rows: Rows, slots: Numbers, lengths: Numbers) -> None:
+        """Send rows in the order of ``slots``; those that cannot be sent are counted and dropped."""
+        sent: int = lib.dlcp_packets_send(
+            self._socket.fileno(),
+            ffi.from_buffer(rows),
+            rows.shape[1],
+            ffi.from_buffer(_NUMBERS, slots),
+            ffi.from_buffer(_NUMBERS, lengths),
+            len(slots),
+            ffi.from_buffer(_NUMBERS, self._bytes),
+            ffi.from_buffer(_NUMBERS, self._failures),
+        )
+        self._counted.sent += sent
+        self._counted.sent_bytes += int(self._bytes[0])
+        if sent < len(slots):
+            oversize, unreachable, failed = self._failures.tolist()
+            self._counted.oversize += oversize
+            self._counted.unreachable += unreachable
+            self._counted.send_errors += failed
+            self._failures[:] = 0
 
     def send(self, port: int, packets: list[bytearray]) -> None:
         """Send frames out of the interface."""
-        counters = self.counters[self.port]
-        send = self._socket.send
+        counters, send = self._counted, self._socket.send
         for packet in packets:
             try:
                 send(packet)
@@ -268,13 +202,13 @@ class PacketPort:
             statistics = self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8)
         except OSError:
             return
-        self.counters[self.port].overrun += struct.unpack("=II", statistics)[1]
+        self._counted.overrun += struct.unpack("=II", statistics)[1]
 
     def close(self) -> None:
         """Close the socket."""
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         self._socket.close()
 
     def _set_up(self) -> None:
@@ -286,12 +220,33 @@ class PacketPort:
         sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
         self._attach_filter()
         self.frame_max_bytes = self._mtu_bytes() + ETHERNET_BYTES
-        self._ring = PacketRing(sock, self.interface, self.frame_max_bytes, _TAGGED_BYTES, self.counters[self.port])
+        self._map_ring()  # before the socket is bound, so that no frame bypasses the ring
         self._rows: Rows = np.empty((_BURST_MAX, self.frame_max_bytes), np.uint8)
         self._all_rows: Numbers = np.arange(_BURST_MAX)
-        self._lengths: Numbers = np.empty(_BURST_MAX, np.int64)
-        self._stamps_ns: Numbers = np.empty(_BURST_MAX, np.int64)
+        self._lengths, self._stamps_ns = np.empty((2, _BURST_MAX), np.int64)
+        self._others, self._failures = np.zeros((2, 3), np.int64)
+        self._bytes: Numbers = np.zeros(1, np.int64)
         sock.bind((self.interface, _ETH_P_ALL))
+
+    def _map_ring(self) -> None:
+        frame = -(-(self.frame_max_bytes + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
+        block = max(_BLOCK_BYTES, -(-frame // mmap.PAGESIZE) * mmap.PAGESIZE)
+        blocks, per_block = SOCKET_BUFFER_BYTES // block, block // frame
+        self._socket.setsockopt(_SOL_PACKET, _PACKET_VERSION, _TPACKET_V2)
+        request = struct.pack("=4I", block, blocks, frame, blocks * per_block)
+        self._socket.setsockopt(_SOL_PACKET, _PACKET_RX_RING, request)
+        self._memory = mmap.mmap(self._socket.fileno(), blocks * block)
+        ring = {
+            "memory": ffi.from_buffer(self._memory),
+            "block_bytes": block,
+            "frame_bytes": frame,
+            "frames_per_block": per_block,
+            "frames": blocks * per_block,
+            "frame_min": ETHERNET_BYTES,
+            "frame_max": self.frame_max_bytes,
+            "tagged_bytes": _TAGGED_BYTES,
+        }
+        self._ring = ffi.new("packet_ring *", ring)
 
     def _attach_filter(self) -> None:
         program = ffi.from_buffer(_UNTAGGED_ONLY)
