@@ -3,11 +3,12 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
+from ipaddress import IPv4Address
 from itertools import product
 from typing import Final
 
-from dlcp.controller.fabric import PORT_MAX, Fabric, Job, Port, Remap, distances
-from dlcp.switch import QUEUES, Action, Entries, GroupRef, MeterConfig, Profile, TableEntry, parse_number
+from dlcp.controller.fabric import PORT_MAX, Fabric, Host, Job, Port, Remap, distances
+from dlcp.switch import QUEUES, Action, Entries, GroupRef, MeterConfig, Profile, TableEntry
 from dlcp.wire import DROP_CLASSES, FIELD_BITS, PacketType, Queue
 
 _GROUP_BITS: Final = 0x3FFFFFFF
@@ -61,19 +62,23 @@ def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], i
     return found
 
 
-def next_hop_mac(fabric: Fabric, port: Port) -> str:
+def next_hop_mac(fabric: Fabric, port: Port) -> int:
     """Return the Ethernet address at the other end of a port: the host's, or that of the other switch's port."""
     neighbour = fabric.neighbours[port.switch][port.number]
     if neighbour.host is not None:
-        return neighbour.host.mac.lower()
+        return _mac(neighbour.host)
     assert neighbour.port is not None  # a link has two ends
     return port_mac(fabric, neighbour.port)
 
 
-def port_mac(fabric: Fabric, port: Port) -> str:
+def port_mac(fabric: Fabric, port: Port) -> int:
     """Return the Ethernet address of a switch's port: locally administered, 02:00:01, switch index, port."""
     index = [switch.name for switch in fabric.switches].index(port.switch)
-    return f"02:00:01:{index >> 8:02x}:{index & 0xFF:02x}:{port.number:02x}"
+    return 0x020001 << 24 | index << 8 | port.number
+
+
+def _mac(host: Host) -> int:
+    return int(host.mac.replace(":", ""), 16)
 
 
 def _ports_toward(fabric: Fabric, switch: str, distance: Mapping[str, int]) -> tuple[int, ...]:
@@ -118,19 +123,19 @@ def entries(fabric: Fabric, switch: str) -> Entries:
 
 def _to_next_hop(fabric: Fabric, port: Port) -> Action:
     """Return the action that forwards to a port; the id of its action profile member is the port's number."""
-    return Action("to_next_hop", {"port": port.number, "mac": parse_number(next_hop_mac(fabric, port))})
+    return Action("to_next_hop", {"port": port.number, "mac": next_hop_mac(fabric, port)})
 
 
 def _routes(fabric: Fabric, hops: dict[str, tuple[int, ...]], groups: dict[tuple[int, ...], int]) -> list[TableEntry]:
     """Return the routes to all hosts. Non-IPv4 frames cannot be sprayed: each host gets one of the ports."""
     routes = [
-        TableEntry("ipv4_route", {"ipv4_dst": (parse_number(host.address), 32)}, GroupRef(groups[hops[host.name]]))
+        TableEntry("ipv4_route", {"ipv4_dst": (int(IPv4Address(host.address)), 32)}, GroupRef(groups[hops[host.name]]))
         for host in fabric.hosts
     ]
     for index, host in enumerate(fabric.hosts):
         ports = hops[host.name]
         to_port = Action("to_port", {"port": ports[index % len(ports)]})
-        routes.append(TableEntry("ethernet_route", {"ethernet_dst": parse_number(host.mac)}, to_port))
+        routes.append(TableEntry("ethernet_route", {"ethernet_dst": _mac(host)}, to_port))
     return routes
 
 

@@ -21,8 +21,8 @@ from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, Queue
 
 PORT_MAX: Final = 63
 """The P4 program has counters for ports 0-63; fabrics number ports from 1."""
-_RATE_BPS: Final = 200_000_000
-"""Default rate of a link: the pure-Python switch carries four such ports with room to spare."""
+_QUEUEING: Final = PortQueueing(rate_bps=200_000_000)
+"""Default of a link: the pure-Python switch carries four ports of this rate with room to spare."""
 
 SwitchKind = Literal["builtin", "bmv2"]
 PortKind = Literal["packet", "loopback"]
@@ -140,6 +140,9 @@ class Policy(Thresholds):
         """Return the thresholds of a queue."""
         usual = Thresholds(_EXCESS_AT, self.ecn_at) if queue == Queue.EXCESS else self
         return self.by_queue.get(queue, usual)
+
+
+_POLICY: Final = Policy()
 
 
 class FabricError(PlaceError):
@@ -334,8 +337,8 @@ class Fabric:
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     jobs: tuple[Job, ...] = ()
-    policy: Policy = field(default_factory=Policy)
-    queueing: PortQueueing = field(default_factory=lambda: PortQueueing(rate_bps=_RATE_BPS))
+    policy: Policy = _POLICY
+    queueing: PortQueueing = _QUEUEING
     udp_ports: tuple[int, ...] = (UDP_PORT_BASE,)
     mtu_bytes: int = 9000
 
@@ -640,9 +643,9 @@ def star(
     hosts: int,
     *,
     ports: PortKind = "loopback",
-    queueing: PortQueueing | None = None,
+    queueing: PortQueueing = _QUEUEING,
     jobs: Sequence[Job] = (),
-    policy: Policy | None = None,
+    policy: Policy = _POLICY,
 ) -> Fabric:
     """Return ``hosts`` hosts with default names and addresses around one built-in switch; host k is at port k+1.
 
@@ -654,7 +657,7 @@ def star(
     switch = FabricSwitch("switch", ports=ports)
     described = tuple(map(Host.numbered, range(hosts)))
     links = tuple(Link(f"{switch.name}:{index + 1}", host.name) for index, host in enumerate(described))
-    return Fabric((switch,), described, links, tuple(jobs), policy or Policy(), queueing or _queueing())
+    return Fabric((switch,), described, links, tuple(jobs), policy, queueing)
 
 
 def leaf_spine(
@@ -662,9 +665,9 @@ def leaf_spine(
     spines: int,
     hosts_per_leaf: int,
     *,
-    queueing: PortQueueing | None = None,
+    queueing: PortQueueing = _QUEUEING,
     jobs: Sequence[Job] = (),
-    policy: Policy | None = None,
+    policy: Policy = _POLICY,
 ) -> Fabric:
     """Return built-in switches ``leaf1..`` and ``spine1..`` in two tiers, each leaf linked to each spine.
 
@@ -686,8 +689,4 @@ def leaf_spine(
     ]
     names = [f"leaf{leaf + 1}" for leaf in range(leaves)] + [f"spine{spine + 1}" for spine in range(spines)]
     switches = tuple(FabricSwitch(name, device_id=index + 1) for index, name in enumerate(names))
-    return Fabric(switches, hosts, tuple(links), tuple(jobs), policy or Policy(), queueing or _queueing())
-
-
-def _queueing() -> PortQueueing:
-    return PortQueueing(rate_bps=_RATE_BPS)
+    return Fabric(switches, hosts, tuple(links), tuple(jobs), policy, queueing)

@@ -265,12 +265,12 @@ def port_rates(layout: Layout, mixes: Sequence[int] = (1, QUEUES)) -> list[PortR
 
 def _carried(layout: Layout, queues: int) -> PortRate:
     sender, receiver = layout.hosts[0], layout.hosts[-1]
-    port = next(port for port in layout.switch(receiver.switch).ports if port.number == receiver.port)
+    asked_bps = layout.port_of(receiver).rate_bps
     stopped = threading.Event()
     # Without a bound socket, the receiver would answer each packet with an ICMP error.
     sink = NamedNamespace(receiver.namespace).call(lambda: _bound(receiver))
     source = NamedNamespace(sender.namespace).call(lambda: _bound(sender))
-    flood = threading.Thread(target=_flood, args=(source, receiver, queues, OVERLOAD * port.rate_bps, stopped))
+    flood = threading.Thread(target=_flood, args=(source, receiver, queues, OVERLOAD * asked_bps, stopped))
     with sink, source:
         flood.start()
         try:
@@ -281,8 +281,7 @@ def _carried(layout: Layout, queues: int) -> PortRate:
         finally:
             stopped.set()
             flood.join()
-    carried = 8 * (after.received_bytes - before.received_bytes) / (ended_s - began_s)
-    return PortRate(queues, port.rate_bps, carried)
+    return PortRate(queues, asked_bps, 8 * after.since(before).received_bytes / (ended_s - began_s))
 
 
 def _bound(host: HostPlan) -> socket.socket:
@@ -402,7 +401,7 @@ def uncounted_tails(layout: Layout, accounts: Accounts) -> int | None:
 
     BMv2 does not count packets dropped at a full queue: they are the packets the hosts sent, less all counted ones.
     """
-    if all(account.tail_drops is not None for account in accounts.switches.values()):
+    if _tails(accounts) is not None:
         return None
     sent = sum(nic.sent for nic in accounts.nics.values())
     hosts = [host for host in layout.hosts if host.name in accounts.nics]
@@ -433,16 +432,15 @@ def _sent(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     sent = sum(accounts.nics[host.name].sent for host in hosts)
     forwarded = _at_hosts(hosts, accounts, "FORWARDED")
     dropped = _dropped(accounts.switches.values())
-    tails = [account.tails() for account in accounts.switches.values()]
+    full = _tails(accounts)
     counted = f"{forwarded:,} forwarded, {dropped:,} dropped by the program"
     what = "Frames sent by hosts, and their fate"
-    if None in tails:
+    if full is None:
         rest = sent - forwarded - dropped
         note = f"The other {rest:,} were dropped at a full queue, which BMv2 does not count."
         return Comparison(
             what, f"{sent:,}", counted, None if rest >= 0 else False, note if rest >= 0 else "More than were sent."
         )
-    full = sum(tail for tail in tails if tail is not None)
     return Comparison(what, f"{sent:,}", f"{counted}, {full:,} at a full queue", sent == forwarded + dropped + full)
 
 
@@ -458,22 +456,20 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
     for host in hosts:
         at.setdefault(host.switch, []).append(host.port)
     seen, doubtful = 0, 0
-    tails: list[int | None] = []
     for name, account in accounts.switches.items():
         ports = at.get(name, [])
-        tails.append(account.tails(queues=GRADIENT_QUEUES))
         seen += account.count("FORWARDED", ports=ports, queues=GRADIENT_QUEUES) + account.count("POLICY_DROP")
         seen -= account.count("OVER_SHARE", ports=ports, queues=[Queue.CONTROL])
         doubtful += _moved_between_switches(account, ports)
     sent = sum(ledger["sent"] + ledger["probes"] for ledger in ledgers)
     what = "Gradient packets and their probes, sent by hosts and seen by switches"
-    if None in tails:
+    full = _tails(accounts, GRADIENT_QUEUES)
+    if full is None:
         rest = sent - seen
         note = "None was dropped at a full queue." if not rest else f"The other {rest:,} were dropped, uncounted."
         return Comparison(
             what, f"{sent:,}", f"{seen:,}", rest == 0 or (None if rest > 0 else False), note if rest >= 0 else ""
         )
-    full = sum(tail for tail in tails if tail is not None)
     seen += full
     note = f"{full:,} of them were dropped at a full queue."
     if 0 < seen - sent <= doubtful:
@@ -514,10 +510,7 @@ def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Compari
 
 def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     """Check that no port has carried more than its rate."""
-    asked = {
-        host.name: next(port.rate_bps for port in layout.switch(host.switch).ports if port.number == host.port)
-        for host in hosts
-    }
+    asked = {host.name: layout.port_of(host).rate_bps for host in hosts}
     name = max(asked, key=lambda name: accounts.busiest_bps[name] / asked[name])
     busiest = accounts.busiest_bps[name]
     allowed = asked[name] * (1 + RATE_TOLERANCE + accounts.late_s / RATE_WINDOW_S)
@@ -529,6 +522,12 @@ def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Comparis
         busiest <= allowed,
         f"At {name}.{late}",
     )
+
+
+def _tails(accounts: Accounts, queues: Collection[int] | None = None) -> int | None:
+    """Return the tail drops of all switches; None if one of them does not count them."""
+    found = [account.tails(queues=queues) for account in accounts.switches.values()]
+    return None if None in found else sum(tail for tail in found if tail is not None)
 
 
 def _at_hosts(hosts: Iterable[HostPlan], accounts: Accounts, event: str) -> int:

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -217,8 +217,6 @@ class SwitchProgram(ABC):
         The testbed's files, for its log.
     """
 
-    kind: SwitchKind
-
     def __init__(self, plan: SwitchPlan, files: StateFile) -> None:
         self.plan = plan
         self.log = files.path(f".{plan.name}.log")
@@ -253,9 +251,17 @@ class SwitchProgram(ABC):
         TestbedError
             It exited, or did not answer in time; the message has the end of its log.
         """
+        # `ip netns exec` remounts /sys for the namespace, where BMv2 reads the state of its ports.
+        argv = ["ip", "netns", "exec", self.plan.namespace, *self.argv]
         with self.log.open("ab") as log:
-            self._process = self._popen(log)
-        self._await_answer(self._process)
+            process = self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        in_time = came_true(lambda: process.poll() is not None or self._answers(), _START_DEADLINE_S)
+        if process.poll() is not None:
+            raise TestbedError(f"switch {self.plan.name} exited with status {process.returncode}: {self.said()}")
+        if not in_time:
+            raise TestbedError(
+                f"switch {self.plan.name} does not answer after {_START_DEADLINE_S:.0f} s: {self.said()}"
+            )
 
     def stop(self) -> None:
         """End the process, first with SIGTERM, then by force."""
@@ -265,20 +271,6 @@ class SwitchProgram(ABC):
     def said(self) -> str:
         """Return the end of its log."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-1500:].strip() or "it printed nothing"
-
-    def _popen(self, log: IO[bytes]) -> "subprocess.Popen[Any]":
-        # `ip netns exec` remounts /sys for the namespace, where BMv2 reads the state of its ports.
-        argv = ["ip", "netns", "exec", self.plan.namespace, *self.argv]
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-    def _await_answer(self, process: "subprocess.Popen[Any]") -> None:
-        in_time = came_true(lambda: process.poll() is not None or self._answers(), _START_DEADLINE_S)
-        if process.poll() is not None:
-            raise TestbedError(f"switch {self.plan.name} exited with status {process.returncode}: {self.said()}")
-        if not in_time:
-            raise TestbedError(
-                f"switch {self.plan.name} does not answer after {_START_DEADLINE_S:.0f} s: {self.said()}"
-            )
 
     def _answers(self) -> bool:
         """Return whether it accepts connections of a controller."""
@@ -291,8 +283,6 @@ class SwitchProgram(ABC):
 
 class Bmv2(SwitchProgram):
     """``simple_switch_grpc``. The interfaces behind its ports limit their rate."""
-
-    kind = "bmv2"
 
     @property
     def argv(self) -> list[str]:
@@ -320,8 +310,6 @@ class Bmv2(SwitchProgram):
 class Builtin(SwitchProgram):
     """``dlcp switch``, whose ports limit their own rate."""
 
-    kind = "builtin"
-
     @property
     def counters(self) -> Path:
         """The file of its counters."""
@@ -341,9 +329,7 @@ class Builtin(SwitchProgram):
         ]
 
 
-def make(kind: SwitchKind, plan: SwitchPlan, files: StateFile) -> SwitchProgram:
-    """Return the program for a switch."""
-    return Bmv2(plan, files) if kind == "bmv2" else Builtin(plan, files)
+_PROGRAMS: Final[dict[SwitchKind, type[SwitchProgram]]] = {"bmv2": Bmv2, "builtin": Builtin}
 
 
 # ---------------------------------------------------------------------------------------------------------- the network
@@ -405,7 +391,7 @@ class Network:
         self._layout = layout
         self._files = files
         self._mininet = mininet_network()
-        self._programs = {plan.name: make(layout.kind, plan, files) for plan in layout.switches}
+        self._programs = {plan.name: _PROGRAMS[layout.kind](plan, files) for plan in layout.switches}
         self._restarts = dict.fromkeys(self._programs, 0)
         self._proxy: NamespaceProxy | None = None
 
@@ -420,10 +406,11 @@ class Network:
         nodes = {plan.name: self._add_switch(plan) for plan in self._layout.switches}
         nodes |= {plan.name: self._add_host(plan) for plan in self._layout.hosts}
         for host in self._layout.hosts:
-            self._add_link((nodes[host.name], HOST_INTERFACE), (nodes[host.switch], self._port(host)))
+            port = self._layout.port_of(host)
+            self._add_link(nodes[host.name], HOST_INTERFACE, nodes[host.switch], port.interface)
         for trunk in self._layout.trunks:
-            first, second = ((nodes[name], self._interface(name, port)) for name, port in trunk)
-            self._add_link(first, second)
+            (first, one), (second, other) = ((nodes[name], self._layout.port(name, port)) for name, port in trunk)
+            self._add_link(first, one.interface, second, other.interface)
         self._mininet.build()
         for host in self._layout.hosts:
             self._introduce(host)
@@ -471,14 +458,8 @@ class Network:
         namespace.prepare()
         return node
 
-    def _add_link(self, first: tuple[Any, str], second: tuple[Any, str]) -> None:
-        self._mininet.addLink(first[0], second[0], intfName1=first[1], intfName2=second[1])
-
-    def _port(self, host: HostPlan) -> str:
-        return self._interface(host.switch, host.port)
-
-    def _interface(self, switch: str, port: int) -> str:
-        return next(plan.interface for plan in self._layout.switch(switch).ports if plan.number == port)
+    def _add_link(self, first: Any, interface: str, second: Any, other_interface: str) -> None:
+        self._mininet.addLink(first, second, intfName1=interface, intfName2=other_interface)
 
     def _introduce(self, host: HostPlan) -> None:
         """Set a host's address, routes and neighbours, so that no ARP crosses the switches."""

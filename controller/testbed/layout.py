@@ -95,6 +95,14 @@ class Layout:
         """Return the switch of this name."""
         return next(switch for switch in self.switches if switch.name == name)
 
+    def port_of(self, host: HostPlan) -> PortPlan:
+        """Return the switch port of a host."""
+        return self.port(host.switch, host.port)
+
+    def port(self, switch: str, number: int) -> PortPlan:
+        """Return a port of a switch."""
+        return next(port for port in self.switch(switch).ports if port.number == number)
+
     def spread(self, count: int) -> tuple[HostPlan, ...]:
         """Return ``count`` hosts, taken from each switch in turn, so that their traffic crosses the fabric."""
         by_switch: dict[str, list[HostPlan]] = {}

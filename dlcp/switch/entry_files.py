@@ -21,8 +21,9 @@ An example, with every kind of thing in it::
 
 Names are those of p4info, or their last parts where these are unique. Values are numbers, or strings: ``"0x1f"``,
 ``"10.0.0.1"``, ``"02:00:00:00:00:01"``; ``"VALUE/LENGTH"`` for longest-prefix fields, ``"VALUE&&&MASK"`` for ternary
-ones, ``"LOW..HIGH"`` for ranges. An omitted field of these three kinds matches anything. Meter rates are in
-bytes/s and bursts in bytes, as in P4Runtime (packets/s and packets for a packet meter).
+ones, ``"LOW..HIGH"`` for ranges. A plain value of these three kinds matches only itself, so that ``"10.0.0.1"`` is
+``"10.0.0.1/32"``, and an omitted field matches anything. Meter rates are in bytes/s and bursts in bytes, as in
+P4Runtime (packets/s and packets for a packet meter).
 """
 
 import dataclasses

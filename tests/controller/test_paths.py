@@ -44,8 +44,8 @@ def test_sets_of_ports_share_a_group_whose_number_follows_from_the_ports():
 
 def test_next_hop_addresses_are_those_of_the_other_end():
     fabric = leaf_spine(2, 2, 1)
-    assert next_hop_mac(fabric, Port("leaf1", 1)) == "02:00:00:00:00:01"
-    assert next_hop_mac(fabric, Port("leaf1", 2)) == port_mac(fabric, Port("spine1", 1)) == "02:00:01:00:02:01"
+    assert next_hop_mac(fabric, Port("leaf1", 1)) == 0x020000000001
+    assert next_hop_mac(fabric, Port("leaf1", 2)) == port_mac(fabric, Port("spine1", 1)) == 0x020001000201
     ports = [Port(switch, number) for switch, ports in fabric.neighbours.items() for number in ports]
     assert max(Counter(port_mac(fabric, port) for port in ports).values()) == 1
 
