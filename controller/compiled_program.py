@@ -39,9 +39,7 @@ class CompiledProgram:
     Parameters
     ----------
     folder
-        Holds ``NAME.json`` and ``NAME.p4info.txtpb``.
-    name
-        The program's name.
+        Holds ``dlcp.json`` and ``dlcp.p4info.txtpb``.
 
     Attributes
     ----------
@@ -56,10 +54,10 @@ class CompiledProgram:
         A file is missing, or is not what the compiler writes.
     """
 
-    def __init__(self, folder: Path = PROGRAM_FOLDER, name: str = "dlcp") -> None:
-        path = folder / f"{name}.p4info.txtpb"
+    def __init__(self, folder: Path = PROGRAM_FOLDER) -> None:
+        path = folder / "dlcp.p4info.txtpb"
         try:
-            blob = (folder / f"{name}.json").read_bytes()
+            blob = (folder / "dlcp.json").read_bytes()
             p4info = text_format.Parse(path.read_text(encoding="utf-8"), p4i.P4Info())
         except OSError as error:
             raise PipelineError(f"{error.filename}: {error.strerror}; `make p4` compiles the program") from None

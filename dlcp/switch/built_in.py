@@ -84,15 +84,15 @@ class Switch:
             if port not in self._group_of:
                 raise ValueError(f"queueing is given for port {port}, but the ports are {sorted(self._group_of)}")
         self._forwarding = self._make(program, queueing or {})
-        self._group_of_fileno = {fileno: group for group in self.groups for fileno in group.filenos()}
         self._idle_ns = 0
         self._stop = threading.Event()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._alarm_read, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._alarm_read, select.EPOLLIN)
-        for fileno in self._group_of_fileno:
-            self._epoll.register(fileno, select.EPOLLIN)
+        for group in self.groups:
+            for fileno in group.filenos():
+                self._epoll.register(fileno, select.EPOLLIN)
 
     @property
     def queues(self) -> Mapping[int, PortQueues]:

@@ -36,19 +36,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from dlcp.inputs.document import Document, converted
-from dlcp.switch.executor.model import (
-    Action,
-    EntryError,
-    GroupRef,
-    MemberRef,
-    MeterConfig,
-    Named,
-    ProgramDef,
-    TableDef,
-    TableEntry,
-    Target,
-    visible_tables,
-)
+from dlcp.switch.executor import model
+from dlcp.switch.executor.model import Action, EntryError, GroupRef, MemberRef, MeterConfig, Named, TableEntry, Target
 from dlcp.switch.executor.program import Program
 from dlcp.switch.queues import PortQueueing
 
@@ -203,7 +192,7 @@ class _FileEntry:
         if len(given) != 1:
             raise ValueError(f"an entry has one of action, member and group; this one has {given or 'none'}")
 
-    def parsed(self, table: TableDef) -> TableEntry:
+    def parsed(self, table: model.TableDef) -> TableEntry:
         keys = Named("field", {key.name: key for key in table.keys}, f"table {table.name}")
         match = {name: parse_match(value, keys[name].match, keys[name].width) for name, value in self.match.items()}
         target: Target = MemberRef(self.member) if self.member is not None else GroupRef(self.group or 0)
@@ -220,7 +209,7 @@ class _File:
     ports: dict[int, PortQueueing] = field(default_factory=dict)
 
 
-def read_entries(path: Path, definition: ProgramDef) -> tuple[Entries, Document]:
+def read_entries(path: Path, definition: model.ProgramDef) -> tuple[Entries, Document]:
     """Read a file of entries for a program; `apply_entries` uses the returned document to name lines in errors.
 
     Raises
@@ -232,12 +221,12 @@ def read_entries(path: Path, definition: ProgramDef) -> tuple[Entries, Document]
     return _parsed(document.convert(_File), definition, document), document
 
 
-def parse_entries(content: Mapping[str, Any], definition: ProgramDef) -> Entries:
+def parse_entries(content: Mapping[str, Any], definition: model.ProgramDef) -> Entries:
     """Return the entries in the content of a file; raises ValueError as `read_entries` does."""
     return _parsed(converted(content, _File), definition, None)
 
 
-def _parsed(file: _File, definition: ProgramDef, document: Document | None) -> Entries:
+def _parsed(file: _File, definition: model.ProgramDef, document: Document | None) -> Entries:
     tables = _tables(definition)
     return Entries(
         _each("profiles", file.profiles, _FileProfile.parsed, document),
@@ -247,7 +236,7 @@ def _parsed(file: _File, definition: ProgramDef, document: Document | None) -> E
     )
 
 
-def write_entries(path: Path, entries: Entries, definition: ProgramDef) -> None:
+def write_entries(path: Path, entries: Entries, definition: model.ProgramDef) -> None:
     """Write the entries of a program into a file for `read_entries`, one entry per line."""
     tables = _tables(definition)
     actions = Named("action", {action.name: action for table in tables.values() for action in table.actions})
@@ -290,8 +279,8 @@ def write_entries(path: Path, entries: Entries, definition: ProgramDef) -> None:
     path.write_text("{\n  " + ",\n  ".join(parts) + "\n}\n", encoding="utf-8")
 
 
-def _tables(definition: ProgramDef) -> Named[TableDef]:
-    return Named("table", {table.name: table for table in visible_tables(definition)})
+def _tables(definition: model.ProgramDef) -> Named[model.TableDef]:
+    return Named("table", {table.name: table for table in model.visible_tables(definition)})
 
 
 # --------------------------------------------------------------------------------------------------------- programs

@@ -81,7 +81,7 @@ def test_the_right_entry_is_found_whatever_was_inserted_and_deleted(kinds, kind)
             match, priority, _ = entries.pop(int(random.integers(len(entries))))
             table.delete(match, priority)
     assert len(table) == len(entries)
-    index, rows, best = table.encode().tolist(), table.rows, 0
+    index, rows, best = table.index.encode().tolist(), table.rows, 0
     for _ in range(1500):
         x, y = int(random.integers(1 << (8 if kind == "exact" else 16))), int(random.integers(5))
         found = [entry for entry in entries if fits(kind, entry[0], x, y)]

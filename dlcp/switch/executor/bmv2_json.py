@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from dlcp.switch.executor import model
+from dlcp.switch.executor.hashes import OVER_BYTES
 from dlcp.switch.executor.model import Field, ProgramError, UnsupportedFeatureError
 
 Json: TypeAlias = Mapping[str, Any]
@@ -22,7 +23,6 @@ Json: TypeAlias = Mapping[str, Any]
 MAX_WIDTH: Final = 63
 """Widest value in computations: the bits of a signed 64-bit integer without the sign."""
 
-HASHES: Final = frozenset({"crc16", "crc32", "csum16", "identity", "xor16"})
 _DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
 _BINARY: Final = _DATA_OPS | frozenset(model.COMPARISONS) | {"and", "or", "usat_cast"}
 _UNARY: Final = frozenset({"~", "not", "d2b", "b2d"})
@@ -491,7 +491,7 @@ class _Reader:
     @staticmethod
     def _algorithm(name: str, where: str) -> str:
         """Return the name of a hash algorithm; raises UnsupportedFeatureError for an unsupported one."""
-        if name not in HASHES:
+        if name not in OVER_BYTES:
             raise UnsupportedFeatureError(f"the hash {name}", where)
         return name
 

@@ -14,18 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from dlcp.switch.executor.model import (
-    BOOLEAN_OPS,
-    COMPARISONS,
-    Const,
-    Expr,
-    Field,
-    Op,
-    Param,
-    UnsupportedFeatureError,
-    Valid,
-    Variable,
-)
+from dlcp.switch.executor import model
+from dlcp.switch.executor.model import Const, Expr, Field, Op, Param, UnsupportedFeatureError, Valid, Variable
 
 MAX_LINES: Final = 20_000
 """Maximum length of generated text: unstructured control flow duplicates code. Not tuned."""
@@ -281,7 +271,7 @@ class Expressions:
             if op == "?":
                 parts = [self.condition(arg, where, arguments) for arg in args]
                 return f"({parts[1]} if {parts[0]} else {parts[2]})"
-            if op in BOOLEAN_OPS:
+            if op in model.BOOLEAN_OPS:
                 return self._comparison(op, args, where, arguments)
         return self._nonzero(expression, where, arguments)
 
@@ -299,7 +289,7 @@ class Expressions:
             return f"(bool({left}) {op} bool({right}))"
         left_value, right_value = (self.value(arg, where, arguments) for arg in args)
         if left_value.constant is not None and right_value.constant is not None:
-            return str(bool(COMPARISONS[op](left_value.constant, right_value.constant)))
+            return str(bool(model.COMPARISONS[op](left_value.constant, right_value.constant)))
         if right_value.constant == 0 and left_value.low >= 0 and op in ("==", "!="):
             return f"not {left_value.text}" if op == "==" else left_value.text
         if right_value.constant == 1 and (left_value.low, left_value.high) == (0, 1) and op in ("==", "!="):
@@ -308,7 +298,7 @@ class Expressions:
 
     def _operation(self, expression: Op, where: str, arguments: Sequence[Value], wraps: bool) -> Value:
         op, args = expression.op, expression.args
-        if op == "b2d" or op in BOOLEAN_OPS:
+        if op == "b2d" or op in model.BOOLEAN_OPS:
             condition = self.condition(args[0] if op == "b2d" else expression, where, arguments)
             if condition in ("True", "False"):
                 return number(int(condition == "True"))
@@ -355,7 +345,7 @@ def is_boolean(expression: Expr) -> bool:
     if isinstance(expression, Valid):
         return True
     if isinstance(expression, Op):
-        return expression.op in BOOLEAN_OPS or (expression.op == "?" and is_boolean(expression.args[1]))
+        return expression.op in model.BOOLEAN_OPS or (expression.op == "?" and is_boolean(expression.args[1]))
     return False
 
 

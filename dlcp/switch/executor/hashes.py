@@ -78,49 +78,17 @@ def pack(values: Sequence[int], widths: Sequence[int]) -> bytes:
 
 # -------------------------------------------------------------------------------------------------- for plain Python
 
-CHUNK: Final = 8
-"""Bits per table lookup. Wider chunks mean fewer lookups, but tables that do not fit the processor's cache."""
-
-
-@cache
-def _chunk(bit: int, width: int) -> list[int]:
-    """Return the CRC-16 of every ``width``-bit number placed ``bit`` bits from the end of a message of zeros.
-
-    CRC-16 is linear: the hash of a message is the exclusive or of the hashes of its parts. Leading zeros do not change
-    it, so the tables are shared between messages with the same end.
-    """
-    size = (bit + width + 7) // 8
-    table = [0]
-    for i in range(width):
-        basis = crc16((1 << (bit + i)).to_bytes(size, "big"))
-        table += [entry ^ basis for entry in table]
-    return table
-
 
 def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: dict[str, object]) -> str:
     """Return the source of a hash function of numbers of these widths, and add its helpers to ``namespace``."""
-    arguments = [f"v{i}" for i in range(len(widths))]
-    total = sum(widths)
-    size = (total + 7) // 8
-    head = f"def {name}({', '.join(arguments)}):\n    return "
-    places = []
-    position = size * 8
-    for argument, width in zip(arguments, widths, strict=True):
+    namespace[f"_{algorithm}"] = OVER_BYTES[algorithm]
+    size = (sum(widths) + 7) // 8
+    terms, position = [], size * 8
+    for i, width in enumerate(widths):
         position -= width
-        places.append((argument, position, width))
-    packed = " | ".join(f"{argument} << {bit}" if bit else argument for argument, bit, _ in places) or "0"
-    if algorithm != "crc16":
-        namespace[f"_{algorithm}"] = OVER_BYTES[algorithm]
-        return head + f"_{algorithm}(({packed}).to_bytes({size}, 'big'))\n"
-    terms = []
-    for argument, bit, width in places:
-        for low in range(0, width, CHUNK):
-            part = min(CHUNK, width - low)
-            table = f"{name}_{argument}_{low}"
-            namespace[table] = _chunk(bit + low, part)
-            text = f"{argument} >> {low}" if low else argument
-            terms.append(f"{table}[{text} & {(1 << part) - 1}]" if low + part < width else f"{table}[{text}]")
-    return head + (" ^ ".join(terms) or "0") + "\n"
+        terms.append(f"v{i} << {position}" if position else f"v{i}")
+    head = f"def {name}({', '.join(f'v{i}' for i in range(len(widths)))}):\n"
+    return f"{head}    return _{algorithm}(({' | '.join(terms) or '0'}).to_bytes({size}, 'big'))\n"
 
 
 # ------------------------------------------------------------------------------------------------------- for Numba

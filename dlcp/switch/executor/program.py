@@ -138,7 +138,7 @@ class CompiledMachine:
         parts: list[Numbers] = []
         for table in self._tables:
             if table.changed:
-                self._parts[table.name] = [table.encode(), np.array(table.rows, np.int64)]
+                self._parts[table.name] = [table.index.encode(), np.array(table.rows, np.int64)]
                 table.changed = False
             parts += self._parts[table.name]
         for profile in self._profiles:

@@ -18,29 +18,18 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.switch.executor import model
 from dlcp.switch.executor.cells import MeterCells
 from dlcp.switch.executor.model import (
     Action,
-    ActionDef,
-    ConstantError,
-    DuplicateError,
     EntryError,
-    FullError,
     GroupRef,
     InUseError,
     Key,
     Match,
     MemberRef,
-    MeterConfig,
-    MissingError,
-    Named,
-    ProfileDef,
-    ProfileSlot,
-    TableDef,
     TableEntry,
-    TableSlot,
     Target,
-    UnknownNameError,
 )
 
 # ------------------------------------------------------------------------------------------------------ action profiles
@@ -93,11 +82,11 @@ def put_row(rows: list[int], place: int, stride: int, row: Sequence[int]) -> Non
 class Actions:
     """The actions of one table, numbered in the table's order."""
 
-    def __init__(self, actions: Sequence[ActionDef], where: str) -> None:
+    def __init__(self, actions: Sequence[model.ActionDef], where: str) -> None:
         self.where = where
         self.definitions = actions
         numbers = {action.name: number for number, action in enumerate(actions)}
-        self._numbers: Named[int] = Named("action", numbers, where)
+        self._numbers: model.Named[int] = model.Named("action", numbers, where)
 
     def full_name(self, name: str) -> str:
         """Return the p4info name of an action; raises EntryError if the table has no such action."""
@@ -116,7 +105,7 @@ class Actions:
         names = [parameter.name for parameter in parameters]
         for name in action.params:
             if name not in names:
-                raise UnknownNameError("parameter", name, names, f"{self.where}: action {action.name}")
+                raise model.UnknownNameError("parameter", name, names, f"{self.where}: action {action.name}")
         row = [number]
         for parameter in parameters:
             if parameter.name not in action.params:
@@ -163,7 +152,7 @@ class ActionProfile:
         Set by every change.
     """
 
-    def __init__(self, definition: ProfileDef, slot: ProfileSlot, actions: Actions) -> None:
+    def __init__(self, definition: model.ProfileDef, slot: model.ProfileSlot, actions: Actions) -> None:
         self.definition, self.slot, self.actions = definition, slot, actions
         self.name = definition.name
         self.where = f"action profile {self.name}"
@@ -182,9 +171,9 @@ class ActionProfile:
     def add_member(self, member_id: int, action: Action) -> None:
         """Add a member; raises EntryError if it does not fit or already exists, or if the profile is full."""
         if member_id in self._members:
-            raise DuplicateError(f"{self.where} has a member {member_id} already; use modify_member")
+            raise model.DuplicateError(f"{self.where} has a member {member_id} already; use modify_member")
         if len(self._members) >= self.definition.size:
-            raise FullError(f"{self.where} is full ({self.definition.size} members); delete some first")
+            raise model.FullError(f"{self.where} is full ({self.definition.size} members); delete some first")
         row = self.actions.row(action)
         member = self._members[member_id] = _Member([self._handles.take()], action)
         self._fill(member.handles[0], row)
@@ -220,7 +209,7 @@ class ActionProfile:
         if self.definition.algorithm is None:
             raise EntryError(f"{self.where} has no selector, so it cannot have groups")
         if GroupRef(group_id) in self._choices:
-            raise DuplicateError(f"{self.where} has a group {group_id} already; use modify_group")
+            raise model.DuplicateError(f"{self.where} has a group {group_id} already; use modify_group")
         weights = self._weights(group_id, members)
         self._regroup(self._new_choice(GroupRef(group_id)), weights)
 
@@ -261,7 +250,7 @@ class ActionProfile:
         if target not in self._choices:
             known = sorted(key.id for key in self._choices if type(key) is type(target))
             listed = ", ".join(map(str, known[:10])) or "none"
-            raise MissingError(f"{self.where} has no {_NOUNS[type(target)]} {target.id}; it has {listed}")
+            raise model.MissingError(f"{self.where} has no {_NOUNS[type(target)]} {target.id}; it has {listed}")
         return self._choices[target]
 
     # --------------------------------------------------------------------------------------------------- storage
@@ -276,7 +265,7 @@ class ActionProfile:
             if weight < 1:
                 raise EntryError(f"{self.where}: group {group_id}: weight {weight} of member {number} is below 1")
         if sum(weights.values()) > GROUP_SIZE_MAX:
-            raise FullError(f"{self.where}: the weights of group {group_id} add up to more than {GROUP_SIZE_MAX}")
+            raise model.FullError(f"{self.where}: the weights of group {group_id} add up to more than {GROUP_SIZE_MAX}")
         return weights
 
     def _regroup(self, group: _Choice, weights: dict[int, int]) -> None:
@@ -373,20 +362,20 @@ class Fields:
         Prefix of error messages.
     """
 
-    def __init__(self, definition: TableDef, slot: TableSlot, where: str) -> None:
-        self._keys, self._where = definition.keys, where
-        self._by_name: Named[Key] = Named("field", {key.name: key for key in definition.keys}, where)
+    def __init__(self, definition: model.TableDef, slot: model.TableSlot, where: str) -> None:
+        self._match, self._keys, self._where = definition.match, definition.keys, where
+        self._by_name: model.Named[Key] = model.Named("field", {key.name: key for key in definition.keys}, where)
         self._shifts = {key.name: shift for key, shift in slot.shifts(definition)}
 
-    @property
-    def width(self) -> int:
-        """Width of the combined key in bits."""
-        return sum(key.width for key in self._keys)
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Position of each range field in the combined key, and its mask after shifting down."""
-        return [(self._shifts[key.name], (1 << key.width) - 1) for key in self._keys if key.match == "range"]
+    def lookup(self) -> "ExactLookup | PrefixLookup | OrderedLookup":
+        """Return an empty lookup structure for the table's kind of match."""
+        if self._match == "exact":
+            return ExactLookup()
+        if self._match == "lpm":
+            return PrefixLookup(sum(key.width for key in self._keys))
+        # Position of each range field in the combined key, and its mask after shifting down.
+        ranges = [(self._shifts[key.name], (1 << key.width) - 1) for key in self._keys if key.match == "range"]
+        return OrderedLookup(ranges if self._match == "range" else None)
 
     def named(self, match: Match) -> dict[str, int | tuple[int, int]]:
         """Return a match with the fields' full names."""
@@ -588,15 +577,6 @@ class OrderedLookup(CachedLookup):
         return next((place for _, place, pattern in self._ordered if pattern.matches(key)), 0)
 
 
-def make_lookup(match: str, fields: Fields) -> ExactLookup | PrefixLookup | OrderedLookup:
-    """Return an empty lookup structure for a match kind: exact, lpm, ternary or range."""
-    if match == "exact":
-        return ExactLookup()
-    if match == "lpm":
-        return PrefixLookup(fields.width)
-    return OrderedLookup(fields.ranges if match == "range" else None)
-
-
 def probe(index: Any, start: int, mask: int, key: int) -> int:
     """Look a key up in an open-addressing hash table of (key, entry) pairs at ``start``; 0 if it is absent."""
     i = ((key * 0x9E3779B97F4A7C1) >> 20) & mask
@@ -697,7 +677,11 @@ class Table:
     """
 
     def __init__(
-        self, definition: TableDef, slot: TableSlot, profile: ActionProfile | None, meters: MeterCells | None
+        self,
+        definition: model.TableDef,
+        slot: model.TableSlot,
+        profile: ActionProfile | None,
+        meters: MeterCells | None,
     ) -> None:
         self.definition, self.slot, self.profile, self.meters = definition, slot, profile, meters
         self.name = definition.name
@@ -705,21 +689,23 @@ class Table:
         self.actions = Actions(definition.actions, self.where)
         self.rows: list[int] = [0] * slot.stride
         self._fields = Fields(definition, slot, self.where)
-        self.index = make_lookup(definition.match, self._fields)
+        self.index = self._fields.lookup()
         self.changed = True
         self._prioritised = definition.match in ("ternary", "range")
         self._stored: dict[tuple[KeyPattern, int], TableEntry] = {}
         """The entries by pattern and rank."""
         self._handles = Handles()
-        self._default: Target | None = None
+        self.default: Target | None = None
+        """The target on a miss; None for a table with an action profile and no default member."""
         self.reset_default()
         for entry in definition.entries:
-            self._add((self._fields.pattern(entry.match), entry.priority), replace(entry, priority=0))
+            key = self._fields.pattern(entry.match), entry.priority
+            self._add(key, replace(entry, priority=0), self._row(entry.target))
 
     # -------------------------------------------------------------------------------------------------- changing
 
     def insert(
-        self, match: Match, target: Target, priority: int = 0, meter: MeterConfig | None = None, notes: Any = None
+        self, match: Match, target: Target, priority: int = 0, meter: model.MeterConfig | None = None, notes: Any = None
     ) -> TableEntry:
         """Add an entry and return it.
 
@@ -743,24 +729,23 @@ class Table:
         """
         key = self._key(match, priority)
         if key in self._stored:
-            raise DuplicateError(f"{self.where} has an entry for {_show(match)} already; use modify")
+            raise model.DuplicateError(f"{self.where} has an entry for {_show(match)} already; use modify")
         if len(self._stored) >= self.definition.size:
-            raise FullError(f"{self.where} is full ({self.definition.size} entries); delete some first")
-        self._check(target)
-        if meter is not None:
-            self._direct()
-        entry = self._add(key, TableEntry(self.name, self._fields.named(match), target, priority, notes=notes))
-        if meter is not None:
-            self._direct()[entry.handle] = meter
+            raise model.FullError(f"{self.where} is full ({self.definition.size} entries); delete some first")
+        row = self._row(target)
+        meters = None if meter is None else self._direct()
+        entry = self._add(key, TableEntry(self.name, self._fields.named(match), target, priority, notes=notes), row)
+        if meters is not None:
+            meters[entry.handle] = meter
         return entry
 
     def modify(self, match: Match, target: Target, priority: int = 0, notes: Any = None) -> TableEntry:
         """Change an entry's target and notes, and return it; errors as `insert`, or if there is no such entry."""
         key = self._key(match, priority)
         before = self._at(key, match)
-        self._check(target)
+        row = self._row(target)
         entry = self._stored[key] = replace(before, target=target, notes=notes)
-        self._put(self._place(entry), target, before.target)
+        self._put(self._place(entry), row, target, before.target)
         return entry
 
     def delete(self, match: Match, priority: int = 0) -> None:
@@ -785,7 +770,7 @@ class Table:
 
     def _at(self, key: tuple[KeyPattern, int], match: Match) -> TableEntry:
         if key not in self._stored:
-            raise MissingError(f"{self.where} has no entry for {_show(match)}")
+            raise model.MissingError(f"{self.where} has no entry for {_show(match)}")
         return self._stored[key]
 
     def entries(self) -> list[TableEntry]:
@@ -795,32 +780,30 @@ class Table:
     def __len__(self) -> int:
         return len(self._stored)
 
-    @property
-    def default(self) -> Target | None:
-        """The target on a miss; None for a table with an action profile and no default member."""
-        return self._default
-
     def set_default(self, target: Target) -> None:
         """Change the target on a miss; raises EntryError if it is constant or does not fit the table."""
         if self.definition.default_const:
-            raise ConstantError(f"{self.where} has a constant default action")
+            raise model.ConstantError(f"{self.where} has a constant default action")
         if isinstance(target, GroupRef):
             raise EntryError(f"{self.where}: a group cannot be the default; use one of its members")
-        self._check(target)
-        self._put(0, target, self._default)
-        self._default = target
+        self._put(0, self._row(target), target, self.default)
+        self.default = target
 
     def reset_default(self) -> None:
         """Restore the program's default action."""
-        target = self.definition.default if self.profile is None else None
-        self._put(0, target, self._default)
-        self._default = target
+        if self.profile is not None:
+            target, row = None, [0]
+        else:
+            target = self.definition.default
+            row = [-1] if target is None else self._row(target)
+        self._put(0, row, target, self.default)
+        self.default = target
 
-    def set_meter(self, match: Match, config: MeterConfig | None, priority: int = 0) -> None:
+    def set_meter(self, match: Match, config: model.MeterConfig | None, priority: int = 0) -> None:
         """Configure the direct meter of an entry; None removes its configuration."""
         self._direct()[self.find(match, priority).handle] = config
 
-    def get_meter(self, match: Match, priority: int = 0) -> MeterConfig | None:
+    def get_meter(self, match: Match, priority: int = 0) -> model.MeterConfig | None:
         """Return the configuration of an entry's direct meter."""
         return self._direct()[self.find(match, priority).handle]
 
@@ -834,7 +817,7 @@ class Table:
     def _key(self, match: Match, priority: int) -> tuple[KeyPattern, int]:
         """Return the pattern and rank of an entry; raises EntryError if the table's entries cannot be changed."""
         if self.definition.entries:
-            raise ConstantError(f"{self.where} has constant entries; they cannot be changed")
+            raise model.ConstantError(f"{self.where} has constant entries; they cannot be changed")
         if not self.definition.keys:
             raise EntryError(f"{self.where} has no key, so no entries; use set_default")
         return self._fields.pattern(match), self._rank(priority)
@@ -848,16 +831,15 @@ class Table:
 
     # --------------------------------------------------------------------------------------------------- storage
 
-    def _check(self, target: Target) -> None:
-        """Raise EntryError if a target does not fit the table."""
+    def _row(self, target: Target) -> list[int]:
+        """Return the row of a target; raises EntryError if it does not fit the table."""
         if self.profile is None:
             if not isinstance(target, Action):
                 raise EntryError(f"{self.where} has no action profile; give an Action, not {target}")
-            self.actions.row(target)
-        elif isinstance(target, Action):
+            return self.actions.row(target)
+        if isinstance(target, Action):
             raise EntryError(f"{self.where} has an action profile; give a MemberRef or a GroupRef, not {target}")
-        else:
-            self.profile.place(target)
+        return [self.profile.place(target)]
 
     def _place(self, entry: TableEntry) -> int:
         return (entry.handle + 1) * self.slot.stride
@@ -867,22 +849,16 @@ class Table:
         if self.profile is not None and isinstance(target, MemberRef | GroupRef):
             self.profile.find(target).users += count
 
-    def _put(self, place: int, target: Target | None, before: Target | None) -> None:
+    def _put(self, place: int, row: list[int], target: Target | None, before: Target | None) -> None:
         """Write a target's row at ``place``, and count the uses of it and of the target ``before``."""
         self._use(target, 1)
         self._use(before, -1)
-        if isinstance(target, Action):
-            row = self.actions.row(target)
-        elif self.profile is None:
-            row = [-1]
-        else:
-            row = [0 if target is None else self.profile.place(target)]
         put_row(self.rows, place, self.slot.stride, row)
         self.changed = True
 
-    def _add(self, key: tuple[KeyPattern, int], entry: TableEntry) -> TableEntry:
+    def _add(self, key: tuple[KeyPattern, int], entry: TableEntry, row: list[int]) -> TableEntry:
         entry = self._stored[key] = replace(entry, handle=self._handles.take())
-        self._put(self._place(entry), entry.target, None)
+        self._put(self._place(entry), row, entry.target, None)
         self.index.add(*key, self._place(entry))
         return entry
 
@@ -894,10 +870,6 @@ class Table:
         self._use(entry.target, -1)
         self._handles.give_back(entry.handle)
         self.changed = True
-
-    def encode(self) -> NDArray[np.int64]:
-        """Return the lookup structure as the array for the lookup functions above."""
-        return self.index.encode()
 
 
 def _show(match: Match) -> str:

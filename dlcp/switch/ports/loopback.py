@@ -15,6 +15,7 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from dlcp.switch.ports import ETHERNET_BYTES, PortCounters, ReceivedFrames, enlarge_buffers
@@ -83,10 +84,8 @@ class LoopbackPorts:
         self._udp_ports = frozenset(udp_ports)
         self._macs = {host.port: _mac_bytes(host.mac) for host in self.hosts}
         self._addresses = {host.port: _address_int(host.address) for host in self.hosts}
-        self._headers: dict[tuple[int, int, int, int, int, int], bytes] = {}
         self._buffer = bytearray(1 << 16)
         self._view = memoryview(self._buffer)
-        self._ancillary: dict[tuple[int, int], list[tuple[int, int, bytes]]] = {}
         try:
             for host in self.hosts:
                 for udp_port in sorted(self._udp_ports):
@@ -213,60 +212,33 @@ class LoopbackPorts:
             return
         view = self._view
         ports, packets = burst.ports, burst.packets
+        ends = source.mac, target.mac, source.address, target.address, *udp_ports
         for start in range(0, size, segment) if size else (0,):
             end = min(start + segment, size)
-            packet = bytearray(self._header(source, target, udp_ports, tos, end - start))
+            packet = bytearray(udp_headers(*ends, tos, end - start))
             packet += view[start:end]
             ports.append(source.port)
             packets.append(packet)
             counters.received += 1
             counters.received_bytes += len(packet)
 
-    def _header(
-        self, source: LoopbackHost, target: LoopbackHost, udp_ports: tuple[int, int], tos: int, size: int
-    ) -> bytes:
-        """Return Ethernet, IPv4 and UDP headers for a payload of ``size`` bytes, cached: most packets repeat one."""
-        key = (source.port, target.port, udp_ports[0], udp_ports[1], tos, size)
-        header = self._headers.get(key)
-        if header is None:
-            if len(self._headers) >= _HEADERS_KEPT:
-                self._headers.clear()
-            header = udp_headers(
-                source.mac, target.mac, source.address, target.address, udp_ports[0], udp_ports[1], tos, size
-            )
-            self._headers[key] = header
-        return header
-
     def _send_run(self, port: int, key: tuple[int, int, int, int, int], payloads: list[memoryview]) -> None:
         """Send payloads of one size with one system call (GSO)."""
         source, source_port, target_port, tos, total = key
         sock = self._outbound[source, source_port]
         segment = total - _IP_HEADERS_BYTES if len(payloads) > 1 else 0
-        ancillary = self._ancillary.get((tos, segment))
-        if ancillary is None:
-            if len(self._ancillary) >= _HEADERS_KEPT:
-                self._ancillary.clear()
-            ancillary = [(socket.IPPROTO_IP, _IP_TOS, struct.pack("=i", tos))]
-            if segment:
-                ancillary.append((_SOL_UDP, _UDP_SEGMENT, struct.pack("=H", segment)))
-            self._ancillary[tos, segment] = ancillary
         target = (self._by_port[port].real, target_port)
-        try:
-            sock.sendmsg(payloads, ancillary, 0, target)
-        except OSError as error:
-            # The error may belong to an earlier datagram to a host that is gone.
-            if self._drain_errors(sock, error):
-                try:
-                    sock.sendmsg(payloads, ancillary, 0, target)
-                except OSError:
-                    self._not_sent(port, key, len(payloads))
-            else:
-                self._not_sent(port, key, len(payloads))
-
-    def _not_sent(self, port: int, key: tuple[int, int, int, int, int], count: int) -> None:
-        counters = self.counters[port]
+        for _ in range(2):
+            try:
+                sock.sendmsg(payloads, _ancillary(tos, segment), 0, target)
+                return
+            except OSError as error:
+                # The first error may belong to an earlier datagram to a host that is gone.
+                if not self._drain_errors(sock, error):
+                    break
+        counters, count = self.counters[port], len(payloads)
         counters.sent -= count
-        counters.sent_bytes -= count * (ETHERNET_BYTES + key[4])
+        counters.sent_bytes -= count * (ETHERNET_BYTES + total)
         counters.send_errors += count
 
     def _drain_errors(self, sock: socket.socket, error: OSError) -> bool:
@@ -288,6 +260,7 @@ _SENT = struct.Struct("!12xHBBH5xB2xIIHH")
 """The fields of a frame that determine how it is sent: type, version, TOS, length, protocol, addresses, ports."""
 
 
+@lru_cache(_HEADERS_KEPT)  # most packets repeat one
 def udp_headers(
     source_mac: str, target_mac: str, source: str, target: str, source_port: int, target_port: int, tos: int, size: int
 ) -> bytes:
@@ -310,6 +283,13 @@ def internet_checksum(data: bytes | bytearray) -> int:
     total = (total & 0xFFFF) + (total >> 16)
     total = (total & 0xFFFF) + (total >> 16)
     return ~total & 0xFFFF
+
+
+@lru_cache(_HEADERS_KEPT)
+def _ancillary(tos: int, segment: int) -> list[tuple[int, int, bytes]]:
+    """Return the control messages of datagrams: their TOS, and the size of segments if the kernel splits them."""
+    messages = [(socket.IPPROTO_IP, _IP_TOS, struct.pack("=i", tos))]
+    return [*messages, (_SOL_UDP, _UDP_SEGMENT, struct.pack("=H", segment))] if segment else messages
 
 
 def _mac_bytes(mac: str) -> bytes:
