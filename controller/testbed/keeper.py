@@ -27,8 +27,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -46,7 +47,7 @@ from dlcp.controller.testbed.layout import (
     SwitchPlan,
     TestbedState,
 )
-from dlcp.controller.testbed.requirements import load_mininet, mininet_network
+from dlcp.controller.testbed.requirements import mininet_network
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
 from dlcp.host.processes import end, python_command
@@ -98,13 +99,7 @@ class NamespaceProxy(Closing):
 
     async def _open(self, ports: Sequence[ForwardedPort]) -> None:
         for port in ports:
-
-            async def carry(
-                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: ForwardedPort = port
-            ) -> None:
-                await _carry(port, reader, writer)
-
-            await asyncio.start_server(carry, LOOPBACK, port.outside)
+            await asyncio.start_server(partial(_carry, port), LOOPBACK, port.outside)
 
 
 def connect(namespace: str, port: int) -> socket.socket:
@@ -335,49 +330,8 @@ _PROGRAMS: Final[dict[SwitchKind, type[SwitchProgram]]] = {"bmv2": Bmv2, "builti
 # ---------------------------------------------------------------------------------------------------------- the network
 
 
-if TYPE_CHECKING:
-
-    class _Switch:
-        """The parts of ``mininet.node.Switch`` used here; Mininet has no type hints."""
-
-        def __init__(self, name: str, **params: Any) -> None: ...
-        def stop(self, *args: Any, **options: Any) -> None: ...
-
-else:
-    _Switch = load_mininet("node").Switch
-
-
-class ProgramSwitch(_Switch):
-    """A Mininet switch that is a process of its own over the interfaces of its namespace.
-
-    Parameters
-    ----------
-    name
-        Mininet's name for it.
-    program
-        The program that implements it.
-    """
-
-    def __init__(self, name: str, *, program: SwitchProgram, **params: Any) -> None:
-        super().__init__(name, dpid=f"{program.plan.device_id:x}", **params)
-        self.program = program
-
-    def start(self, controllers: object) -> None:
-        """Start the program; it needs none of Mininet's controllers."""
-        self.program.start()
-
-    def stop(self, *args: Any, **options: Any) -> None:
-        """End the program; Mininet removes the interfaces and the shell."""
-        self.program.stop()
-        super().stop(*args, **options)
-
-    def connected(self) -> bool:
-        """Return whether the program runs."""
-        return self.program.running
-
-
 class Network:
-    """A running Mininet network.
+    """A running Mininet network. For Mininet, switches are hosts: they have namespaces, and programs of their own.
 
     Parameters
     ----------
@@ -403,8 +357,8 @@ class Network:
         TestbedError
             A part could not be created.
         """
-        nodes = {plan.name: self._add_switch(plan) for plan in self._layout.switches}
-        nodes |= {plan.name: self._add_host(plan) for plan in self._layout.hosts}
+        plans: list[SwitchPlan | HostPlan] = [*self._layout.switches, *self._layout.hosts]
+        nodes = {plan.name: self._add_node(plan) for plan in plans}
         for host in self._layout.hosts:
             port = self._layout.port_of(host)
             self._add_link(nodes[host.name], HOST_INTERFACE, nodes[host.switch], port.interface)
@@ -417,9 +371,8 @@ class Network:
         for switch in self._layout.switches:
             for port in switch.ports:
                 self._prepare_port(switch, port)
-        self._mininet.start()
         for name in self._programs:
-            self._note(name)
+            self._run(name)
         self._proxy = NamespaceProxy([port for program in self._programs.values() for port in program.forwarded])
 
     def supervise(self) -> None:
@@ -427,8 +380,7 @@ class Network:
         for name, program in self._programs.items():
             if not program.running:
                 self._restarts[name] += 1
-                program.start()
-                self._note(name)
+                self._run(name)
 
     def stop(self) -> None:
         """End the switches and remove everything."""
@@ -438,22 +390,16 @@ class Network:
             program.stop()
         self._mininet.stop()
 
-    def _note(self, name: str) -> None:
-        process = ProcessId.of(self._programs[name].pid)
-        self._files.update_switch(name, StartedSwitch(process, self._restarts[name]))
+    def _run(self, name: str) -> None:
+        """Start the program of a switch, and record its process."""
+        program = self._programs[name]
+        program.start()
+        self._files.update_switch(name, StartedSwitch(ProcessId.of(program.pid), self._restarts[name]))
 
-    def _add_switch(self, plan: SwitchPlan) -> Any:
-        node = self._mininet.addSwitch(
-            plan.name, cls=ProgramSwitch, program=self._programs[plan.name], inNamespace=True
-        )
-        return self._named(node, plan.namespace)
-
-    def _add_host(self, plan: HostPlan) -> Any:
+    def _add_node(self, plan: SwitchPlan | HostPlan) -> Any:
         # No address here: Mininet would set it with ifconfig, which cannot choose the route.
-        return self._named(self._mininet.addHost(plan.name, ip=None), plan.namespace)
-
-    def _named(self, node: Any, name: str) -> Any:
-        namespace = NamedNamespace(name)
+        node = self._mininet.addHost(plan.name, ip=None)
+        namespace = NamedNamespace(plan.namespace)
         namespace.attach(node.pid)
         namespace.prepare()
         return node
