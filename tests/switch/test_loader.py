@@ -9,7 +9,7 @@ import pytest
 
 from dlcp.switch import ProgramError, UnsupportedFeatureError
 from dlcp.switch.executor import bmv2_json
-from dlcp.switch.executor.codegen import generate
+from dlcp.switch.executor.codegen import ProgramText
 from dlcp.switch.executor.model import RegisterDef
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
@@ -41,7 +41,7 @@ def document():
 
 
 def load(document):
-    return generate(bmv2_json.parse(document))
+    return ProgramText(bmv2_json.parse(document))
 
 
 def refused(document, feature, where):

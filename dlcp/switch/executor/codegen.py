@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from dlcp.switch import queues
@@ -751,85 +751,6 @@ _EGRESS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """The text of a program.
-
-    Attributes
-    ----------
-    carry
-        Variables that ingress passes to egress, in order.
-    result
-        Egress port and queue, as text.
-    ingress, egress
-        The bodies, one line each, indented by one level.
-    """
-
-    program: model.ProgramDef
-    layout: model.StateLayout
-    helpers: Helpers
-    carry: tuple[str, ...]
-    result: str
-    ingress: tuple[str, ...]
-    egress: tuple[str, ...]
-
-    def plain(self, namespace: dict[str, Any]) -> str:
-        """Return the plain text, and add the functions it calls to ``namespace``."""
-        namespace["run_meter"] = run_meter
-        # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
-        namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
-        functions = []
-        for helper, name in self.helpers.names.items():
-            if isinstance(helper, LoadBytes):
-                namespace[name] = struct.Struct(_load_format(helper)).unpack_from
-            elif isinstance(helper, StoreBytes):
-                namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in helper.units)).pack_into
-            else:
-                functions.append(plain_source(name, helper.algorithm, helper.widths, namespace))
-        carried = f"({''.join(f'{name}, ' for name in self.carry)})"
-        ingress = _function("ingress(p, ingress_port, now_us)", ["n = len(p)"], self.ingress)
-        egress = _function(f"egress(p, carry, {_COLUMNS})", ["n = len(p)", f"{carried} = carry"], self.egress)
-        return "\n\n".join([*functions, f"{ingress}    return {self.result}, {carried}\n", egress])
-
-    def compiled(self) -> str:
-        """Return the text for Numba: a whole module with the functions of `_ENTRIES`."""
-        functions = [inspect.getsource(function) for function in (run_meter, *LOOKUPS, *queues.COMPILED)]
-        for helper, name in self.helpers.names.items():
-            if isinstance(helper, LoadBytes):
-                functions.append(_array_load(name, helper))
-            elif isinstance(helper, StoreBytes):
-                functions.append(_array_store(name, helper))
-            else:
-                functions.append(compiled_source(name, helper.algorithm, helper.widths))
-        kept = "".join(f"    carry[slot, {place}] = {name}\n" for place, name in enumerate(self.carry))
-        taken, made = self._state(self.ingress)
-        ingress = _function("ingress(p, n, carry, slot, state, ingress_port, now_us)", taken, self.ingress)
-        functions += [f"{ingress}{kept}    return {self.result}\n", _function(f"ingress_state({_FLAT})", [made], ())]
-        taken, made = self._state(self.egress)
-        carried = [f"{name} = carry[slot, {place}]" for place, name in enumerate(self.carry)]
-        egress = _function(f"egress(p, n, carry, slot, state, {_COLUMNS})", [*carried, *taken], self.egress)
-        functions += [egress, _function(f"egress_state({_FLAT})", [made], ())]
-        head = "from __future__ import annotations\n\nimport numpy as np\nfrom numba import njit\n\nCACHE = False\n"
-        constants = "".join(f"{name} = {value}\n" for name, value in queues.CONSTANTS.items())
-        return "\n\n".join(
-            [
-                head + compiled_tables() + constants,
-                *(f"@njit(nogil=True)\n{function}" for function in functions),
-                inspect.getsource(queues.loop),
-                _ENTRIES,
-            ]
-        )
-
-    def _state(self, body: tuple[str, ...]) -> tuple[list[str], str]:
-        """Return statements that take the arrays that a body uses out of ``state``, and one that returns that."""
-        names, words = self.layout.structures(), set(re.findall(r"\w+", "\n".join(body)))
-        texts = {name: f"structures[structures[{place}] : structures[{place + 1}]]" for place, name in enumerate(names)}
-        texts |= {name: name for name in model.FLAT}
-        used = [name for name in texts if name in words]
-        taken = [f"{name} = state[{place}]" for place, name in enumerate(used)]
-        return taken, f"return ({''.join(f'{texts[name]}, ' for name in used)})"
-
-
 def _function(head: str, first: Iterable[str], body: Iterable[str]) -> str:
     return "\n".join([f"def {head}:", *(f"    {line}" for line in first), *body]) + "\n"
 
@@ -898,19 +819,8 @@ def _array_store(name: str, helper: StoreBytes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def generate(program: model.ProgramDef) -> Generated:
-    """Turn a program into text.
-
-    Raises
-    ------
-    UnsupportedFeatureError
-        The program uses a feature that the built-in switch does not support.
-    """
-    return ProgramText(program).generate()
-
-
 class ProgramText:
-    """Emits a whole program, and has what all emitters share.
+    """The text of a program. While it is made, this also has what all emitters share.
 
     Attributes
     ----------
@@ -920,6 +830,17 @@ class ProgramText:
         The fields that decide what becomes of a packet.
     read
         Fields and validity bits that are read anywhere; only these get a variable.
+    carry
+        Variables that ingress passes to egress, in order.
+    result
+        Egress port and queue, as text.
+    ingress, egress
+        The bodies, one line each, indented by one level.
+
+    Raises
+    ------
+    UnsupportedFeatureError
+        The program uses a feature that the built-in switch does not support.
     """
 
     def __init__(self, program: model.ProgramDef) -> None:
@@ -942,6 +863,15 @@ class ProgramText:
             item = self.standard.get(f"standard_metadata.{name}")
             if item is not None and item not in assigned:
                 self.names.give(item, argument)
+        given = {self.standard.get(alias) for alias in (*_EGRESS, *self.queue)}
+        live = (item for item in self._egress_live() if item not in given and item not in self.zero)
+        carried = sorted(live, key=self.names)
+        self._egress()
+        self.egress = tuple(self.write.since(0))
+        self._ingress(frozenset(carried))
+        self.ingress = tuple(self.write.lines)
+        self.carry = tuple(self.names(item) for item in carried)
+        self.result = f"{self.names(self.spec)}, {self.names(self.priority) if self.priority is not None else '0'}"
 
     def _unset(self) -> set[Field]:
         """Return the standard metadata fields that the target never sets."""
@@ -951,18 +881,61 @@ class ProgramText:
         kept = {self.standard[alias] for alias in set_by_target if alias in self.standard}
         return {item for item in self.standard.values() if item not in kept}
 
-    def generate(self) -> Generated:
-        """Return the text."""
-        given = {self.standard.get(alias) for alias in (*_EGRESS, *self.queue)}
-        carried = (item for item in self._egress_live() if item not in given and item not in self.zero)
-        carry = sorted(carried, key=self.names)
-        mark = self.write.mark()
-        self._egress()
-        egress = tuple(self.write.since(mark))
-        self._ingress(frozenset(carry))
-        result = f"{self.names(self.spec)}, {self.names(self.priority) if self.priority is not None else '0'}"
-        names = tuple(self.names(item) for item in carry)
-        return Generated(self.program, self.layout, self.helpers, names, result, tuple(self.write.lines), egress)
+    def plain(self, namespace: dict[str, Any]) -> str:
+        """Return the plain text, and add the functions it calls to ``namespace``."""
+        namespace["run_meter"] = run_meter
+        # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
+        namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
+        functions = []
+        for helper, name in self.helpers.names.items():
+            if isinstance(helper, LoadBytes):
+                namespace[name] = struct.Struct(_load_format(helper)).unpack_from
+            elif isinstance(helper, StoreBytes):
+                namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in helper.units)).pack_into
+            else:
+                functions.append(plain_source(name, helper.algorithm, helper.widths, namespace))
+        carried = f"({''.join(f'{name}, ' for name in self.carry)})"
+        ingress = _function("ingress(p, ingress_port, now_us)", ["n = len(p)"], self.ingress)
+        egress = _function(f"egress(p, carry, {_COLUMNS})", ["n = len(p)", f"{carried} = carry"], self.egress)
+        return "\n\n".join([*functions, f"{ingress}    return {self.result}, {carried}\n", egress])
+
+    def compiled(self) -> str:
+        """Return the text for Numba: a whole module with the functions of `_ENTRIES`."""
+        functions = [inspect.getsource(function) for function in (run_meter, *LOOKUPS, *queues.COMPILED)]
+        for helper, name in self.helpers.names.items():
+            if isinstance(helper, LoadBytes):
+                functions.append(_array_load(name, helper))
+            elif isinstance(helper, StoreBytes):
+                functions.append(_array_store(name, helper))
+            else:
+                functions.append(compiled_source(name, helper.algorithm, helper.widths))
+        kept = "".join(f"    carry[slot, {place}] = {name}\n" for place, name in enumerate(self.carry))
+        taken, made = self._state(self.ingress)
+        ingress = _function("ingress(p, n, carry, slot, state, ingress_port, now_us)", taken, self.ingress)
+        functions += [f"{ingress}{kept}    return {self.result}\n", _function(f"ingress_state({_FLAT})", [made], ())]
+        taken, made = self._state(self.egress)
+        carried = [f"{name} = carry[slot, {place}]" for place, name in enumerate(self.carry)]
+        egress = _function(f"egress(p, n, carry, slot, state, {_COLUMNS})", [*carried, *taken], self.egress)
+        functions += [egress, _function(f"egress_state({_FLAT})", [made], ())]
+        head = "from __future__ import annotations\n\nimport numpy as np\nfrom numba import njit\n\nCACHE = False\n"
+        constants = "".join(f"{name} = {value}\n" for name, value in queues.CONSTANTS.items())
+        return "\n\n".join(
+            [
+                head + compiled_tables() + constants,
+                *(f"@njit(nogil=True)\n{function}" for function in functions),
+                inspect.getsource(queues.loop),
+                _ENTRIES,
+            ]
+        )
+
+    def _state(self, body: tuple[str, ...]) -> tuple[list[str], str]:
+        """Return statements that take the arrays that a body uses out of ``state``, and one that returns that."""
+        names, words = self.layout.structures(), set(re.findall(r"\w+", "\n".join(body)))
+        texts = {name: f"structures[structures[{place}] : structures[{place + 1}]]" for place, name in enumerate(names)}
+        texts |= {name: name for name in model.FLAT}
+        used = [name for name in texts if name in words]
+        taken = [f"{name} = state[{place}]" for place, name in enumerate(used)]
+        return taken, f"return ({''.join(f'{texts[name]}, ' for name in used)})"
 
     # ------------------------------------------------------------------------------------------------------ egress
 

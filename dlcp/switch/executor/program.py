@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from dlcp.switch.executor import bmv2_json
 from dlcp.switch.executor.cells import TOKEN_CELLS, Counter, MeterCells, Register
-from dlcp.switch.executor.codegen import Generated, generate
+from dlcp.switch.executor.codegen import ProgramText
 from dlcp.switch.executor.model import Named, ProgramDef, ProgramError, visible_tables
 from dlcp.switch.executor.tables import ActionProfile, Actions, Table
 from dlcp.switch.queues import TOTAL_CELLS
@@ -48,8 +48,8 @@ Numbers: TypeAlias = NDArray[np.int64]
 class PlainMachine:
     """Keeps the state in lists and dictionaries, which are globals of the generated functions."""
 
-    def __init__(self, generated: Generated) -> None:
-        layout = generated.layout
+    def __init__(self, text: ProgramText) -> None:
+        layout = text.layout
         self.flat: dict[str, Any] = {
             "registers": [0] * layout.register_cells,
             "packets_counted": [0] * layout.counter_cells,
@@ -57,9 +57,9 @@ class PlainMachine:
             "meter_rates": [[0.0, 0.0] for _ in range(layout.meter_cells)],
             "meter_tokens": [[0] * TOKEN_CELLS for _ in range(layout.meter_cells)],
         }
-        self._generated = generated
+        self._text = text
         self._namespace = dict(self.flat)
-        self.source = generated.plain(self._namespace)
+        self.source = text.plain(self._namespace)
         self.ingress: Any = None
         self.egress: Any = None
 
@@ -72,7 +72,7 @@ class PlainMachine:
             self._namespace[profile.slot.groups] = profile.group_cells
             self._namespace[profile.slot.choices] = profile.choices
             self._namespace[profile.slot.members] = profile.rows
-        name = f"<generated from {self._generated.program.digest[:12]}>"
+        name = f"<generated from {self._text.program.digest[:12]}>"
         exec(compile(self.source, name, "exec"), self._namespace)
         self.ingress, self.egress = self._namespace["ingress"], self._namespace["egress"]
 
@@ -94,8 +94,8 @@ KEPT_PROGRAMS: Final = 16
 class CompiledMachine:
     """Keeps the state in arrays, which are passed to the compiled functions with every batch."""
 
-    def __init__(self, generated: Generated) -> None:
-        layout = generated.layout
+    def __init__(self, text: ProgramText) -> None:
+        layout = text.layout
         self.flat: dict[str, Any] = {
             "registers": np.zeros(layout.register_cells, np.int64),
             "packets_counted": np.zeros(layout.counter_cells, np.int64),
@@ -103,8 +103,8 @@ class CompiledMachine:
             "meter_rates": np.zeros((layout.meter_cells, 2), np.float64),
             "meter_tokens": np.zeros((layout.meter_cells, TOKEN_CELLS), np.int64),
         }
-        self._generated = generated
-        self.source = generated.compiled()
+        self._text = text
+        self.source = text.compiled()
         self._module = load_compiled(self.source)
         self._tables: list[Table] = []
         self._profiles: list[ActionProfile] = []
@@ -171,7 +171,7 @@ class CompiledMachine:
         Egress ports, priorities: int64 (n,). Carry: int64 (n, k).
         """
         out, priorities = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
-        carry = np.empty((len(lengths), len(self._generated.carry)), np.int64)
+        carry = np.empty((len(lengths), len(self._text.carry)), np.int64)
         self._module.ingress_batch(packets, lengths, ports, now_us, out, priorities, carry, *self._state())
         return out, priorities, carry
 
@@ -191,7 +191,7 @@ class CompiledMachine:
     @property
     def carry_cells(self) -> int:
         """Number of values that ingress passes to egress."""
-        return len(self._generated.carry)
+        return len(self._text.carry)
 
     def forward(self, until_ns: int, arrived: Numbers, count: int, places: Numbers, *pool: NDArray[Any]) -> None:
         """Process received packets and due departures, as in `dlcp.switch.queues.loop`."""
@@ -319,13 +319,13 @@ class Program:
     def __init__(self, definition: ProgramDef, backend: Backend = "python") -> None:
         if backend not in BACKENDS:
             raise ProgramError(f"unknown back end {backend!r}; choose {' or '.join(BACKENDS)}")
-        generated = generate(definition)
-        layout = generated.layout
+        text = ProgramText(definition)
+        layout = text.layout
         self.definition, self.digest, self.backend = definition, definition.digest, backend
         if backend == "numba":
-            machine: PlainMachine | CompiledMachine = CompiledMachine(generated)
+            machine: PlainMachine | CompiledMachine = CompiledMachine(text)
         else:
-            machine = PlainMachine(generated)
+            machine = PlainMachine(text)
         self.machine = machine
         self.source, flat = machine.source, machine.flat
         self.registers = Named(
