@@ -39,8 +39,9 @@ def test_generated_functions_equal_the_definition(algorithm, widths):
         widths = widths[:1]
     random = np.random.default_rng(3)
     plain, compiled = {}, {"np": np}
-    exec(hashes.plain_source("f", algorithm, widths, plain), plain)
-    exec(hashes.compiled_tables() + hashes.compiled_source("f", algorithm, widths), compiled)
+    function = hashes.HashOf(algorithm, widths)
+    exec(function.plain("f", plain), plain)
+    exec(hashes.compiled_tables() + function.compiled("f"), compiled)
     for step in range(60):
         values = [int(random.integers(1 << width)) for width in widths] if step else [0] * len(widths)
         expected = hashes.OVER_BYTES[algorithm](hashes.pack(values, widths))

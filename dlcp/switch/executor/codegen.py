@@ -37,11 +37,7 @@ from dlcp.switch.executor.analysis import (
 from dlcp.switch.executor.cells import run_meter
 from dlcp.switch.executor.expressions import (
     Expressions,
-    HashOf,
-    Helpers,
-    LoadBytes,
     Names,
-    StoreBytes,
     Value,
     Writer,
     at,
@@ -49,9 +45,80 @@ from dlcp.switch.executor.expressions import (
     fit,
     number,
 )
-from dlcp.switch.executor.hashes import compiled_source, compiled_tables, plain_source
+from dlcp.switch.executor.hashes import HashOf, compiled_tables
 from dlcp.switch.executor.model import Expr, Field, UnsupportedFeatureError, Valid
 from dlcp.switch.executor.tables import LOOKUPS
+
+# ------------------------------------------------------------------------------------------ functions that a text calls
+
+
+_CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+class LoadBytes(NamedTuple):
+    """A function that reads big-endian units from a packet, each given as (offset from the start, bytes)."""
+
+    units: tuple[tuple[int, int], ...]
+
+    def plain(self, name: str, namespace: dict[str, Any]) -> str:
+        """Add the function to ``namespace``, or return its source."""
+        layout, position = ">", 0
+        for offset, size in self.units:
+            layout += f"{offset - position}x{_CODES[size]}"
+            position = offset + size
+        namespace[name] = struct.Struct(layout).unpack_from
+        return ""
+
+    def compiled(self, name: str) -> str:
+        """Return the function's source for Numba."""
+        values = []
+        for offset, size in self.units:
+            terms = []
+            for i in range(size):
+                shift = 8 * (size - 1 - i)
+                byte = f"np.int64(p[o + {offset + i}])"
+                terms.append(f"({byte} << {shift})" if shift else byte)
+            values.append(" | ".join(terms))
+        return f"def {name}(p, o):\n    return (\n        " + ",\n        ".join(values) + ",\n    )\n"
+
+
+class StoreBytes(NamedTuple):
+    """A function that writes consecutive big-endian units of these sizes, in bytes, into a packet."""
+
+    units: tuple[int, ...]
+
+    def plain(self, name: str, namespace: dict[str, Any]) -> str:
+        """Add the function to ``namespace``, or return its source."""
+        namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in self.units)).pack_into
+        return ""
+
+    def compiled(self, name: str) -> str:
+        """Return the function's source for Numba."""
+        arguments = [f"v{i}" for i in range(len(self.units))]
+        lines = [f"def {name}(p, o, {', '.join(arguments)}):"]
+        position = 0
+        for argument, size in zip(arguments, self.units, strict=True):
+            for i in range(size):
+                shift = 8 * (size - 1 - i)
+                text = f"{argument} >> {shift}" if shift else argument
+                lines.append(f"    p[o + {position}] = ({text}) & 255")
+                position += 1
+        return "\n".join(lines) + "\n"
+
+
+class Helpers:
+    """The helper functions of a text, each generated once."""
+
+    def __init__(self) -> None:
+        self.names: dict[LoadBytes | StoreBytes | HashOf, str] = {}
+
+    def name(self, helper: LoadBytes | StoreBytes | HashOf) -> str:
+        """Return the name of a helper, and add the helper to the text if it is new."""
+        if helper not in self.names:
+            kind = {LoadBytes: "load", StoreBytes: "store", HashOf: "hash"}[type(helper)]
+            self.names[helper] = f"{kind}_{sum(type(other) is type(helper) for other in self.names)}"
+        return self.names[helper]
+
 
 # ----------------------------------------------------------------------------------------------------------- the parser
 
@@ -781,44 +848,6 @@ def forward_batch(until_ns, arrived, count, places, rows, slots, carry, spare, p
 """The functions that Python calls; the state comes as separate arrays."""
 
 
-_CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
-
-
-def _load_format(helper: LoadBytes) -> str:
-    text, position = ">", 0
-    for offset, size in helper.units:
-        if offset > position:
-            text += f"{offset - position}x"
-        text += _CODES[size]
-        position = offset + size
-    return text
-
-
-def _array_load(name: str, helper: LoadBytes) -> str:
-    values = []
-    for offset, size in helper.units:
-        terms = []
-        for i in range(size):
-            shift = 8 * (size - 1 - i)
-            byte = f"np.int64(p[o + {offset + i}])"
-            terms.append(f"({byte} << {shift})" if shift else byte)
-        values.append(" | ".join(terms))
-    return f"def {name}(p, o):\n    return (\n        " + ",\n        ".join(values) + ",\n    )\n"
-
-
-def _array_store(name: str, helper: StoreBytes) -> str:
-    arguments = [f"v{i}" for i in range(len(helper.units))]
-    lines = [f"def {name}(p, o, {', '.join(arguments)}):"]
-    position = 0
-    for argument, size in zip(arguments, helper.units, strict=True):
-        for i in range(size):
-            shift = 8 * (size - 1 - i)
-            text = f"{argument} >> {shift}" if shift else argument
-            lines.append(f"    p[o + {position}] = ({text}) & 255")
-            position += 1
-    return "\n".join(lines) + "\n"
-
-
 class ProgramText:
     """The text of a program. While it is made, this also has what all emitters share.
 
@@ -886,29 +915,16 @@ class ProgramText:
         namespace["run_meter"] = run_meter
         # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
         namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
-        functions = []
-        for helper, name in self.helpers.names.items():
-            if isinstance(helper, LoadBytes):
-                namespace[name] = struct.Struct(_load_format(helper)).unpack_from
-            elif isinstance(helper, StoreBytes):
-                namespace[name] = struct.Struct(">" + "".join(_CODES[size] for size in helper.units)).pack_into
-            else:
-                functions.append(plain_source(name, helper.algorithm, helper.widths, namespace))
+        functions = [helper.plain(name, namespace) for helper, name in self.helpers.names.items()]
         carried = f"({''.join(f'{name}, ' for name in self.carry)})"
         ingress = _function("ingress(p, ingress_port, now_us)", ["n = len(p)"], self.ingress)
         egress = _function(f"egress(p, carry, {_COLUMNS})", ["n = len(p)", f"{carried} = carry"], self.egress)
-        return "\n\n".join([*functions, f"{ingress}    return {self.result}, {carried}\n", egress])
+        return "\n\n".join([*filter(None, functions), f"{ingress}    return {self.result}, {carried}\n", egress])
 
     def compiled(self) -> str:
         """Return the text for Numba: a whole module with the functions of `_ENTRIES`."""
         functions = [inspect.getsource(function) for function in (run_meter, *LOOKUPS, *queues.COMPILED)]
-        for helper, name in self.helpers.names.items():
-            if isinstance(helper, LoadBytes):
-                functions.append(_array_load(name, helper))
-            elif isinstance(helper, StoreBytes):
-                functions.append(_array_store(name, helper))
-            else:
-                functions.append(compiled_source(name, helper.algorithm, helper.widths))
+        functions += [helper.compiled(name) for helper, name in self.helpers.names.items()]
         kept = "".join(f"    carry[slot, {place}] = {name}\n" for place, name in enumerate(self.carry))
         taken, made = self._state(self.ingress)
         ingress = _function("ingress(p, n, carry, slot, state, ingress_port, now_us)", taken, self.ingress)

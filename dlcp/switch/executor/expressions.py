@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from dlcp.switch.executor import model
 from dlcp.switch.executor.model import Const, Expr, Field, Op, Param, UnsupportedFeatureError, Valid, Variable
@@ -37,42 +37,6 @@ RESERVED: Final = frozenset(
     }
     | {"np", "registers", "packets_counted", "bytes_counted", "meter_rates", "meter_tokens", "min", "max", "bool"}
 )
-
-
-class LoadBytes(NamedTuple):
-    """A function that reads big-endian units from a packet, each given as (offset from the start, bytes)."""
-
-    units: tuple[tuple[int, int], ...]
-
-
-class StoreBytes(NamedTuple):
-    """A function that writes consecutive big-endian units of these sizes, in bytes, into a packet."""
-
-    units: tuple[int, ...]
-
-
-class HashOf(NamedTuple):
-    """A function that hashes numbers of these widths, packed without gaps."""
-
-    algorithm: str
-    widths: tuple[int, ...]
-
-
-Helper = LoadBytes | StoreBytes | HashOf
-
-
-class Helpers:
-    """The helper functions of a text, each generated once."""
-
-    def __init__(self) -> None:
-        self.names: dict[Helper, str] = {}
-
-    def name(self, helper: Helper) -> str:
-        """Return the name of a helper, and add the helper to the text if it is new."""
-        if helper not in self.names:
-            kind = {LoadBytes: "load", StoreBytes: "store", HashOf: "hash"}[type(helper)]
-            self.names[helper] = f"{kind}_{sum(type(other) is type(helper) for other in self.names)}"
-        return self.names[helper]
 
 
 class Names:

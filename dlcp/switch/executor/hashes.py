@@ -8,7 +8,7 @@ crc32 that of zlib, csum16 the Internet checksum, xor16 the exclusive or of 16-b
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 CRC16_POLYNOMIAL: Final = 0xA001
 """0x8005 reflected."""
@@ -76,68 +76,62 @@ def pack(values: Sequence[int], widths: Sequence[int]) -> bytes:
     return (number << (size * 8 - total)).to_bytes(size, "big")
 
 
-# -------------------------------------------------------------------------------------------------- for plain Python
+class HashOf(NamedTuple):
+    """A function that hashes numbers of these widths, packed without gaps."""
 
+    algorithm: str
+    widths: tuple[int, ...]
 
-def plain_source(name: str, algorithm: str, widths: Sequence[int], namespace: dict[str, object]) -> str:
-    """Return the source of a hash function of numbers of these widths, and add its helpers to ``namespace``."""
-    namespace[f"_{algorithm}"] = OVER_BYTES[algorithm]
-    size = (sum(widths) + 7) // 8
-    terms, position = [], size * 8
-    for i, width in enumerate(widths):
-        position -= width
-        terms.append(f"v{i} << {position}" if position else f"v{i}")
-    head = f"def {name}({', '.join(f'v{i}' for i in range(len(widths)))}):\n"
-    return f"{head}    return _{algorithm}(({' | '.join(terms) or '0'}).to_bytes({size}, 'big'))\n"
+    def plain(self, name: str, namespace: dict[str, Any]) -> str:
+        """Return the function's source, and add what it calls to ``namespace``."""
+        namespace[f"_{self.algorithm}"] = OVER_BYTES[self.algorithm]
+        size = (sum(self.widths) + 7) // 8
+        terms, position = [], size * 8
+        for i, width in enumerate(self.widths):
+            position -= width
+            terms.append(f"v{i} << {position}" if position else f"v{i}")
+        packed = f"({' | '.join(terms) or '0'}).to_bytes({size}, 'big')"
+        return f"{self._head(name)}\n    return _{self.algorithm}({packed})\n"
 
+    def compiled(self, name: str) -> str:
+        """Return the function's source for Numba, byte by byte; it uses `compiled_tables`."""
+        units = _bytes(self.widths)
+        start, end = "0", []
+        if self.algorithm in ("crc16", "crc32"):
+            body = [f"h = {self.algorithm.upper()}[(h ^ ({unit})) & 255] ^ (h >> 8)" for unit in units]
+            if self.algorithm == "crc32":
+                start, end = "0xffffffff", ["h ^= 0xffffffff"]
+        elif self.algorithm == "identity":
+            body = [f"h = (h << 8) | ({unit})" for unit in units[:8]]
+        else:
+            sign = "+" if self.algorithm == "csum16" else "^"
+            body = [f"h {sign}= ({unit}){' << 8' if i % 2 == 0 else ''}" for i, unit in enumerate(units)]
+            if self.algorithm == "csum16":
+                end = ["h = (h & 0xffff) + (h >> 16)"] * 2 + ["h ^= 0xffff"]
+        return "\n    ".join([self._head(name), f"h = {start}", *body, *end, "return h"]) + "\n"
 
-# ------------------------------------------------------------------------------------------------------- for Numba
-
-
-def compiled_source(name: str, algorithm: str, widths: Sequence[int]) -> str:
-    """Return the source of the same function for Numba, byte by byte; it uses `compiled_tables`."""
-    arguments = [f"v{i}" for i in range(len(widths))]
-    lines = [f"def {name}({', '.join(arguments)}):"]
-    units = _bytes(arguments, widths)
-    if algorithm == "crc16":
-        lines.append("    h = 0")
-        lines += [f"    h = CRC16[(h ^ ({unit})) & 255] ^ (h >> 8)" for unit in units]
-    elif algorithm == "crc32":
-        lines.append("    h = 0xffffffff")
-        lines += [f"    h = CRC32[(h ^ ({unit})) & 255] ^ (h >> 8)" for unit in units]
-        lines.append("    h ^= 0xffffffff")
-    elif algorithm == "identity":
-        lines.append("    h = 0")
-        lines += [f"    h = (h << 8) | ({unit})" for unit in units[:8]]
-    else:
-        lines.append("    h = 0")
-        sign = "+" if algorithm == "csum16" else "^"
-        lines += [f"    h {sign}= ({unit}){' << 8' if i % 2 == 0 else ''}" for i, unit in enumerate(units)]
-        if algorithm == "csum16":
-            lines += ["    h = (h & 0xffff) + (h >> 16)"] * 2
-            lines.append("    h ^= 0xffff")
-    lines.append("    return h")
-    return "\n".join(lines) + "\n"
+    def _head(self, name: str) -> str:
+        return f"def {name}({', '.join(f'v{i}' for i in range(len(self.widths)))}):"
 
 
 def compiled_tables() -> str:
-    """Return the source of the tables that `compiled_source` uses."""
+    """Return the source of the tables that `HashOf.compiled` uses."""
     tables = {"CRC16": CRC16_POLYNOMIAL, "CRC32": CRC32_POLYNOMIAL}
     return "".join(
         f"{name} = np.array({list(crc_table(polynomial))}, np.int64)\n" for name, polynomial in tables.items()
     )
 
 
-def _bytes(arguments: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _bytes(widths: Sequence[int]) -> list[str]:
     """Return an expression for each byte of the packed message."""
     size = (sum(widths) + 7) // 8
     units: list[list[str]] = [[] for _ in range(size)]
     start = 0
-    for argument, width in zip(arguments, widths, strict=True):
+    for i, width in enumerate(widths):
         end = start + width
         for byte in range(start // 8, (end + 7) // 8):
             low, high = max(start, byte * 8), min(end, byte * 8 + 8)
-            text = f"(({argument} >> {end - high}) & {(1 << (high - low)) - 1})"
+            text = f"((v{i} >> {end - high}) & {(1 << (high - low)) - 1})"
             units[byte].append(f"({text} << {byte * 8 + 8 - high})" if byte * 8 + 8 > high else text)
         start = end
     return [" | ".join(unit) for unit in units]
