@@ -84,6 +84,7 @@ class LoopbackPorts:
         self._udp_ports = frozenset(udp_ports)
         self._macs = {host.port: _mac_bytes(host.mac) for host in self.hosts}
         self._addresses = {host.port: _address_int(host.address) for host in self.hosts}
+        self._header = lru_cache(_HEADERS_KEPT)(self._new_header)  # most packets repeat one
         self._buffer = bytearray(1 << 16)
         self._view = memoryview(self._buffer)
         try:
@@ -212,15 +213,19 @@ class LoopbackPorts:
             return
         view = self._view
         ports, packets = burst.ports, burst.packets
-        ends = source.mac, target.mac, source.address, target.address, *udp_ports
         for start in range(0, size, segment) if size else (0,):
             end = min(start + segment, size)
-            packet = bytearray(udp_headers(*ends, tos, end - start))
+            packet = bytearray(self._header(source.port, target.port, *udp_ports, tos, end - start))
             packet += view[start:end]
             ports.append(source.port)
             packets.append(packet)
             counters.received += 1
             counters.received_bytes += len(packet)
+
+    def _new_header(self, port: int, to: int, udp_port: int, to_udp_port: int, tos: int, size: int) -> bytes:
+        """Return Ethernet, IPv4 and UDP headers for a payload of ``size`` bytes between the hosts at two ports."""
+        source, target = self._by_port[port], self._by_port[to]
+        return udp_headers(source.mac, target.mac, source.address, target.address, udp_port, to_udp_port, tos, size)
 
     def _send_run(self, port: int, key: tuple[int, int, int, int, int], payloads: list[memoryview]) -> None:
         """Send payloads of one size with one system call (GSO)."""
@@ -260,7 +265,6 @@ _SENT = struct.Struct("!12xHBBH5xB2xIIHH")
 """The fields of a frame that determine how it is sent: type, version, TOS, length, protocol, addresses, ports."""
 
 
-@lru_cache(_HEADERS_KEPT)  # most packets repeat one
 def udp_headers(
     source_mac: str, target_mac: str, source: str, target: str, source_port: int, target_port: int, tos: int, size: int
 ) -> bytes:
