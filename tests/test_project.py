@@ -17,7 +17,7 @@ import pytest
 
 import dlcp
 from dlcp.cli import COMMANDS
-from dlcp.doctor.machine import OLDEST_PYTHON, OLDEST_TORCH
+from dlcp.doctor.examination import OLDEST_PYTHON, OLDEST_TORCH
 
 if sys.version_info >= (3, 11):
     import tomllib

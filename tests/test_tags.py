@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import packet_magnitudes
-from dlcp.values.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, queue_of_layer
+from dlcp.values.tags import Layer, Segment, Tagger, TagPolicy, layers_in_order, packet_magnitudes, queue_of_layer
 
 PAYLOAD_BYTES = 1440
 PACKETS = 400

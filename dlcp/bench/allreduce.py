@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dlcp.bench.results import BenchError, BenchResult, median, result, significant, spread
+from dlcp.bench import BenchError, BenchResult, median, result, significant, spread
 from dlcp.inputs.configuration import Trait
 from dlcp.session.options import DLCP_ROUTE, Options
 from dlcp.torch.state import State

@@ -45,7 +45,7 @@ class Bucket:
     Parameters
     ----------
     magnitudes
-        Magnitudes of its packets, shape (packets,), if known; see :func:`dlcp.values.magnitudes.packet_magnitudes`.
+        Magnitudes of its packets, shape (packets,), if known; see :func:`dlcp.values.tags.packet_magnitudes`.
     exported
         Whether ``values`` are in exported memory (``Connection.exported``), which local peers read in place. The caller
         gets them back once no peer reads them.

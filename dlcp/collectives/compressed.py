@@ -49,8 +49,7 @@ from dlcp.transport import (
     TransportError,
 )
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import packet_magnitudes
-from dlcp.values.tags import PacketTags, Segment, plain_tags
+from dlcp.values.tags import PacketTags, Segment, packet_magnitudes, plain_tags
 
 SEED: Final = 0x0D1C9
 """Seeds random choices, with step, rank and layer; the same on all ranks and in every run."""

@@ -55,9 +55,8 @@ from dlcp.transport import (
     Then,
 )
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import packet_magnitudes
 from dlcp.values.planes import FULL_BITS, PlaneLayout
-from dlcp.values.tags import PacketTags
+from dlcp.values.tags import PacketTags, packet_magnitudes
 
 PIECE_BYTES = 1 << 22
 """Minimum size of a piece, if a block has several: a message costs a millisecond or more of processor time on a busy

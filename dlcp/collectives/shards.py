@@ -30,9 +30,8 @@ from dlcp.transport import (
     StreamingReduction,
 )
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import packet_magnitudes
 from dlcp.values.planes import FULL_BITS, PlaneLayout
-from dlcp.values.tags import ChunkOrder, PacketTags
+from dlcp.values.tags import ChunkOrder, PacketTags, packet_magnitudes
 
 PATIENCE_S: Final = 0.002
 """The wait for the last acknowledgements, before data that peers may still read is copied. Not tuned."""

@@ -234,8 +234,7 @@ def make_reducer(
         return Pipeline(plain, adasum.Adasum(context, work=work), numbers_per_bucket=adasum.NUMBERS_PER_BUCKET)
     # Most jobs do not compress, so these are loaded here.
     from dlcp.collectives.compressed import CompressedAllGather, CompressedAllReduce
-    from dlcp.compress import Feedback
-    from dlcp.compress.registry import make_compressor
+    from dlcp.compress import Feedback, make_compressor
 
     small = context.tagger.policy.small_layer_values
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.results import BenchError, BenchResult, document, say
+from dlcp.bench import BenchError, BenchResult, document, say
 from dlcp.commands.common import add, add_option, check_writable, real, refuse, whole
 from dlcp.host.processes import JobLayout, Processes, python_command
 from dlcp.inputs.configuration import Range, short

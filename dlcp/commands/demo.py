@@ -25,8 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return the exit status."""
     from rich.console import Console
 
-    from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-    from dlcp.demo.run import DemoError, execute, report, run_series, select
+    from dlcp.demo.run import DemoError, LoopbackNetwork, NamespaceNetwork, execute, report, run_series, select
     from dlcp.switch.built_in import SwitchProcessError
 
     console = Console()

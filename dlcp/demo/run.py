@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the demo: train over a congested switch beside background traffic, record each run, and report on all."""
+"""Runs of the demo: train over a congested switch beside background traffic, record each run, and report on all.
+
+The network of a run is hosts around a switch, in network namespaces or, without privileges, on loopback addresses.
+"""
 
 import contextlib
 import importlib
@@ -10,9 +13,11 @@ import platform
 import secrets
 import tempfile
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,13 +27,136 @@ from rich import progress
 from rich.console import Console
 
 import dlcp
-from dlcp.demo.background import SAMPLE_S, BackgroundBurst, delivered_bps, sink, source
-from dlcp.demo.network import DemoNetwork, Shares
+from dlcp.controller.fabric import Host, Job, star
+from dlcp.demo.background import SAMPLE_S, SINK_PORT, BackgroundBurst, BackgroundEnd, delivered_bps, sink, source
 from dlcp.demo.variants import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import HOST_INTERFACE, Namespace, StarNetwork
 from dlcp.host.processes import Fact, ReportingFork, send_fact
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, check_complete, load_runs, summarize, write_summary
+from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
+from dlcp.transport import parse_address
 from dlcp.transport.ledger import add_up
-from dlcp.wire import DROP_CLASSES
+from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, UDP_PORT_COUNT
+
+
+class DemoNetwork(Closing):
+    """Hosts joined by switches, with the namespace and addresses of each host; a context manager."""
+
+    kind = ""
+    """Its name in the run's record."""
+    over = ""
+    """Transport of the background traffic: ``tcp`` or ``udp``."""
+    interface = ""
+    """The name of every host's interface."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def close(self) -> None:
+        """Tear the network down."""
+        self._stack.close()
+
+    @abstractmethod
+    def bind_of(self, host: int, port: int) -> str:
+        """Return the ``address:port`` to which a process on a host binds its socket."""
+
+    def address_of(self, host: int, port: int) -> str:
+        """Return the ``address:port`` at which others reach that socket."""
+        return self.bind_of(host, port)
+
+    @abstractmethod
+    def namespace(self, host: int) -> str | None:
+        """Return the path of a host's own network namespace, or None."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, Any]:
+        """Wait until no packets are in flight, and return the switches' counters."""
+
+    def background_end(self, host: int, peers: Sequence[int]) -> BackgroundEnd:
+        """Return a host's end of the background traffic, with the addresses of its peers."""
+        addresses = {peer: parse_address(self.address_of(peer, SINK_PORT)) for peer in peers}
+        return BackgroundEnd(self.over, host, parse_address(self.bind_of(host, SINK_PORT)), addresses)
+
+
+class SwitchNetwork(DemoNetwork):
+    """Hosts around one built-in switch.
+
+    Parameters
+    ----------
+    setup
+        Hosts, rates and depths.
+    held
+        Whether the switch limits the job to its fair share of each port.
+    """
+
+    def __init__(self, setup: DemoSetup, held: bool) -> None:
+        super().__init__()
+        names = [Host.numbered(index).name for index in range(setup.hosts)]
+        fabric = star(
+            setup.hosts,
+            ports="packet" if self.kind == "namespaces" else "loopback",
+            queueing=PortQueueing(rate_bps=setup.rate_bps, depth_packets=setup.depth_packets),
+            jobs=[fair_shares(setup, names)] if held else [],
+        )
+        self._fabric = asdict(fabric)
+
+    def _start_switch(self, namespace: Namespace | None = None) -> None:
+        documents = {"--fabric": self._fabric}
+        self._switch = self._stack.enter_context(
+            SwitchProcess(namespace=namespace, documents=documents, counters_every_s=5.0)
+        )
+
+    def counters(self) -> dict[str, Any]:
+        """Stop the switch and return its counters."""
+        return self._switch.stop()
+
+
+class NamespaceNetwork(SwitchNetwork):
+    """Hosts in their own network namespaces, so that all traffic crosses the switch, TCP included."""
+
+    kind = "namespaces"
+    over = "tcp"
+    interface = HOST_INTERFACE
+
+    def __init__(self, setup: DemoSetup, held: bool) -> None:
+        super().__init__(setup, held)
+        self._network = self._stack.enter_context(StarNetwork(setup.hosts))
+        self._start_switch(self._network.switch)
+
+    def namespace(self, host: int) -> str | None:
+        """Return the path of the host's namespace."""
+        return self._network.hosts[host].namespace.path
+
+    def bind_of(self, host: int, port: int) -> str:
+        """Return the host's address."""
+        return f"{self._network.hosts[host].address}:{port}"
+
+
+class LoopbackNetwork(SwitchNetwork):
+    """Processes of this machine, each with a loopback address. Needs no privileges; TCP cannot cross the switch."""
+
+    kind = "loopback"
+    over = "udp"
+    interface = "lo"
+
+    def __init__(self, setup: DemoSetup, held: bool) -> None:
+        super().__init__(setup, held)
+        self._fabric["udp_ports"] = [UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT, SINK_PORT]
+        self._start_switch()
+
+    def namespace(self, host: int) -> str | None:
+        """Return None: all hosts share this process's namespace."""
+        return None
+
+    def bind_of(self, host: int, port: int) -> str:
+        """Return the address of the host's process."""
+        return f"{LoopbackHost.numbered(host).real}:{port}"
+
+    def address_of(self, host: int, port: int) -> str:
+        """Return the switch's address that leads to the host."""
+        return f"{LoopbackHost.numbered(host).alias}:{port}"
+
 
 JOB: Final = 1
 _PAYLOAD_BYTES: Final = 1440
@@ -42,8 +170,8 @@ _SERVER_REPORT: Final = "server.json"
 
 Progress = Callable[[int], None]
 """Called with the number of finished steps."""
-MakeNetwork = Callable[[DemoSetup, Shares | None, int], DemoNetwork]
-"""Called with the setup, the job's shares of the ports, and the job number."""
+MakeNetwork = Callable[[DemoSetup, bool], DemoNetwork]
+"""Called with the setup, and whether switches limit the job to its fair share of each port."""
 
 
 class DemoError(RuntimeError):
@@ -56,7 +184,7 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
     Parameters
     ----------
     make_network
-        Makes the network of the run: a class of :mod:`dlcp.demo.network`, or a testbed.
+        Makes the network of the run: a class of this module, or a testbed.
 
     Raises
     ------
@@ -65,8 +193,7 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlcp-demo-")))
-        shares = fair_shares(setup) if variant.held else None
-        network = stack.enter_context(make_network(setup, shares, JOB))
+        network = stack.enter_context(make_network(setup, variant.held))
         bursts = setup.bursts()
         sinks, sources = start_background(setup, network, bursts, stack)
         servers, ranks = _ranks(setup, variant, network, folder, stack, progress)
@@ -124,13 +251,13 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
     }
 
 
-def fair_shares(setup: DemoSetup) -> Shares:
-    """Return the job's fair shares of the ports, control packets included."""
-    data = {host: setup.fair_share(host) - _CONTROL_SHARE for host in range(setup.workers + 1)}
-    usual = data[0]
+def fair_shares(setup: DemoSetup, hosts: Sequence[str]) -> Job:
+    """Return the job with its fair shares of the ports of its ``hosts``, control packets included."""
+    data = {host: setup.fair_share(number) - _CONTROL_SHARE for number, host in enumerate(hosts[: setup.workers + 1])}
+    usual = data[hosts[0]]
     # Allow bursts of one full queue. With shorter ones, packets that fit the queue would be demoted behind all others.
     burst_s = setup.depth_packets * _TCP_FRAME_BYTES * 8 / setup.rate_bps
-    return Shares(usual, _CONTROL_SHARE, burst_s, {host: share for host, share in data.items() if share != usual})
+    return Job(JOB, usual, _CONTROL_SHARE, {host: share for host, share in data.items() if share != usual}, burst_s)
 
 
 def start_background(

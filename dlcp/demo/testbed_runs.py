@@ -27,8 +27,7 @@ from dlcp.controller.testbed.accounts import (
 from dlcp.controller.testbed.layout import StateFile, TestbedState
 from dlcp.controller.testbed.lifecycle import Controller, with_addresses
 from dlcp.demo.background import BackgroundBurst
-from dlcp.demo.network import DemoNetwork, Shares
-from dlcp.demo.run import Progress, execute
+from dlcp.demo.run import DemoNetwork, Progress, execute, fair_shares
 from dlcp.demo.variants import DemoSetup, Variant
 from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.report.runs import Run
@@ -93,8 +92,8 @@ class TestbedNetwork(DemoNetwork):
         The testbed.
     fabric
         Its fabric, without jobs.
-    setup, shares, job
-        As for :class:`~dlcp.demo.network.SwitchNetwork`.
+    setup, held
+        As for :class:`~dlcp.demo.run.SwitchNetwork`.
     """
 
     __test__ = False
@@ -102,12 +101,12 @@ class TestbedNetwork(DemoNetwork):
     over = "tcp"
     interface = HOST_INTERFACE
 
-    def __init__(self, state: TestbedState, fabric: Fabric, setup: DemoSetup, shares: Shares | None, job: int) -> None:
+    def __init__(self, state: TestbedState, fabric: Fabric, setup: DemoSetup, held: bool) -> None:
         super().__init__()
         self._layout = state.layout
         self._files = StateFile(state.layout.name)
         self._hosts = self._layout.spread(setup.hosts)
-        jobs = (shares.job(job, [host.name for host in self._hosts]),) if shares else ()
+        jobs = (fair_shares(setup, [host.name for host in self._hosts]),) if held else ()
         shared = dataclasses.replace(fabric, jobs=jobs)
         self._controller = self._stack.enter_context(Controller(with_addresses(shared, self._layout)))
         self._before = self._read()
@@ -208,8 +207,8 @@ def train(
     """
     networks: list[TestbedNetwork] = []
 
-    def make_network(setup: DemoSetup, shares: Shares | None, job: int) -> TestbedNetwork:
-        networks.append(TestbedNetwork(state, fabric, setup, shares, job))
+    def make_network(setup: DemoSetup, held: bool) -> TestbedNetwork:
+        networks.append(TestbedNetwork(state, fabric, setup, held))
         return networks[0]
 
     if state.layout.kind == "bmv2" and variant.mode == "dlcp":

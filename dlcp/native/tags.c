@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Magnitudes, drop classes and sending order, as dlcp/values/magnitudes.py and dlcp/values/tags.py compute them in NumPy. */
+/* Magnitudes, drop classes and sending order, as dlcp/values/tags.py computes them in NumPy. */
 
 #include <math.h>
 #include <stdint.h>

@@ -294,7 +294,7 @@ class _PacketValues:
     small: NDArray[np.bool_]
 
     def magnitudes(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return the root mean square of each packet's values, as `dlcp.values.magnitudes.packet_magnitudes`.
+        """Return the root mean square of each packet's values, as `dlcp.values.tags.packet_magnitudes`.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ from operator import add, attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.results import BenchError, BenchResult, median, result, significant
+from dlcp.bench import BenchError, BenchResult, median, result, significant
 from dlcp.commands.common import DURATIONS, whole
 from dlcp.host.netlab import become_root
 from dlcp.inputs.configuration import Range

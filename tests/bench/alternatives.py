@@ -34,10 +34,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from dlcp.bench.results import BenchError, BenchResult, median, processor, result, say, significant
+from dlcp.bench import BenchError, BenchResult, median, processor, result, say, significant
 from dlcp.demo.background import schedule
-from dlcp.demo.network import NamespaceNetwork
-from dlcp.demo.run import JOB, await_ready, fair_shares, start_background
+from dlcp.demo.run import NamespaceNetwork, await_ready, start_background
 from dlcp.demo.variants import DemoSetup
 from dlcp.examples.learning_tasks import (
     OPTIMIZER_MAKERS,
@@ -91,7 +90,7 @@ class CongestedPath(BenchPath):
         self.burst_s = burst_s
         setup = DemoSetup(workers=RANKS, rate_bps=_CONGESTED_BPS, burst_s=burst_s)
         try:
-            self._network = self._stack.enter_context(NamespaceNetwork(setup, fair_shares(setup), JOB))
+            self._network = self._stack.enter_context(NamespaceNetwork(setup, held=True))
             bursts = schedule(setup.seed, len(setup.targets), _BACKGROUND_S, on_s=burst_s)
             _, sources = start_background(setup, self._network, bursts, self._stack)
             await_ready(sources)

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
-from dlcp.bench.results import BenchResult, median, result, significant
+from dlcp.bench import BenchResult, median, result, significant
 from dlcp.host.netlab import become_root
 from dlcp.host.processes import Fork
 from tests.bench.alternatives import RANKS, trainees_on

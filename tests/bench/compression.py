@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchResult, median, result
+from dlcp.bench import BenchResult, median, result
 from dlcp.compress import Compressor, Occasion, make_compressor
 from dlcp.values.tags import Layer, Segment
 from tests.bench.harness import Benchmark, Turns

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 
 from dlcp import convergence
-from dlcp.bench.results import BenchError, BenchResult, result, say
+from dlcp.bench import BenchError, BenchResult, result, say
 from dlcp.examples.learning_tasks import SMALL_TASKS, TASKS, TEST_EVERY
 from dlcp.inputs.configuration import Range
 from dlcp.inputs.error_text import nearest

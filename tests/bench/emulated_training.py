@@ -36,9 +36,8 @@ from dlcp.examples.learning_tasks import (
 )
 from dlcp.transport import LossBound
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import packet_magnitudes
 from dlcp.values.planes import CODED_BITS, FULL_BITS, PlaneLayout
-from dlcp.values.tags import PacketTags, Segment, Tagger, layers_in_order
+from dlcp.values.tags import PacketTags, Segment, Tagger, layers_in_order, packet_magnitudes
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
 
 EMULATED_RANKS: Final = 4

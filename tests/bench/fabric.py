@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from dlcp.bench.results import BenchResult, median, say, spread
+from dlcp.bench import BenchResult, median, say, spread
 from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric, FabricSwitch, Job, leaf_spine
 from dlcp.controller.switch_client import Session, reconcile, wanted

@@ -18,7 +18,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from dlcp.bench.results import BenchResult, result, say, significant
+from dlcp.bench import BenchResult, result, say, significant
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
 from dlcp.sim.experiments.running import run, steady
 from dlcp.sim.jobs.training import TrainingJob

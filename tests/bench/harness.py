@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench.results import BenchError, BenchResult, document, median, result, say, significant, spread
+from dlcp.bench import BenchError, BenchResult, document, median, result, say, significant, spread
 from dlcp.commands.common import MBPS, real, refuse, whole
 from dlcp.host.netlab import NamespaceError, become_root
 from dlcp.inputs.configuration import Range

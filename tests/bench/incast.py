@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from dlcp.bench.results import BenchResult, result, say
+from dlcp.bench import BenchResult, result, say
 from dlcp.controller.fabric import star
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
 from dlcp.transport import (

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dlcp.bench.results import BenchResult, median, result
+from dlcp.bench import BenchResult, median, result
 from tests.bench.harness import Benchmark
 from tests.live.snapshots import snapshot, write
 from tests.torch.workers import Worker, launch, values

@@ -12,7 +12,7 @@ import argparse
 from functools import partial
 
 import dlcp.torch
-from dlcp.bench.results import BenchResult, result, say
+from dlcp.bench import BenchResult, result, say
 from dlcp.examples.image_classifier import load_data
 from dlcp.examples.mixed_speeds import TrainingOutcome, TrainingSetup, measured_sizes, train
 from tests.bench.harness import Benchmark, int_option, scratch

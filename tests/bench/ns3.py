@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchError, BenchResult, result, say, significant
+from dlcp.bench import BenchError, BenchResult, result, say, significant
 from dlcp.inputs.configuration import Range
 from dlcp.sim import Scenario, Simulation
 from dlcp.sim.experiments.running import SLOWDOWN_SIZES

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import FileStore, PrefixStore  # torch.distributed has them too, untyped
 
-from dlcp.bench.results import BenchResult, significant
+from dlcp.bench import BenchResult, significant
 from dlcp.collectives import Bucket, DirectAllReduce, RankContext, ReduceOptions
 from dlcp.transport import (
     Address,

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 import simpy
 
-from dlcp.bench.results import BenchResult, result, say
+from dlcp.bench import BenchResult, result, say
 from dlcp.sim import CollectiveJob, Scenario, Simulation, simulate
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.graphs.graph import GraphBuilder

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import simpy
 
-from dlcp.bench.results import BenchError, BenchResult, result, say
+from dlcp.bench import BenchError, BenchResult, result, say
 from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.variants import DemoSetup
 from dlcp.report.runs import RunFileError, load_runs, progress_to, target_accuracy

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from dlcp.bench.results import BenchResult, result, say, significant
+from dlcp.bench import BenchResult, result, say, significant
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting
 from dlcp.sim.experiments.running import run
 from tests.bench.flows import SETTINGS

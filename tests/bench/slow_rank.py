@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.bench.results import BenchResult, median, result, say
+from dlcp.bench import BenchResult, median, result, say
 from dlcp.commands.common import DURATIONS
 from dlcp.session.slowness import LEAST_STEPS, UNCOMPARED_STEPS, Cause
 from dlcp.torch.watching import StepClock, StepWatch

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.bench.results import BenchResult, median, result, significant
+from dlcp.bench import BenchResult, median, result, significant
 from dlcp.commands.common import MBPS, option, real
 from dlcp.host.netlab import become_root
 from dlcp.policies.arms import AUTO_PRECISION, LAG, WARM_UP, trial_steps

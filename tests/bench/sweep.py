@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlcp.bench.results import BenchResult, say
+from dlcp.bench import BenchResult, say
 from dlcp.commands.common import DURATIONS, real, whole
 from tests.bench.harness import LEAST_ROUNDS, MEGABYTES, FailedError, Options, Turns, floats_option
 from tests.bench.paths import BenchPath

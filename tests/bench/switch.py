@@ -26,7 +26,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchError, BenchResult, median, result, say, significant
+from dlcp.bench import BenchError, BenchResult, median, result, say, significant
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import NetworkHost, StarNetwork
 from dlcp.host.processes import end

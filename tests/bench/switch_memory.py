@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchResult, result
+from dlcp.bench import BenchResult, result
 from dlcp.switch import DROP_PORT, Action, GroupRef, MeterConfig, Program, udp_headers
 from dlcp.wire import UDP_PORT_BASE
 from tests.bench.harness import Benchmark, int_option

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.bench.results import BenchResult, result
+from dlcp.bench import BenchResult, result
 from dlcp.values.dtypes import ValueType
 from dlcp.values.tags import Layer, Segment, Tagger
 from tests.bench.harness import Benchmark, Samples, Turns

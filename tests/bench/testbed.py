@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from dlcp.bench.results import BenchResult, median, result, say, significant
+from dlcp.bench import BenchResult, median, result, say, significant
 from dlcp.controller.fabric import SwitchKind
 from dlcp.controller.testbed.requirements import missing
 from dlcp.demo.testbed_runs import disagreements

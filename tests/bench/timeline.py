@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dlcp.bench.results import BenchResult, median, result
+from dlcp.bench import BenchResult, median, result
 from dlcp.host.timeline import Timeline
 from tests.bench.harness import Benchmark
 from tests.torch.workers import Worker, launch, values

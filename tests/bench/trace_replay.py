@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from dlcp.bench.results import BenchError, BenchResult, result, say
+from dlcp.bench import BenchError, BenchResult, result, say
 from dlcp.sim import Scenario, simulate
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star

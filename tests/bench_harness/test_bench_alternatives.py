@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.bench.results import BenchResult
+from dlcp.bench import BenchResult
 from tests.bench import alternatives
 from tests.bench.__main__ import main
 from tests.bench.alternatives import CellFile, StepTimes, Training, compare, table, trained_by, whole_periods

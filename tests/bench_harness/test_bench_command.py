@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dlcp.bench import BenchResult, median
 from dlcp.bench.allreduce import operations, table_head, table_row
-from dlcp.bench.results import BenchResult, median
 from dlcp.cli import main, parse
 from dlcp.commands import bench as command
 from dlcp.host.processes import JobLayout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dlcp.bench.results import BenchError
+from dlcp.bench import BenchError
 from dlcp.convergence import read, write
 from dlcp.examples import learning_tasks
 from dlcp.examples.learning_tasks import SMALL_TASKS, TASKS, batches_of

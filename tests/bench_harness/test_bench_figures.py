@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dlcp.bench import results
-from dlcp.bench.results import median, spread
+from dlcp.bench import median, results, spread
 from tests.bench import harness, reduction
 from tests.bench.harness import Turns
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dlcp.bench.results import BenchError, BenchResult
+from dlcp.bench import BenchError, BenchResult
 from tests.bench import allreduce, harness, reduction, sweep
 from tests.bench.__main__ import benchmark, main, parser_of
 from tests.bench.harness import FailedError, Turns

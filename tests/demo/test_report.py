@@ -9,7 +9,7 @@ import pytest
 
 from dlcp.report import page as report
 from dlcp.report import style
-from dlcp.report.plots import HUES, MOST_POINTS, binned, draw_all, drop_shares
+from dlcp.report.page import HUES, MOST_POINTS, binned, draw_all, drop_shares
 from dlcp.report.runs import fair_share_ratio, summarize
 from dlcp.report.style import COLOURS
 from tests.demo.synthetic_runs import make_runs

@@ -7,8 +7,7 @@ import pytest
 
 from dlcp.commands import demo as command
 from dlcp.demo.background import BackgroundBurst
-from dlcp.demo.network import LoopbackNetwork, NamespaceNetwork
-from dlcp.demo.run import execute
+from dlcp.demo.run import LoopbackNetwork, NamespaceNetwork, execute
 from dlcp.demo.variants import DemoSetup, variants
 from dlcp.host import netlab
 

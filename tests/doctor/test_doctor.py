@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
-from dlcp.doctor import findings, machine
+from dlcp.doctor import examination, findings
 from dlcp.doctor.examination import examine_path, examine_payload, safely
 from dlcp.doctor.findings import Diagnosis, Section, Status
 from dlcp.doctor.path import open_socket
@@ -29,7 +29,7 @@ def healthy(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     for name in ("examine_kernel", "examine_namespaces", "examine_python", "examine_torch"):
         finding = Diagnosis(name.removeprefix("examine_"), Status.OK, "as it should be", data={"known": True})
-        monkeypatch.setattr(machine, name, lambda finding=finding: finding)
+        monkeypatch.setattr(examination, name, lambda finding=finding: finding)
 
 
 def printed(capsys, *words):
@@ -101,7 +101,7 @@ def test_a_file_in_the_working_directory_is_in_force(capsys, tmp_path, healthy):
 
 def test_what_is_needed_and_missing_decides_the_exit_status(capsys, monkeypatch, healthy):
     gone = Diagnosis("PyTorch", Status.MISSING, "not installed", "pip install 'dlcp[torch]'")
-    monkeypatch.setattr(machine, "examine_torch", lambda: gone)
+    monkeypatch.setattr(examination, "examine_torch", lambda: gone)
     status, text = printed(capsys)
     assert status == 1
     assert re.search(r"missing +PyTorch: +not installed\n +-> pip install 'dlcp\[torch\]'", text)
@@ -180,12 +180,13 @@ def test_unknown_words_are_refused(capsys):
 
 
 def test_the_real_machine_is_examined():
-    for look in (machine.examine_kernel, machine.examine_python, machine.examine_torch, machine.examine_extras):
+    looks = "kernel", "python", "torch", "extras"
+    for look in (getattr(examination, f"examine_{name}") for name in looks):
         finding = look()
         assert finding.status is Status.OK, finding
         assert finding.data
-    assert machine.examine_namespaces().status is Status.OK
-    assert machine.version_of("2.13.0+cpu") == (2, 13)
+    assert examination.examine_namespaces().status is Status.OK
+    assert examination.version_of("2.13.0+cpu") == (2, 13)
 
 
 def test_long_lines_are_folded_under_their_text():
@@ -196,14 +197,14 @@ def test_long_lines_are_folded_under_their_text():
 
 
 def test_shared_memory_is_tried_and_what_prevents_it_said(monkeypatch):
-    found = machine.examine_shared_memory()
+    found = examination.examine_shared_memory()
     assert (found.status, found.data) == (Status.OK, {"shared_memory": True})
 
     def forbidden(*_):
         raise PermissionError("memfd_create is not permitted")
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
-    refused = machine.examine_shared_memory()
+    refused = examination.examine_shared_memory()
     assert refused.status is Status.NOTE
     assert "memfd_create is not permitted" in refused.text
     assert "seccomp" in refused.fix

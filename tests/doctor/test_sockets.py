@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.doctor import machine
+from dlcp.doctor import examination
 from dlcp.doctor.findings import Status
 from dlcp.host.interfaces import NetworkInterface, interfaces
 from dlcp.transport.path_mtu import payload_for_mtu
 
 
 def test_an_option_that_the_kernel_does_not_know_is_a_note_with_a_fix(monkeypatch):
-    monkeypatch.setattr(machine, "UDP_SEGMENT", 9999)
-    monkeypatch.setattr(machine, "UDP_GRO", 9998)
-    for finding in (machine.examine_segmentation(), machine.examine_coalescing()):
+    monkeypatch.setattr(examination, "UDP_SEGMENT", 9999)
+    monkeypatch.setattr(examination, "UDP_GRO", 9998)
+    for finding in (examination.examine_segmentation(), examination.examine_coalescing()):
         assert finding.status is Status.NOTE
         assert "does not work here" in finding.text
         assert "Linux kernel" in finding.fix
@@ -25,33 +25,34 @@ def test_an_option_that_the_kernel_does_not_know_is_a_note_with_a_fix(monkeypatc
 def test_bursts_are_found_where_the_kernel_has_them():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.setsockopt(machine.SOL_UDP, machine.UDP_SEGMENT, 1000)
-            sock.setsockopt(machine.SOL_UDP, machine.UDP_GRO, 1)
+            sock.setsockopt(examination.SOL_UDP, examination.UDP_SEGMENT, 1000)
+            sock.setsockopt(examination.SOL_UDP, examination.UDP_GRO, 1)
         except OSError:
             pytest.skip("this kernel has no UDP_SEGMENT or UDP_GRO")
-    assert machine.examine_segmentation().data == {"udp_segment": True}
-    assert machine.examine_coalescing().data == {"udp_gro": True}
+    assert examination.examine_segmentation().data == {"udp_segment": True}
+    assert examination.examine_coalescing().data == {"udp_gro": True}
 
 
 def test_a_kernel_that_ignores_segmentation_is_found_out(monkeypatch):
-    monkeypatch.setattr(machine, "UDP_SEGMENT", 100)  # UDP_ENCAP_... an option that is taken and does something else
-    monkeypatch.setattr(machine, "_TIMEOUT_S", 0.2)
-    finding = machine.examine_segmentation()
+    # UDP_ENCAP_... an option that is taken and does something else
+    monkeypatch.setattr(examination, "UDP_SEGMENT", 100)
+    monkeypatch.setattr(examination, "_TIMEOUT_S", 0.2)
+    finding = examination.examine_segmentation()
     assert finding.status is Status.NOTE
     assert finding.data == {"udp_segment": False}
 
 
 def test_buffers_say_what_was_granted_and_how_to_get_more(monkeypatch):
     maximum = int(Path("/proc/sys/net/core/rmem_max").read_text())
-    monkeypatch.setattr(machine, "WANTED_BUFFER_BYTES", 4 * maximum)
+    monkeypatch.setattr(examination, "WANTED_BUFFER_BYTES", 4 * maximum)
     # Without the right to go past the maximum: SO_RCVBUF stands in for SO_RCVBUFFORCE.
-    monkeypatch.setattr(machine, "SO_RCVBUFFORCE", socket.SO_RCVBUF)
-    receive, send = machine.examine_buffers()
+    monkeypatch.setattr(examination, "SO_RCVBUFFORCE", socket.SO_RCVBUF)
+    receive, send = examination.examine_buffers()
     assert receive.data == {"receive_buffer_granted_bytes": maximum, "receive_buffer_asked_bytes": 4 * maximum}
     assert receive.fix == f"sysctl -w net.core.rmem_max={4 * maximum}"
-    assert receive.status is (Status.OK if 2 * maximum >= machine.ENOUGH_BUFFER_BYTES else Status.NOTE)
-    monkeypatch.setattr(machine, "ENOUGH_BUFFER_BYTES", 3 * maximum)
-    assert machine.examine_buffers()[0].status is Status.NOTE
+    assert receive.status is (Status.OK if 2 * maximum >= examination.ENOUGH_BUFFER_BYTES else Status.NOTE)
+    monkeypatch.setattr(examination, "ENOUGH_BUFFER_BYTES", 3 * maximum)
+    assert examination.examine_buffers()[0].status is Status.NOTE
     assert send.subject == "send buffer"
 
 
@@ -81,8 +82,8 @@ def test_an_interface_without_checksum_offload_is_found_by_its_error(monkeypatch
                 raise OSError(answer, "as some kernels do")
             return len(data)
 
-    monkeypatch.setattr(machine.socket, "socket", Burst)
-    finding = machine.examine_interface(NetworkInterface("eth7", "127.0.0.1", 1500, False, True))
+    monkeypatch.setattr(examination.socket, "socket", Burst)
+    finding = examination.examine_interface(NetworkInterface("eth7", "127.0.0.1", 1500, False, True))
     assert finding.status is status
     assert words in finding.text
     assert (f"ethtool -K {'eth7'} tx-checksum-ip-generic on" in finding.fix) == (answer == errno.EIO)
@@ -103,7 +104,7 @@ def test_trying_a_burst_sends_nothing(namespaces):
         wire = far.call(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ipv4)))
         (interface,) = [found for found in near.call(interfaces) if not found.loopback]
         assert interface == NetworkInterface("dlcp0", "10.9.0.1", 1500, False, True)
-        finding = near.call(lambda: machine.examine_interface(interface))
+        finding = near.call(lambda: examination.examine_interface(interface))
         assert finding.data["bursts"] in (True, False)
         wire.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -120,6 +121,6 @@ def test_ports_in_use_are_named():
             sock.bind(("127.0.0.1", 53701))
         except OSError:
             pytest.skip("somebody uses port 53701")
-        finding = machine.examine_ports()
+        finding = examination.examine_ports()
     assert 53701 in finding.data["ports_taken"]
     assert finding.status is Status.OK or len(finding.data["ports_taken"]) == 8

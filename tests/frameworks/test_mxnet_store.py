@@ -100,7 +100,7 @@ def add_n(*arrays, out):
 
 @pytest.fixture(params=range(3))
 def mxnet(request, monkeypatch):
-    """A module that passes for MXNet, with an engine of its own; gives ``dlcp.mxnet.kvstore`` as imported with it."""
+    """A module that passes for MXNet, with an engine of its own; gives ``dlcp.mxnet`` as imported with it."""
     engine = FakeArray.engine = FakeEngine(request.param)
     registry = {}
     base = type("KVStoreBase", (), {"register": staticmethod(lambda cls: registry.update({cls.__name__.lower(): cls}))})
@@ -114,14 +114,12 @@ def mxnet(request, monkeypatch):
     kvstore.KVStoreBase = base
     ours = ModuleType("dlcp.mxnet.scheduling")
     ours.push, ours.memory = engine.push, lambda array: array.values
-    for name in ("dlcp.mxnet", "dlcp.mxnet.kvstore"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "dlcp.mxnet", raising=False)
     for name, module in {"mxnet": fake, "mxnet.kvstore": kvstore, "dlcp.mxnet.scheduling": ours}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    store = importlib.import_module("dlcp.mxnet.kvstore")
+    store = importlib.import_module("dlcp.mxnet")
     yield SimpleNamespace(engine=engine, registry=registry, Store=store.Dist_DLCP)
-    for name in ("dlcp.mxnet", "dlcp.mxnet.kvstore"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("dlcp.mxnet", None)
 
 
 def floats(*values):

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.examples.frameworks import torch_digits
-from dlcp.examples.frameworks.digits import load
+from dlcp.examples.frameworks import load, torch_digits
 from dlcp.torch.hook import parameter_digest
 
 

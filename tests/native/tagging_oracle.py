@@ -5,8 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import BORDERS
-from dlcp.values.tags import AS_SEEDED, BLOCK_PACKETS, ChunkOrder, PacketTags
+from dlcp.values.tags import AS_SEEDED, BLOCK_PACKETS, BORDERS, ChunkOrder, PacketTags
 from dlcp.wire import Flag
 
 

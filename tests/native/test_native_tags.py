@@ -12,8 +12,18 @@ from hypothesis.extra import numpy as hnp
 
 from dlcp.native import ffi, lib
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import BORDERS, LAYER_PACKETS, classify, packet_magnitudes
-from dlcp.values.tags import AS_SEEDED, Layer, PacketTags, Segment, Tagger, TagPolicy
+from dlcp.values.tags import (
+    AS_SEEDED,
+    BORDERS,
+    LAYER_PACKETS,
+    Layer,
+    PacketTags,
+    Segment,
+    Tagger,
+    TagPolicy,
+    classify,
+    packet_magnitudes,
+)
 from tests.native import tagging_oracle as oracle
 
 EVERY_FORMAT = pytest.mark.parametrize("value_type", list(ValueType), ids=lambda kind: kind.value)

@@ -27,8 +27,8 @@ from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.transports.specs import DctcpTransport, DlcpTransport
 from dlcp.values.dtypes import ValueType
-from dlcp.values.magnitudes import packet_magnitudes
 from dlcp.values.planes import PlaneLayout
+from dlcp.values.tags import packet_magnitudes
 
 WORKERS, PER_PACKET, PACKETS = 3, 10, 20
 VALUES = PER_PACKET * PACKETS

@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from numpy.typing import NDArray
 
 import dlcp.mxnet  # DLCP: there is a kvstore "dist_dlcp" now
-from dlcp.examples.frameworks.digits import Digits, load, parser
+from dlcp.examples.frameworks import Digits, load, parser
 
 
 def network(seed: int) -> Any:

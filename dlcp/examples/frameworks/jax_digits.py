@@ -16,7 +16,7 @@ from jax import numpy as jnp
 
 import dlcp.jax  # DLCP
 import dlcp.session  # DLCP
-from dlcp.examples.frameworks.digits import Digits, load, parser
+from dlcp.examples.frameworks import Digits, load, parser
 
 Params = dict[str, dict[str, jax.Array]]
 SHAPES = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "fc1": (512, 128), "fc2": (128, 10)}

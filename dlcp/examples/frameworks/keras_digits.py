@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 import dlcp.tensorflow as dlcp  # DLCP
-from dlcp.examples.frameworks.digits import Digits, load, parser
+from dlcp.examples.frameworks import Digits, load, parser
 
 
 def network() -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch  # DLCP
-from dlcp.examples.frameworks.digits import Digits, load, parser
+from dlcp.examples.frameworks import Digits, load, parser
 
 
 def network(seed: int) -> nn.Module:

@@ -13,8 +13,7 @@ import optax
 
 import dlcp.jax
 import dlcp.session
-from dlcp.examples.frameworks import jax_digits
-from dlcp.examples.frameworks.digits import load
+from dlcp.examples.frameworks import jax_digits, load
 
 DIES_AFTER = 5
 

@@ -9,8 +9,7 @@ import sys
 
 import mxnet as mx
 
-from dlcp.examples.frameworks import gluon_digits
-from dlcp.examples.frameworks.digits import load
+from dlcp.examples.frameworks import gluon_digits, load
 
 DIES_AFTER = 5
 

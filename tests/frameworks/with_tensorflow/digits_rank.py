@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import dlcp.tensorflow
-from dlcp.examples.frameworks import keras_digits
-from dlcp.examples.frameworks.digits import load
+from dlcp.examples.frameworks import keras_digits, load
 
 DIES_AFTER = 5
 
