@@ -4,7 +4,6 @@
 ``dlcp bench allreduce`` is in this package; all other measurements are in ``tests/bench``.
 """
 
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__
+from dlcp.host import installed_version, processor
 
 _DIGITS: Final = 4
 """Significant digits of a figure; more would be noise."""
@@ -161,28 +161,11 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "dlcp": __version__,
-        "numpy": _version("numpy"),
-        "torch": _version("torch"),
+        "numpy": installed_version("numpy"),
+        "torch": installed_version("torch"),
         **{name: _kernel_setting(path) for name, path in _LIMITS.items()},
         "load_before": _LOAD_BEFORE,
     }
-
-
-def processor() -> str:
-    """Return the name of the processor, from /proc/cpuinfo."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _kernel_setting(path: str) -> int | str | None:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlcp.inputs import configuration
 from dlcp.inputs.configuration import LOSS_BOUND, Range, short
@@ -15,6 +15,7 @@ from dlcp.inputs.configuration import LOSS_BOUND, Range, short
 if TYPE_CHECKING:
     from dlcp.sim.jobs.models import ModelInput
 
+_Number = TypeVar("_Number", int, float)
 _Parser = argparse._ActionsContainer
 """A parser or a group of its options."""
 MOST: Final = (1 << 31) - 1
@@ -37,28 +38,20 @@ def refuse(command: str, error: object, status: int = 2) -> int:
 
 def real(allowed: Range) -> Callable[[str], float]:
     """Return a type for argparse: numbers in a range."""
-
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a number, got {short(text)}") from None
-        if value not in allowed:
-            raise argparse.ArgumentTypeError(f"must lie in {allowed}, got {short(text)}")
-        return value
-
-    return convert
+    return _number(float, "a number", allowed)
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     """Return a type for argparse: whole numbers from ``least`` to ``most``."""
-    allowed = Range(least, most)
+    return _number(int, "a whole number", Range(least, most))
 
-    def convert(text: str) -> int:
+
+def _number(parse: Callable[[str], _Number], words: str, allowed: Range) -> Callable[[str], _Number]:
+    def convert(text: str) -> _Number:
         try:
-            value = int(text)
-        except ValueError:  # of thousands of digits, too, which Python refuses to convert
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {short(text)}") from None
+            value = parse(text)
+        except ValueError:  # also of an int of thousands of digits, which Python refuses to convert
+            raise argparse.ArgumentTypeError(f"expected {words}, got {short(text)}") from None
         if value not in allowed:
             raise argparse.ArgumentTypeError(f"must lie in {allowed}, got {short(text)}")
         return value

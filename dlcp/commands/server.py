@@ -25,14 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     secret = "file with the job's secret, the workers' own (default: DLCP_SECRET_FILE, DLCP_SECRET, or your own key)"
     add(parser, "--secret-file", "FILE", str, secret)
     add(parser, "--tls", "FOLDER", str, "certificates, if the workers have them (default: DLCP_TLS)")
-    parser.add_argument("--workers", type=_removed, help=argparse.SUPPRESS)
     add(parser, "--report", "FILE", Path, "at the end, write the totals of sent packets there, as JSON")
-
-
-def _removed(_: str) -> None:
-    raise argparse.ArgumentTypeError(
-        "workers now register with the server and send it their options: give only --bind and the job's secret"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dlcp.commands.common import add, refuse
-from dlcp.train import merged_trace
+from dlcp.host.timeline import find_timelines, write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def write(file: Path, folders: list[Path]) -> None:
     """Write the trace of the timelines in some folders, and print its size."""
-    timelines = merged_trace.find(folders)
-    events = merged_trace.write(file, timelines)
+    timelines = find_timelines(folders)
+    events = write_trace(file, timelines)
     ranks = len({each.about["process_rank"] for each in timelines})
     print(f"{file}: {events:,} events of {ranks} ranks; open it at https://ui.perfetto.dev", file=sys.stderr)

@@ -7,11 +7,9 @@ server's port.
 """
 
 import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from multiprocessing.connection import Connection
@@ -27,15 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
 from dlcp.demo.variants import RankTask
-from dlcp.examples import digits as demo
+from dlcp.examples.learning_tasks import OPTIMIZER_MAKERS, SMALL_TASKS, LabelledData, batches_of, evaluate, schedule_of
 from dlcp.host.processes import Fact, send_fact
 from dlcp.values.tags import layers_in_order
 
-_MAKE_OPTIMIZER: Final[dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.002),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
-}
-"""Learning rates: of a few that were tried, those that need the fewest steps without loss."""
+_TASK: Final = SMALL_TASKS["digits"]
+_BATCH: Final = 64
+"""Images of a worker in a step."""
 _LEARNING_RATE_STEPS: Final = 4
 """Steps of linear warm-up; the cosine decay runs over all steps."""
 _BUCKET_MB: Final = 0.5
@@ -46,8 +42,8 @@ def train(task: RankTask, channel: Connection) -> Fact:
     """Train, and return this rank's report."""
     rank, setup = task.rank, task.setup
     logging.basicConfig(format="%(message)s")  # warnings only: the demo says itself what each run is
-    digits = demo.load(setup.seed)
-    network = demo.network(setup.seed)
+    digits = _TASK.data(setup.seed)
+    network = _TASK.network(setup.seed)
     group = dist.new_group(list(range(setup.workers)))
     model = DistributedDataParallel(network, bucket_cap_mb=_BUCKET_MB, process_group=group)
     state = None
@@ -57,22 +53,19 @@ def train(task: RankTask, channel: Connection) -> Fact:
         model.register_comm_hook(GlooServerClient(), average_at_server)
     elif setup.fp16:
         model.register_comm_hook(group, fp16_compress_hook)
-    optimizer = _MAKE_OPTIMIZER[setup.optimizer](model.parameters())
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1, (step + 1) / _LEARNING_RATE_STEPS) * 0.5 * (1 + math.cos(math.pi * step / setup.steps)),
-    )
-    batches = demo.batches(digits, setup.steps, rank, setup.workers, setup.seed)
+    optimizer = OPTIMIZER_MAKERS[setup.optimizer](list(model.parameters()), _TASK.rates[setup.optimizer])
+    schedule = schedule_of(optimizer, setup.steps, _LEARNING_RATE_STEPS)
+    batches = list(batches_of(setup.steps, _BATCH, len(digits.train_labels), setup.seed, setup.workers))
     compute_s = _warm_up(network, digits)
     send_fact(channel, {"ready": True})
     start_s: float = channel.recv()
     time.sleep(max(0.0, start_s - time.monotonic()))
     steps: list[float] = []
     snapshots = [(0, 0.0, _copy(network))]
-    for step, batch in enumerate(batches, 1):
+    for step, batch in enumerate((every[rank] for every in batches), 1):
         begin_s = time.monotonic()
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(digits.train_images[batch]), digits.train_labels[batch])
+        loss = nn.functional.cross_entropy(model(digits.train_inputs[batch]), digits.train_labels[batch])
         torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
@@ -104,7 +97,7 @@ def train(task: RankTask, channel: Connection) -> Fact:
     return report
 
 
-def _warm_up(network: nn.Module, digits: demo.DigitTensors) -> list[float]:
+def _warm_up(network: nn.Module, digits: LabelledData) -> list[float]:
     """Load PyTorch's kernels before the clock starts; return the compute times of steps without communication.
 
     All workers do this at about the same time, so they compete for the CPU as in training.
@@ -112,9 +105,7 @@ def _warm_up(network: nn.Module, digits: demo.DigitTensors) -> list[float]:
     seconds = []
     for _ in range(_WARM_UP_STEPS):
         begin_s = time.monotonic()
-        loss = nn.functional.cross_entropy(
-            network(digits.train_images[: demo.BATCH_PER_WORKER]), digits.train_labels[: demo.BATCH_PER_WORKER]
-        )
+        loss = nn.functional.cross_entropy(network(digits.train_inputs[:_BATCH]), digits.train_labels[:_BATCH])
         torch.autograd.backward(loss)
         seconds.append(time.monotonic() - begin_s)
     network.zero_grad()
@@ -134,15 +125,13 @@ def _copy(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
-def _curve(
-    snapshots: list[tuple[int, float, dict[str, torch.Tensor]]], digits: demo.DigitTensors
-) -> list[dict[str, float]]:
+def _curve(snapshots: list[tuple[int, float, dict[str, torch.Tensor]]], digits: LabelledData) -> list[dict[str, float]]:
     """Evaluate the snapshots after training, so that it costs no training time."""
-    network = demo.network(0)
+    network = _TASK.network(0)
     curve = []
     for step, seconds, parameters in snapshots:
         network.load_state_dict(parameters)
-        accuracy, loss = demo.accuracy(network, digits)
+        accuracy, loss = evaluate(network, digits)
         curve.append({"step": step, "seconds": seconds, "accuracy": accuracy, "loss": loss})
     return curve
 

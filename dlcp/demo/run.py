@@ -30,6 +30,7 @@ import dlcp
 from dlcp.controller.fabric import Host, Job, star
 from dlcp.demo.background import SAMPLE_S, SINK_PORT, BackgroundBurst, BackgroundEnd, delivered_bps, sink, source
 from dlcp.demo.variants import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
+from dlcp.host import processor
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import HOST_INTERFACE, Namespace, StarNetwork
 from dlcp.host.processes import Fact, ReportingFork, send_fact
@@ -241,7 +242,7 @@ def execute(make_network: MakeNetwork, setup: DemoSetup, variant: Variant, *, pr
             "torch": first["torch"],
             "kernel": platform.release(),
             "dlcp": dlcp.__version__,
-            "cpu": _processor(),
+            "cpu": processor(),
             "cores": str(os.cpu_count()),
         },
         "tcp": {key: sum(report["tcp"][key] for report in reports) for key in ("sent", "retransmitted")}
@@ -400,12 +401,6 @@ def _background_record(
         "samples": [[round(when_s, 2), 8 * count / SAMPLE_S] for when_s, count in samples if 0 <= when_s <= stop_s],
         "bursts": [[burst.start_s, burst.stop_s, burst.target] for burst in bursts if burst.start_s < stop_s],
     }
-
-
-def _processor() -> str:
-    """Return the processor's name from /proc/cpuinfo."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _switch_totals(counters: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__, native, wire
 from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
+from dlcp.host import installed_version
 from dlcp.host.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
 from dlcp.inputs import configuration
 from dlcp.inputs.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
@@ -62,7 +62,7 @@ def examine_python() -> Diagnosis:
 
 def examine_torch() -> Diagnosis:
     """Examine whether PyTorch is installed and has torch.distributed."""
-    subject, found = "PyTorch", _version("torch")
+    subject, found = "PyTorch", installed_version("torch")
     install = "pip install 'dlcp[torch]' (not needed for a switch or a parameter server)"
     if found is None:
         return missing(subject, "not installed", install, torch=found)
@@ -86,7 +86,7 @@ def examine_torch() -> Diagnosis:
 
 def examine_extras() -> Diagnosis:
     """Report which optional packages are installed."""
-    found = {name: _version(name) for name in ("numpy", "numba", "rich", "msgspec", "scikit-learn")}
+    found = {name: installed_version(name) for name in ("numpy", "numba", "rich", "msgspec", "scikit-learn")}
     there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     absent = ", ".join(name for name, version in found.items() if not version)
     return ok("packages", there + (f"; without {absent}" if absent else ""), packages=found)
@@ -144,13 +144,6 @@ def version_of(text: str) -> tuple[int, int]:
     """Return the first two numbers of a version."""
     numbers = re.findall(r"\d+", text)
     return int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 0
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 SOL_UDP: Final = 17

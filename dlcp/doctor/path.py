@@ -22,7 +22,7 @@ from typing import Final
 from dlcp import wire
 from dlcp.doctor.findings import Diagnosis, Section, missing, note, ok
 from dlcp.transport import Address
-from dlcp.transport.path_mtu import IPV4_UDP_BYTES
+from dlcp.transport.path_mtu import IPV4_UDP_BYTES, first_hop_mtu
 from dlcp.transport.sockets import IP_RECVTOS
 
 DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
@@ -233,7 +233,7 @@ def try_path(peer: Address, count: int = PROBES) -> PathReport:
     """
     with Conversation(peer) as conversation:
         conversation.greet()
-        report = PathReport(peer, _interface_mtu(conversation.sock))
+        report = PathReport(peer, first_hop_mtu(peer))
         _try_loss(conversation, report, count)
         conversation.wait_s = max(0.1, min(2.0, 4 * max(report.rtts_s, default=0.25)))
         _try_sizes(conversation, report)
@@ -393,11 +393,6 @@ def _try_tags(conversation: Conversation, report: PathReport) -> None:
 def _ask_often(conversation: Conversation, tos: int) -> tuple[Probe, int] | None:
     answers = (conversation.ask(_SHORT_BYTES, _SHORT_BYTES, tos, tos) for _ in range(_TRIES))
     return next((answer for answer in answers if answer), None)
-
-
-def _interface_mtu(sock: socket.socket) -> int:
-    """Return the MTU of the route to a connected socket's peer (IP_MTU, ip(7)), in bytes."""
-    return sock.getsockopt(socket.IPPROTO_IP, 14)
 
 
 def describe(report: PathReport) -> Section:

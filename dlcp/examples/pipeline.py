@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.examples import digits
+from dlcp.examples.learning_tasks import SMALL_TASKS, LabelledData, evaluate
 
+TASK = SMALL_TASKS["digits"]
 MICROBATCHES = 12
 IMAGES = 16
 """Microbatches of a step, and images in each; replicas have to share the microbatches evenly."""
@@ -143,7 +144,7 @@ def train(replicas: list[int], starts: list[str], steps: int, seed: int) -> dict
         First layer of each stage but the first.
     """
     torch.set_num_threads(1)
-    stages = divided(digits.network(seed), starts)
+    stages = divided(TASK.network(seed), starts)
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = [list(range(sum(replicas[:at]), sum(replicas[: at + 1]))) for at in range(len(replicas))]
     number = next(at for at, members in enumerate(ranks) if rank in members)
@@ -153,19 +154,19 @@ def train(replicas: list[int], starts: list[str], steps: int, seed: int) -> dict
             shape = layers(torch.empty(shape)).shape
     stage = Stage(stages[number], ranks, number, shape)
     optimizer = torch.optim.SGD(stages[number].parameters(), lr=0.05, momentum=0.9)
-    data = digits.load(seed)
+    data = TASK.data(seed)
     order = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(steps):
         chosen = torch.randperm(len(data.train_labels), generator=order)[: MICROBATCHES * IMAGES]
         optimizer.zero_grad()
-        losses.append(stage.step(data.train_images[chosen], data.train_labels[chosen]))
+        losses.append(stage.step(data.train_inputs[chosen], data.train_labels[chosen]))
         optimizer.step()
     return _collect(stages, number, losses, data)
 
 
 def _collect(
-    stages: list[nn.Sequential], number: int, losses: list[list[float]], data: digits.DigitTensors
+    stages: list[nn.Sequential], number: int, losses: list[list[float]], data: LabelledData
 ) -> dict[str, object]:
     """Collect all stages' parameters and the last stage's losses on the first process."""
     own = (number, stages[number].state_dict(), losses)
@@ -179,13 +180,13 @@ def _collect(
         stages[at].load_state_dict(parameters)
     parts = [found for at, _, found in every if at == len(stages) - 1]
     means = [sum(map(sum, step)) / MICROBATCHES for step in zip(*parts, strict=True)]
-    share, loss = digits.accuracy(nn.Sequential(*stages), data)
+    share, loss = evaluate(nn.Sequential(*stages), data)
     return {"losses": means, "accuracy": share, "test_loss": loss}
 
 
 def main() -> None:
     """Train, and print losses and accuracy as JSON."""
-    names = [name for name, _ in digits.network(0).named_children()]
+    names = [name for name, _ in TASK.network(0).named_children()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=_replicas, default=[1], help="processes of each stage, such as 3-1")
     parser.add_argument(

@@ -20,6 +20,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -372,15 +373,10 @@ def available() -> tuple[bool, str]:
     return True, "network namespaces, veth links and packet sockets work"
 
 
-def become_root(argv: Sequence[str] | None = None) -> None:
+def become_root() -> None:
     """Re-execute this program as root of its own user namespace, unless it can already create namespaces.
 
     Does not return if the program is re-executed. Call it first, before starting threads or opening files.
-
-    Parameters
-    ----------
-    argv
-        The command to execute; this process's own unless given.
 
     Raises
     ------
@@ -397,8 +393,7 @@ def become_root(argv: Sequence[str] | None = None) -> None:
     trial = subprocess.run([*isolate, "true"], capture_output=True, text=True, check=False)
     if trial.returncode:
         raise NamespaceError(f"{reason}; user namespaces are not allowed here: {trial.stderr.strip()}; run as root")
-    command = list(argv) if argv is not None else [sys.executable, *sys.orig_argv[1:]]
-    os.execve(unshare, [*isolate, *command], {**os.environ, _RE_EXECUTED: "1"})
+    os.execve(unshare, [*isolate, sys.executable, *sys.orig_argv[1:]], {**os.environ, _RE_EXECUTED: "1"})
 
 
 def check_congestion_control(name: str) -> None:
@@ -466,18 +461,5 @@ def _set_namespace(fd: int) -> None:
 
 def _in_thread(function: Callable[[], _T]) -> _T:
     """Call a function in a new thread: a thread's namespace ends with the thread."""
-    results: list[_T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="dlcp-namespace")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "dlcp-namespace") as thread:
+        return thread.submit(function).result()

@@ -105,7 +105,7 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, folders: Sequence[Path], address: str) -> None:
         host, port = parse_listen(address)
         self.nonce = secrets.token_urlsafe(16)
-        self.page = render(_TEMPLATE, {}, nonce=self.nonce).encode()
+        self.page = render(_TEMPLATE, nonce=self.nonce).encode()
         self.state = b"{}"
         self.snapshots: Sequence[RankSnapshot] = ()
         self.refused = 0

@@ -27,7 +27,7 @@ from dlcp.report.runs import (
     summarize,
     write_summary,
 )
-from dlcp.report.style import COLOURS, FILTERS, SHORT_NAMES, TEMPLATES, bit_rate, duration, percent, render, sentence
+from dlcp.report.style import COLOURS, SHORT_NAMES, TEMPLATES, bit_rate, duration, percent, render, sentence
 from dlcp.wire import DROP_CLASSES, Queue
 
 MOST_POINTS: Final = 300
@@ -423,7 +423,6 @@ def _runs_page(runs: Mapping[str, Run], summary: Mapping[str, Any], plots: Mappi
     agreements = {name: run["agreement"] for name, run in runs.items() if "agreement" in run}
     return render(
         TEMPLATES / "runs.html",
-        FILTERS,
         runs=runs,
         summary=summary,
         plots=plots,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import jinja2
@@ -43,24 +44,6 @@ AS_FAST_WITHIN: Final = 0.02
 """Ratios this close to 1 are called equal: runs on a shared machine differ by more."""
 
 
-def environment(folder: Path, filters: Mapping[str, Callable[..., Any]]) -> jinja2.Environment:
-    """Return the environment for the templates in a folder, which may use those of :data:`TEMPLATES`."""
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= filters
-    return made
-
-
-def render(template: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
-    """Return a page made from a template that extends ``frame.html``."""
-    return environment(template.parent, filters).get_template(template.name).render(style=STYLE, **values)
-
-
 def duration(seconds: float | None) -> str:
     """Return a time with about three digits, in s, or in ms below one second."""
     if seconds is None:
@@ -93,9 +76,24 @@ def count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
-FILTERS: Final[Mapping[str, Callable[..., str]]] = {
-    each.__name__: each for each in (duration, in_words, percent, bit_rate, count)
-}
+def environment(folder: Path) -> jinja2.Environment:
+    """Return the environment for the templates in a folder, which may use those of :data:`TEMPLATES`."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {each.__name__: each for each in (duration, in_words, percent, bit_rate, count)}
+    return made
+
+
+def render(template: Path, filters: Mapping[str, Callable[..., Any]] = MappingProxyType({}), /, **values: Any) -> str:
+    """Return a page made from a template that extends ``frame.html``, with more ``filters``."""
+    made = environment(template.parent)
+    made.filters |= filters
+    return made.get_template(template.name).render(style=STYLE, **values)
 
 
 def sentence(name: str, *arguments: Any, **named: Any) -> str:
@@ -106,7 +104,7 @@ def sentence(name: str, *arguments: Any, **named: Any) -> str:
 
 @cache
 def _sentences() -> Any:
-    plain = environment(TEMPLATES, FILTERS).overlay(autoescape=False)  # pages escape the sentences that they hold
+    plain = environment(TEMPLATES).overlay(autoescape=False)  # pages escape the sentences that they hold
     return plain.get_template(
         "sentences.jinja", globals={"NAMES": SHORT_NAMES, "AS_FAST_WITHIN": AS_FAST_WITHIN}
     ).module

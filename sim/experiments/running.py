@@ -50,7 +50,7 @@ _INDIFFERENT: Final = (
 """Parts of the simulator that do not change results: they start runs, show them, or describe experiments."""
 _SHARED: Final = (
     *(f"convergence/{name}" for name in ("__init__.py", "published.json", "measured.json", "shortfall.json")),
-    *("examples/digits.py", "examples/learning_tasks.py", "report/runs.py"),
+    *("examples/learning_tasks.py", "report/runs.py"),
     *("policies/arms.py", "policies/slow_ports.py", "values/planes.py", "values/tags.py"),
     *("wire/__init__.py", "wire/header.py", "wire/payloads.py"),
 )

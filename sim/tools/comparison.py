@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from dlcp.inputs.document import refusal
-from dlcp.report.style import FILTERS, render
+from dlcp.report.style import render
 from dlcp.sim.experiments.experiment import Figure
 from dlcp.sim.experiments.results import ReportError, Spread
 
@@ -137,7 +137,7 @@ def comparison_page(names: tuple[str, str], one: ComparedRun, other: ComparedRun
 
     return render(
         Path(__file__).parent / "comparison.html",
-        {**FILTERS, "number": lambda value: "-" if value is None else number(value)},
+        {"number": lambda value: "-" if value is None else number(value)},
         names=names,
         above=above,
         differences=differences(one, other, above),

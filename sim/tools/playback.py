@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.inputs.error_text import nearest
-from dlcp.report.style import FILTERS, render
+from dlcp.report.style import render
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.experiments.recording import AnyProgress, LinkSamples, RunOver, hosts_of, link_names
 from dlcp.sim.experiments.results import ReportError
@@ -346,7 +346,7 @@ def playback_page(playback: StepPlayback, title: str) -> str:
     """Return the page: one file, which needs no network."""
     return render(
         Path(__file__).parent / "playback.html",
-        {**FILTERS, "blocks": _blocks, "area": _area},
+        {"blocks": _blocks, "area": _area},
         playback=playback,
         title=title,
         lane=LANE_WIDTH,

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from dlcp.bench import BenchError, BenchResult, median, processor, result, say, significant
+from dlcp.bench import BenchError, BenchResult, median, result, say, significant
 from dlcp.demo.background import schedule
 from dlcp.demo.run import NamespaceNetwork, await_ready, start_background
 from dlcp.demo.variants import DemoSetup
@@ -48,6 +48,7 @@ from dlcp.examples.learning_tasks import (
     loss_of,
     schedule_of,
 )
+from dlcp.host import processor
 from dlcp.host.netlab import become_root
 from dlcp.inputs.error_text import nearest
 from dlcp.values.planes import FULL_BITS

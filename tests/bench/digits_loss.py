@@ -17,11 +17,14 @@ import torch
 from torch import nn
 
 from dlcp import convergence
-from dlcp.examples.digits import DigitTensors, accuracy, batches, load, network
+from dlcp.examples.learning_tasks import SMALL_TASKS, LabelledData, batches_of, evaluate
 
+TASK: Final = SMALL_TASKS["digits"]
 WORKERS: Final = 4
+EPOCH_BATCH: Final = 64
+"""Samples that a worker draws for a step."""
 BATCH: Final = 16
-"""Batch size of a worker. It is small so that runs take enough steps for their numbers to differ."""
+"""How many of them it uses: few, so that runs take enough steps for their numbers to differ."""
 PACKET_VALUES: Final = 350
 LOSSES: Final = (0.0, 0.01, 0.1, 0.2, 0.3)
 MODES: Final = {
@@ -33,28 +36,28 @@ EVERY: Final = 4
 """Steps between accuracy tests."""
 
 
-def steps_to_target(digits: DigitTensors, mode: str, loss: float, seed: int, target: float, most: int) -> int:
+def steps_to_target(digits: LabelledData, mode: str, loss: float, seed: int, target: float, most: int) -> int:
     """Return the step of the first of three tests in a row that reach the target accuracy; ``most`` if none."""
-    model = network(seed)
+    model = TASK.network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    own = [batches(digits, most, rank, WORKERS, seed) for rank in range(WORKERS)]
+    own = list(batches_of(most, EPOCH_BATCH, len(digits.train_labels), seed, WORKERS))
     random = np.random.default_rng([seed, int(loss * 1000)])
     size = sum(parameter.numel() for parameter in model.parameters())
     residual = torch.zeros(WORKERS, size)
     reached = 0
     for step in range(most):
-        gradients = torch.stack([_gradient(model, digits, own[rank][step][:BATCH]) for rank in range(WORKERS)])
+        gradients = torch.stack([_gradient(model, digits, own[step][rank][:BATCH]) for rank in range(WORKERS)])
         _assign(model, _average(gradients, residual, mode, loss, random))
         optimizer.step()
         if step % EVERY == EVERY - 1:
-            reached = reached + 1 if accuracy(model, digits)[0] >= target else 0
+            reached = reached + 1 if evaluate(model, digits)[0] >= target else 0
             if reached == 3:
                 return step + 1 - 2 * EVERY
     return most
 
 
-def _gradient(model: nn.Module, digits: DigitTensors, chosen: torch.Tensor) -> torch.Tensor:
-    loss = nn.functional.cross_entropy(model(digits.train_images[chosen]), digits.train_labels[chosen])
+def _gradient(model: nn.Module, digits: LabelledData, chosen: torch.Tensor) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(model(digits.train_inputs[chosen]), digits.train_labels[chosen])
     found = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([gradient.reshape(-1) for gradient in found])
 
@@ -95,11 +98,15 @@ def _average(
 def measure(seeds: int, target: float, most: int) -> dict[str, list[tuple[float, float, float]]]:
     """Return (loss, factor, standard error of the factor) by mode."""
     found: dict[str, list[tuple[float, float, float]]] = {}
-    clean = np.array([steps_to_target(load(seed), "digits_random", 0.0, seed, target, most) for seed in range(seeds)])
+    clean = np.array(
+        [steps_to_target(TASK.data(seed), "digits_random", 0.0, seed, target, most) for seed in range(seeds)]
+    )
     for mode in MODES:
         found[mode] = [(0.0, 1.0, 0.0)]
         for loss in LOSSES[1:]:
-            steps = np.array([steps_to_target(load(seed), mode, loss, seed, target, most) for seed in range(seeds)])
+            steps = np.array(
+                [steps_to_target(TASK.data(seed), mode, loss, seed, target, most) for seed in range(seeds)]
+            )
             ratios = steps / clean
             error = float(ratios.std(ddof=1) / np.sqrt(seeds))
             found[mode].append((loss, float(ratios.mean()), error))

@@ -15,13 +15,13 @@ from statistics import fmean
 from typing import Final
 
 from dlcp.bench import BenchError, BenchResult, result, say
+from dlcp.host.timeline import find_timelines, write_trace
 from dlcp.sim import Scenario, simulate
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec, TraceJob
 from dlcp.sim.traces.traced_jobs import read_trace
 from dlcp.sim.transports.specs import DlcpTransport
-from dlcp.train import merged_trace
 from tests.bench.harness import Benchmark, int_option, rate_option, scratch
 from tests.bench.paths import QUEUE_S, RoutedPath
 
@@ -65,7 +65,7 @@ def traced(path: RoutedPath, precision: str, folder: Path) -> Path:
             process.kill()
             process.wait()
     file = folder / "run.json"
-    merged_trace.write(file, merged_trace.find([folder]))
+    write_trace(file, find_timelines([folder]))
     return file
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from dlcp.examples import digits, pipeline
+from dlcp.examples import pipeline
 from dlcp.transport import Endpoint
 from tests.faults.lossy_sockets import lossy_endpoints
 
@@ -38,19 +38,19 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica"))
     number, replica = mesh.get_local_rank("stage"), mesh.get_local_rank("replica")
-    layers = pipeline.divided(digits.network(1), ["conv4"])[number]
+    layers = pipeline.divided(pipeline.TASK.network(1), ["conv4"])[number]
     model = DistributedDataParallel(layers, process_group=mesh["replica"].get_group())
     stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
     schedule = Schedule1F1B(stage, 6, loss_fn=torch.nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05, momentum=0.9)
-    data, order = digits.load(1), torch.Generator().manual_seed(1)
+    data, order = pipeline.TASK.data(1), torch.Generator().manual_seed(1)
     means = []
     for _ in range(6):
         own = torch.randperm(len(data.train_labels), generator=order)[:192].chunk(2)[replica]
         optimizer.zero_grad()
         losses = []
         if number == 0:
-            schedule.step(data.train_images[own])
+            schedule.step(data.train_inputs[own])
         else:
             schedule.step(target=data.train_labels[own], losses=losses)
             means.append(torch.stack(losses).mean().item())

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.commands import trace as command
-from dlcp.host.timeline import SUFFIX
-from dlcp.train import merged_trace
+from dlcp.host.timeline import SUFFIX, TraceError, clock_offsets, find_timelines, trace_events
 
 PLACE = {"ph", "name", "pid", "tid"}
 FIELDS = {
@@ -225,15 +224,15 @@ def test_clocks_of_hosts_are_aligned_by_confirmations(tmp_path):
     timeline(tmp_path, 0, "here", 10**12, ours)
     timeline(tmp_path, 1, "there", 7 * 10**12, theirs, day_ns=10**9)
     timeline(tmp_path, 2, "elsewhere", 3 * 10**12, [], day_ns=5 * 10**9)
-    found = merged_trace.find([tmp_path])
-    assert merged_trace.clock_offsets(found) == {
+    found = find_timelines([tmp_path])
+    assert clock_offsets(found) == {
         "here": 0,
         "there": -6 * 10**12,
         "elsewhere": -2 * 10**12 + 5 * 10**9,  # which exchanged nothing: by the time of day
     }
     moments = {
         (event["pid"], event["args"]["message"]): event["ts"]
-        for event in merged_trace.events(found)
+        for event in trace_events(found)
         if event["ph"] == "b" and event["cat"] == "message"
     }
     assert moments[1, 1] == moments[2, 1], "both began at the same moment, by whatever clock"
@@ -271,5 +270,5 @@ def test_a_step_that_begins_before_the_last_one_is_noted_as_applied_follows_it(t
 
 
 def test_a_folder_without_timelines_is_refused(tmp_path):
-    with pytest.raises(merged_trace.TraceError, match=r"no rank has left a timeline in .*: check that the script uses"):
-        merged_trace.find([tmp_path])
+    with pytest.raises(TraceError, match=r"no rank has left a timeline in .*: check that the script uses"):
+        find_timelines([tmp_path])
