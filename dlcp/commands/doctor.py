@@ -11,8 +11,8 @@ from typing import Final
 from dlcp import wire
 from dlcp.commands.common import DURATIONS, add, add_json, add_steps, real, refuse, whole
 from dlcp.commands.train import measure
+from dlcp.doctor import anything_missing, show
 from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
-from dlcp.doctor.findings import anything_missing, show
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, ProbeListener, open_socket
 from dlcp.host.interfaces import interfaces
 from dlcp.train.headroom import MEASURED_STEPS
@@ -72,7 +72,7 @@ def _listen(host: str, port: int, fixed: bool, seconds: float | None) -> int:
     suffix = "" if port == DOCTOR_PORT else f":{port}"
     print(f"on the other machine: dlcp doctor --peer {where.split(', ')[0]}{suffix}", flush=True)
     end_s = None if seconds is None else time.monotonic() + seconds
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(listener):
+    with contextlib.suppress(KeyboardInterrupt), listener:
         while (left_s := _LISTEN_TURN_S if end_s is None else min(_LISTEN_TURN_S, end_s - time.monotonic())) > 0:
             for asker, _ in listener.serve(left_s):
                 print(f"answering {asker}", flush=True)

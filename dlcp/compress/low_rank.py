@@ -321,8 +321,7 @@ class Atomo(Compressor):
         if not np.isfinite(values).all():
             left[:] = right[:] = np.nan
             return left, right
-        missing = band.rows * band.columns - len(values)
-        matrix = np.pad(values.astype(np.float64), (0, missing)).reshape(band.rows, band.columns)
+        matrix = Shape(band.rows, band.columns).matrix(values.astype(np.float64))
         u, sizes, vt = np.linalg.svd(matrix, full_matrices=False)
         chances = probabilities(sizes, band.atoms)
         drawn = systematic(chances, draws.random())

@@ -146,32 +146,23 @@ class Qsgd(ScaledCodes):
         return signed
 
 
-class TernGrad(ScaledCodes):
+class TernGrad(Qsgd):
     """TernGrad (Wen et al., NeurIPS 2017): -1, 0 or 1 times the largest absolute value of the layer.
 
-    Value v of a layer with largest absolute value s becomes s sgn(v) with probability |v| / s, else 0. Its authors
-    first clip gradients at 2.5 standard deviations. That causes a bias, so it is left to the optimizer.
+    Value v of a layer with largest absolute value s becomes s sgn(v) with probability |v| / s, else 0: QSGD with one
+    level and another norm. Its authors first clip gradients at 2.5 standard deviations. That causes a bias, so it is
+    left to the optimizer.
     """
 
     name = "terngrad"
-    feedback = Feedback.LOST
 
     def __init__(self) -> None:
-        super().__init__(2, None)
+        super().__init__(2)
+        self.group = None
 
     def scales(self, values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray[np.floating]:
         """Return the layers' largest absolute values."""
         return np.asarray(np.maximum.reduceat(np.abs(values), starts))
-
-    def codes(self, values: NDArray[np.float32], scales: NDArray[np.float32], draws: np.random.Generator) -> Codes:
-        """Return 0, 1 for the scale, and 3 for the negative scale."""
-        kept = _round_at_random(np.nan_to_num(np.abs(values) / scales, nan=0.0, posinf=0.0), draws) > 0
-        codes: Codes = np.where(kept, np.where(np.signbit(values), np.uint8(3), np.uint8(1)), np.uint8(0))
-        return codes
-
-    def levels(self, codes: Codes) -> NDArray[np.float32]:
-        """Return -1, 0 or 1."""
-        return np.array([0, 1, 0, -1], np.float32)[codes]
 
 
 def _round_at_random(exact: NDArray[np.floating], draws: np.random.Generator) -> NDArray[np.floating]:

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import dlcp.torch
-from dlcp.demo.variants import RankTask
+from dlcp.demo.variants import DemoSetup
 from dlcp.examples.learning_tasks import OPTIMIZER_MAKERS, SMALL_TASKS, LabelledData, batches_of, evaluate, schedule_of
 from dlcp.host.processes import Fact, send_fact
 from dlcp.values.tags import layers_in_order
@@ -38,16 +38,15 @@ _BUCKET_MB: Final = 0.5
 _WARM_UP_STEPS: Final = 6
 
 
-def train(task: RankTask, channel: Connection) -> Fact:
+def train(rank: int, mode: str, setup: DemoSetup, channel: Connection) -> Fact:
     """Train, and return this rank's report."""
-    rank, setup = task.rank, task.setup
     logging.basicConfig(format="%(message)s")  # warnings only: the demo says itself what each run is
     digits = _TASK.data(setup.seed)
     network = _TASK.network(setup.seed)
     group = dist.new_group(list(range(setup.workers)))
     model = DistributedDataParallel(network, bucket_cap_mb=_BUCKET_MB, process_group=group)
     state = None
-    if task.mode == "dlcp":
+    if mode == "dlcp":
         state = dlcp.torch.enable(model)
     elif setup.collective == "server":
         model.register_comm_hook(GlooServerClient(), average_at_server)
@@ -230,22 +229,31 @@ def _server() -> int:
     return dist.get_world_size() - 1
 
 
-def main(channel: Connection, task: RankTask) -> None:
-    """Run one rank.
+def main(channel: Connection, rank: int, ranks: int, mode: str, setup: DemoSetup, store: str) -> None:
+    """Run one rank: a worker, or Gloo's parameter server, whose rank follows the workers'.
 
     It reports that it is ready, receives the start time, and reports each finished step, then its report or its error.
+
+    Parameters
+    ----------
+    ranks
+        The number of ranks: the workers, and Gloo's parameter server if any.
+    mode
+        What averages the gradients: ``gloo`` or ``dlcp``.
+    store
+        Path of the process group's rendezvous file.
     """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
-        if task.rank >= task.setup.workers:
-            dist.new_group(list(range(task.setup.workers)))
+        if rank >= setup.workers:
+            dist.new_group(list(range(setup.workers)))
             send_fact(channel, {"ready": True})
-            GlooServer(task.setup.workers).run()
+            GlooServer(setup.workers).run()
             return
-        report = train(task, channel)
+        report = train(rank, mode, setup, channel)
     except Exception as error:
-        send_fact(channel, {"error": f"rank {task.rank}: {error}"})
+        send_fact(channel, {"error": f"rank {rank}: {error}"})
         os._exit(1)  # a process group hangs on exit when its peers are gone
     send_fact(channel, {"report": report})
     dist.destroy_process_group()

@@ -29,7 +29,7 @@ from rich.console import Console
 import dlcp
 from dlcp.controller.fabric import Host, Job, star
 from dlcp.demo.background import SAMPLE_S, SINK_PORT, BackgroundBurst, BackgroundEnd, delivered_bps, sink, source
-from dlcp.demo.variants import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, RankTask, Variant
+from dlcp.demo.variants import BACKGROUND_FLOWS, RUN_DEADLINE_S, DemoSetup, Variant
 from dlcp.host import processor
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import HOST_INTERFACE, Namespace, StarNetwork
@@ -324,17 +324,17 @@ def _ranks(
             "DLCP_SWITCH_HOPS": str(setup.hops),
             **variant.environment,
         }
-        task = RankTask(rank, ranks, variant.mode, setup, str(folder / "store"))
+        task = [rank, ranks, variant.mode, setup, str(folder / "store")]
         on_fact = partial(_report_progress, progress) if rank == 0 else None
-        process = _start(stack, network, "worker", rank, _work, [task], environment=environment, on_fact=on_fact)
+        process = _start(stack, network, "worker", rank, _work, task, environment=environment, on_fact=on_fact)
         workers.append(process)
     return servers, workers
 
 
-def _work(channel: Connection, task: RankTask) -> None:
+def _work(channel: Connection, *task: Any) -> None:
     from dlcp.demo import rank  # needs PyTorch, which forks have already loaded
 
-    rank.main(channel, task)
+    rank.main(channel, *task)
 
 
 def await_ready(processes: Sequence[ReportingFork]) -> None:

@@ -153,26 +153,3 @@ def variants(setup: DemoSetup) -> list[Variant]:
         Variant("dlcp", "DLCP, held to its fair share", "dlcp", True, bound),
         Variant("dlcp_priority", "DLCP, with priority over the background", "dlcp", False, bound),
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class RankTask:
-    """The task of one rank: train, or be Gloo's parameter server, whose rank follows the workers'.
-
-    Parameters
-    ----------
-    rank, ranks
-        Its rank, and the number of ranks: the workers, and Gloo's parameter server if any.
-    mode
-        What averages the gradients: ``gloo`` or ``dlcp``.
-    setup
-        The settings of the run.
-    store
-        Path of the process group's rendezvous file.
-    """
-
-    rank: int
-    ranks: int
-    mode: str
-    setup: DemoSetup
-    store: str

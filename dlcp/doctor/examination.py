@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dlcp import __version__, native, wire
-from dlcp.doctor.findings import Diagnosis, Section, anything_missing, missing, note, ok
+from dlcp.doctor import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
 from dlcp.host import installed_version
 from dlcp.host.interfaces import NetworkInterface, interface_of, interfaces, with_route_to

@@ -20,7 +20,8 @@ from multiprocessing.connection import wait  # select.select fails on descriptor
 from typing import Final
 
 from dlcp import wire
-from dlcp.doctor.findings import Diagnosis, Section, missing, note, ok
+from dlcp.doctor import Diagnosis, Section, missing, note, ok
+from dlcp.host.closing import Closing
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import IPV4_UDP_BYTES, first_hop_mtu
 from dlcp.transport.sockets import IP_RECVTOS
@@ -133,7 +134,7 @@ def open_socket(host: str = "", ports: Iterable[int] = (0,)) -> socket.socket:
     raise failure
 
 
-class ProbeListener:
+class ProbeListener(Closing):
     """Answers the probes of other machines.
 
     Parameters
@@ -241,7 +242,7 @@ def try_path(peer: Address, count: int = PROBES) -> PathReport:
     return report
 
 
-class Conversation:
+class Conversation(Closing):
     """Sends probes to a listening doctor and receives its answers; a context manager."""
 
     def __init__(self, peer: Address) -> None:
@@ -252,10 +253,8 @@ class Conversation:
         self.sock = open_socket()
         self.sock.connect(peer)
 
-    def __enter__(self) -> "Conversation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the socket."""
         self.sock.close()
 
     def greet(self) -> None:

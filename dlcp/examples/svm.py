@@ -123,7 +123,7 @@ class Solver:
         start, every = ELIMINATION[self.elimination]
         while True:
             rows = self.exchange(self._violators())
-            up, low = may_grow(rows.labels, rows.weights, self.cost), may_shrink(rows.labels, rows.weights, self.cost)
+            up, low = free(rows.labels, rows.weights, self.cost)
             least, most = rows.gradients[up].min(), rows.gradients[low].max()
             if most - least <= 2 * TOLERANCE:
                 if not self.eliminated:
@@ -131,24 +131,21 @@ class Solver:
                 self._reconstruct()
                 start = self.rounds + start  # what had to come back may stay for as long as at first
                 continue
-            self._improve(rows.take(worst(rows, up, low)))
+            self._improve(rows.take(worst(rows.gradients, rows.numbers, up, low)))
             self.rounds += 1
             if self.rounds >= start and self.rounds % every == 0:
                 self._eliminate(least, most)
 
     def _violators(self) -> NDArray[np.int64]:
         """Return this rank's active samples that violate the optimality conditions most."""
-        labels, weights = self.labels[self.active], self.weights[self.active]
-        order = np.argsort(self.gradients[self.active], kind="stable")
-        up = self.active[order[may_grow(labels, weights, self.cost)[order]]][: ROWS // 2]
-        low = self.active[order[may_shrink(labels, weights, self.cost)[order]]][-(ROWS // 2) :]
-        return np.unique(np.concatenate([up, low]))
+        up, low = free(self.labels[self.active], self.weights[self.active], self.cost)
+        return self.active[worst(self.gradients[self.active], self.active, up, low)]
 
     def _improve(self, rows: Rows) -> None:
         """Solve the problem for these samples alone, and apply the change of their weights."""
         inner = self.kernel(rows.samples, squared_norms(rows.samples), rows.samples)
         weights, gradients = rows.weights.copy(), rows.gradients.copy()
-        up, low = may_grow(rows.labels, weights, self.cost), may_shrink(rows.labels, weights, self.cost)
+        up, low = free(rows.labels, weights, self.cost)
         for _ in range(20 * len(weights)):
             first = int(np.where(up, gradients, np.inf).argmin())
             second = int(np.where(low, gradients, -np.inf).argmax())
@@ -164,8 +161,7 @@ class Solver:
             weights[first] += rows.labels[first] * step
             weights[second] -= rows.labels[second] * step
             pair = [first, second]
-            up[pair] = may_grow(rows.labels[pair], weights[pair], self.cost)
-            low[pair] = may_shrink(rows.labels[pair], weights[pair], self.cost)
+            up[pair], low[pair] = free(rows.labels[pair], weights[pair], self.cost)
             gradients += step * (inner[:, first] - inner[:, second])
         change = rows.labels * (weights - rows.weights)
         moved = np.flatnonzero(change)
@@ -178,7 +174,7 @@ class Solver:
     def _eliminate(self, least: float, most: float) -> None:
         """Stop updating samples at a bound that no present sample could move away from it."""
         labels, weights, gradients = (each[self.active] for each in (self.labels, self.weights, self.gradients))
-        up, low = may_grow(labels, weights, self.cost), may_shrink(labels, weights, self.cost)
+        up, low = free(labels, weights, self.cost)
         settled = (up & ~low & (gradients > most)) | (low & ~up & (gradients < least))
         self.active = self.active[~settled]
 
@@ -212,20 +208,17 @@ def squared_norms(samples: Any) -> Values:
     return norms
 
 
-def may_grow(labels: Values, weights: Values, cost: float) -> NDArray[np.bool_]:
-    """Return whose product of label and weight may grow."""
-    grows: NDArray[np.bool_] = np.where(labels > 0, weights < cost, weights > 0)
-    return grows
+def free(labels: Values, weights: Values, cost: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return whose product of label and weight may grow, and whose may shrink."""
+    below, above, positive = weights < cost, weights > 0, labels > 0
+    return np.where(positive, below, above), np.where(positive, above, below)
 
 
-def may_shrink(labels: Values, weights: Values, cost: float) -> NDArray[np.bool_]:
-    """Return whose product of label and weight may shrink."""
-    return may_grow(-labels, weights, cost)
-
-
-def worst(rows: Rows, up: NDArray[np.bool_], low: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the rows that violate the optimality conditions most, as many of each kind."""
-    order = np.lexsort((rows.numbers, rows.gradients))
+def worst(
+    gradients: Values, numbers: NDArray[np.int64], up: NDArray[np.bool_], low: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the samples that violate the optimality conditions most, as many of each kind."""
+    order = np.lexsort((numbers, gradients))
     ends = order[up[order]][: ROWS // 2], order[low[order]][-(ROWS // 2) :]
     return np.unique(np.concatenate(ends))
 

@@ -32,7 +32,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final
 
 from dlcp.host.closing import Closing
@@ -275,8 +275,8 @@ class ReportingFork(Fork):
     ----------
     name
         Its name in messages.
-    function, arguments, namespace, environment
-        As for :class:`Fork`.
+    function, arguments, placement
+        As for :class:`Fork`, with ``namespace`` and ``environment``.
     on_fact
         Called with each fact that it reports, on a reader thread.
     """
@@ -287,11 +287,10 @@ class ReportingFork(Fork):
         function: Callable[..., None],
         arguments: Sequence[Any],
         *,
-        namespace: str | None = None,
-        environment: Mapping[str, str] | None = None,
         on_fact: Callable[[Fact], None] | None = None,
+        **placement: Any,
     ) -> None:
-        super().__init__(name, _reporting, (function, *arguments), namespace=namespace, environment=environment)
+        super().__init__(name, _reporting, (function, *arguments), **placement)
         self.ready = threading.Event()
         self._report: Any = None
         self._errors = ""
@@ -383,7 +382,7 @@ class JobLayout:
         }
 
 
-class Processes:
+class Processes(Closing):
     """A job's processes on this machine; a context manager that leaves none behind.
 
     Parameters
@@ -426,12 +425,8 @@ class Processes:
         self._over[local_rank].set()
         self._ended.put((local_rank, status))
 
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End those that still run."""
         self.stop(signal.SIGTERM)
         self._signals.close()
 

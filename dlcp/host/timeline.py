@@ -462,7 +462,7 @@ class _RankEvents:
 
     def _aside(self, kind: str, name: str, began_ns: int, end_ns: int, arguments: TraceEvent) -> Iterator[TraceEvent]:
         """Yield a slice that may overlap others of the same name."""
-        identity = {"cat": kind, "id2": {"local": hex(next(self._serial))}}
+        identity: dict[str, Any] = {"cat": kind, "id2": {"local": hex(next(self._serial))}}
         yield self._event("b", name, began_ns, **identity, args=arguments)
         yield self._event("e", name, end_ns, **identity)
 

@@ -26,7 +26,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
 from socketserver import TCPServer
-from types import TracebackType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -35,6 +34,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from dlcp.host.closing import Closing
 from dlcp.live.ranks import RankProgress, Training
 from dlcp.report.style import render
 from dlcp.session.slowness import Cause
@@ -84,7 +84,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host or _LOOPBACK, int(port)
 
 
-class LiveServer(ThreadingHTTPServer):
+class LiveServer(Closing, ThreadingHTTPServer):
     """The HTTP server of a training's page. A context manager; on exit it sends pages the last state.
 
     Parameters
@@ -160,12 +160,8 @@ class LiveServer(ThreadingHTTPServer):
         """Show on the page, from its next state on, that all ranks have ended."""
         self._training.over = True
 
-    def __enter__(self) -> "LiveServer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Send pages the last state, and end."""
         self._closing.set()
         self._refresher.join(GOODBYE_S)
         with self._changed:

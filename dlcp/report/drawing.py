@@ -4,6 +4,7 @@
 Importing this module loads Matplotlib, which takes a second: import it only where plots are drawn.
 """
 
+import html
 import io
 import math
 import re
@@ -98,7 +99,7 @@ class Plot:
     def standalone(self) -> str:
         """The SVG as a file of its own."""
         opened = self.inline.replace("<svg", "<svg" + "".join(_NAMESPACES), 1)
-        return opened.replace(">", f"><title>{_escape(self.title)}</title><style>{STYLE}</style>", 1)
+        return opened.replace(">", f"><title>{html.escape(self.title, quote=False)}</title><style>{STYLE}</style>", 1)
 
 
 @contextmanager
@@ -180,7 +181,3 @@ def _clean(element: ElementTree.Element) -> None:
             element.set(key, _LONG.sub(lambda found: f"{float(found.group()):.2f}", value))
         elif key.endswith("}href"):
             element.set("href", element.attrib.pop(key))
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

@@ -2,7 +2,6 @@
 """Report experiments: a self-contained page, ``report.html``, and a CSV and an SVG file for every figure."""
 
 import csv
-import html
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -199,7 +198,7 @@ def _cell(value: float | None, name: str = "") -> str:
     if value is None:
         return "-"
     scale = 1e3 if name.endswith("_s") else 100.0 if name.endswith("_ratio") else 1.0
-    return html.escape(number(value * scale))
+    return number(value * scale)
 
 
 def _signed(value: float | None, unit: str) -> str:

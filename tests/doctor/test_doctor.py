@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from dlcp import doctor
 from dlcp.cli import main
-from dlcp.doctor import examination, findings
+from dlcp.doctor import Diagnosis, Section, Status, examination
 from dlcp.doctor.examination import examine_path, examine_payload, safely
-from dlcp.doctor.findings import Diagnosis, Section, Status
 from dlcp.doctor.path import open_socket
 from dlcp.inputs.configuration import Setting
 from tests.doctor.pathway import Pathway, listening
@@ -191,7 +191,7 @@ def test_the_real_machine_is_examined():
 
 def test_long_lines_are_folded_under_their_text():
     section = Section("Machine", [Diagnosis("thing", Status.NOTE, "word " * 40, "do " * 40)])
-    lines = findings.as_text([section], [], every_option=False, width=80).splitlines()
+    lines = doctor.as_text([section], [], every_option=False, width=80).splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line.startswith(" " * 30) for line in lines[2:5])
 

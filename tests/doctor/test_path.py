@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from dlcp import wire
-from dlcp.doctor.findings import Status
+from dlcp.doctor import Status
 from dlcp.doctor.path import PROBES, SMALLEST_BYTES, PeerError, Probe, decode, describe, open_socket, try_path
 from tests.doctor.pathway import Pathway, listening
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from dlcp.doctor import Status
 from dlcp.doctor.examination import examine_options
-from dlcp.doctor.findings import Status
 from dlcp.inputs import configuration
 from dlcp.inputs.configuration import HostPort, Range
 from dlcp.session.options import Options

@@ -3,8 +3,8 @@
 
 import pytest
 
+from dlcp.doctor import Status
 from dlcp.doctor.examination import examine_own_address, examine_route
-from dlcp.doctor.findings import Status
 from dlcp.host import interfaces
 from dlcp.host.interfaces import NetworkInterface, interface_of, with_route_to
 from dlcp.session.options import Options

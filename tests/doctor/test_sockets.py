@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.doctor import examination
-from dlcp.doctor.findings import Status
+from dlcp.doctor import Status, examination
 from dlcp.host.interfaces import NetworkInterface, interfaces
 from dlcp.transport.path_mtu import payload_for_mtu
 
