@@ -187,7 +187,7 @@ def test_zeros_travel_in_place_of_what_is_not_finite(adapter):
 
 
 def test_names_leave_the_model_out_and_are_told_apart(adapter):
-    from dlcp.tensorflow.optimizer import names_of
+    from dlcp.tensorflow import names_of
 
     paths = ["net_3/a/kernel", "net_3/a/bias", "net_3/a/kernel"]
     assert names_of(list(map(Variable, paths))) == ["a.kernel", "a.bias", "a.kernel_2"]
