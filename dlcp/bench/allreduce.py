@@ -259,12 +259,12 @@ class _JobRank:
             [1e3 * max(times) for times in zip(*(each.seconds[side] for each in outcomes), strict=True)]
             for side in (_DLCP, self.framework)
         )
-        local = self._state.local_peers
+        local = session.local_peers if (session := self._state.session) else 0
         details = {
             "peer": self.framework,
             "bytes": size,
             "ranks": self.ranks,
-            "hosts": self._state.hosts,
+            "hosts": session.hosts if session else 0,
             "device": self._device.type,
             "through": "memory" if local == self.ranks - 1 else "memory and sockets" if local else "sockets",
             "operations_timed_together": operations(size),

@@ -10,7 +10,7 @@ hop.
 Adasum has no fallback: if the path fails, training ends with an error.
 """
 
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -55,14 +55,10 @@ class Adasum:
         self.context = context
         self.work = work or ThreadPoolExecutor(1, f"dlcp-rank{context.rank}-adasum")
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Combine a bucket; the future's result is ``bucket.values``, written in place."""
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "AdasumRun":
+        """Begin to combine a bucket, and return its run."""
         self.context.check_key(step, NUMBERS_PER_BUCKET * sequence + 1)
         return AdasumRun(self, step, sequence, bucket).start()
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return nothing: an average of partial results would not be Adasum."""
-        return []
 
     def close(self) -> None:
         """Stop the thread that combines shards."""
@@ -90,6 +86,10 @@ class AdasumRun(BucketRun):
         """Messages that their receivers have not acknowledged."""
         self.lost: list[tuple[int, int]] = []
         """Ranges of lost values: start and end."""
+
+    def partial_result(self) -> PartialResult | None:
+        """Return nothing: an average of partial results would not be Adasum."""
+        return None
 
     def begin(self) -> None:
         """Send each owner its shard, and post all receives."""
@@ -179,7 +179,7 @@ class AdasumRun(BucketRun):
 
     def _look_whether_done(self) -> None:
         owners = {owner for owner, (start, stop) in self.shards.items() if start < stop}
-        if self.unconfirmed or self.done.done() or not owners <= set(self.results) or self.rank not in self.results:
+        if self.unconfirmed or self.done() or not owners <= set(self.results) or self.rank not in self.results:
             return
         if self.lost and self.context.options.error_feedback:
             positions = np.concatenate([np.arange(start, stop) for start, stop in sorted(self.lost)])
@@ -188,7 +188,7 @@ class AdasumRun(BucketRun):
         for owner in owners:
             start, stop = self.shards[owner]
             self.values[start:stop] = self.results[owner]
-        self.done.set_result(self.values)
+        self.set_result(self.values)
 
     def _parts(self) -> list[Values]:
         return [self.value_type.widen(self.contributions[rank]) for rank in self.ranks]

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from operator import attrgetter
 from struct import Struct
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -331,8 +331,8 @@ class RankContext:
 class Strategy(Protocol):
     """One way to combine all ranks' buckets into one."""
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Reduce a bucket; the future's result is ``bucket.values``, written in place.
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "BucketRun":
+        """Begin to reduce a bucket, and return its run.
 
         Parameters
         ----------
@@ -344,9 +344,6 @@ class Strategy(Protocol):
         ValueError
             The values are not contiguous, or the step has too many buckets; the message says which.
         """
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
 
     def close(self) -> None:
         """Stop the threads; call it when the endpoint is closed."""
@@ -365,8 +362,8 @@ class Reducer(Strategy, Protocol):
         """
 
 
-class BucketRun(ABC):
-    """One bucket's run through an algorithm, from :meth:`start` to the future ``done``.
+class BucketRun(Future[NDArray[np.generic]], ABC):
+    """One bucket's run through an algorithm: the future of ``bucket.values``, which are averaged in place.
 
     Parameters
     ----------
@@ -386,21 +383,21 @@ class BucketRun(ABC):
     ) -> None:
         if not bucket.values.flags.c_contiguous or not bucket.values.flags.writeable:
             raise ValueError(f"step {step}, bucket {sequence}: values must be contiguous and writable")
+        super().__init__()
         self.context, self.step, self.sequence, self.bucket = context, step, sequence, bucket
         self.timeline = context.connection.timeline if context.noted else None
         self.values_per_packet = context.connection.options.payload_bytes // bucket.values.itemsize
-        self.done: Future[NDArray[np.generic]] = Future()
         self._work = work
 
-    def start(self) -> "Future[NDArray[np.generic]]":
+    def start(self) -> Self:
         """Begin in the endpoint's thread."""
         try:
-            self.context.connection.call(partial(self._attempt, self.begin))
+            self.context.connection.call(partial(self.attempt, self.begin))
         except TransportError as error:
-            self.done.set_exception(error)
-        return self.done
+            self.set_exception(error)
+        return self
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def attempt(self, action: Callable[[], None]) -> None:
         """Run an action; an error in it fails the bucket."""
         try:
             action()
@@ -410,6 +407,14 @@ class BucketRun(ABC):
     @abstractmethod
     def begin(self) -> None:
         """Send the first messages and post the first receives, in the endpoint's thread."""
+
+    @abstractmethod
+    def partial_result(self) -> PartialResult | None:
+        """Return this rank's state of the bucket; None if no other rank can need it.
+
+        Call it when the endpoint is closed, so that nothing changes any more. Once a bucket of a later step is averaged
+        here, all ranks have this one: each contributes to a step only with all averages of the last one.
+        """
 
     @property
     def label(self) -> str:
@@ -442,14 +447,14 @@ class BucketRun(ABC):
         """Run a long action in the work executor."""
         assert self._work
         try:
-            self._work.submit(self._attempt, action)
+            self._work.submit(self.attempt, action)
         except RuntimeError as error:  # the interpreter is shutting down
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
-        if not self.done.done():
-            self.done.set_exception(error)
+        if not self.done():
+            self.set_exception(error)
 
 
 @lru_cache(4096)

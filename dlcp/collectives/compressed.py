@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,23 +76,6 @@ class CompressedReducer:
     def __init__(self, context: RankContext, compressor: Compressor, work: Executor | None = None) -> None:
         self.context, self.compressor = context, compressor
         self.work = work or ThreadPoolExecutor(1, "dlcp-decode")
-        self.runs: dict[tuple[int, int], CompressedRun] = {}
-        self._finished: dict[tuple[int, int], tuple[Decode, np.dtype[np.floating], int]] = {}
-        """Results that another rank may still need, their type, and their values per packet."""
-
-    def run(self, run: "CompressedRun") -> "Future[NDArray[np.generic]]":
-        """Start a bucket."""
-        self.runs[run.step, run.sequence] = run
-        return run.start()
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of buckets that it, or possibly a peer, has not finished.
-
-        Call it when the endpoint is closed, so that no bucket changes any more.
-        """
-        self.await_work()
-        finished = [self._finished_result(name) for name in sorted(self._finished)]
-        return finished + [run.partial_result() for _, run in sorted(self.runs.items())]
 
     def close(self) -> None:
         """Stop the thread that decodes buckets."""
@@ -103,23 +86,6 @@ class CompressedReducer:
         idle = threading.Event()
         self.work.submit(idle.set)
         idle.wait(WORK_S)
-
-    def end(self, run: "CompressedRun", decode: Decode) -> None:
-        """Record that a bucket is done. All buckets of earlier steps are then done on all ranks.
-
-        Each rank contributed to this bucket, which it does only once it has all results of the step before.
-        """
-        del self.runs[run.step, run.sequence]
-        for name in [name for name in self._finished if name[0] < run.step]:
-            del self._finished[name]
-        self._finished[run.step, run.sequence] = decode, run.own.dtype, run.values_per_packet
-
-    def _finished_result(self, name: tuple[int, int]) -> PartialResult:
-        decode, dtype, values_per_packet = self._finished[name]
-        values = decode().astype(dtype, copy=False)
-        packets = -(-len(values) // values_per_packet)
-        whole = {rank: np.ones(packets, np.bool_) for rank in self.context.contributors}
-        return PartialResult(*name, values, values_per_packet, np.ones(packets, np.bool_), whole)
 
 
 class CompressedRun(BucketRun):
@@ -137,6 +103,8 @@ class CompressedRun(BucketRun):
         super().__init__(reducer.context, step, sequence, bucket, reducer.work)
         self.reducer, self.compressor = reducer, reducer.compressor
         self.own = self._own()
+        self.decode: Decode | None = None
+        """Decodes the bucket's result again, once this rank has it: another rank may need that."""
         self.encoded = self.compressor.encode(
             self.own if np.isfinite(self.own).all() else np.full_like(self.own, np.nan),
             bucket.segments,
@@ -158,14 +126,18 @@ class CompressedRun(BucketRun):
         """Return the residual that belongs to the bucket's result; None for nothing."""
 
     def partial_result(self) -> PartialResult:
-        """Return this rank's state of the bucket: its contribution, and the residual if another has the result."""
+        """Return this rank's state of the bucket: the result, or its contribution and the residual of the result."""
+        self.reducer.await_work()
+        if self.decode is not None:
+            values = self.decode().astype(self.own.dtype, copy=False)
+            return PartialResult.averaged(self.context.contributors, values, self.values_per_packet)
         packets = -(-len(self.own) // self.values_per_packet)
         own = {self.context.rank: np.ones(packets, np.bool_)}
         residual = self.residual() if self.context.options.error_feedback else None
         if residual is not None:
             residual = residual.astype(self.own.dtype, copy=False)
         final = np.zeros(packets, np.bool_)
-        return PartialResult(self.step, self.sequence, self.own, self.values_per_packet, final, own, residual)
+        return PartialResult(self.own, self.values_per_packet, final, own, residual)
 
     def _own(self) -> Values:
         bucket, residual = self.bucket, self.context.residual
@@ -178,15 +150,15 @@ class CompressedRun(BucketRun):
         return own
 
     def _write(self, values: NDArray[np.generic], residual: Values | None, decode: Decode) -> None:
-        if self.done.done():
+        if self.done():
             return
         np.copyto(self.bucket.values, values)
         if residual is not None:
             keep = self.context.residual
             add = keep.add_whole if self.compressor.feedback is Feedback.ALL else keep.add
             add(residual, self.bucket.segments)
-        self.reducer.end(self, decode)
-        self.done.set_result(self.bucket.values)
+        self.decode, self.own = decode, self.own[:0]  # which nobody needs any more
+        self.set_result(self.bucket.values)
 
 
 def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values) -> Values | None:
@@ -205,6 +177,18 @@ def left_out(compressor: Compressor, own: Values, encoded: Encoded, used: Values
     if not is_finite.all():
         missing[~is_finite] = 0
     return missing
+
+
+def decoded_part(
+    compressor: Compressor,
+    encoded: Encoded,
+    units_per_packet: int,
+    content: NDArray[np.uint8],
+    verdict: NDArray[np.bool_],
+) -> Values:
+    """Return the values of a rank's content of which the verdict's packets count, laid out as in ``encoded``."""
+    present = None if verdict.all() else np.repeat(verdict, units_per_packet)[: encoded.units]
+    return compressor.decode(encoded, content, present)
 
 
 class CompressedAllReduce(CompressedReducer):
@@ -231,19 +215,9 @@ class CompressedAllReduce(CompressedReducer):
         super().__init__(context, compressor, work)
         self.inner, self.in_transit = inner, in_transit
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket; the future's result is ``bucket.values``, written in place."""
-        return self.run(AllReduceRun(self, step, sequence, bucket))
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of buckets that it, or possibly a peer, has not finished."""
-        self.await_work()
-        for sent in self.inner.partial_results():
-            sequence, number = divmod(sent.sequence, self.compressor.rounds)
-            run = self.runs.get((sent.step, sequence))
-            if isinstance(run, AllReduceRun) and run.number == number and sent.residual is not None:
-                run.note_lost(sent.residual)
-        return super().partial_results()
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "AllReduceRun":
+        """Begin to average a bucket, and return its run."""
+        return AllReduceRun(self, step, sequence, bucket).start()
 
 
 class AllReduceRun(CompressedRun):
@@ -257,23 +231,35 @@ class AllReduceRun(CompressedRun):
         """Number of the round."""
         self.lost: Values | None = None
         """Values that the network lost in the last round, decoded."""
+        self.inner: BucketRun | None = None
+        """The current round's run, until it is done."""
 
-    def start(self) -> "Future[NDArray[np.generic]]":
+    def start(self) -> Self:
         """Average the first round, from the caller's thread."""
         self.begin()
-        return self.done
+        return self
+
+    def partial_result(self) -> PartialResult:
+        """Return this rank's state of the bucket; see :meth:`CompressedRun.partial_result`."""
+        self.reducer.await_work()
+        sent = self.inner and self.inner.partial_result()
+        if sent is not None and sent.residual is not None:
+            self.note_lost(sent.residual)
+        return super().partial_result()
 
     def begin(self) -> None:
         """Average the current round."""
         # A copy: the average overwrites the sent values, which are needed to find what was left out.
         content, kind, segments = np.array(self.encoded.content), ValueType.FLOAT32, self.encoded.segments
         sent = replace(self.bucket, values=content, value_type=kind, segments=segments, magnitudes=None, exported=False)
-        averaged = self.reducer.inner.start(self.step, self.sequence * self.compressor.rounds + self.number, sent)
-        averaged.add_done_callback(partial(self._on_averaged, sent))
+        number = self.sequence * self.compressor.rounds + self.number
+        inner = self.inner = self.reducer.inner.start(self.step, number, sent)
+        inner.add_done_callback(partial(self._on_averaged, sent))
 
     def _on_averaged(self, sent: Bucket, averaged: "Future[NDArray[np.generic]]") -> None:
         error = averaged.exception()
         if error is None:
+            self.inner = None
             self.aside(partial(self._on_mean, sent, averaged.result()))
         else:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
@@ -305,7 +291,7 @@ class AllReduceRun(CompressedRun):
             self.begin()
             return
         self.note_lost(lost)
-        self.finish(lambda: self.compressor.decode(encoded, mean))
+        self.finish(partial(self.compressor.decode, encoded, mean))
 
 
 CONTENT, VERDICT = REDUCE_SCATTER, ALL_GATHER
@@ -327,10 +313,10 @@ class CompressedAllGather(CompressedReducer):
         super().__init__(context, compressor, work)
         self.rule = rule
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket; the future's result is ``bucket.values``, written in place."""
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "AllGatherRun":
+        """Begin to average a bucket, and return its run."""
         self.context.check_key(step, sequence)
-        return self.run(AllGatherRun(self, step, sequence, bucket))
+        return AllGatherRun(self, step, sequence, bucket).start()
 
     def combine(self, parts: Sequence[Callable[[], Values]], segments: Sequence[Segment]) -> Values:
         """Combine all ranks' gradients."""
@@ -381,7 +367,8 @@ class AllGatherRun(CompressedRun):
             return None
         if self.compressor.feedback is Feedback.LOST and verdict.all():
             return None
-        return left_out(self.compressor, self.own, self.encoded, self._decoded(self.content, verdict))
+        used = decoded_part(self.compressor, self.encoded, self.units_per_packet, self.content, verdict)
+        return left_out(self.compressor, self.own, self.encoded, used)
 
     def _bound(self) -> LossBound:
         """Return the bound of each receiver."""
@@ -437,13 +424,11 @@ class AllGatherRun(CompressedRun):
     def _look_whether_all_is_here(self) -> None:
         if len(self.contents) < len(self.ranks) or len(self.verdicts) < len(self.ranks):
             return
-        parts = [partial(self._decoded, self.contents[rank], self.verdicts[rank]) for rank in self.ranks]
+        # Not bound to the run, which keeps the result's decoding: they would keep each other alive.
+        decoded = partial(decoded_part, self.compressor, self.encoded, self.units_per_packet)
+        parts = [partial(decoded, self.contents[rank], self.verdicts[rank]) for rank in self.ranks]
         decode = partial(self.reducer.combine, parts, self.bucket.segments)
         self.aside(partial(self.finish, decode))
-
-    def _decoded(self, content: NDArray[np.uint8], verdict: NDArray[np.bool_]) -> Values:
-        present = None if verdict.all() else np.repeat(verdict, self.units_per_packet)[: self.encoded.units]
-        return self.compressor.decode(self.encoded, content, present)
 
     def _receive(
         self, peer: int, phase: int, size: int, bound: LossBound, then: Callable[[int, Arrival], None]

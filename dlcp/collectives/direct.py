@@ -13,7 +13,6 @@ has acknowledged that peer's contribution, because the peer then has posted the 
 
 import math
 from collections.abc import Container, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -92,7 +91,6 @@ class DirectAllReduce:
         """Each rank's rates, from the latest bucket of the step."""
         self._reported_with: dict[int, int] = {}
         """The bucket of each report, since results may arrive out of order."""
-        self._runs: dict[tuple[int, int], DirectRun | PairRun] = {}
         self._plans: dict[int, DirectPlan] = {}
         """By the bucket's number."""
 
@@ -118,8 +116,8 @@ class DirectAllReduce:
         known = self.between_ranks and len(self.rates_bps) == len(self.weights)
         return inbound_rates(self.rates_bps, slow) if known else {}
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "DirectRun | PairRun":
+        """Begin to average a bucket over the contributors, and return its run.
 
         Parameters
         ----------
@@ -140,10 +138,8 @@ class DirectAllReduce:
             from dlcp.collectives.pair import PairRun  # most jobs have more than two ranks
 
             plan = self.plan_of(sequence, bucket, dict.fromkeys(self.context.peers, 1.0))
-            pair = self._runs[step, sequence] = PairRun(self.context, plan, step, sequence, bucket, self.end_before)
-            return pair
-        direct = self._runs[step, sequence] = DirectRun(self, step, sequence, bucket, bits)
-        return direct
+            return PairRun(self.context, plan, step, sequence, bucket)
+        return DirectRun(self, step, sequence, bucket, bits)
 
     def _bits_of(self, bucket: Bucket) -> int:
         bits = self.bits
@@ -163,24 +159,8 @@ class DirectAllReduce:
             plan = self._plans[sequence] = DirectPlan(self.context, sequence, bucket, weights, bits)
         return plan
 
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of buckets that it, or possibly a peer, has not finished.
-
-        Call it when the endpoint is closed, so that no bucket changes any more.
-        """
-        return [run.partial_result() for _, run in sorted(self._runs.items())]
-
     def close(self) -> None:
         """Do nothing: there is no thread."""
-
-    def end(self, run: "DirectRun") -> None:
-        """Forget a bucket that all peers have received."""
-        self._runs.pop((run.step, run.sequence), None)
-
-    def end_before(self, step: int) -> None:
-        """Forget the averaged buckets of earlier steps, which all ranks have."""
-        for which in [which for which, run in self._runs.items() if which[0] < step and run.done.done()]:
-            del self._runs[which]
 
     def rates_to_tell(self) -> NDArray[np.generic]:
         """Return this rank's rates to all contributors, as in :func:`dlcp.collectives.shards.inbound_rates`."""
@@ -489,7 +469,7 @@ class DirectRun(BucketRun):
 
     def _advance(self) -> None:
         """Enter the next phases that arrivals and acknowledgements allow."""
-        if self.awaited or (self.done.done() and self.phase is not BucketPhase.RETURNED):  # the latter: it has failed
+        if self.awaited or (self.done() and self.phase is not BucketPhase.RETURNED):  # the latter: it has failed
             return
         if self.phase is BucketPhase.EXCHANGING:
             self.phase = BucketPhase.CONFIRMING
@@ -523,19 +503,20 @@ class DirectRun(BucketRun):
             for positions, values in self.lost:
                 self.context.residual.add_at(positions, values, self.bucket.segments)
             self._keep_rest()
-        self.done.set_result(self.values)
+        self.set_result(self.values)
 
     def _keep_rest(self) -> None:
         """Make what codes lacked the residual: as one array, if that is the whole bucket's, for one pass later."""
-        if self.rest is None:
+        rest, self.rest = self.rest, None
+        if rest is None:
             return
         rounded = self._rounded()
         if len(rounded) == len(self.shards):
-            self.context.residual.add_whole(self.rest, self.bucket.segments)
+            self.context.residual.add_whole(rest, self.bucket.segments)
             return
         for owner in rounded:
             start, stop = self.bounds[owner]
-            self.context.residual.add_range(start, self.rest[start:stop], self.bucket.segments)
+            self.context.residual.add_range(start, rest[start:stop], self.bucket.segments)
 
     def _rounded(self) -> list[int]:
         """Return the owners of shards that were rounded: of a scattered bucket, this rank keeps its own in full."""
@@ -543,24 +524,19 @@ class DirectRun(BucketRun):
 
     def _end(self) -> None:
         self.phase = BucketPhase.ENDED
-        if self.reducer.between_ranks:
-            self.reducer.end(self)
-        else:  # a server may end before it has sent the average to another worker, which then needs it
+        if not self.reducer.between_ranks:  # the server may end before it has sent the average to another worker
             self.averaged = self.values.copy()
-            self.reducer.end_before(self.step)
         self.own.release()
 
     # Partial result ---------------------------------------------------------------------------------------------------
 
-    def partial_result(self) -> PartialResult:
-        """Return this rank's state of the bucket."""
-        widen, packets = self.bucket.value_type.widen, len(self.tags.queue)
+    def partial_result(self) -> PartialResult | None:
+        """Return this rank's state of the bucket; None if all peers have it."""
+        widen = self.bucket.value_type.widen
         if self.averaged is not None:
-            whole = np.ones(packets, np.bool_)
-            included = dict.fromkeys(self.context.contributors, whole)
-            return PartialResult(
-                self.step, self.sequence, widen(self.averaged), self.values_per_packet, whole, included
-            )
+            return PartialResult.averaged(self.context.contributors, widen(self.averaged), self.values_per_packet)
+        if self.phase is BucketPhase.ENDED:
+            return None
         unit, accumulator = self.values_per_packet, self.accumulator
         encoded = (
             self.plan.layouts.get(self.rank) if accumulator and self.shards[self.rank] is Shard.ACCUMULATING else None
@@ -578,11 +554,11 @@ class DirectRun(BucketRun):
         # A sum is divided as soon as it is complete, packet by packet.
         averaged = self.shards.get(self.rank) is Shard.AVERAGED
         final[mine] = averaged or np.all([bits[mine] for bits in included.values()], axis=0)
-        if self.own.is_kept and self.done.done() and not self.done.exception():
+        if self.own.is_kept and self.done() and not self.exception():
             # The caller has the bucket back; only this rank's averaged shard is left.
             values = np.zeros(len(self.values), widen(self.values[:0]).dtype)
             values[start:stop] = self.own.kept(self.bucket.value_type)
-            return PartialResult(self.step, self.sequence, values, unit, final, included)
+            return PartialResult(values, unit, final, included)
         values = widen(self.values)
         missing = ~np.repeat(final, unit)[start:stop]  # values of this rank's shard that are not averaged
         if encoded is not None and accumulator is not None:
@@ -601,7 +577,7 @@ class DirectRun(BucketRun):
             for owner in self._rounded() if self.rest is not None else ():
                 residual[slice(*self.bounds[owner])] = self._rest(owner)
             residual[start:stop][missing] = 0  # not rounded so far
-        return PartialResult(self.step, self.sequence, values, unit, final, included, residual, unconfirmed)
+        return PartialResult(values, unit, final, included, residual, unconfirmed)
 
     def _included(self) -> Mapping[int, NDArray[np.bool_]]:
         """Return the contributions that this rank's shard holds: a mask of packets by rank."""

@@ -8,8 +8,6 @@ Replicas stay equal even with packet loss: the peer's acknowledgement tells a ra
 arrived. The rank leaves out the others, as the peer must, and keeps them as residual.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,21 +27,11 @@ class PairRun(BucketRun):
     ----------
     plan
         A plan in which the peer owns everything.
-    end_before
-        Called with the step once it shows that the peer has all earlier averages.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        plan: DirectPlan,
-        step: int,
-        sequence: int,
-        bucket: Bucket,
-        end_before: Callable[[int], None],
-    ) -> None:
+    def __init__(self, context: RankContext, plan: DirectPlan, step: int, sequence: int, bucket: Bucket) -> None:
         super().__init__(context, step, sequence, bucket)
-        self.plan, self.rank, self._end_before = plan, context.rank, end_before
+        self.plan, self.rank = plan, context.rank
         (self.peer,) = context.peers
         if self.context.options.error_feedback:
             self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
@@ -53,8 +41,8 @@ class PairRun(BucketRun):
         """The peer's acknowledgement of this rank's contribution; None until it arrives."""
         self.arrival: Arrival | None = None
         """The peer's contribution; None until it arrives."""
-        self.result: NDArray[np.generic] | None = None
-        """A copy of the average, kept until the peer is known to have it, too; the caller reuses its own buffer."""
+        self.averaged: NDArray[np.generic] | None = None
+        """A copy of the average, which the peer may need; the caller reuses its own buffer."""
         self._note("tagged", self.plan.bits)
 
     def begin(self) -> None:
@@ -111,21 +99,17 @@ class PairRun(BucketRun):
                 ours[:] = bucket.value_type.narrow(
                     mean if bucket.factor == 1 else mean * mean.dtype.type(bucket.factor)
                 )
-        self.result = ours.copy()
+        self.averaged = ours.copy()
         self._note("summed")
         self._note("gathered", self.peer)
-        # The peer would not have begun this step before it had all earlier results.
-        self._end_before(self.step)
-        self.done.set_result(ours)
+        self.set_result(ours)
 
     def partial_result(self) -> PartialResult:
         """Return this rank's state of the bucket."""
         widen, packets = self.bucket.value_type.widen, -(-len(self.bucket.values) // self.values_per_packet)
-        if self.result is None or self.delivery is None or self.arrival is None:
+        if self.averaged is None or self.delivery is None or self.arrival is None:
             values = widen(self.bucket.values).copy()
-            return PartialResult.untouched(self.rank, self.step, self.sequence, values, self.values_per_packet)
+            return PartialResult.untouched(self.rank, values, self.values_per_packet)
         included = {self.rank: self.delivery.delivered[:packets], self.peer: self.arrival.delivered[:packets]}
         final = np.ones(packets, np.bool_)
-        return PartialResult(
-            self.step, self.sequence, widen(self.result), self.values_per_packet, final, dict(included)
-        )
+        return PartialResult(widen(self.averaged), self.values_per_packet, final, dict(included))

@@ -7,18 +7,18 @@ buckets: the server sends the average of one part while contributions to others 
 ByteScheduler (SOSP 2019) divide gradients, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, pairwise
-from typing import Final
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.collectives.bucket import Bucket, ContributionTail, RankContext, ReduceOptions
-from dlcp.collectives.direct import DirectAllReduce
+from dlcp.collectives.bucket import Bucket, BucketRun, ContributionTail, RankContext, ReduceOptions
+from dlcp.collectives.direct import DirectAllReduce, DirectRun
 from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allowed, two_hop_number
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
@@ -27,6 +27,9 @@ from dlcp.transport import RELIABLE, Arrival, Connection, Delivery, MessageKey, 
 from dlcp.transport.ledger import Ledger
 from dlcp.values.planes import FULL_BITS, PlaneLayout
 from dlcp.values.tags import PacketTags, Segment, queue_of_layer
+
+if TYPE_CHECKING:
+    from dlcp.collectives.pair import PairRun
 
 PART_BYTES_MIN: Final = 200_000
 """Minimum size of a part; P3 has slices of 50,000 values. Large buckets have larger parts, because the number of parts
@@ -54,81 +57,87 @@ class AllReduceInParts:
     """
 
     def __init__(self, context: RankContext, server: int) -> None:
+        self.context, self.server = context, server
         self.plain = DirectAllReduce(replace(context, noted=False), weights={server: 1.0})
-        self._server, self._ranks = server, context.ranks
         self._layouts: dict[int, tuple[tuple[object, ...], list[_Part]]] = {}
         """Parts by bucket number, with their layout; every step has the same buckets."""
-        self._started: dict[tuple[int, int], tuple[Bucket, list[_Part]]] = {}
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """Refuse packets of steps before ``step`` from now on."""
-        last = max((name[0] for name in self._started), default=step)  # another worker may not have finished it
-        self._started = {name: each for name, each in self._started.items() if name[0] == last}
         self.plain.begin_step(step, bits)
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
-        parts = self._parts(sequence, bucket)
-        self._started[step, sequence] = bucket, parts
-        context, per_packet = self.plain.context, self._per_packet(bucket)
-        if context.options.error_feedback:  # a layer's residual is added at once, and some layers span several parts
-            context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
-        averaged: Future[NDArray[np.generic]] = Future()
-        timeline, left = context.connection.timeline, set(range(len(parts)))
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "PartsRun":
+        """Begin to average a bucket, and return its run. See :class:`Strategy`."""
+        return PartsRun(self, step, sequence, bucket).start()
 
-        def on_done(index: int, future: "Future[NDArray[np.generic]]") -> None:
-            left.discard(index)  # always in the endpoint's thread
-            error = future.exception()
-            if error and not averaged.done():
-                averaged.set_exception(error)
-            elif not left and not averaged.done():
-                if timeline is not None:
-                    timeline.note("gathered", step, sequence, self._server)
-                averaged.set_result(bucket.values)
-
-        runs = []
-        for index, part in enumerate(parts):
-            magnitudes = bucket.magnitudes
-            if magnitudes is not None:
-                magnitudes = magnitudes[part.start // per_packet : -(-part.stop // per_packet)]
-            values = bucket.values[part.start : part.stop]
-            piece = replace(bucket, values=values, segments=part.segments, magnitudes=magnitudes)
-            runs.append(self.plain.prepare(step, part_number(sequence, index, self._ranks), piece))
-        if timeline is not None:
-            timeline.note("tagged", step, sequence, min(run.plan.bits for run in runs))
-        for index, run in enumerate(runs):  # only now: losses of the first one are for the next step
-            run.start().add_done_callback(partial(on_done, index))
-        return averaged
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
-        numbers = {
-            (step, part_number(sequence, index, self._ranks)): (step, sequence, index)
-            for (step, sequence), (_, parts) in self._started.items()
-            for index in range(len(parts))
-        }
-        held = [(numbers[each.step, each.sequence], each) for each in self.plain.partial_results()]
-        held.sort(key=lambda found: found[0])
-        return [
-            self._joined(name, {index: each for (_, _, index), each in found})
-            for name, found in groupby(held, key=lambda found: found[0][:2])
-        ]
+    def parts_of(self, sequence: int, bucket: Bucket, values_per_packet: int) -> list[_Part]:
+        """Divide a bucket at packet borders."""
+        suits = len(bucket.values), bucket.values.itemsize, tuple(bucket.segments)
+        known = self._layouts.get(sequence)
+        if known is None or known[0] != suits:
+            most = min(parts_allowed(sequence, self.context.ranks), max(1, bucket.values.nbytes // PART_BYTES_MIN))
+            known = self._layouts[sequence] = suits, divide(bucket, most, values_per_packet)
+        return known[1]
 
     def close(self) -> None:
         """Close the reducer of the parts."""
         self.plain.close()
 
-    def _joined(self, name: tuple[int, int], held: Mapping[int, PartialResult]) -> PartialResult:
-        """Return this rank's state of a bucket; parts that it no longer tracks are averaged."""
-        bucket, parts = self._started[name]
-        per_packet, widen = self._per_packet(bucket), bucket.value_type.widen
-        values = widen(bucket.values).copy()
+
+class PartsRun(BucketRun):
+    """One bucket in progress, part by part."""
+
+    def __init__(self, reducer: AllReduceInParts, step: int, sequence: int, bucket: Bucket) -> None:
+        super().__init__(reducer.context, step, sequence, bucket)
+        self.server, per_packet = reducer.server, self.values_per_packet
+        self.parts = reducer.parts_of(sequence, bucket, per_packet)
+        if self.context.options.error_feedback:  # a layer's is added at once, and some layers span several parts
+            self.context.residual.apply(bucket.values, bucket.segments, bucket.value_type)
+        self.runs: list[DirectRun | PairRun] = []
+        """The parts' runs, until all are done."""
+        self.averages: list[NDArray[np.generic]] = []
+        """The parts' averages, once all are done: another worker may need them."""
+        for index, part in enumerate(self.parts):
+            magnitudes = bucket.magnitudes
+            if magnitudes is not None:
+                magnitudes = magnitudes[part.start // per_packet : -(-part.stop // per_packet)]
+            values = bucket.values[part.start : part.stop]
+            piece = replace(bucket, values=values, segments=part.segments, magnitudes=magnitudes)
+            number = part_number(sequence, index, self.context.ranks)
+            self.runs.append(reducer.plain.prepare(step, number, piece))
+        self._note("tagged", min(run.plan.bits for run in self.runs))
+
+    def begin(self) -> None:
+        """Begin all parts; only now, since losses of the first one are for the next step."""
+        for run in self.runs:
+            run.add_done_callback(self._on_part)
+            run.attempt(run.begin)
+
+    def _on_part(self, part: "Future[NDArray[np.generic]]") -> None:
+        error = part.exception()
+        if isinstance(error, Exception):
+            self.fail(error)
+        elif all(run.done() for run in self.runs) and not self.done():
+            self.averages = [run.averaged for run in self.runs if run.averaged is not None]
+            self.runs = []
+            self._note("gathered", self.server)
+            self.set_result(self.bucket.values)
+
+    def partial_result(self) -> PartialResult:
+        """Return this rank's state of the bucket."""
+        per_packet, widen = self.values_per_packet, self.bucket.value_type.widen
+        if self.averages:
+            return PartialResult.averaged(self.context.contributors, widen(np.concatenate(self.averages)), per_packet)
+        values = widen(self.bucket.values).copy()
         packets = -(-len(values) // per_packet)
         final, unconfirmed = np.ones(packets, np.bool_), np.zeros(packets, np.bool_)
         included: dict[int, NDArray[np.bool_]] = {}
         residual: NDArray[np.floating] | None = None
-        for index, result in held.items():
-            of_values = slice(parts[index].start, parts[index].stop)
+        for part, run in zip(self.parts, self.runs, strict=True):
+            result = run.partial_result()
+            if result is None:
+                continue
+            of_values = slice(part.start, part.stop)
             of_packets = slice(of_values.start // per_packet, -(-of_values.stop // per_packet))
             values[of_values], final[of_packets] = result.values, result.final
             for rank, bits in result.included.items():
@@ -138,19 +147,7 @@ class AllReduceInParts:
             if result.residual is not None:
                 residual = np.zeros(len(values), values.dtype) if residual is None else residual
                 residual[of_values] = result.residual
-        return PartialResult(*name, values, per_packet, final, included, residual, unconfirmed)
-
-    def _per_packet(self, bucket: Bucket) -> int:
-        return self.plain.context.connection.options.payload_bytes // bucket.values.itemsize
-
-    def _parts(self, sequence: int, bucket: Bucket) -> list[_Part]:
-        """Divide a bucket at packet borders."""
-        suits = len(bucket.values), bucket.values.itemsize, tuple(bucket.segments)
-        known = self._layouts.get(sequence)
-        if known is None or known[0] != suits:
-            most = min(parts_allowed(sequence, self._ranks), max(1, bucket.values.nbytes // PART_BYTES_MIN))
-            known = self._layouts[sequence] = suits, divide(bucket, most, self._per_packet(bucket))
-        return known[1]
+        return PartialResult(values, per_packet, final, included, residual, unconfirmed)
 
 
 def divide(bucket: Bucket, parts: int, values_per_packet: int) -> list[_Part]:

@@ -8,7 +8,7 @@ all ranks completes the average.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -38,8 +38,6 @@ class PartialResult:
 
     Parameters
     ----------
-    step, sequence
-        The bucket: training step, and number within it.
     values
         Shape (m,), in the type for sums (``ValueType.widen``).
     values_per_packet
@@ -59,8 +57,6 @@ class PartialResult:
         (packets,). None: all packets with its own contribution.
     """
 
-    step: int
-    sequence: int
     values: NDArray[np.floating]
     values_per_packet: int
     final: NDArray[np.bool_]
@@ -69,13 +65,19 @@ class PartialResult:
     unconfirmed: NDArray[np.bool_] | None = None
 
     @classmethod
-    def untouched(
-        cls, rank: int, step: int, sequence: int, values: NDArray[np.floating], values_per_packet: int
+    def averaged(
+        cls, contributors: Iterable[int], values: NDArray[np.floating], values_per_packet: int
     ) -> "PartialResult":
+        """Return the state of a rank that has the whole average."""
+        whole = np.ones(-(-len(values) // values_per_packet), np.bool_)
+        return cls(values, values_per_packet, whole, dict.fromkeys(contributors, whole))
+
+    @classmethod
+    def untouched(cls, rank: int, values: NDArray[np.floating], values_per_packet: int) -> "PartialResult":
         """Return a rank's state of a bucket before any exchange: its own contribution."""
         packets = -(-len(values) // values_per_packet)
         own = {rank: np.ones(packets, np.bool_)}
-        return cls(step, sequence, values, values_per_packet, np.zeros(packets, np.bool_), own)
+        return cls(values, values_per_packet, np.zeros(packets, np.bool_), own)
 
 
 class ContributionMap(NamedTuple):

@@ -28,7 +28,6 @@ carries the rate from the rank that computed it to the next one.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -146,7 +145,6 @@ class RingAllReduce:
         self.index = self.order.index(context.rank)
         self.next = self.order[(self.index + 1) % self.ranks]
         self.previous = self.order[self.index - 1]
-        self._runs: dict[tuple[int, int], RingRun] = {}
         self._aborted = False
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
@@ -166,10 +164,10 @@ class RingAllReduce:
         if piece >= self._told_with.get(receiver, piece):
             self.rates_bps[receiver], self._told_with[receiver] = rate_bps, piece
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket over the contributors; the future's result is ``bucket.values``, written in place.
+    def start(self, step: int, sequence: int, bucket: Bucket) -> "RingRun":
+        """Begin to average a bucket over the contributors, and return its run.
 
-        Until then ``bucket.values`` is being sent, and must not change.
+        Until it is done ``bucket.values`` is being sent, and must not change.
 
         Parameters
         ----------
@@ -181,15 +179,7 @@ class RingAllReduce:
         ValueError
             The bucket is not contiguous, or its number too large; the message says which.
         """
-        run = self._runs[step, sequence] = RingRun(self, step, sequence, bucket)
-        return run.start()
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of unfinished buckets; call it when the endpoint is closed.
-
-        A bucket that is finished here is finished at the next rank, too.
-        """
-        return [run.partial_result() for _, run in sorted(self._runs.items())]
+        return RingRun(self, step, sequence, bucket).start()
 
     def close(self) -> None:
         """Do nothing: there is no thread."""
@@ -202,10 +192,6 @@ class RingAllReduce:
         if not self._aborted:
             self._aborted = True
             self.context.connection.abort(reason)
-
-    def end(self, run: "RingRun") -> None:
-        """Forget a finished bucket."""
-        self._runs.pop((run.step, run.sequence), None)
 
 
 class RingRun(BucketRun):
@@ -488,7 +474,7 @@ class RingRun(BucketRun):
         """Return a callback for an arrived or acknowledged message."""
 
         def act(result: Any) -> None:
-            if not self.done.done():
+            if not self.done():
                 action(result)
                 self.under_way.discard(message)
                 self._look_whether_done()
@@ -497,27 +483,28 @@ class RingRun(BucketRun):
 
     def fail(self, error: Exception) -> None:
         """End with an error, on all ranks."""
-        if not self.done.done():
+        if not self.done():
             super().fail(error)
             self.reducer.abort(describe(error))
 
     def _look_whether_done(self) -> None:
-        if self.under_way or self.done.done():
+        if self.under_way or self.done():
             return
-        if self.lost is not None:
+        lost, self.lost = self.lost, None
+        if lost is not None:
             keep = self.context.residual.add_whole if self.layouts else self.context.residual.add
-            keep(self.lost, self.bucket.segments)
-        self.reducer.end(self)
-        self.done.set_result(self.bucket.values)
+            keep(lost, self.bucket.segments)
+        self.set_result(self.bucket.values)
 
-    def partial_result(self) -> PartialResult:
+    def partial_result(self) -> PartialResult | None:
         """Return this rank's state: final averages, and its own values elsewhere.
 
-        A partly received average may have overwritten some of these, but it is final at the previous rank.
+        A partly received average may have overwritten some of these, but it is final at the previous rank. A bucket
+        that is finished here is finished at the next rank, too.
         """
+        if self.done() and not self.exception():
+            return None
         return PartialResult(
-            self.step,
-            self.sequence,
             self.value_type.widen(self.bucket.values),
             self.values_per_packet,
             self.final.copy(),

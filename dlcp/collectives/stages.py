@@ -14,19 +14,15 @@ with all values that compressors have left out.
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dlcp.collectives import choice
-from dlcp.collectives.bucket import Bucket, RankContext, Reducer, Strategy
+from dlcp.collectives.bucket import Bucket, BucketRun, RankContext, Reducer, Strategy
 from dlcp.collectives.choice import AUTO, COLLECTIVES, DIRECT, RING, SERVER, Costs, Topology
 from dlcp.collectives.direct import DirectAllReduce
 from dlcp.collectives.message_numbers import ring_buckets
-from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import ADASUM, AVERAGE, COMBINES, REDUCTION_RULES, SUM, multiply_for_sum
 from dlcp.collectives.residual import Residual
 from dlcp.policies.arms import AUTO_PRECISION, is_coarse
@@ -95,18 +91,14 @@ class AutoAllReduce:
         for reducer in self.reducers.values():
             reducer.begin_step(step, bits)
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket over the ranks; the future's result is ``bucket.values``, written in place."""
+    def start(self, step: int, sequence: int, bucket: Bucket) -> BucketRun:
+        """Begin to average a bucket over the ranks, and return its run."""
         kind = choice.choose(bucket.values.nbytes, self.ranks, self.topology, self.costs)
         if kind == RING and sequence >= ring_buckets(len(self.ranks)):
             kind = DIRECT
-        averaged = self.reducers[kind].start(step, sequence, bucket)
+        run = self.reducers[kind].start(step, sequence, bucket)
         self.chosen[kind] += 1
-        return averaged
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
-        return [result for reducer in self.reducers.values() for result in reducer.partial_results()]
+        return run
 
     def close(self) -> None:
         """Close the collectives."""
@@ -143,17 +135,13 @@ class Pipeline:
         self.plain, self.gradients = plain, gradients
         self._numbers_per_bucket, self._multiplier = numbers_per_bucket, multiplier
         self._left_out = left_out
-        self._plain: dict[tuple[int, int], int] = {}
-        """Numbers of uncompressed buckets, by step and the number that ``plain`` uses for them."""
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
-        last = max((name[0] for name in self._plain), default=step)  # another rank may not have finished it
-        self._plain = {name: sequence for name, sequence in self._plain.items() if name[0] == last}
         self.plain.begin_step(step, bits)
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Reduce a bucket; the future's result is ``bucket.values``, written in place. See :class:`Strategy`."""
+    def start(self, step: int, sequence: int, bucket: Bucket) -> BucketRun:
+        """Begin to reduce a bucket, and return its run; see :class:`Strategy`."""
         if not bucket.exact and self._multiplier != 1:
             multiply_for_sum(bucket.values, bucket.value_type, self._multiplier)
             bucket = replace(bucket, magnitudes=None)
@@ -161,20 +149,7 @@ class Pipeline:
             self._left_out.apply(bucket.values, bucket.segments, bucket.value_type)
         elif not bucket.exact:
             return self.gradients.start(step, sequence, bucket)
-        number = sequence * self._numbers_per_bucket
-        self._plain[step, number] = sequence
-        return self.plain.start(step, number, bucket)
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of buckets that it, or possibly a peer, has not finished."""
-        if self.gradients is self.plain:
-            return self.plain.partial_results()
-        plain = [
-            replace(result, sequence=self._plain[result.step, result.sequence])
-            for result in self.plain.partial_results()
-            if (result.step, result.sequence) in self._plain
-        ]
-        return plain + self.gradients.partial_results()
+        return self.plain.start(step, sequence * self._numbers_per_bucket, bucket)
 
     def close(self) -> None:
         """Stop the threads of all stages."""

@@ -9,21 +9,19 @@ metadata, which sets the step's weights (:mod:`dlcp.collectives.step_metadata`).
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
-from dlcp.collectives.partial_result import PartialResult
+from dlcp.collectives.bucket import BucketRun
 from dlcp.collectives.reduction_rules import check_samples, weight_of
-from dlcp.policies.arms import Route
 from dlcp.session.joining import Joined
 from dlcp.session.options import Options
 from dlcp.transport.ledger import Ledger
-from dlcp.values.planes import FULL_BITS
 from dlcp.values.tags import Segment, Tagger
 
 if TYPE_CHECKING:  # only for jobs that somebody watches
@@ -34,9 +32,20 @@ BucketId = tuple[int, int]
 """A bucket's step, and its number within the step."""
 
 
+class Progress(Enum):
+    """What has become of a bucket on this rank."""
+
+    COMING = "it is being copied to the host"
+    STARTING = "the averager gets it"
+    AVERAGING = "the averager has it"
+    WAITING = "it is on the host until the ranks have recovered"
+    BY_FRAMEWORK = "the framework averages it in a step of its own, while DLCP works"
+    FINISHED = "its owner has the average"
+
+
 @dataclass(slots=True, eq=False)
 class PendingBucket:
-    """A bucket from when its step reaches it until its owner has the average.
+    """A bucket from when its step reaches it until its owner has the average, and no other rank needs this one's state.
 
     Parameters
     ----------
@@ -53,10 +62,10 @@ class PendingBucket:
 
     Attributes
     ----------
-    reducing
-        Whether the averager has it. Valid once ``decided`` is set.
-    route
-        The route of its step while DLCP works.
+    progress
+        What has become of it.
+    run
+        Its run; None before the averager has it, and without DLCP.
     """
 
     step: int
@@ -65,9 +74,8 @@ class PendingBucket:
     size_bytes: int
     then: Callable[[BaseException | None], None] | None
     bucket: Bucket | None = None
-    reducing: bool = False
-    route: Route = Route.DLCP
-    decided: threading.Event = field(default_factory=threading.Event)
+    progress: Progress = Progress.COMING
+    run: BucketRun | None = None
     _answering: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -81,6 +89,11 @@ class PendingBucket:
         names = [self.segments[0].layer.name, self.segments[-1].layer.name]
         return "..".join(dict.fromkeys(names))
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is decided who averages it."""
+        return self.progress not in (Progress.COMING, Progress.STARTING)
+
     def answer(self, error: BaseException | None = None) -> None:
         """Call ``then``, unless it has been called."""
         with self._answering:
@@ -90,54 +103,101 @@ class PendingBucket:
 
 
 class BucketTable:
-    """The buckets that are not averaged yet, and those of the current step that are.
+    """The training step in progress, and its buckets: the only place that knows either.
+
+    A finished bucket stays until one of a later step is finished. Until then another rank may lack its average, and
+    need this rank's part of it to recover: a rank contributes to a step only once it has all averages of the last one.
+
+    The table outlives the sessions that work on it.
 
     Attributes
     ----------
     changed
-        Guards the table and the session's phase; notified when either has changed.
+        Guards the table and the session's situation; notified when either has changed.
     step
-        The latest step with a bucket; -1 before the first.
+        The step in progress.
+    buckets
+        Its buckets, and until one of them is finished those of the last step.
     ready_s, averaged_s
         When the latest bucket was ready, and when the latest average was there (monotonic).
     meter
         Measures steps, for snapshots; None if nobody watches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0) -> None:
         self.changed = threading.Condition()
         self.meter: StepMeter | None = None
-        self.step = -1
+        self.step = step
         self.ready_s = self.averaged_s = 0.0
-        self.pending: dict[BucketId, PendingBucket] = {}
-        self._finished: set[int] = set()
+        self.buckets: dict[BucketId, PendingBucket] = {}
+        self._has_begun = False
+        self._oldest = step
+
+    # The step ---------------------------------------------------------------------------------------------------------
+
+    def begin_session(self) -> None:
+        """Forget the buckets of the last session; the step in progress begins anew."""
+        self.buckets.clear()
+        self._has_begun = False
+
+    def begin_step(self, step: int) -> bool:
+        """Begin a step with its first bucket; return False if it has begun."""
+        if step < self.step or (step == self.step and self._has_begun):
+            return False
+        self.step, self._has_begun = step, True
+        return True
+
+    def end_step(self) -> None:
+        """Go on to the next step: all buckets of this one are here."""
+        self.step, self._has_begun = self.step + 1, False
+
+    @property
+    def latest_step(self) -> int:
+        """The latest step with a bucket; -1 if there is none."""
+        return max((step for step, _ in list(self.buckets)), default=-1)
+
+    # Its buckets ------------------------------------------------------------------------------------------------------
 
     def add(self, pending: PendingBucket) -> None:
         """Enter a bucket; hold ``changed``."""
-        if pending.step > self.step:
-            self.step = pending.step
-            self._finished.clear()
-        self.pending[pending.id] = pending
+        self.buckets[pending.id] = pending
         self.ready_s = time.monotonic()
         if self.meter is not None:
             self.meter.on_ready(pending.step, pending.segments)
         self.changed.notify_all()
 
+    def unfinished(self) -> list[PendingBucket]:
+        """Return the buckets whose owners have no average yet, in the same order on all ranks; hold ``changed``."""
+        unfinished = [each for each in self.buckets.values() if each.progress is not Progress.FINISHED]
+        return sorted(unfinished, key=lambda pending: pending.id)
+
     def finish(self, pending: PendingBucket) -> None:
-        """Remove an averaged bucket, and answer its owner."""
+        """Note that a bucket is averaged, and answer its owner."""
         with self.changed:
-            found = self.pending.pop(pending.id, None)
-            self._finished.add(pending.sequence)
+            found = pending.id in self.buckets
+            pending.progress = Progress.FINISHED
             self.averaged_s = time.monotonic()
+            if pending.step > self._oldest:
+                self._oldest = pending.step
+                for each in list(self.buckets.values()):
+                    if each.step < pending.step and each.progress is Progress.FINISHED:
+                        self._remove(each)
         if self.meter is not None:  # before the answer, with which the next step may begin
             self.meter.on_averaged(pending.step)
         if found:
-            found.answer()
+            pending.answer()
+
+    def give_up(self, pending: PendingBucket, error: BaseException) -> None:
+        """Remove a bucket that cannot be averaged, and answer its owner."""
+        with self.changed:
+            self._remove(pending)
+        pending.answer(error)
 
     def drain(self) -> list[PendingBucket]:
-        """Remove all buckets; hold ``changed``."""
-        drained = list(self.pending.values())
-        self.pending.clear()
+        """Remove all unfinished buckets; hold ``changed``."""
+        drained = self.unfinished()
+        for pending in drained:
+            self._remove(pending)
         return drained
 
     def wait_for(self, which: BucketId, deadline_s: float) -> PendingBucket | None:
@@ -148,17 +208,21 @@ class BucketTable:
         TimeoutError
             It has not come within the deadline.
         """
-        step, sequence = which
-
-        def came() -> bool:
-            if which in self.pending:
-                return self.pending[which].decided.is_set()
-            return step < self.step or (step == self.step and sequence in self._finished)
-
         with self.changed:
+
+            def came() -> bool:
+                if which in self.buckets:
+                    return self.buckets[which].is_decided
+                return which[0] < self.latest_step
+
             if not self.changed.wait_for(came, deadline_s):
                 raise TimeoutError
-            return self.pending.get(which)
+            pending = self.buckets.get(which)
+            return None if pending is None or pending.progress is Progress.FINISHED else pending
+
+    def _remove(self, pending: PendingBucket) -> None:
+        self.buckets.pop(pending.id, None)
+        pending.run = None  # its callback refers to the bucket: they would keep each other alive
 
 
 class StepAverager:
@@ -177,12 +241,10 @@ class StepAverager:
     ----------
     samples
         Samples of each rank in this step; None before the first step's metadata, and if all ranks have equal weight.
-    metadata_step
-        The latest step whose metadata this rank has sent; -1 for none.
     flush_step
         The step that is sent in full; -1 for none.
-    bits
-        Bits of each value on the wire in the current step.
+    sends_metadata
+        Whether each step begins with the ranks' metadata.
     exchanges_reports
         Whether ranks report on steps beside the buckets (:mod:`dlcp.session.choosing`).
     """
@@ -201,11 +263,10 @@ class StepAverager:
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.samples: dict[int, int] | None = None
         self._samples_here = options.samples
-        self._sends_metadata = options.weighted and len(ranks) > 1
-        self.metadata_step = self.flush_step = -1
-        self.bits, self.exchanges_reports = FULL_BITS, False
+        self.sends_metadata = options.weighted and len(ranks) > 1
+        self.flush_step = -1
+        self.exchanges_reports = False
         self._reducer: Reducer | None = None
-        self._step = -1
 
     # Setting up -------------------------------------------------------------------------------------------------------
 
@@ -244,7 +305,7 @@ class StepAverager:
     @property
     def first_sequence(self) -> int:
         """The number of a step's first bucket of gradients: reports and metadata have the numbers before."""
-        return self.metadata_number + int(self._sends_metadata)
+        return self.metadata_number + int(self.sends_metadata)
 
     def set_samples(self, count: int) -> None:
         """Set how many samples this rank's gradients are the mean of, from the next step on.
@@ -259,13 +320,10 @@ class StepAverager:
             raise ValueError("all ranks count the same; set Options(samples=...) on every rank to weigh by samples")
         self._samples_here = count
 
-    def metadata_of(self, step: int) -> Bucket | None:
-        """Return the bucket with this rank's metadata of a step, once; None if it was returned or is not needed."""
-        if not self._sends_metadata or step <= self.metadata_step:
-            return None
+    def metadata(self) -> Bucket:
+        """Return the bucket with this rank's metadata of the coming step."""
         from dlcp.collectives.step_metadata import bucket_of  # most jobs do not need it
 
-        self.metadata_step = step
         return bucket_of(self._samples_here, self.ranks.index(self.rank), len(self.ranks))
 
     def read_metadata(self, average: NDArray[np.floating]) -> None:
@@ -281,21 +339,25 @@ class StepAverager:
 
     # Averaging --------------------------------------------------------------------------------------------------------
 
-    def start(self, step: int, sequence: int, bucket: Bucket) -> "Future[NDArray[np.generic]]":
-        """Average a bucket with the weights of its step; the future's result is ``bucket.values``."""
+    def begin_step(self, step: int, bits: int) -> None:
+        """Begin a step that DLCP averages with ``bits`` for each value; all averages of the last step have arrived.
+
+        Raises
+        ------
+        TransportError
+            The endpoint is closed, or has failed.
+        """
         assert self._reducer
-        if step > self._step:
-            self._step = step
-            self._reducer.begin_step(step, self.bits)
+        self._reducer.begin_step(step, bits)
+
+    def start(self, step: int, sequence: int, bucket: Bucket) -> BucketRun:
+        """Begin to average a bucket with the weights of its step, and return its run."""
+        assert self._reducer
         if self.samples and not bucket.exact:
             bucket = replace(bucket, samples=self.samples)
         if step == self.flush_step and not bucket.exact:
             bucket = replace(bucket, flush=True)
         return self._reducer.start(step, sequence, bucket)
-
-    def partial_results(self) -> list[PartialResult]:
-        """Return this rank's state of unfinished buckets; call it when the endpoint is closed."""
-        return self._reducer.partial_results() if self._reducer else []
 
     def close(self) -> None:
         """Stop the reducer's threads; call it when the endpoint is closed."""

@@ -171,8 +171,8 @@ class StepChooser:
     ----------
     arms
         What the ranks choose from.
-    step, arm
-        The current step, and its arm.
+    arm
+        The arm of the step in progress.
     framework_steps
         The number of steps that the framework has averaged.
     """
@@ -187,13 +187,14 @@ class StepChooser:
         *,
         remote: bool = True,
     ) -> None:
-        self.step, self.framework_steps = -1, 0
+        self.framework_steps = 0
         self.arm = arms[-1]
         self.arms, self._framework, self._exchange = tuple(arms), framework, exchange
         self._table, self._connection = table, endpoint.connection
         self._chooser: ArmChooser | None = None
         self._remote = remote
-        self._began_s = 0.0
+        self._measured: tuple[int, float] | None = None
+        """The step that is being measured, and when it began (monotonic)."""
         self._reported: tuple[int, Callable[[], list[float]]] | None = None
         """A step, and the function that returns the report on it."""
 
@@ -230,7 +231,7 @@ class StepChooser:
                 self._choose(self._exchange, step, now_s)
             else:
                 self.arm = self.arms[0]
-        self.step, self._began_s = step, now_s
+        self._measured = step, now_s
         self.framework_steps += self.arm.route is Route.FRAMEWORK
 
     def _choose(self, exchange: ReportExchange, step: int, now_s: float) -> None:
@@ -245,13 +246,14 @@ class StepChooser:
             chooser.observe(reported, StepReport.from_maxima(report()))
             if self._connection.rank == 0 and chooser.decision != before:
                 log.info("DLCP: %s", chooser.decision)
-        if self.step >= 0 and chooser.wants(self.step):
-            self._reported = self.step, exchange.start(step, self._report(now_s).to_maxima())
+        if self._measured is not None and chooser.wants(self._measured[0]):
+            last, began_s = self._measured
+            self._reported = last, exchange.start(step, self._report(now_s - began_s).to_maxima())
         self.arm = chooser.choose(step)
 
-    def _report(self, now_s: float) -> StepReport:
-        """Return this rank's report on the step that ends now."""
-        connection, table, step_s = self._connection, self._table, now_s - self._began_s
+    def _report(self, step_s: float) -> StepReport:
+        """Return this rank's report on the step that ends now, after ``step_s`` seconds."""
+        connection, table = self._connection, self._table
         known = self.arm.route is Route.DLCP or (self._framework is not None and self._framework.reports_end)
         remote = [peer for peer in connection.peers if peer not in connection.local_peers]
         return StepReport(

@@ -25,7 +25,7 @@ from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.host.closing import ExitCallback
 from dlcp.inputs.error_text import closest
-from dlcp.session.averager import PendingBucket, StepAverager
+from dlcp.session.averager import BucketTable, PendingBucket, StepAverager
 from dlcp.session.buckets import Buckets, FillingBucket, Gradient
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
@@ -148,14 +148,12 @@ class Group:
         This rank, and the number of ranks.
     options, ledger
         The options in force, and the record of packets sent, delivered and lost.
-    step
-        Number of the current step.
     """
 
     def __init__(self, options: Options, rank: int, size: int, store: Store | None) -> None:
         self.options, self.rank, self.size = options, rank, size
         self.ledger = Ledger(options.job)
-        self.step = 0
+        self._table = BucketTable()
         self._store = store
         self._watch: StoreWatch | None = None
         self._session: TrainingSession | None = None
@@ -192,7 +190,7 @@ class Group:
             feedback=feedback,
             tagger=Tagger(options.tag_policy),
         )
-        self._session = TrainingSession(averager, store_fallback(self._watch, feedback))
+        self._session = TrainingSession(averager, store_fallback(self._watch, feedback), self._table)
         agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
         try:
             self._session.join(agreement, call=CALL)
@@ -200,6 +198,11 @@ class Group:
             self.close(str(problem))
             raise
         self.options = self._session.options
+
+    @property
+    def step(self) -> int:
+        """Number of the current step."""
+        return self._table.step
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -417,7 +420,7 @@ class Group:
                 self._timer = None
             buckets.end_step()
             self._started.clear()
-            self.step += 1
+            self._table.end_step()
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:
@@ -468,7 +471,7 @@ class Group:
                 return
             if self.active and self.endpoint and not self.options.server:  # its workers have no path to each other
                 broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
-                self.step += 1
+                self._table.end_step()
             elif self._watch:
                 self._watch.channel(RANKS).broadcast(data, root)
 

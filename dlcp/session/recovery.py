@@ -20,8 +20,7 @@ from typing import ClassVar, Final
 
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.inputs.error_text import describe
-from dlcp.policies.arms import Route
-from dlcp.session.averager import BucketId, BucketTable, PendingBucket, StepAverager
+from dlcp.session.averager import BucketId, BucketTable, PendingBucket, Progress, StepAverager
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 
@@ -107,13 +106,14 @@ class Recovery:
         table = self._table
         self._watch.publish_left(describe(error))
         with table.changed:
-            begun = {which: pending for which, pending in table.pending.items() if pending.reducing}
-            routed = [which for which, pending in table.pending.items() if pending.route is Route.FRAMEWORK]
-        for pending in begun.values():
-            pending.decided.wait(self._deadline_s)
-        held = {(partial.step, partial.sequence): partial for partial in self._averager.partial_results()}
+            unfinished = table.unfinished()
+            begun = [each for each in unfinished if each.progress in (Progress.STARTING, Progress.AVERAGING)]
+            routed = [each.id for each in unfinished if each.progress is Progress.BY_FRAMEWORK]
+            table.changed.wait_for(lambda: all(each.is_decided for each in begun), self._deadline_s)
+            runs = {which: pending.run for which, pending in table.buckets.items() if pending.run is not None}
+        held = {which: partial for which, run in runs.items() if (partial := run.partial_result()) is not None}
         hopeless, secondhand = isinstance(error, MessageMismatchError), isinstance(error, PeerAbortedError)
-        views = self._channel.gather((sorted(begun), sorted(routed), hopeless, secondhand, describe(error)))
+        views = self._channel.gather(([each.id for each in begun], routed, hopeless, secondhand, describe(error)))
         for _, _, hopeless, _, reason in views.values():
             if hopeless:
                 raise UnrecoverableError(reason)
@@ -127,7 +127,7 @@ class Recovery:
     def _complete(self, which: BucketId, held: dict[BucketId, PartialResult]) -> None:
         averager, mine = self._averager, held.get(which)
         pending = self._wait_for_all(which)
-        if pending and not pending.reducing:
+        if pending and pending.run is None:
             mine = self._untouched(pending)
         recovered = recover(self._channel, averager.rank, averager.ranks, mine, finished=pending is None)
         if pending and pending.bucket and recovered:
@@ -143,7 +143,7 @@ class Recovery:
         values = bucket.value_type.widen(bucket.values).copy()
         averager.feedback.apply(values, pending.segments)
         per_packet = self._payload_bytes // bucket.values.itemsize
-        return PartialResult.untouched(averager.rank, *pending.id, values, per_packet)
+        return PartialResult.untouched(averager.rank, values, per_packet)
 
     def _wait_for_all(self, which: BucketId) -> PendingBucket | None:
         """Wait until all ranks have reached a bucket; return this rank's, or None if it has finished it."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -28,7 +29,7 @@ from dlcp.collectives import Bucket, Reducer
 from dlcp.host.closing import ExitCallback, ending_error, exiting
 from dlcp.inputs.error_text import describe
 from dlcp.policies.arms import Route
-from dlcp.session.averager import BucketTable, PendingBucket, StepAverager
+from dlcp.session.averager import BucketTable, PendingBucket, Progress, StepAverager
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
@@ -119,6 +120,8 @@ class TrainingSession:
         Averages buckets while the phase is ``READY``. It has the options, the ranks and the residual.
     fallback
         How to average when DLCP does not.
+    table
+        The step in progress and its buckets, which outlive the session; by default a new one, whose step is 0.
 
     Attributes
     ----------
@@ -136,11 +139,12 @@ class TrainingSession:
         Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
     """
 
-    def __init__(self, averager: StepAverager, fallback: Fallback) -> None:
+    def __init__(self, averager: StepAverager, fallback: Fallback, table: BucketTable | None = None) -> None:
         self.averager, self.fallback = averager, fallback
         self.rank, self.ranks = averager.rank, averager.ranks
         self.phase, self.reason = SessionPhase.JOINING, ""
-        self.table = BucketTable()
+        self.table = table or BucketTable()
+        self.table.begin_session()
         self.endpoint: Endpoint | None = None
         self.hosts = 0
         self.chooser: StepChooser | None = None
@@ -276,9 +280,12 @@ class TrainingSession:
 
     def begin_step(self, step: int) -> None:
         """Send this rank's metadata to all ranks, if it has ``samples``; further calls in a step do nothing."""
-        metadata = self.averager.metadata_of(step)
-        if metadata is not None:
-            self._metadata = self.average(step, self.averager.metadata_number, metadata)
+        if self.averager.sends_metadata and not self.has_sent_metadata(step):
+            self._metadata = self.average(step, self.averager.metadata_number, self.averager.metadata())
+
+    def has_sent_metadata(self, step: int) -> bool:
+        """Return whether this rank has sent its metadata of a step."""
+        return (step, self.averager.metadata_number) in self.table.buckets
 
     def weight(self, step: int) -> float:
         """Return the factor on this rank's gradients of a step, once all ranks' metadata is here.
@@ -306,14 +313,17 @@ class TrainingSession:
         chooser = self.chooser
         if chooser is None:
             return Route.DLCP
-        if step > chooser.step:
+        if self.table.begin_step(step):
             try:
                 chooser.begin_step(step, listen=self.phase is SessionPhase.READY)
             except TransportError as error:
                 where = at_step(self.options.job, step)
                 self.leave(PeerSilentError(f"{where}: rank {self.rank} has no report of the others: {describe(error)}"))
+                chooser.begin_step(step, listen=False)
                 return Route.DLCP
-            self.averager.bits = chooser.arm.bits
+            if self.phase is SessionPhase.READY and chooser.arm.route is Route.DLCP:
+                with suppress(TransportError):  # the runs of its buckets fail with the same error
+                    self.averager.begin_step(step, chooser.arm.bits)
         return chooser.arm.route
 
     def flush(self, step: int) -> None:
@@ -358,13 +368,13 @@ class TrainingSession:
         TransportError
             Averaging has failed before.
         """
-        pending.route = self.route_of(pending.step)
+        route = self.route_of(pending.step)
         with self.table.changed:
             self.check()
-            if pending.route is Route.FRAMEWORK:
-                pending.decided.set()
+            if route is Route.FRAMEWORK:
+                pending.progress = Progress.BY_FRAMEWORK
             self.table.add(pending)
-            by_framework = pending.route is Route.FRAMEWORK or self.phase is SessionPhase.FALLBACK
+            by_framework = route is Route.FRAMEWORK or self.phase is SessionPhase.FALLBACK
         if self.timeline is not None:
             self.timeline.note("ready", *pending.id, pending.size_bytes, pending.label)
         return not by_framework
@@ -372,19 +382,18 @@ class TrainingSession:
     def start(self, pending: PendingBucket) -> None:
         """Average an admitted bucket that is on the host, or leave it until the ranks have recovered."""
         assert pending.bucket
-        # Two holds of the lock: callbacks of the averager may run before its start returns, and take the lock, too. In
-        # between `reducing` may still change, so recovery reads it only once `decided` is set.
+        # Two holds of the lock: callbacks of the averager may run before its start returns, and take the lock, too.
         with self.table.changed:
-            pending.reducing = self.phase is SessionPhase.READY
-        if pending.reducing:
+            pending.progress = Progress.STARTING if self.phase is SessionPhase.READY else Progress.WAITING
+        if pending.progress is Progress.STARTING:
             try:
-                averaged = self.averager.start(pending.step, pending.sequence, pending.bucket)
-                averaged.add_done_callback(partial(self._on_averaged, pending))
+                pending.run = self.averager.start(pending.step, pending.sequence, pending.bucket)
+                pending.run.add_done_callback(partial(self._on_averaged, pending))
             except Exception as error:
-                pending.reducing = False
                 self._on_failure(pending, error)
         with self.table.changed:
-            pending.decided.set()
+            if pending.progress is Progress.STARTING:
+                pending.progress = Progress.WAITING if pending.run is None else Progress.AVERAGING
             self.table.changed.notify_all()
             failure = self._error
         if failure:
@@ -414,7 +423,7 @@ class TrainingSession:
             if not self._error:
                 self.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
         else:
-            self._give_up(pending, error)
+            self.table.give_up(pending, error)
 
     def check(self) -> None:
         """Raise the error that averaging has failed with, if it has."""
@@ -444,7 +453,8 @@ class TrainingSession:
         """Return an error if the framework takes longer for a bucket than DLCP may."""
         with self.table.changed:
             overdue_s = time.monotonic() - self.table.ready_s - self.options.deadline_s
-            late = [each for each in self.table.pending.values() if each.route is Route.FRAMEWORK and overdue_s > 0]
+            routed = [each for each in self.table.unfinished() if each.progress is Progress.BY_FRAMEWORK]
+            late = routed if overdue_s > 0 else []
         if not late:
             return None
         where, limit_s = at_step(self.options.job, late[0].step), self.options.deadline_s
@@ -453,29 +463,23 @@ class TrainingSession:
     def _where(self) -> str:
         """Return the step that this rank is in, and the layers it waits for, if any."""
         with self.table.changed:
-            first = min(self.table.pending, default=None)
-            if first is None:
-                return f"step {self.table.step}"
-            return f"step {first[0]}: rank {self.rank} waits for {self.table.pending[first].label}"
+            unfinished = self.table.unfinished()
+        if not unfinished:
+            return f"step {self.table.latest_step}"
+        return f"step {unfinished[0].step}: rank {self.rank} waits for {unfinished[0].label}"
 
     def _on_failure(self, pending: PendingBucket, error: BaseException) -> None:
         if self.fallback.watch is not None:
             self.leave(error)
         else:
-            self._give_up(pending, error)
-
-    def _give_up(self, pending: PendingBucket, error: BaseException) -> None:
-        """Remove one bucket, and answer its owner with an error."""
-        with self.table.changed:
-            self.table.pending.pop(pending.id, None)
-        pending.answer(error)
+            self.table.give_up(pending, error)
 
     def leave(self, error: BaseException) -> None:
         """Stop using DLCP because of an error, and recover if possible; further errors change nothing."""
         failed: list[PendingBucket] = []
         with self.table.changed:
             if self._closing.is_set():
-                failed = list(self.table.pending.values())
+                failed = self.table.unfinished()
             elif self.phase is SessionPhase.READY:
                 self.phase = SessionPhase.RECOVERING
                 self._recovery = threading.Thread(
@@ -487,7 +491,7 @@ class TrainingSession:
 
     def _recover(self, error: BaseException) -> None:
         if self.timeline is not None:
-            self.timeline.note("left", self.table.step, 0, describe(error))
+            self.timeline.note("left", self.table.latest_step, 0, describe(error))
         try:
             self._leave_peers(describe(error))  # nothing is written into any bucket after this
             if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
@@ -516,16 +520,16 @@ class TrainingSession:
         if joined and joined.topology.server is not None:
             reason += f" (rank {joined.topology.server} is the parameter server)"
         with table.changed:
-            if not table.changed.wait_for(lambda: all(p.decided.is_set() for p in table.pending.values()), deadline_s):
+            if not table.changed.wait_for(lambda: all(each.is_decided for each in table.unfinished()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
-            for which in sorted(table.pending):
-                if table.pending[which].route is Route.DLCP:
-                    self._fall_back(table.pending[which])
+            for pending in table.unfinished():
+                if pending.progress is not Progress.BY_FRAMEWORK:
+                    self._fall_back(pending)
             self.phase, self.reason = SessionPhase.FALLBACK, reason
         if self.rank == self.ranks[0]:
             log.warning(
                 "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",
-                table.step,
+                table.latest_step,
                 reason,
                 self.fallback.name,
             )
@@ -549,12 +553,12 @@ class TrainingSession:
         process.
         """
         with self.table.changed:
-            waiting = bool(self.table.pending) and self.phase is SessionPhase.READY
+            waiting = bool(self.table.unfinished()) and self.phase is SessionPhase.READY
         reason = reason_of_exit(self.rank)
         if reason is None and waiting:
             reason = (
                 reason_of(self.rank, ending_error())
-                or f"rank {self.rank}: its process ends in the middle of step {self.table.step}"
+                or f"rank {self.rank}: its process ends in the middle of step {self.table.latest_step}"
             )
         self.close(reason)
 

@@ -196,7 +196,7 @@ class ShardedGradients:
         by_framework()
 
     def _end_step(self) -> None:
-        self._state.step += 1
+        self._state.end_step()
         self._sequence = 0
 
 

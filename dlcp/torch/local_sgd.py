@@ -154,7 +154,7 @@ class LocalSGD(Closing):
         pending = [bucket.start(partial(self.traffic.average, number)) for number, bucket in enumerate(self._buckets)]
         for average in pending:
             average.wait()
-        self.traffic.step += 1
+        self.traffic.end_step()
         if self.outer is None:
             for bucket in self._buckets:
                 bucket.apply()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlcp.collectives import Bucket, Residual
 from dlcp.collectives.reduction_rules import check_samples
-from dlcp.session.averager import PendingBucket, StepAverager
+from dlcp.session.averager import BucketTable, PendingBucket, StepAverager
 from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.training_session import Fallback, TrainingSession
@@ -72,8 +72,8 @@ class State:
         The options in force.
     ledger
         The record of packets: sent, delivered, lost.
-    step
-        Number of the step in progress.
+    table
+        The step in progress and its buckets.
     attached
         Whether it averages a model's gradients: after :meth:`attach`, until :meth:`close`.
     session
@@ -85,7 +85,7 @@ class State:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.ledger = Ledger(options.job)
-        self.step = 0
+        self.table = BucketTable()
         self._discarded: Callable[[], Iterable[str] | None] | None = None
         self._residual = Residual()
         self._unused: UnusedParameters | None = None
@@ -112,7 +112,7 @@ class State:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__init__(kept["options"])  # type: ignore[misc]  # creates new sockets and threads
-        self.step, self._residual, self.tagger = kept["step"], kept["feedback"], kept["tagger"]
+        self.table, self._residual, self.tagger = BucketTable(kept["step"]), kept["feedback"], kept["tagger"]
         self._residual.allow_revoking(False)  # until the state is attached to a model again
 
     @classmethod
@@ -137,11 +137,16 @@ class State:
         if not states or not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks} cannot continue from {len(states)} states")
         state = cls(states[0].options)
-        state.step, state.tagger = states[0].step, states[0].tagger
+        state.table, state.tagger = BucketTable(states[0].step), states[0].tagger
         factor = ranks / len(states) if state.options.combine == "average" else 1.0
         for former in states[rank::ranks]:
             state.feedback.take_over(former.feedback, factor)
         return state
+
+    @property
+    def step(self) -> int:
+        """Number of the step in progress."""
+        return self.table.step
 
     # Joining ----------------------------------------------------------------------------------------------------------
 
@@ -242,7 +247,7 @@ class State:
             tagger=self.tagger,
         )
         agreement = agreement_of(group, options)
-        self.session = TrainingSession(averager, fallback(agreement))
+        self.session = TrainingSession(averager, fallback(agreement), self.table)
         try:
             self.session.join(agreement, call=call, export_bytes=export_bytes)
         except NotJoinedError:
@@ -252,16 +257,6 @@ class State:
             self._by_framework.first = self.session.averager.first_sequence
         leave_with_group(self.session, group)
         return self.session
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts that the ranks are on; 0 without DLCP."""
-        return self.session.hosts if self.session else 0
-
-    @property
-    def local_peers(self) -> int:
-        """Number of other ranks that this one reaches through shared memory."""
-        return self.session.local_peers if self.session else 0
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -312,7 +307,7 @@ class State:
         if self.session is None:
             check_samples(count)
             return
-        if self._sequence or self.session.averager.metadata_step == self.step:
+        if self._sequence or self.session.has_sent_metadata(self.step):
             raise RuntimeError(f"samples({count}) is too late for step {self.step}: call it once, before backward")
         self.session.averager.set_samples(count)
         self.session.begin_step(self.step)
@@ -350,7 +345,7 @@ class State:
 
     def end_step(self) -> None:
         """End a step: all of its buckets are being averaged."""
-        self.step += 1
+        self.table.end_step()
         self._sequence = 0
         self._unsettled = self._discarded is not None
 
@@ -439,46 +434,27 @@ class State:
         """
         session, stager = self.session, self._stager_of(tensor.device)
         answer: TensorFuture = stager.future() if stager else torch.futures.Future()
-        staged: Staged | None = None
-
-        def then(error: BaseException | None) -> None:
-            if error is not None:
-                answer.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
-                return
-            if on_averaged is not None:
-                on_averaged(tensor if staged is None else staged.values)
-            if staged is None:
-                answer.set_result(tensor)
-            else:
-                staged.give_back(answer)
-
+        first = session.averager.first_sequence if session else 0
+        submission = Submission(self.step, first + sequence, segments, tensor, answer, on_averaged)
         if session is None:  # a checkpoint of more ranks may have left a residual
             add_residual(self.feedback, tensor, segments)
-            then(None)
+            submission.answer()
             return answer
-        pending = PendingBucket(self.step, session.averager.first_sequence + sequence, segments, tensor.nbytes, then)
-
-        def on_host(copy: Staged) -> None:
-            nonlocal staged
-            staged = copy
-            pending.bucket = Bucket(*as_array(copy.values), segments, copy.magnitudes)
-            session.start(pending)
-
         try:
-            admitted = session.admit(pending)
+            admitted = session.admit(submission)
         except TransportError as error:
-            pending.answer(error)
+            submission.answer(error)
             return answer
         if not admitted:
             assert self._by_framework
-            self._by_framework.average(pending, tensor, partial(session.settle, pending))
+            self._by_framework.average(submission, tensor, partial(session.settle, submission))
         elif stager is None:
-            pending.bucket = Bucket(*as_array(tensor), segments, exported=exported)
-            session.start(pending)
+            submission.bucket = Bucket(*as_array(tensor), segments, exported=exported)
+            session.start(submission)
         else:
             assert session.endpoint
             per_packet = session.endpoint.connection.options.payload_bytes // tensor.element_size()
-            stager.stage(tensor, per_packet, on_host, pending.answer)
+            stager.stage(tensor, per_packet, partial(submission.on_host, session), submission.answer)
         return answer
 
     def _stager_of(self, device: torch.device) -> Stager | None:
@@ -499,6 +475,53 @@ class State:
 
     def _note_time(self, held: tuple[int, ...], _: torch.Tensor) -> None:
         self._seconds.setdefault(held, deque(maxlen=STEPS_KEPT)).append(time.monotonic() - self._step_began_s)
+
+
+class Submission(PendingBucket):
+    """A flat tensor from when it is submitted to the session until it holds the average.
+
+    Parameters
+    ----------
+    step, sequence, segments
+        See :class:`PendingBucket`.
+    tensor
+        The tensor.
+    averaged
+        Resolved with ``tensor`` when it holds the average.
+    on_averaged
+        See :meth:`State.average`.
+    """
+
+    __slots__ = ("_averaged", "_on_averaged", "_staged", "_tensor")
+
+    def __init__(
+        self,
+        step: int,
+        sequence: int,
+        segments: Sequence[Segment],
+        tensor: torch.Tensor,
+        averaged: TensorFuture,
+        on_averaged: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        super().__init__(step, sequence, segments, tensor.nbytes, self._resolve)
+        self._tensor, self._averaged, self._on_averaged = tensor, averaged, on_averaged
+        self._staged: Staged | None = None
+
+    def on_host(self, session: TrainingSession, copy: Staged) -> None:
+        """Let the session average a copy on the host."""
+        self._staged, self.bucket = copy, Bucket(*as_array(copy.values), self.segments, copy.magnitudes)
+        session.start(self)
+
+    def _resolve(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._averaged.set_exception(error)  # type: ignore[arg-type]  # annotated as a result
+            return
+        if self._on_averaged is not None:
+            self._on_averaged(self._tensor if self._staged is None else self._staged.values)
+        if self._staged is None:
+            self._averaged.set_result(self._tensor)
+        else:
+            self._staged.give_back(self._averaged)
 
 
 def joining_unsupported(model: DistributedDataParallel) -> str:
@@ -587,16 +610,15 @@ class FrameworkAverager:
         self._group, self._feedback, self._count = group, feedback, count
         self.first = 0
         self._waiting: dict[int, tuple[PendingBucket, torch.Tensor, Done]] = {}
-        self._step, self._next = -1, 0
+        self._next = -1
 
     def average(self, pending: PendingBucket, tensor: torch.Tensor, done: Done) -> None:
         """Average a flat tensor in place, and call ``done``."""
         if self._count is None:
             self._all_reduce(pending, tensor, done)
             return
-        if pending.step > self._step:
-            self._step, self._next = pending.step, self.first + self._count - 1
-            self._waiting.clear()
+        if self._next < self.first:  # the last step is complete
+            self._next = self.first + self._count - 1
         self._waiting[pending.sequence] = pending, tensor, done
         while self._next in self._waiting:
             self._all_reduce(*self._waiting.pop(self._next))

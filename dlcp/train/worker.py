@@ -81,7 +81,7 @@ class Model:
             "fallback": (state.reason or None) if state else None,
             "route": state.route if state else "",
             "framework_steps": state.framework_steps if state else 0,
-            "local_peers": state.local_peers if state else 0,
+            "local_peers": state.session.local_peers if state and state.session else 0,
             "group_ranks": list(state.group_ranks) if state else None,
             "refused": dict(state.endpoint.connection.refused) if state and state.endpoint else {},
             "ledger": state.ledger.summary() if state else None,

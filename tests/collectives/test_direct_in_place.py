@@ -138,7 +138,10 @@ class Broken:
         self.started = self.ranks.start(steps, self.gradients, THREE_BUCKETS, delays_s)
         begin_s = 0.011 + rng.random() * 0.08 if begin_s is None else begin_s
         self._fail_at((begin_s + rng.random(count) * rng.choice([0, 0.01])).tolist())
-        self.left = [{left.sequence: left for left in reducer.partial_results()} for reducer in self.ranks.reducers]
+        self.left = [
+            {run.sequence: left for run in row if run is not None and (left := run.partial_result()) is not None}
+            for row in self.started
+        ]
 
     def _fail_at(self, moments_s):
         network = self.ranks.network

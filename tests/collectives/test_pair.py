@@ -83,10 +83,10 @@ def test_sums_are_rescaled_without_error_feedback(error_feedback):
 
 def test_an_average_is_kept_until_the_peer_is_known_to_have_it():
     ranks = SmallRanks(2)
-    first = ranks.reduce(0, ranks.gradients(0))
-    kept = [reducer.partial_results() for reducer in ranks.reducers]
-    for (result,), averages in zip(kept, first, strict=True):
-        assert result.final.all()
-        assert result.values.tobytes() == np.concatenate(list(averages.values())).tobytes()
-    ranks.reduce(1, ranks.gradients(1))
-    assert [[result.step for result in reducer.partial_results()] for reducer in ranks.reducers] == [[1], [1]]
+    runs = [run for (run,) in ranks.start(0, ranks.gradients(0))]
+    ranks.network.run(lambda: all(run.done() for run in runs))
+    for run in runs:
+        averaged = run.result().copy()
+        run.result()[:] = 0  # the caller's, who has it back
+        assert run.partial_result().final.all()
+        assert run.partial_result().values.tobytes() == averaged.tobytes()

@@ -52,7 +52,7 @@ class Broken:
         values = np.where(self.by_value(self.arrived[rank]), self.exact, values).astype(self.given[rank].dtype)
         included = {peer: self.folded[peer] & mine for peer in range(self.ranks)}
         included[rank] = included[rank] | ~mine & ~self.arrived[rank]
-        return PartialResult(3, 1, values, VALUES_PER_PACKET, self.arrived[rank].copy(), included)
+        return PartialResult(values, VALUES_PER_PACKET, self.arrived[rank].copy(), included)
 
 
 @settings(max_examples=60)
@@ -85,7 +85,7 @@ def test_a_rank_that_has_finished_takes_part_with_nothing():
     def held(rank):
         if rank == 0:
             return None  # finished: all confirmed that they have its results
-        whole = PartialResult.untouched(rank, 0, 0, given[rank].copy(), VALUES_PER_PACKET)
+        whole = PartialResult.untouched(rank, given[rank].copy(), VALUES_PER_PACKET)
         whole.final[:] = [True, rank == 1, rank == 2]
         whole.values[np.repeat(whole.final, VALUES_PER_PACKET)[:12]] = 4.0
         whole.included = {rank: ~whole.final}
@@ -105,7 +105,7 @@ def test_finished_everywhere_is_nothing_to_do_although_a_confirmation_is_missing
     def held(rank):
         if rank:
             return None
-        partial = PartialResult.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, np.ones(12, np.float32), VALUES_PER_PACKET)
         partial.final[:], partial.included = [True, False, False], {}
         return partial
 
@@ -122,7 +122,7 @@ def test_averages_come_over_bit_by_bit():
     odd = np.array([-0.0, np.nan, np.inf, -np.inf, 1e-45], np.float32)
 
     def held(rank):
-        partial = PartialResult.untouched(rank, 0, 0, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, odd.copy() if rank else np.ones(5, np.float32), VALUES_PER_PACKET)
         if rank:
             partial.final[:], partial.included = True, {}
         return partial
@@ -136,7 +136,7 @@ def test_infinities_of_one_rank_reach_all():
         values = np.ones(7, np.float32)
         values[2] = np.inf if rank == 1 else 1
         values[6] = np.nan if rank == 0 else 1
-        return PartialResult.untouched(rank, 0, 0, values, VALUES_PER_PACKET)
+        return PartialResult.untouched(rank, values, VALUES_PER_PACKET)
 
     for recovered in together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank))):
         np.testing.assert_array_equal(recovered.values, [1, 1, np.inf, 1, 1, 1, np.nan])
@@ -148,7 +148,7 @@ def test_nested_sums_of_a_ring_are_counted_once():
     holds = [{0}, {0, 1}, {0, 1, 2}, {3}]
 
     def held(rank):
-        partial = PartialResult.untouched(rank, 0, 0, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, np.full(5, sums[rank], np.float32), VALUES_PER_PACKET)
         partial.included = {peer: np.ones(1, np.bool_) for peer in holds[rank]}
         return partial
 
@@ -158,7 +158,7 @@ def test_nested_sums_of_a_ring_are_counted_once():
 
 def test_a_lost_contribution_is_refused_by_all():
     def held(rank):
-        return PartialResult.untouched(rank, 0, 0, np.ones(12, np.float32), VALUES_PER_PACKET) if rank else None
+        return PartialResult.untouched(rank, np.ones(12, np.float32), VALUES_PER_PACKET) if rank else None
 
     with pytest.raises(UnrecoverableError, match="contribution of rank 0 to 3 packets is lost"):
         together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
@@ -166,7 +166,7 @@ def test_a_lost_contribution_is_refused_by_all():
 
 def test_buckets_that_differ_are_refused_by_name():
     def held(rank):
-        return PartialResult.untouched(rank, 0, 0, np.ones(12 + rank, np.float32), VALUES_PER_PACKET)
+        return PartialResult.untouched(rank, np.ones(12 + rank, np.float32), VALUES_PER_PACKET)
 
     with pytest.raises(UnrecoverableError, match="rank 1 has 13 values of float32, rank 0 12"):
         together(2, lambda channel, rank: recover(channel, rank, range(2), held(rank)))
@@ -174,7 +174,7 @@ def test_buckets_that_differ_are_refused_by_name():
 
 def test_what_was_owed_anyway_is_owed_where_an_average_was_formed():
     def held(rank):
-        partial = PartialResult.untouched(rank, 0, 0, np.ones(10, np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, np.ones(10, np.float32), VALUES_PER_PACKET)
         partial.residual = np.full(10, rank + 1, np.float32)
         if rank == 1:
             partial.final[0] = True
@@ -189,7 +189,7 @@ def test_what_was_owed_anyway_is_owed_where_an_average_was_formed():
 @pytest.mark.parametrize("settled", [False, True])
 def test_what_the_owner_confirmed_as_lost_is_owed_once(settled):
     def held(rank):
-        partial = PartialResult.untouched(rank, 0, 0, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
+        partial = PartialResult.untouched(rank, np.full(5, 3.0, np.float32), VALUES_PER_PACKET)
         if rank == 0:
             partial.final[:] = True  # formed without rank 1
         elif settled:

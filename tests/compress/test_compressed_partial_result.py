@@ -16,15 +16,13 @@ from tests.transport.exchanges import Selective
 AVERAGES = [text for text in EVERY if make_compressor(text).feedback is not Feedback.NOTHING]
 
 
-def recovered(ranks, started, step=0):
+def recovered(ranks, started):
     """What each rank has in the end: its own result, or what it recovers; and what it owes of that besides."""
-    held = [{(one.step, one.sequence): one for one in reducer.partial_results()} for reducer in ranks.reducers]
+    held = {rank: run.partial_result() for rank, run in started.items()}
     done = {rank: future.done() and not future.exception() for rank, future in started.items()}
     found = together(
         ranks.count,
-        lambda channel, rank: recover(
-            channel, rank, range(ranks.count), held[rank].get((step, 0)), finished=done[rank]
-        ),
+        lambda channel, rank: recover(channel, rank, range(ranks.count), held[rank], finished=done[rank]),
     )
     return [
         (started[rank].result(), None) if done[rank] else (found[rank].values, found[rank].residual)
@@ -81,13 +79,14 @@ def withheld(text, lossy):
     return lose
 
 
-def test_results_are_kept_only_as_long_as_others_may_need_them():
+def test_results_are_kept_for_others():
     ranks = CompressedRanks(2, "topk:0.1")
-    for step in range(3):
-        ranks.reduce(step, ranks.gradients(step))
-        held = ranks.reducers[0].partial_results()
-        assert [partial.step for partial in held] == [step]
-        assert held[0].final.all()
+    started = ranks.start(0, ranks.gradients(0))
+    ranks.network.run(lambda: all(run.done() for run in started.values()))
+    averaged = started[0].result().copy()
+    started[0].result()[:] = 0  # the caller's, who has it back
+    assert started[0].partial_result().final.all()
+    np.testing.assert_array_equal(started[0].partial_result().values, averaged)
 
 
 @pytest.mark.parametrize("text", ["topk:0.1", "randomk:0.1", "powersgd:2"])
@@ -96,9 +95,8 @@ def test_exact_buckets_have_partial_results_too(text):
     gradients = ranks.gradients(1)
     started = ranks.start(3, gradients, sequence=5, exact=True)
     ranks.network.run(lambda: ranks.network.now >= 0.002)
-    held = [reducer.partial_results() for reducer in ranks.reducers]
-    assert [[(one.step, one.sequence) for one in mine] for mine in held] == [[(3, 5)]] * 2
-    found = together(2, lambda channel, rank: recover(channel, rank, range(2), held[rank][0]))
+    held = [started[rank].partial_result() for rank in range(2)]
+    found = together(2, lambda channel, rank: recover(channel, rank, range(2), held[rank]))
     np.testing.assert_allclose(found[0].values, sum(gradients) / 2, rtol=1e-6)
     assert not started[0].done()
 
@@ -108,6 +106,6 @@ def test_a_recovered_contribution_has_what_was_owed_before():
     first = ranks.gradients(1)
     taken = 2 * ranks.reduce(0, first)[0].astype(np.float64)
     started = ranks.start(1, [np.zeros(SIZE, np.float32)] * 2)
-    results = recovered(ranks, started, step=1)
+    results = recovered(ranks, started)
     np.testing.assert_allclose(taken + 2 * results[0][0], np.sum(first, axis=0), atol=1e-4)
     assert not ranks.owed().any()

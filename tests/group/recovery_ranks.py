@@ -48,6 +48,19 @@ class FakeEndpoint:
         self.closed.append(reason)
 
 
+class FakeRun(Future):
+    """A bucket's run; while it is not done, the rank holds its contribution."""
+
+    def __init__(self, rank, bucket):
+        super().__init__()
+        self.rank, self.bucket = rank, bucket
+
+    def partial_result(self):
+        if self.done() and not self.exception():
+            return None
+        return PartialResult.untouched(self.rank, self.bucket.values.astype(np.float32), PAYLOAD_BYTES // 4)
+
+
 class FakeReducer:
     """Averages when a test says so; what it has been given, it holds untouched."""
 
@@ -62,27 +75,20 @@ class FakeReducer:
     def start(self, step, sequence, bucket):
         if self.refuses:
             raise self.refuses
-        future = Future()
-        self.running[step, sequence] = bucket, future
-        return future
+        run = self.running[step, sequence] = FakeRun(self.rank, bucket)
+        return run
 
     def finish(self, step, sequence, average):
-        bucket, future = self.running.pop((step, sequence))
-        bucket.values[:] = average
-        future.set_result(bucket.values)
+        run = self.running.pop((step, sequence))
+        run.bucket.values[:] = average
+        run.set_result(run.bucket.values)
 
     def fail(self, error):
-        for _, future in list(self.running.values()):
-            future.set_exception(error)
+        for run in list(self.running.values()):
+            run.set_exception(error)
 
     def close(self):
         pass
-
-    def partial_results(self):
-        return [
-            PartialResult.untouched(self.rank, *which, bucket.values.astype(np.float32), PAYLOAD_BYTES // 4)
-            for which, (bucket, _) in self.running.items()
-        ]
 
 
 def start_late(monkeypatch, seconds, begins=None):

@@ -153,10 +153,11 @@ def test_what_was_lost_is_owed_only_with_error_feedback(error_feedback):
     network = Network(2)
     first, second = (Session(network, rank, error_feedback=error_feedback) for rank in range(2))
     buckets = first.give(0, 0, 1), second.give(0, 0, 3)
-    (contributed,), (averaged,) = (session.reducer.partial_results() for session in (first, second))
+    runs = [session.reducer.running[0, 0] for session in (first, second)]
+    contributed, averaged = (run.partial_result() for run in runs)
     contributed.residual = np.full(VALUES, 5, np.float32)
     averaged.values[:], averaged.final[:] = 2, True
-    first.reducer.partial_results, second.reducer.partial_results = lambda: [contributed], lambda: [averaged]
+    runs[0].partial_result, runs[1].partial_result = lambda: contributed, lambda: averaged
     first.reducer.fail(DeadlineError("step 0: too late"))
     assert values(*buckets) == [2, 2]
     owed = first.averager.feedback.of("layer0")
@@ -175,6 +176,19 @@ def test_what_a_rank_has_finished_it_does_not_wait_for():
     second.reducer.fail(DeadlineError("did not hear"))
     with pytest.raises(TransportError, match=r"a list cannot take over: .*contribution of rank 0"):
         other.averaged.result(LIMIT_S)  # nobody has kept the result that rank 0 had: an error, and no wrong average
+
+
+def test_what_a_rank_has_finished_it_keeps_for_others_until_a_later_step_is_finished():
+    (session, _) = pair()
+    for step in (3, 7):
+        for sequence in (0, 1):
+            session.give(step, sequence, 0)
+        assert list(session.table.buckets) == [(3, 0), (3, 1), (7, 0), (7, 1)][: 4 if step == 7 else 2]
+        if step == 3:
+            session.reducer.finish(3, 0, 0)
+            session.reducer.finish(3, 1, 0)
+    session.reducer.finish(7, 1, 0)
+    assert list(session.table.buckets) == [(7, 0), (7, 1)]
 
 
 def test_a_step_begins_once_and_only_with_dlcp():
