@@ -165,8 +165,8 @@ class DirectAllReduce:
     def rates_to_tell(self) -> NDArray[np.generic]:
         """Return this rank's rates to all contributors, as in :func:`dlcp.collectives.shards.inbound_rates`."""
         connection = self.context.connection
-        known = {peer: connection.rate_to(peer) for peer in self.context.peers}
-        signed = {peer: rate if connection.is_congested(peer) else -rate for peer, rate in known.items()}
+        known = {rank: connection.peers[rank] for rank in self.context.peers}
+        signed = {rank: peer.rate_bps if peer.is_congested else -peer.rate_bps for rank, peer in known.items()}
         signed[self.context.rank] = connection.inbound_bps
         return np.array([signed[rank] for rank in self.context.contributors], RATE)
 
@@ -603,7 +603,7 @@ class DirectRun(BucketRun):
     def _encoded_tags(self, owner: int, code: Bytes, tail_bytes: int = 0, *, droppable: bool = False) -> PacketTags:
         """Return the tags of a shard's packets in an encoded message; see :meth:`_tags`."""
         # As in DirectPlan.tag, drop classes wait for the first sign of possible loss.
-        at_risk = droppable and (self.plan.bound.immediate or not self.context.connection.is_clear(owner))
+        at_risk = droppable and (self.plan.bound.immediate or not self.context.connection.peers[owner].is_clear)
         may_drop = self._may_drop(self.plan.layouts[owner], self._packets(owner)) if at_risk else None
         return self.plan.encoded_tags(owner, self.values_per_packet, tail_bytes, code, may_drop)
 

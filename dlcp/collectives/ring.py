@@ -191,7 +191,7 @@ class RingAllReduce:
         """
         if not self._aborted:
             self._aborted = True
-            self.context.connection.abort(reason)
+            self.context.connection.liveness.abort(reason)
 
 
 class RingRun(BucketRun):
@@ -242,7 +242,9 @@ class RingRun(BucketRun):
         bucket, values, per_packet = self.bucket, len(self.bucket.values), self.values_per_packet
         tagger, options = self.context.tagger, self.context.options
         hops, bound = max(1, self.reducer.ranks - 1), options.bound_of(bucket)
-        if self.layouts or bucket.whole or (self.connection.is_clear(self.reducer.next) and not bound.immediate):
+        following = self.connection.peers.get(self.reducer.next)  # itself, if it is alone
+        is_clear = following is None or following.is_clear
+        if self.layouts or bucket.whole or (is_clear and not bound.immediate):
             return tagger.tag_whole(values, bucket.segments, per_packet)
         if bucket.magnitudes is None:
             tags = tagger.tag(bucket.values, self.value_type, bucket.segments, per_packet)
@@ -376,7 +378,7 @@ class RingRun(BucketRun):
     def _begin_average(self, piece: Piece, payload: Bytes) -> None:
         """Send an average that this rank has computed."""
         self._note_final(piece)
-        rate = np.array([self.connection.rate_to(self.reducer.next)], RATE).view(np.uint8)
+        rate = np.array([self.connection.peers[self.reducer.next].rate_bps], RATE).view(np.uint8)
         self._note_rate(piece, rate)
         self._send_average(piece, 0, payload, rate)
 

@@ -391,8 +391,9 @@ class DirectPlan:
         bound, per_packet = self.bound, context.connection.options.payload_bytes // bucket.values.itemsize
         layers, count = context.options.layers, len(bucket.values)
         # Magnitudes cost a tenth of a fast network's time: they wait for the first sign of possible loss.
-        clear = context.connection.is_clear
-        at_risk = [owner for owner in self.bounds if owner != context.rank and (bound.immediate or not clear(owner))]
+        peers = context.connection.peers
+        others = [owner for owner in self.bounds if owner != context.rank]
+        at_risk = [owner for owner in others if bound.immediate or not peers[owner].is_clear]
         at_risk = [owner for owner in at_risk if owner not in self.layouts]  # these have their own classes
         if not at_risk or (not bound.ratio and (bucket.whole or not layers)):
             return self.whole

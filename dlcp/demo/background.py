@@ -26,6 +26,7 @@ from dlcp.transport import (
     Address,
     Delivery,
     Endpoint,
+    Membership,
     MessageKey,
     ReceiveRequest,
     SendRequest,
@@ -106,7 +107,8 @@ class BackgroundEnd:
     def endpoint(self) -> Endpoint:
         """Open this end with DLCP's transport."""
         options = TransportOptions(tagged=False, congestion="cubic", flow_weight=1.0)
-        return Endpoint(self.rank, bind_socket(self.bind[0], [self.bind[1]]), self.peers, token=_TOKEN, options=options)
+        members = Membership(self.rank, self.peers, token=_TOKEN)
+        return Endpoint(members, bind_socket(self.bind[0], [self.bind[1]]), options=options)
 
 
 def sink(channel: Connection, end: BackgroundEnd) -> None:

@@ -21,6 +21,7 @@ from dlcp.collectives.bucket import BucketRun
 from dlcp.collectives.reduction_rules import check_samples, weight_of
 from dlcp.session.joining import Joined
 from dlcp.session.options import Options
+from dlcp.transport import Membership
 from dlcp.transport.ledger import Ledger
 from dlcp.values.tags import Segment, Tagger
 
@@ -232,7 +233,7 @@ class StepAverager:
     ----------
     options
         The options in force.
-    rank, ranks
+    membership
         This rank, and all ranks whose gradients are averaged.
     ledger, feedback, tagger
         The record of packets, the residual, and the tagger of packets.
@@ -252,18 +253,17 @@ class StepAverager:
     def __init__(
         self,
         options: Options,
-        rank: int,
-        ranks: Sequence[int],
+        membership: Membership,
         *,
         ledger: Ledger,
         feedback: Residual,
         tagger: Tagger,
     ) -> None:
-        self.options, self.rank, self.ranks = options, rank, sorted(ranks)
+        self.options, self.membership = options, membership
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.samples: dict[int, int] | None = None
         self._samples_here = options.samples
-        self.sends_metadata = options.weighted and len(ranks) > 1
+        self.sends_metadata = options.weighted and len(membership.ranks) > 1
         self.flush_step = -1
         self.exchanges_reports = False
         self._reducer: Reducer | None = None
@@ -273,9 +273,10 @@ class StepAverager:
     def join(self, joined: Joined) -> None:
         """Average over the endpoint of ``joined``."""
         options = self.options = joined.options
+        self.membership = joined.membership
         context = RankContext(
             joined.endpoint.connection,
-            self.ranks,
+            joined.membership.ranks,
             options.reduction(),
             self.tagger,
             self.ledger,
@@ -324,18 +325,19 @@ class StepAverager:
         """Return the bucket with this rank's metadata of the coming step."""
         from dlcp.collectives.step_metadata import bucket_of  # most jobs do not need it
 
-        return bucket_of(self._samples_here, self.ranks.index(self.rank), len(self.ranks))
+        ranks = self.membership.ranks
+        return bucket_of(self._samples_here, ranks.index(self.membership.rank), len(ranks))
 
     def read_metadata(self, average: NDArray[np.floating]) -> None:
         """Read the metadata of all ranks."""
         from dlcp.collectives.step_metadata import read_samples  # most jobs do not need it
 
-        self.samples = read_samples(average, self.ranks)
+        self.samples = read_samples(average, self.membership.ranks)
 
     @property
     def weight(self) -> float:
         """Factor on this rank's mean gradient in this step."""
-        return weight_of(self.samples, self.rank) if self.samples else 1.0
+        return weight_of(self.samples, self.membership.rank) if self.samples else 1.0
 
     # Averaging --------------------------------------------------------------------------------------------------------
 

@@ -255,11 +255,11 @@ class StepChooser:
         """Return this rank's report on the step that ends now, after ``step_s`` seconds."""
         connection, table = self._connection, self._table
         known = self.arm.route is Route.DLCP or (self._framework is not None and self._framework.reports_end)
-        remote = [peer for peer in connection.peers if peer not in connection.local_peers]
+        remote = [peer for peer in connection.peers.values() if not peer.local]
         return StepReport(
             step_s=step_s,
             waited_s=max(0.0, table.averaged_s - table.ready_s) if known else step_s,
-            lossy=not all(connection.is_clear(peer) for peer in remote),
+            lossy=not all(peer.is_clear for peer in remote),
             # Of ranks that share hosts, only those that reach others through a network see its queues.
-            queued=not remote or any(connection.has_queued(peer, step_s) for peer in remote),
+            queued=not remote or any(peer.has_queued(step_s) for peer in remote),
         )

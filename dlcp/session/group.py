@@ -36,6 +36,7 @@ from dlcp.transport import (
     RELIABLE,
     DeadlineError,
     Endpoint,
+    Membership,
     MessageKey,
     PeerAbortedError,
     RankEndedError,
@@ -70,22 +71,22 @@ class StoreWatch(PeerWatch):
     ----------
     store
         The ranks' store. It records when a rank has ended.
-    rank, size
-        This rank, and the number of ranks.
+    membership
+        The ranks.
     deadline_s
         Time limit of each exchange over the store, in seconds.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
-        self._store = store
-        self._rank, self._size, self._deadline_s = rank, size, deadline_s
-        self._others = [ended_key(other) for other in range(size) if other != rank]
+    def __init__(self, store: Store, membership: Membership, deadline_s: float) -> None:
+        self._store, self._membership, self._deadline_s = store, membership, deadline_s
+        self._others = [ended_key(other) for other in membership.ranks if other != membership.rank]
         self._channels: dict[str, StoreChannel] = {}
 
     def channel(self, topic: str = "recovery") -> StoreChannel:
         """Return this rank's channel named ``topic``."""
         if topic not in self._channels:
-            self._channels[topic] = StoreChannel(self._store, topic, self._rank, range(self._size), self._deadline_s)
+            members = self._membership.rank, self._membership.ranks
+            self._channels[topic] = StoreChannel(self._store, topic, *members, self._deadline_s)
         return self._channels[topic]
 
     def check_peers(self, where: str) -> BaseException | None:
@@ -111,7 +112,7 @@ class StoreWatch(PeerWatch):
     def publish_failed(self, reason: str) -> None:
         """Write into the store that this rank has ended, so that the others stop waiting for it."""
         with contextlib.suppress(StoreError):
-            self._store.set(ended_key(self._rank), reason)
+            self._store.set(ended_key(self._membership.rank), reason)
             self._store.compare_set(LEFT, "", reason)
 
 
@@ -181,17 +182,16 @@ class Group:
         """
         assert self._store
         options, feedback = self.options, Residual()
-        self._watch = StoreWatch(self._store, self.rank, self.size, options.deadline_s)
+        agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
+        self._watch = StoreWatch(self._store, agreement.membership, options.deadline_s)
         averager = StepAverager(
             options,
-            self.rank,
-            range(self.size),
+            agreement.membership,
             ledger=self.ledger,
             feedback=feedback,
             tagger=Tagger(options.tag_policy),
         )
         self._session = TrainingSession(averager, store_fallback(self._watch, feedback), self._table)
-        agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
         try:
             self._session.join(agreement, call=CALL)
         except NotJoinedError as problem:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +24,7 @@ from dlcp.collectives.choice import Topology
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, meeting_host, own_addresses, own_place
 from dlcp.session.options import Options
 from dlcp.session.secret import KeyValueStore, SealedStore, proof, session_token
-from dlcp.transport import Address, Endpoint, TransportError, shared_memory
+from dlcp.transport import Address, Endpoint, Membership, TransportError, shared_memory
 from dlcp.transport.connection import OnMessage
 from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
@@ -69,6 +69,9 @@ class Agreement:
 
     Attributes
     ----------
+    membership
+        Who takes part: the ranks that are to join, and from :func:`join` on their addresses and token, too. All that a
+        session builds for its ranks is built from it.
     token
         The session token derived from the secret, once the ranks have met; 0 without a secret.
     """
@@ -88,11 +91,20 @@ class Agreement:
         self._secret = secret
         self.store = self._sealed or store
         self.token = 0
-        self.rank = rank
-        self.size = size
+        self.membership = Membership(rank, ranks=tuple(range(size)))
         self.host = host
         self.deadline_s = deadline_s
         self._end_s = time.monotonic() + deadline_s
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.membership.rank
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All ranks."""
+        return self.membership.ranks
 
     @property
     def left_s(self) -> float:
@@ -124,7 +136,7 @@ class Agreement:
                 raise
             if gone := [rank for rank, value in drawn.items() if value is None]:
                 raise NotJoinedError(f"rank {gone[0]} has given up waiting for rank {self.rank}: {CHECK.format(call)}")
-            key = proof(self._secret, b"session", *(drawn[rank].encode() for rank in range(self.size)))
+            key = proof(self._secret, b"session", *(drawn[rank].encode() for rank in self.ranks))
             self._sealed.begin_session(key)
             self.token = session_token(key)
 
@@ -195,10 +207,10 @@ class Agreement:
         The values that are there by then, by rank.
         """
         wait_s = POLL_S
-        while not self.published(topic, range(self.size)) and self.verdict() is None and self.left_s:
+        while not self.published(topic, self.ranks) and self.verdict() is None and self.left_s:
             time.sleep(min(wait_s, self.left_s))
             wait_s = min(POLL_MAX_S, wait_s * 1.5)
-        present = [rank for rank in range(self.size) if self.published(topic, [rank])]
+        present = [rank for rank in self.ranks if self.published(topic, [rank])]
         return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in present}
 
     def verdict(self) -> str | None:
@@ -225,16 +237,16 @@ class Agreement:
 
     def speaker(self) -> bool:
         """Return whether this rank logs the verdict: the lowest rank that joins within the deadline does."""
-        lower = range(self.rank)
-        while lower and self.left_s and not self.published("here", [0]):
+        lower = [rank for rank in self.ranks if rank < self.rank]
+        while lower and self.left_s and not self.published("here", lower[:1]):
             time.sleep(JOIN_TURN_S)
         return not any(self.published("here", [rank]) for rank in lower)
 
     def all_publish(self, topic: str) -> bool:
         """Wait until all ranks have published a value on a topic; return whether they did before the deadline."""
-        while self.left_s and not self.published(topic, range(self.size)):
+        while self.left_s and not self.published(topic, self.ranks):
             time.sleep(min(POLL_MAX_S, self.left_s))
-        return self.published(topic, range(self.size))
+        return self.published(topic, self.ranks)
 
 
 _PROCESS: Final = secrets.token_hex(8)
@@ -279,8 +291,8 @@ class Joined:
         The options, with the measured ``payload_bytes``.
     remark
         A warning for the user about the measured payload; ``""`` if none.
-    topology
-        Which ranks share a host, and which rank is the server.
+    membership
+        The ranks, their addresses and hosts, and the session token; as the agreement has it, too.
     link
         Rank 0's connection to the parameter server, if there is one.
     remote
@@ -290,9 +302,14 @@ class Joined:
     endpoint: Endpoint
     options: Options
     remark: str
-    topology: Topology
+    membership: Membership
     link: "ServerLink | None"
     remote: bool
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a host, and which rank is the server."""
+        return Topology(self.membership.hosts, server=self.membership.server)
 
     def close(self, reason: str | None = None) -> None:
         """Leave the peers; with a ``reason``, tell them that this rank gives up."""
@@ -346,7 +363,7 @@ def join(
             sock = bind(options, addresses)
             undo.callback(sock.close)
             with _memory_rendezvous(options, export_bytes) as memory:
-                open_endpoint = partial(Endpoint, agreement.rank, sock, on_message=on_message, timeline=timeline)
+                open_endpoint = partial(Endpoint, sock=sock, on_message=on_message, timeline=timeline)
                 joined = _connect(options, agreement, addresses, sock, undo, memory, open_endpoint)
             agreement.publish("ready", True)
             _collect_from_all(agreement, "ready", "has not confirmed that all peers answer it")
@@ -363,16 +380,16 @@ def join(
         if verdict == USE_DLCP:
             undo.pop_all()
             if timeline is not None:
-                timeline.note("joined", 0, 0, label_of(options.job, joined.endpoint.connection.token))
+                timeline.note("joined", 0, 0, label_of(joined.membership))
             return joined
         if timeline is not None:
             timeline.note("left", 0, 0, verdict)
     raise NotJoinedError(verdict)
 
 
-def label_of(job: int, token: int) -> str:
+def label_of(membership: Membership) -> str:
     """Return a name of the session, the same on all its ranks. It is safe to show, whereas the token is a secret."""
-    return f"{job}-{sha256(token.to_bytes(8, 'big')).hexdigest()[:8]}"
+    return f"{membership.job}-{sha256(membership.token.to_bytes(8, 'big')).hexdigest()[:8]}"
 
 
 def _timeline(folder: str, rank: int) -> "Timeline | None":
@@ -393,7 +410,7 @@ def _connect(
     memory: SharedMemoryRendezvous | None,
     open_endpoint: Callable[..., Endpoint],
 ) -> Joined:
-    rank, size = agreement.rank, agreement.size
+    rank, size = agreement.rank, len(agreement.ranks)
     address, toward = advertised(options, addresses, sock.getsockname()[1])
     entry = {
         "address": address,
@@ -415,10 +432,9 @@ def _connect(
     # Ranks share a network port if they share a host name and an address. Network namespaces of one machine have
     # different addresses.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
-    topology = Topology(hosts, server=size if options.server else None)
     remark, link = "", None
     if options.server:
-        workers = [entries[peer]["address"] for peer in range(size)]
+        workers = [entries[peer]["address"] for peer in agreement.ranks]
         link, server = _invite_server(options, agreement, workers, token, undo)
         peers = {size: server}
     else:
@@ -428,10 +444,14 @@ def _connect(
     names = {peer: entry["memory"] for peer, entry in entries.items() if entry["memory"]}
     if len(names) > 1:  # the same on all ranks, so all or none take part
         shared, remote = _share_memory(agreement, memory, names, options.job, token, undo)
-    transport = options.transport(size, topology)
-    endpoint = open_endpoint(peers, job=options.job, token=token, options=transport, shared=shared)
+    server_rank = size if options.server else None
+    membership = agreement.membership = replace(
+        agreement.membership, peers=peers, job=options.job, token=token, hosts=hosts, server=server_rank
+    )
+    transport = options.transport(size, Topology(hosts, server=server_rank))
+    endpoint = open_endpoint(membership, options=transport, shared=shared)
     undo.pop_all()  # the endpoint and joined own the socket, memory and link now
-    joined = Joined(endpoint, options, remark, topology, link, remote)
+    joined = Joined(endpoint, options, remark, membership, link, remote)
     undo.callback(joined.close, "the ranks have agreed not to use DLCP")
     endpoint.greet(max(1.0, agreement.left_s))
     return joined
@@ -493,7 +513,7 @@ def _share_memory(
     agreement.publish("local peers", sorted(shared.ranks))
     local_peers = _collect_from_all(agreement, "local peers", "has not published which ranks share its memory")
     shared.keep([peer for peer in shared.ranks if rank in local_peers[peer]])
-    return shared, any(len(ranks) < agreement.size - 1 for ranks in local_peers.values())
+    return shared, any(len(ranks) < len(agreement.ranks) - 1 for ranks in local_peers.values())
 
 
 def _why_silent(agreement: Agreement, call: str, rank: int) -> str | None:
@@ -528,7 +548,7 @@ def _collect_from_all(
     verdict = agreement.verdict()
     if verdict not in (None, USE_DLCP):
         raise NotJoinedError(verdict)
-    absent = [rank for rank in range(agreement.size) if rank not in found]
+    absent = [rank for rank in agreement.ranks if rank not in found]
     known = next(filter(None, map(explain, absent)), None)
     if known:
         raise NotJoinedError(f"{known} (waited {agreement.deadline_s:.0f} s)")
@@ -562,7 +582,7 @@ def _probe_paths(
     probe = PathProbe(agreement.rank, sock, peers, options.job, token, candidates)
     published = False
     give_up_s = agreement.left_s - REACH_SHARE * agreement.deadline_s
-    while not agreement.published("path", range(agreement.size)):  # a rank that has finished still answers the others
+    while not agreement.published("path", agreement.ranks):  # a rank that has finished still answers the others
         probe.turn(JOIN_TURN_S)
         if probe.done and not published:
             agreement.publish("path", [probe.payload_bytes, candidates[0]])

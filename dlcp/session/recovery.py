@@ -129,7 +129,8 @@ class Recovery:
         pending = self._wait_for_all(which)
         if pending and pending.run is None:
             mine = self._untouched(pending)
-        recovered = recover(self._channel, averager.rank, averager.ranks, mine, finished=pending is None)
+        members = averager.membership
+        recovered = recover(self._channel, members.rank, members.ranks, mine, finished=pending is None)
         if pending and pending.bucket and recovered:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
             if recovered.residual is not None and averager.options.error_feedback:
@@ -143,11 +144,11 @@ class Recovery:
         values = bucket.value_type.widen(bucket.values).copy()
         averager.feedback.apply(values, pending.segments)
         per_packet = self._payload_bytes // bucket.values.itemsize
-        return PartialResult.untouched(averager.rank, values, per_packet)
+        return PartialResult.untouched(averager.membership.rank, values, per_packet)
 
     def _wait_for_all(self, which: BucketId) -> PendingBucket | None:
         """Wait until all ranks have reached a bucket; return this rank's, or None if it has finished it."""
-        rank, (step, sequence) = self._averager.rank, which
+        rank, (step, sequence) = self._averager.membership.rank, which
         pending, absent = None, ""
         try:
             pending = self._table.wait_for(which, WAIT_SHARE * self._deadline_s)

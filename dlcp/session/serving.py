@@ -28,7 +28,7 @@ from dlcp.session.addresses import OwnAddresses, advertised
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret, proof
 from dlcp.session.store import Store, StoreError, StoreServer, ended_key
-from dlcp.transport import Address, Endpoint, TransportError, bind_socket, parse_address
+from dlcp.transport import Address, Endpoint, Membership, TransportError, bind_socket, parse_address
 from dlcp.transport.ledger import Ledger
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
@@ -211,10 +211,10 @@ class SessionServer(Closing):
         # Each worker receives a single flow, the server's.
         transport = replace(options.transport(len(workers)), flow_weight=1.0)
         token = invitation["token"] ^ _mask(self._secret, invitation["session"])
-        endpoint = Endpoint(len(workers), sock, workers, job=options.job, token=token, options=transport)
-        server = ParameterServer(
-            endpoint.connection, list(workers), options=options.reduction(), weighted=options.weighted
-        )
+        ranks = tuple(workers)
+        membership = Membership(len(ranks), workers, options.job, token, ranks, server=len(ranks))
+        endpoint = Endpoint(membership, sock, options=transport)
+        server = ParameterServer(endpoint.connection, ranks, options=options.reduction(), weighted=options.weighted)
         self.ledgers.append(server.ledger)
         self._report(f"job {options.job} with {len(workers)} workers begins")
         return _Served(endpoint, server), address
@@ -223,7 +223,7 @@ class SessionServer(Closing):
         """Leave a session, in another thread: without a ``reason``, that waits until the workers have all averages."""
         served, self._servers[session] = self._servers[session], None
         if served:
-            job = f"job {served.endpoint.connection.job} with {len(served.server.workers)} workers"
+            job = f"job {served.endpoint.connection.membership.job} with {len(served.server.workers)} workers"
             self._report(f"{job} has ended: {reason}" if reason else f"{job} has ended")
             thread = threading.Thread(target=served.endpoint.close, args=(reason,), name="dlcp-session-end")
             thread.start()

@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol, TypedDict, TypeVar, cast
 from dlcp.host.closing import ExitCallback
 from dlcp.session.options import Options
 from dlcp.session.slowness import Verdict
-from dlcp.transport import Connection, Endpoint, TransportError
+from dlcp.transport import Connection, Endpoint, Membership, TransportError
 from dlcp.transport.ledger import Ledger
 from dlcp.values.planes import FULL_BITS
 from dlcp.values.tags import Segment
@@ -239,8 +239,7 @@ class ObservedAverager(Protocol):
 
     ledger: Ledger
     options: Options
-    rank: int
-    ranks: list[int]
+    membership: Membership
 
 
 class ObservedSession(Protocol):
@@ -380,7 +379,7 @@ class SnapshotWriter(SnapshotFile):
         self._session = session
         self.meter = StepMeter()
         self._peers: dict[str, Any] = {}
-        super().__init__(session.averager.rank, session.averager.ranks, folder)
+        super().__init__(session.averager.membership.rank, session.averager.membership.ranks, folder)
 
     def phase(self) -> str:
         """Return the session's phase."""
@@ -499,14 +498,15 @@ def describe_peer(connection: Connection, peer: int) -> dict[str, Any]:
     window in packets, the round-trip time in seconds, the number of paths that packets were sent on and of those since
     abandoned, and the largest share of packets that a path loses.
     """
-    if peer in connection.local_peers:
+    found = connection.peers[peer]
+    if found.local:
         return {"local": True}
-    paths = connection.paths_to(peer)
+    paths = connection.engine.paths_to(peer)
     return {
         "local": False,
-        "rate_bps": connection.rate_to(peer),
-        "window_packets": connection.window_to(peer),
-        "rtt_s": connection.rtt_to(peer),
+        "rate_bps": found.rate_bps,
+        "window_packets": found.window_packets,
+        "rtt_s": found.smoothed_rtt_s,
         "paths": len(paths),
         "paths_left": sum(path.weight == 0 for path in paths),
         "worst_path_loss": max((path.loss for path in paths), default=0.0),

@@ -37,6 +37,7 @@ from dlcp.session.recovery import HangWatchdog, PeerWatch, Recovery
 from dlcp.transport import (
     DeadlineError,
     Endpoint,
+    Membership,
     PeerHangsError,
     PeerLeftError,
     PeerSilentError,
@@ -141,7 +142,6 @@ class TrainingSession:
 
     def __init__(self, averager: StepAverager, fallback: Fallback, table: BucketTable | None = None) -> None:
         self.averager, self.fallback = averager, fallback
-        self.rank, self.ranks = averager.rank, averager.ranks
         self.phase, self.reason = SessionPhase.JOINING, ""
         self.table = table or BucketTable()
         self.table.begin_session()
@@ -161,6 +161,16 @@ class TrainingSession:
         self._snapshots: SnapshotWriter | None = None
         self.compared: Callable[[], Mapping[str, Any]] | None = None
         self._exit = ExitCallback(self.leave_at_exit)
+
+    @property
+    def membership(self) -> Membership:
+        """The ranks; once they have joined, with their addresses."""
+        return self.averager.membership
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.averager.membership.rank
 
     @property
     def options(self) -> Options:
@@ -199,12 +209,12 @@ class TrainingSession:
         except NotJoinedError as problem:
             self._train_without(agreement, problem)
             return
-        if joined.remark and self.rank == self.ranks[0]:
+        if joined.remark and self.rank == self.membership.ranks[0]:
             log.warning("DLCP: %s", joined.remark)
         self._joined = joined
-        self.hosts = len(joined.topology.ranks_by_host(self.ranks))
+        self.hosts = len(joined.topology.ranks_by_host(joined.membership.ranks))
         if self._snapshots:
-            self._snapshots.label = label_of(joined.options.job, joined.endpoint.connection.token)
+            self._snapshots.label = label_of(joined.membership)
         self.averager.join(joined)
         self._begin(joined.endpoint, remote=joined.remote)
 
@@ -226,7 +236,7 @@ class TrainingSession:
     def _make_chooser(self, endpoint: Endpoint, *, remote: bool) -> StepChooser:
         framework = self.fallback.route
         arms = arms_of(self.options, framework is not None, remote=remote)
-        exchange = ReportExchange(endpoint, self.ranks, self.options) if len(arms) > 1 else None
+        exchange = ReportExchange(endpoint, self.membership.ranks, self.options) if len(arms) > 1 else None
         self.averager.exchanges_reports = exchange is not None
         return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)
 
@@ -517,8 +527,8 @@ class TrainingSession:
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""
         table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
-        if joined and joined.topology.server is not None:
-            reason += f" (rank {joined.topology.server} is the parameter server)"
+        if joined and joined.membership.server is not None:
+            reason += f" (rank {joined.membership.server} is the parameter server)"
         with table.changed:
             if not table.changed.wait_for(lambda: all(each.is_decided for each in table.unfinished()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
@@ -526,7 +536,7 @@ class TrainingSession:
                 if pending.progress is not Progress.BY_FRAMEWORK:
                     self._fall_back(pending)
             self.phase, self.reason = SessionPhase.FALLBACK, reason
-        if self.rank == self.ranks[0]:
+        if self.rank == self.membership.ranks[0]:
             log.warning(
                 "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",
                 table.latest_step,

@@ -27,7 +27,7 @@ from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.secret import configured_secret
 from dlcp.session.training_session import LEFT
-from dlcp.transport import Endpoint, PeerAbortedError, PeerSilentError
+from dlcp.transport import Endpoint, Membership, PeerAbortedError, PeerSilentError
 
 log = logging.getLogger("dlcp")
 
@@ -120,7 +120,7 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
     options = options.with_(bind=f"{host}:0" if host else "", advertise=options.advertise.partition(":")[0])
     if size == 1:  # nothing will ever be sent to its socket
         sock = bind(options.with_(bind=""), OwnAddresses("127.0.0.1"))
-        return Endpoint(rank, sock, {}, job=options.job, token=1, options=options.transport(size))
+        return Endpoint(Membership(rank, job=options.job, token=1), sock, options=options.transport(size))
     secret = _secret_of(options)  # before the number, as above
     # A group may be made again over the same store, which keeps the last one's entries.
     store = PrefixStore(str(next_number(store, rank)), store)
@@ -215,7 +215,7 @@ class GlooChannel:
 
     def gather(self, item: Any) -> dict[int, Any]:
         """Return every rank's item, by rank."""
-        items: list[Any] = [None] * self.agreement.size
+        items: list[Any] = [None] * len(self.agreement.ranks)
         with self._naming_absent():
             dist.all_gather_object(items, (self.agreement.rank, item), group=self.group)
         return dict(items)
@@ -241,7 +241,7 @@ class GlooChannel:
         except RuntimeError as error:
             absent: list[int] = []
             with contextlib.suppress(RuntimeError):
-                absent = [rank for rank in range(self.agreement.size) if not self.agreement.published(LEFT, [rank])]
+                absent = [rank for rank in self.agreement.ranks if not self.agreement.published(LEFT, [rank])]
             if not absent:
                 raise
             who = ", ".join(f"rank {rank}" for rank in absent)

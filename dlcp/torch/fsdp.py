@@ -257,7 +257,7 @@ def attach(state: State, model: torch.nn.Module) -> None:
     state.attached = True
     if session is None:
         return
-    gradients = ShardedGradients(state, len(session.ranks))
+    gradients = ShardedGradients(state, len(session.membership.ranks))
     for module, group in groups.values():
         parts = _parameters_of(group, names, layers)
         if parts:

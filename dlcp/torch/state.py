@@ -238,15 +238,9 @@ class State:
         self._alone = size == 1
         if self._alone:
             return None
-        averager = StepAverager(
-            options,
-            dist.get_rank(group),
-            range(size),
-            ledger=self.ledger,
-            feedback=self.feedback,
-            tagger=self.tagger,
-        )
         agreement = agreement_of(group, options)
+        shared = {"ledger": self.ledger, "feedback": self.feedback, "tagger": self.tagger}
+        averager = StepAverager(options, agreement.membership, **shared)
         self.session = TrainingSession(averager, fallback(agreement), self.table)
         try:
             self.session.join(agreement, call=call, export_bytes=export_bytes)

@@ -5,6 +5,7 @@ from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
 from dlcp.transport.engine import EncodedReduction, Reduction, StreamingReduction
+from dlcp.transport.membership import Membership
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
@@ -46,6 +47,7 @@ __all__ = [
     "ExportedMemory",
     "Fail",
     "LossBound",
+    "Membership",
     "MessageKey",
     "MessageMismatchError",
     "PeerAbortedError",

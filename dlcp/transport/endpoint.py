@@ -14,9 +14,10 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dlcp.host.closing import ending_error
-from dlcp.transport.connection import FAREWELL, Connection, OnMessage, OnUnexpected
+from dlcp.transport.connection import Connection, Links, OnMessage, OnUnexpected
+from dlcp.transport.liveness import FAREWELL
+from dlcp.transport.membership import Membership
 from dlcp.transport.messages import (
-    Address,
     Arrival,
     Delivery,
     PeerSilentError,
@@ -55,14 +56,10 @@ class Endpoint:
 
     Parameters
     ----------
-    rank
-        This rank.
+    membership
+        This rank, and its peers.
     sock
         This rank's socket, from :func:`bind_socket`; closed with the endpoint.
-    peers
-        The address of every other rank, for both directions.
-    job, token
-        Job number and session token, the same on all ranks.
     options
         See :class:`TransportOptions`.
     shared
@@ -74,12 +71,9 @@ class Endpoint:
 
     def __init__(
         self,
-        rank: int,
+        membership: Membership,
         sock: socket.socket,
-        peers: dict[int, Address],
         *,
-        job: int = 0,
-        token: int,
         options: TransportOptions | None = None,
         shared: SharedMemory | None = None,
         on_message: OnMessage | None = None,
@@ -87,35 +81,25 @@ class Endpoint:
     ) -> None:
         options = options or TransportOptions()
         self._socket = sock
-        self._addresses = peers
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._ended: str | None = None
         """Why the thread accepts no more commands; protected by the lock."""
         self._closing = False
         # Memory has no paths.
-        spread = options.paths > 1 and not (shared and shared.ranks >= peers.keys())
+        spread = options.paths > 1 and not (shared and shared.ranks >= membership.peers.keys())
         self._further = bind_further(sock, options.paths - 1 if spread else 0)
         with contextlib.suppress(OSError):  # older kernels deliver datagrams one by one
             sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+        ports = [each.getsockname()[1] for each in self._further]
+        room_packets = packets_held(sock, options.payload_bytes)
+        links = Links(room_packets, sock=sock, ports=ports, further=self._further, shared=shared)
         self.connection = Connection(
-            rank,
-            peers,
-            job=job,
-            token=token,
-            options=options,
-            receive_packets=packets_held(sock, options.payload_bytes),
-            sock=sock,
-            shared=shared,
-            ports=[each.getsockname()[1] for each in self._further],
-            further=self._further,
-            call=self.call,
-            on_message=on_message,
-            timeline=timeline,
+            membership, options, links, call=self.call, on_message=on_message, timeline=timeline
         )
         self._engine = self.connection.engine
         self._thread_id = 0
-        self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{membership.rank}", daemon=True)
         self._thread.start()
 
     def send(self, request: SendRequest) -> Future[Delivery]:
@@ -156,16 +140,15 @@ class Endpoint:
             Some have not answered within ``timeout_s``; the message names them and their addresses.
         """
         end_s = time.monotonic() + timeout_s
-        while strangers := self.connection.strangers:
+        while strangers := self.connection.liveness.strangers:
             if time.monotonic() > end_s:
-                where = ", ".join(
-                    f"rank {peer} at {self._addresses[peer][0]}:{self._addresses[peer][1]}" for peer in strangers
-                )
+                addresses = {peer: self.connection.membership.peers[peer] for peer in strangers}
+                where = ", ".join(f"rank {peer} at {host}:{port}" for peer, (host, port) in addresses.items())
                 raise PeerSilentError(
-                    f"job {self.connection.job}: no answer within {timeout_s:.0f} s from {where}; "
+                    f"job {self.connection.membership.job}: no answer within {timeout_s:.0f} s from {where}; "
                     "is it running, is the port open, and is the session token the same?"
                 )
-            self.call(self.connection.greet_all)
+            self.call(self.connection.liveness.greet_all)
             time.sleep(0.05)
 
     def flush(self, timeout_s: float) -> bool:
@@ -202,7 +185,7 @@ class Endpoint:
                 reason = (
                     f"{FAREWELL}its script {f'raised {raised}' if raised else 'has ended or has closed its session'}"
                 )
-            last = partial(self.connection.abort, reason)
+            last = partial(self.connection.liveness.abort, reason)
             for _ in range(FAREWELLS):
                 self.call(last)
                 time.sleep(_POLL_S)
@@ -214,7 +197,7 @@ class Endpoint:
         """Wait until peers have all messages, then briefly until they have stopped retransmitting."""
         if not self.flush(self.connection.options.silence_s):
             return
-        self.call(self.connection.remind)
+        self.call(lambda: self._engine.remind(time.monotonic()))  # until they acknowledge
         self.flush(CLOSE_LINGER_S)  # checks after that ran
         end_s = time.monotonic() + CLOSE_LINGER_S
         while not self._ended and not self.connection.settled and time.monotonic() < end_s:
@@ -256,7 +239,7 @@ class Endpoint:
             failure.__cause__ = error
             why = str(failure)
             with contextlib.suppress(Exception):  # the connection itself may have failed
-                self.connection.abort(why)
+                self.connection.liveness.abort(why)
             self.connection.fail(failure)
             raise
         finally:

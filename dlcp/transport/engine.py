@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from dlcp import wire
 from dlcp.native import ffi, lib
 from dlcp.transport.congestion import Report
+from dlcp.transport.membership import Membership
 from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
 from dlcp.transport.settings import PATHS_MAX, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
@@ -318,12 +319,10 @@ class Engine:
 
     Parameters
     ----------
-    rank, peers
-        This rank, and the address of every other.
+    membership, options
+        As in :class:`dlcp.transport.Endpoint`.
     ecn_capable
         Per peer, whether its packets may be marked instead of dropped.
-    job, token, options
-        As in :class:`dlcp.transport.Endpoint`.
     sock
         A non-blocking socket; without one, packets to send become events.
     further
@@ -334,26 +333,24 @@ class Engine:
 
     def __init__(
         self,
-        rank: int,
-        peers: dict[int, Address],
+        membership: Membership,
         ecn_capable: dict[int, bool],
         *,
-        job: int,
-        token: int,
         options: TransportOptions,
         sock: socket.socket | None,
         now_s: float,
         shared: SharedMemory | None = None,
         further: Sequence[socket.socket] = (),
     ) -> None:
+        peers = membership.peers
         self._options, self._ranks = options, list(peers)
         self._numbers = {peer: number for number, peer in enumerate(peers)}
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if sock else (-1, -1)
         queue = Queue.CONTROL if options.tagged else Queue.ORDINARY
         config = {
-            "rank": rank,
-            "job": job,
-            "token": token,
+            "rank": membership.rank,
+            "job": membership.job,
+            "token": membership.token,
             "payload_bytes": options.payload_bytes,
             "tagged": options.tagged,
             "peers": len(peers),

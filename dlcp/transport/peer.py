@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another rank: its window, its delivery rate, and whether it is alive."""
+"""Another rank: its window, its delivery rate, the messages to and from it, and how clear the path is."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dlcp.transport.congestion import RateControl
 from dlcp.transport.dctcp import QUEUE_MIN_S
 from dlcp.transport.engine import Reported
 from dlcp.transport.messages import Arrival, Bytes, Delivery, LossBound, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport.settings import TransportOptions
 
 USEFUL_WINDOW_BYTES = 2 << 20
 FASTEST_BPS = 100e9
@@ -32,6 +34,10 @@ RATE_MEMORY_S = 0.3
 RATE_MIN_S = 0.03
 """The average time for which packets must have waited before the rate is meaningful."""
 RATE_STALE_S = 3.0
+QUEUED_MEMORY_S = 10.0
+"""The time for which a path counts as congested after packets have queued on it: as long as its idle round trip is
+remembered."""
+log = logging.getLogger("dlcp")
 
 T = TypeVar("T")
 Then: TypeAlias = Callable[[T], object]
@@ -106,9 +112,25 @@ class Receiving:
     """Whether missing packets must read as zeros."""
 
 
+def finish(message: Sending | Receiving, result: Any) -> None:
+    """Pass a message's result on; an error in its callback must not end the other messages."""
+    try:
+        message.then(result)
+    except Exception as error:
+        report(message.fail, error)
+
+
+def report(fail: Fail, error: Exception) -> None:
+    """Pass an error on; one in its callback must not end the other messages, either."""
+    try:
+        fail(error)
+    except Exception:
+        log.exception("a callback for a failed message failed itself")
+
+
 @dataclass(slots=True)
 class Peer:
-    """Another rank.
+    """Another rank, and the path to it.
 
     Parameters
     ----------
@@ -118,8 +140,10 @@ class Peer:
         The state of the flow to it, a ``flow_view`` of ``engine.h``.
     control
         Its congestion control.
-    payload_bytes
-        Bytes of a message per packet.
+    options
+        The transport's.
+    clock
+        The connection's clock.
     room_packets
         Packets that its receive buffer holds.
     local
@@ -129,7 +153,8 @@ class Peer:
     rank: int
     flow: Any
     control: RateControl
-    payload_bytes: int
+    options: TransportOptions
+    clock: Callable[[], float]
     room_packets: int
     local: bool = False
     rate: DeliveryRate = field(default_factory=DeliveryRate)
@@ -184,13 +209,43 @@ class Peer:
         self.control.on_timeout()
         self._apply_window()
 
+    @property
+    def rate_bps(self) -> float:
+        """Its recent delivery rate while packets were waiting, in bit/s; 0 if unknown, as for local peers."""
+        if self.local:
+            return 0.0
+        return self.rate.packets_per_s(self.clock()) * self.options.payload_bytes * 8
+
+    @property
+    def window_packets(self) -> float:
+        """The congestion window in packets; 0 for local peers."""
+        return 0.0 if self.local else self.control.window
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no packet to it was lost or marked recently. Any thread may ask.
+
+        Always true for local peers; never if ``TransportOptions.clear_after_s`` is infinite.
+        """
+        clear_after_s = self.options.clear_after_s
+        return self.local or (clear_after_s < math.inf and self.clock() - self.congested_s > clear_after_s)
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the path is not clear, or packets queued on it recently; never true for local peers."""
+        return not self.local and (not self.is_clear or self.has_queued(QUEUED_MEMORY_S))
+
+    def has_queued(self, within_s: float) -> bool:
+        """Return whether packets to it queued in the last ``within_s`` seconds. Any thread may ask."""
+        return self.clock() - self.queued_s <= within_s
+
     def limit_window(self) -> None:
         """Limit the window to the receiver's buffer and to a useful size."""
         if self.local:
             self.flow.largest_window = UNLIMITED_PACKETS
         else:
             base_s = 0.0 if self.base_rtt_s == math.inf else self.base_rtt_s
-            useful_packets = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8) / self.payload_bytes
+            useful_packets = max(USEFUL_WINDOW_BYTES, self.base_rtt_s * FASTEST_BPS / 8) / self.options.payload_bytes
             room_packets = self.room_packets * max(1.0, base_s / READ_EVERY_S)
             largest = self.flow.largest_window = max(1, int(min(room_packets, useful_packets)))
             self._largest = float(largest)

@@ -23,6 +23,7 @@ from dlcp.transport import (
     RELIABLE,
     Endpoint,
     LossBound,
+    Membership,
     MessageKey,
     ReceiveRequest,
     SendRequest,
@@ -75,7 +76,8 @@ def endpoints(setting: Incast) -> Iterator[list[Endpoint]]:
         for rank, host in enumerate(hosts):
             peers = {peer: (other.alias, UDP_PORT_BASE) for peer, other in enumerate(hosts) if peer != rank}
             sock = bind_socket(host.real, [UDP_PORT_BASE])
-            ranks.append(Endpoint(rank, sock, peers, token=token, options=TransportOptions(deadline_s=DEADLINE_S)))
+            options = TransportOptions(deadline_s=DEADLINE_S)
+            ranks.append(Endpoint(Membership(rank, peers, token=token), sock, options=options))
             stack.callback(ranks[-1].close)
         for endpoint in ranks:
             endpoint.greet(DEADLINE_S)

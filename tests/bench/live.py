@@ -71,7 +71,7 @@ def snapshot_ms(count: int = 300) -> float:
     from dlcp.session.averager import StepAverager
     from dlcp.session.snapshots import SnapshotWriter
     from dlcp.session.training_session import Fallback, TrainingSession
-    from dlcp.transport import Delivery, LossBound, MessageKey
+    from dlcp.transport import Delivery, LossBound, Membership, MessageKey
     from dlcp.transport.ledger import Ledger
     from dlcp.values.tags import PacketTags, Tagger
 
@@ -83,7 +83,9 @@ def snapshot_ms(count: int = 300) -> float:
         delivery = Delivery(np.ones(len(layers), bool), len(layers), 0, 0.01)
         ledger.record(MessageKey(0, peer), peer, "fc", tags, LossBound(0.1), delivery)
     tagger = Tagger(options.tag_policy)
-    averager = StepAverager(options, 0, range(64), ledger=ledger, feedback=Residual(), tagger=tagger)
+    averager = StepAverager(
+        options, Membership(0, ranks=tuple(range(64))), ledger=ledger, feedback=Residual(), tagger=tagger
+    )
     session = TrainingSession(averager, Fallback("nothing"))
     with tempfile.TemporaryDirectory() as folder:
         writer = SnapshotWriter(session, Path(folder))

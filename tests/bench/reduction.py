@@ -28,6 +28,7 @@ from dlcp.transport import (
     DeadlineError,
     Endpoint,
     LossBound,
+    Membership,
     TransportError,
     TransportOptions,
     bind_socket,
@@ -201,7 +202,8 @@ class AllReduceRank:
         for memory, sock in self._sockets.items():
             addresses = {rank: place.addresses[memory] for rank, place in peers.items()}
             rings = shared if memory else None
-            endpoint = Endpoint(self.rank, sock, addresses, token=token, options=options, shared=rings)
+            members = Membership(self.rank, addresses, token=token)
+            endpoint = Endpoint(members, sock, options=options, shared=rings)
             self._endpoints[memory] = endpoint
             endpoint.greet()
         for contender in self.plan.contenders:

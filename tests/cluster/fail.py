@@ -39,7 +39,7 @@ while os.path.exists(sys.argv[1]):
 
 def haunt(folder, rank):
     """Leave a process that sends, as long as the folder is there, what this start may have on its way."""
-    token = next(found.connection.token for found in gc.get_objects() if isinstance(found, Endpoint))
+    token = next(found.connection.membership.token for found in gc.get_objects() if isinstance(found, Endpoint))
     packets = [
         Header(kind, 0, Queue.CONTROL, 0, 0, 0, 0, 0, 0, rank, 0, 1, token).encode() + b"the end of all ranks"
         for kind in (PacketType.DATA, PacketType.ABORT)

@@ -333,7 +333,7 @@ def test_only_what_goes_through_a_network_may_be_lost():
 def test_magnitudes_are_found_only_where_something_was_lost_or_marked_lately(monkeypatch):
     """Until then, and a minute later, nothing that rank 0 sends may be dropped."""
     ranks = SmallRanks(3, bound=0.5, policy=NOTHING_PROTECTED, clear_after_s=60.0)
-    peers = ranks.network.ranks[0]._peers
+    peers = ranks.network.ranks[0].peers
     find, found = shards.packet_magnitudes, []
     monkeypatch.setattr(shards, "packet_magnitudes", lambda *given: found.append(given) or find(*given))
 

@@ -14,7 +14,7 @@ from dlcp.session import Options
 from dlcp.session.averager import PendingBucket, StepAverager
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.training_session import Fallback, SessionPhase, TrainingSession
-from dlcp.transport import DeadlineError, MessageMismatchError, PeerAbortedError, TransportError
+from dlcp.transport import DeadlineError, Membership, MessageMismatchError, PeerAbortedError, TransportError
 from dlcp.transport.ledger import Ledger
 from dlcp.values.dtypes import ValueType
 from dlcp.values.tags import Layer, Segment, Tagger
@@ -69,7 +69,7 @@ class Session(TrainingSession):
         """Buckets that the fallback has averaged, in this order."""
         average = lambda pending, done: self.fallen_back.append(pending.id)  # noqa: E731
         fallback = Fallback("a list", average, ListWatch(network, rank))
-        super().__init__(StepAverager(options, rank, range(network.ranks), **made), fallback)
+        super().__init__(StepAverager(options, Membership(rank, ranks=tuple(range(network.ranks))), **made), fallback)
         self.reducer = FakeReducer(rank)
         self.use(FakeEndpoint(), self.reducer)
 

@@ -64,7 +64,7 @@ def joined(store, secrets=(SECRET, SECRET, SECRET), deadline_s=10.0):
             return str(problem)
         meeting.wait(deadline_s)
         endpoint.close()
-        return endpoint.connection.token
+        return endpoint.connection.membership.token
 
     return on_ranks(len(secrets), one)
 

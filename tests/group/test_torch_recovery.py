@@ -40,7 +40,7 @@ def state(monkeypatch):
     made = State(Options(deadline_s=LIMIT_S))
     fallback = Fallback(FRAMEWORK, None, GlooWatch(None, agreement, LIMIT_S))
     shared = {"ledger": made.ledger, "feedback": made.feedback, "tagger": made.tagger}
-    made.session = TrainingSession(StepAverager(made.options, 0, range(2), **shared), fallback)
+    made.session = TrainingSession(StepAverager(made.options, agreement.membership, **shared), fallback)
     made.reducer = FakeReducer(0)
     made.session.use(FakeEndpoint(), made.reducer)
     yield made

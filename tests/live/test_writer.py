@@ -12,7 +12,7 @@ from dlcp.session import Options, snapshots
 from dlcp.session.averager import StepAverager
 from dlcp.session.snapshots import SnapshotWriter
 from dlcp.session.training_session import Fallback, TrainingSession
-from dlcp.transport import Delivery, LossBound, MessageKey
+from dlcp.transport import Delivery, LossBound, Membership, MessageKey
 from dlcp.transport.ledger import Ledger
 from dlcp.values.planes import PlaneLayout
 from dlcp.values.tags import PacketTags, Tagger
@@ -25,7 +25,7 @@ np = pytest.importorskip("numpy")
 def session():
     options = Options()
     parts = {"ledger": Ledger(), "feedback": Residual(), "tagger": Tagger(options.tag_policy)}
-    return TrainingSession(StepAverager(options, 1, range(3), **parts), Fallback("nothing"))
+    return TrainingSession(StepAverager(options, Membership(1, ranks=(0, 1, 2)), **parts), Fallback("nothing"))
 
 
 @pytest.fixture(autouse=True)

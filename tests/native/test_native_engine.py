@@ -253,7 +253,7 @@ def test_large_messages_are_sent_from_the_same_memory_again(with_our_allocations
 
 FAULTS_RUN = """
 import ctypes, resource, sys
-from dlcp.transport import TransportOptions
+from dlcp.transport import Membership, TransportOptions
 from dlcp.transport.engine import Engine
 
 libc = ctypes.CDLL(None)
@@ -269,7 +269,7 @@ def faults_of_a_step():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 if sys.argv[1] == "engine":
-    Engine(0, {}, {}, job=0, token=0, options=TransportOptions(), sock=None, now_s=0.0)
+    Engine(Membership(0), {}, options=TransportOptions(), sock=None, now_s=0.0)
 print(min(faults_of_a_step() for _ in range(5)))
 """
 

@@ -23,7 +23,7 @@ from dlcp.session.averager import StepAverager
 from dlcp.session.training_session import Fallback, TrainingSession
 from dlcp.torch.crossstep import cross_step
 from dlcp.torch.state import FRAMEWORK, State
-from dlcp.transport import DeadlineError, shared_memory
+from dlcp.transport import DeadlineError, Membership, shared_memory
 from dlcp.values.tags import Segment, TagPolicy, layers_in_order
 from tests.group.recovery_ranks import FakeEndpoint
 from tests.torch.workers import WAYS, launch, values
@@ -101,7 +101,7 @@ def waits_for_its_own_layer(worker):
     net, optimizer = make(worker, net, deadline_s=1.0)
     traffic = optimizer.traffic
     shared = {"ledger": traffic.ledger, "feedback": traffic.feedback, "tagger": traffic.tagger}
-    traffic.session = TrainingSession(StepAverager(traffic.options, 0, [0], **shared), Fallback(FRAMEWORK))
+    traffic.session = TrainingSession(StepAverager(traffic.options, Membership(0), **shared), Fallback(FRAMEWORK))
     traffic.session.use(FakeEndpoint(), network)
     found = {}
     before = weights(net)

@@ -60,7 +60,7 @@ def test_three_ranks_join_and_average(store):
     results = together(store, [LOCAL] * 3)
     joined = [results[rank][0] for rank in range(3)]
     assert {one.endpoint.connection.options.payload_bytes for one in joined} == {8936}, "loopback passes jumbo frames"
-    assert len({one.endpoint.connection.token for one in joined}) == 1
+    assert len({one.endpoint.connection.membership.token for one in joined}) == 1
     assert [one.remark for one in joined] == [""] * 3
     buffers = [np.full(5000, rank, np.float32) for rank in range(3)]
     running = [
@@ -100,7 +100,7 @@ def test_a_stranger_who_writes_and_deletes_in_the_store_of_ranks_with_a_secret_h
         done.set()
         disturbing.join(LIMIT_S)
     joined = [results[rank][0] for rank in range(3)]
-    assert len({one.endpoint.connection.token for one in joined}) == 1
+    assert len({one.endpoint.connection.membership.token for one in joined}) == 1
     for one in joined:
         one.endpoint.close()
     assert len(wanted) < 8, "the stranger was there"

@@ -4,7 +4,7 @@
 import numpy as np
 
 from dlcp import wire
-from dlcp.transport import LossBound, MessageKey, ReceiveRequest, SendRequest, TransportOptions
+from dlcp.transport import LossBound, Membership, MessageKey, ReceiveRequest, SendRequest, TransportOptions
 from dlcp.transport.engine import Arrived, ControlPacket, Datagram, Engine, Mismatch, Reported, Sent, Unexpected
 from dlcp.values.tags import PacketTags
 from dlcp.wire import ACK_ENTRY, Flag, Header, PacketType
@@ -63,11 +63,8 @@ class BareEngine:
         self.mismatches = []
         self.size = size
         self.engine = Engine(
-            0,
-            {peer: (f"10.0.0.{peer}", 53696) for peer in peers},
+            Membership(0, {peer: (f"10.0.0.{peer}", 53696) for peer in peers}, job=1, token=TOKEN),
             dict.fromkeys(peers, True),
-            job=1,
-            token=TOKEN,
             options=TransportOptions(payload_bytes=size, tagged=tagged, **options),
             sock=None,
             now_s=0.0,

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 
-from dlcp.transport import RELIABLE, Endpoint, ReceiveRequest, SendRequest, TransportOptions, bind_socket
+from dlcp.transport import RELIABLE, Endpoint, Membership, ReceiveRequest, SendRequest, TransportOptions, bind_socket
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.wire import Header, PacketType
 from tests.transport.network import plain_tags
@@ -65,7 +65,8 @@ def neighbours(count, *, silence_s=10.0, apart=(), export_bytes=0):
             shared[rank].keep([peer for peer in others if peer not in away])
             addresses = {peer: (sockets[peer] if peer in away else nowhere).getsockname() for peer in others}
             options = TransportOptions(silence_s=silence_s)
-            end = Endpoint(rank, sockets[rank], addresses, token=TOKEN, options=options, shared=shared[rank])
+            members = Membership(rank, addresses, token=TOKEN)
+            end = Endpoint(members, sockets[rank], options=options, shared=shared[rank])
             ends.callback(end.close, "the test is over")
             made.append(end)
         for end in made:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dlcp.transport.connection import Connection
+from dlcp.transport import Membership
+from dlcp.transport.connection import Connection, Links
 from dlcp.transport.settings import TransportOptions
 from dlcp.values.tags import PacketTags
 
@@ -40,14 +41,18 @@ class Network:
         self.sent: list = []
         self.ranks = [
             Connection(
-                rank,
-                {peer: (f"10.0.0.{peer}", 53696) for peer in range(ranks) if peer != rank},
-                job=1,
-                token=TOKEN,
-                options=replace(options or TransportOptions(), clear_after_s=clear_after_s),
-                receive_packets=4096,
-                emit=lambda peer, datagram, tos, path, rank=rank: self.leave(rank, peer, datagram, tos, path),
-                ports=self.ports,
+                Membership(
+                    rank,
+                    {peer: (f"10.0.0.{peer}", 53696) for peer in range(ranks) if peer != rank},
+                    job=1,
+                    token=TOKEN,
+                ),
+                replace(options or TransportOptions(), clear_after_s=clear_after_s),
+                Links(
+                    4096,
+                    emit=lambda peer, datagram, tos, path, rank=rank: self.leave(rank, peer, datagram, tos, path),
+                    ports=self.ports,
+                ),
                 clock=lambda: self.now,
             )
             for rank in range(ranks)

@@ -12,6 +12,7 @@ import pytest
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
+    Membership,
     MessageKey,
     PeerAbortedError,
     PeerLeftError,
@@ -35,10 +36,12 @@ def endpoints(count, *, tokens=None, options=None):
     addresses = {rank: sock.getsockname() for rank, sock in enumerate(sockets)}
     return [
         Endpoint(
-            rank,
+            Membership(
+                rank,
+                {peer: address for peer, address in addresses.items() if peer != rank},
+                token=tokens[rank] if tokens else TOKEN,
+            ),
             sock,
-            {peer: address for peer, address in addresses.items() if peer != rank},
-            token=tokens[rank] if tokens else TOKEN,
             options=options,
         )
         for rank, sock in enumerate(sockets)
@@ -120,7 +123,7 @@ def test_noise_on_the_port_is_refused_and_counted(pair):
 def test_who_does_not_answer_a_greeting_is_named_with_its_address():
     silent = bind_socket("127.0.0.1", [0])
     host, port = silent.getsockname()
-    alone = Endpoint(0, bind_socket("127.0.0.1", [0]), {3: (host, port)}, token=TOKEN)
+    alone = Endpoint(Membership(0, {3: (host, port)}, token=TOKEN), bind_socket("127.0.0.1", [0]))
     with closing(silent), closing(alone), pytest.raises(PeerSilentError) as caught:
         alone.greet(0.2)
     assert f"rank 3 at 127.0.0.1:{port}" in str(caught.value)
@@ -163,7 +166,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_it_at_once():
         with pytest.raises(PeerLeftError, match=left):
             before.result(LIMIT_S / 2)
         # Whoever wants nothing of it goes on; what is sent to it is nobody's loss.
-        until(lambda: one.connection._peers[1].left)
+        until(lambda: one.connection.peers[1].left)
         payload = np.zeros(5000, np.uint8)
         sent = one.send(SendRequest(1, MessageKey(5, 1), payload.data, plain_tags(4), RELIABLE, "fc.bias"))
         assert sent.result(LIMIT_S / 2).lost == 0

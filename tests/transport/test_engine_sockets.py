@@ -16,6 +16,7 @@ from dlcp.transport import (
     RELIABLE,
     Endpoint,
     LossBound,
+    Membership,
     MessageKey,
     ReceiveRequest,
     SendRequest,
@@ -44,7 +45,7 @@ def bytes_of(size, seed=0):
 def pair():
     """Rank 0 is an endpoint, rank 1 a bare socket."""
     bare, sock = bind_socket("127.0.0.1", [0]), bind_socket("127.0.0.1", [0])
-    with closing(bare), closing(Endpoint(0, sock, {1: bare.getsockname()}, token=TOKEN)) as endpoint:
+    with closing(bare), closing(Endpoint(Membership(0, {1: bare.getsockname()}, token=TOKEN), sock)) as endpoint:
         yield endpoint, bare
         endpoint.close("the test is over")  # with a reason, for nobody would confirm anything
 
@@ -74,7 +75,7 @@ def test_packets_leave_with_their_type_of_service(pair):
     assert {tos for _, tos in packets(bare, PacketType.DATA, 4)} == {0b10011110}
     # A probe is behind what it asks about, and must not be dropped.
     assert {tos for _, tos in packets(bare, PacketType.PROBE)} == {wire.dscp(4, False) << 2 | 2}
-    endpoint.call(endpoint.connection.greet_all)
+    endpoint.call(endpoint.connection.liveness.greet_all)
     assert {tos for _, tos in packets(bare, PacketType.HELLO)} == {wire.dscp(7, False) << 2}
 
 
@@ -116,7 +117,7 @@ def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
     elif not segments_go(*sockets):
         pytest.skip("this kernel does not know UDP_SEGMENT")
     names = [sock.getsockname() for sock in sockets]
-    ends = [Endpoint(rank, sockets[rank], {1 - rank: names[1 - rank]}, token=TOKEN) for rank in (0, 1)]
+    ends = [Endpoint(Membership(rank, {1 - rank: names[1 - rank]}, token=TOKEN), sockets[rank]) for rank in (0, 1)]
     with closing(ends[0]), closing(ends[1]):
         payload = bytes_of(3_000_001)
         arrival, delivery = start(*ends, payload)
@@ -196,8 +197,9 @@ def test_an_empty_datagram_is_only_malformed(pair):
 )
 def test_whoever_may_not_send_yet_sleeps(flow, sends):
     with closing(bind_socket("127.0.0.1", [0])) as sock, closing(bind_socket("127.0.0.1", [0])) as other:
-        common = {"job": 0, "token": TOKEN, "options": TransportOptions(), "sock": sock}
-        engine = Engine(0, {1: other.getsockname()}, {1: True}, now_s=time.monotonic(), **common)
+        common = {"options": TransportOptions(), "sock": sock}
+        members = Membership(0, {1: other.getsockname()}, token=TOKEN)
+        engine = Engine(members, {1: True}, now_s=time.monotonic(), **common)
         engine.flows[1].largest_window = 64
         for name, value in flow.items():
             setattr(engine.flows[1], name, value)

@@ -274,12 +274,12 @@ def test_a_rank_that_leaves_tells_senders_once_more_what_came_whole():
     delivery = send(network, payload_of(5000))
     network.run(all_done(arrival))
     assert not delivery.done()
-    network.ranks[1].remind()
+    network.ranks[1].engine.remind(network.now)
     network.run(all_done(delivery))
     network.run(lambda: network.ranks[1].settled)
     assert delivery.result().delivered.all()
     network.dead.add(0)
-    network.ranks[1].remind()
+    network.ranks[1].engine.remind(network.now)
     assert network.ranks[1].settled, "who knows need not be told"
 
 
@@ -318,7 +318,7 @@ def test_a_rank_that_leaves_does_not_wait_long_for_one_that_has_left():
     network = Network(2)
     exchange(network, 5000)
     network.dead.add(0)
-    network.ranks[1].remind()
+    network.ranks[1].engine.remind(network.now)
     assert not network.ranks[1].settled
     began_s = network.now
     network.run(lambda: network.ranks[1].settled)
@@ -357,13 +357,13 @@ def test_a_rank_that_is_late_does_not_make_its_peers_slow():
     # A straggler answers every question at once; it only has not got to this step.
     network = Network(2, depth=1000, ecn_depth=1000)
     exchange(network, 500_000, key=MessageKey(0, 0))
-    window = network.ranks[0]._peers[1].control.window
+    window = network.ranks[0].peers[1].control.window
     payload = payload_of(20_000)
     delivery = send(network, payload, key=MessageKey(1, 0))
     network.run(lambda: network.now > 3.0)
     arrival = receive(network, len(payload), key=MessageKey(1, 0))
     network.run(all_done(arrival, delivery))
-    assert network.ranks[0]._peers[1].control.window >= window
+    assert network.ranks[0].peers[1].control.window >= window
 
 
 def test_a_straggler_is_not_pestered():

@@ -41,10 +41,10 @@ if shared_memory.supported():
     "an endpoint": """
 import numpy as np
 from dlcp.values.tags import plain_tags
-from dlcp.transport import RELIABLE, Endpoint, MessageKey, ReceiveRequest, SendRequest, bind_socket
+from dlcp.transport import RELIABLE, Endpoint, Membership, MessageKey, ReceiveRequest, SendRequest, bind_socket
 socks = [bind_socket("127.0.0.1", [0]) for _ in range(2)]
 names = [sock.getsockname() for sock in socks]
-ends = [Endpoint(rank, socks[rank], {1 - rank: names[1 - rank]}, token=1) for rank in (0, 1)]
+ends = [Endpoint(Membership(rank, {1 - rank: names[1 - rank]}, token=1), socks[rank]) for rank in (0, 1)]
 key, payload = MessageKey(0, 0), np.arange(100_000, dtype=np.uint32).view(np.uint8)
 arrival = ends[1].receive(ReceiveRequest(0, key, len(payload), RELIABLE, "layer"))
 ends[0].send(SendRequest(1, key, payload.data, plain_tags(-(-len(payload) // 1440)), RELIABLE, "layer"))

@@ -26,8 +26,8 @@ def network_of(kinds, *, paths=8, depth=60, ecn_depth=16, **options):
     options = TransportOptions(paths=paths, **options)
     network = Network(2, routes=kinds, options=options, depth=depth, ecn_depth=ecn_depth)
     for protocol in network.ranks:
-        protocol.greet_all()
-    network.run(lambda: all(not protocol.strangers for protocol in network.ranks))
+        protocol.liveness.greet_all()
+    network.run(lambda: all(not protocol.liveness.strangers for protocol in network.ranks))
     return network
 
 
@@ -52,7 +52,7 @@ def allowed_s(good_routes):
 
 
 def weights(network, rank=0):
-    return [state.weight for state in network.ranks[rank].paths_to(1 - rank)]
+    return [state.weight for state in network.ranks[rank].engine.paths_to(1 - rank)]
 
 
 def test_one_window_fills_all_routes():

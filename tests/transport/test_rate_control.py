@@ -30,7 +30,7 @@ def rival_bytes(control, weights, *, seconds=3.0, rate_bps=40e6):
     network = Network(receiver + 1, rate_bps=rate_bps, options=TransportOptions(congestion=CONGESTION[control]), seed=1)
     payload = payload_of(int(seconds * rate_bps / 8))
     for source, weight in enumerate(weights):
-        network.ranks[source]._peers[receiver].control = control(weight)
+        network.ranks[source].peers[receiver].control = control(weight)
         receive(network, len(payload), source=source, target=receiver)
         send(network, payload, source=source, target=receiver)
     network.run(lambda: network.now > seconds)
@@ -125,10 +125,10 @@ def test_no_more_is_on_the_way_than_the_receiver_has_room_for(window):
 def test_a_greeting_tells_each_peer_its_part_of_the_receive_buffer():
     network = Network(5)
     for protocol in network.ranks:
-        protocol.greet_all()
-    network.run(lambda: not any(protocol.strangers for protocol in network.ranks))
+        protocol.liveness.greet_all()
+    network.run(lambda: not any(protocol.liveness.strangers for protocol in network.ranks))
     for protocol in network.ranks:
-        assert {peer.flow.largest_window for peer in protocol._peers.values()} == {4096 // 4}
+        assert {peer.flow.largest_window for peer in protocol.peers.values()} == {4096 // 4}
 
 
 def finish_times(network, messages, *, size=200_000):
@@ -212,7 +212,7 @@ def test_windows_never_vanish(control):
 @CONTROLS
 def test_the_smallest_window_still_gets_a_message_through(control):
     network = Network(2)
-    peer = network.ranks[0]._peers[1]
+    peer = network.ranks[0].peers[1]
     for _ in range(30):
         peer.control.on_timeout()
     peer.flow.window = peer.control.window
@@ -223,7 +223,7 @@ def test_the_smallest_window_still_gets_a_message_through(control):
 
 def test_a_flow_is_in_slow_start_until_its_window_shrinks_and_after_a_silence():
     network = Network(2, rate_bps=20e6, depth=40)
-    flow, peer = network.ranks[0].engine.flows[1], network.ranks[0]._peers[1]
+    flow, peer = network.ranks[0].engine.flows[1], network.ranks[0].peers[1]
     assert flow.slow_start
     payload = payload_of(1_000_000)
     network.run(all_done(receive(network, len(payload)), send(network, payload)))
@@ -254,5 +254,5 @@ def test_a_rank_knows_how_fast_it_reaches_a_peer():
     payload = payload_of(3_000_000)
     futures = receive(network, len(payload)), send(network, payload)
     network.run(lambda: network.now > 0.8)
-    assert 14e6 < network.ranks[0].rate_to(1) < 21e6
+    assert 14e6 < network.ranks[0].peers[1].rate_bps < 21e6
     network.run(all_done(*futures))

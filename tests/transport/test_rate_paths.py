@@ -154,7 +154,7 @@ def test_what_leaves_after_a_pause_is_paced_on_long_paths_only():
 
 def test_a_longer_path_may_hold_more_than_the_receive_buffer():
     network = Network(2)
-    peer = network.ranks[0]._peers[1]
+    peer = network.ranks[0].peers[1]
     room = peer.room_packets
     peer.base_rtt_s = READ_EVERY_S / 2
     peer.limit_window()

@@ -189,7 +189,7 @@ def test_a_peer_that_gives_up_ends_everything_with_its_reason():
         receive(network, 5000, source=2),
         send(network, payload_of(50), source=1, target=0),
     )
-    network.ranks[2].abort("rank 2: CUDA is on fire")
+    network.ranks[2].liveness.abort("rank 2: CUDA is on fire")
     network.run(all_done(*waiting))
     for future in waiting:
         with pytest.raises(PeerAbortedError, match="rank 2 gave up: rank 2: CUDA is on fire"):
@@ -206,7 +206,7 @@ def test_what_arrives_in_one_batch_with_a_reason_for_giving_up_is_taken():
     first, second = network.ranks
     arriving = receive(network, 50, source=1, target=0)
     sending = send(network, payload_of(50), source=1, target=0)
-    second.abort("rank 1: CUDA is on fire")
+    second.liveness.abort("rank 1: CUDA is on fire")
     second.pump(0.0)
     batch = [data for _, source, _, data in network.sent if source == 1]
     assert [wire.decode(data).type for data in batch] == [PacketType.ABORT, PacketType.DATA]
@@ -223,7 +223,7 @@ def test_what_arrives_in_one_batch_with_a_reason_for_giving_up_is_taken():
 def test_a_reason_for_giving_up_fits_a_packet():
     network = Network(2, options=TransportOptions(payload_bytes=64))
     waiting = receive(network, 500)
-    network.ranks[0].abort("ü" * 5000)
+    network.ranks[0].liveness.abort("ü" * 5000)
     network.run(all_done(waiting))
     assert max(len(data) for *_, data in network.arrived) <= 64 + 32
     with pytest.raises(PeerAbortedError, match="üü"):

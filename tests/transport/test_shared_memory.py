@@ -19,6 +19,7 @@ import pytest
 from dlcp.transport import (
     RELIABLE,
     LossBound,
+    Membership,
     MessageKey,
     PeerSilentError,
     ReceiveRequest,
@@ -330,9 +331,9 @@ def sharing():
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     inward, outward = (Ring.within(memory, index, PAGE, bell) for index in (0, 1))
     with closing(bind_socket("127.0.0.1", [0])) as sock:
-        common = {"job": 0, "token": TOKEN, "options": TransportOptions(), "sock": sock, "now_s": time.monotonic()}
+        common = {"options": TransportOptions(), "sock": sock, "now_s": time.monotonic()}
         shared = SharedMemory({1: inward}, {1: outward})
-        engine = Engine(0, {1: ("127.0.0.1", 9)}, {1: True}, shared=shared, **common)
+        engine = Engine(Membership(0, {1: ("127.0.0.1", 9)}, token=TOKEN), {1: True}, shared=shared, **common)
         engine.flows[1].window, engine.flows[1].largest_window = 1000, 1000
         request = SendRequest(1, MessageKey(0, 0), memoryview(bytes(64_000)), plain_tags(45), RELIABLE, "layer")
         engine.send(request, RELIABLE, time.monotonic())

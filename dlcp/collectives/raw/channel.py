@@ -310,7 +310,7 @@ class Channel:
             under_way = list(self._under_way.values())
 
         def tell() -> None:
-            self.connection.abort(str(error))
+            self.connection.liveness.abort(str(error))
             self.connection.fail(error)
 
         self.call(tell)

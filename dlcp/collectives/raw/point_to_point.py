@@ -281,7 +281,7 @@ class PointToPoint:
         self._complete.append((now_s, source, key))
         while self._complete and self._complete[0][0] < now_s - FORGET_AFTER_S:
             _, peer, old = self._complete.popleft()
-            self._connection.forget(peer, old)
+            self._connection.engine.forget(peer, old)
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
