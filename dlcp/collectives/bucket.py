@@ -75,11 +75,11 @@ class Bucket:
     samples: Mapping[int, int] | None = None
     scattered: bool = False
     factor: float = 1.0
+    whole: bool = field(init=False)
+    """Whether nothing may be lost, regardless of the options."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether nothing may be lost, regardless of the options."""
-        return self.exact or self.flush
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", self.exact or self.flush)
 
     def bits_at(self, precision: int) -> int:
         """Return how many bits each value has on the wire in a step of a precision, in bits."""
@@ -254,15 +254,15 @@ class ReduceOptions:
     bound: LossBound = field(default_factory=lambda: LossBound(0.1))
     error_feedback: bool = True
     layers: LayerBounds = field(default_factory=LayerBounds)
+    rescale: bool = field(init=False)
+    """Whether each sum is divided by the number of its contributions, not of ranks: loss does not shrink it.
 
-    @property
-    def rescale(self) -> bool:
-        """Whether each sum is divided by the number of its contributions, not of ranks: loss does not shrink it.
+    Beside error feedback this would diverge: the next step would subtract what the division had added. If only one of
+    four ranks delivered a packet in every step, its average would change sign and triple from step to step.
+    """
 
-        Beside error feedback this would diverge: the next step would subtract what the division had added. If only one
-        of four ranks delivered a packet in every step, its average would change sign and triple from step to step.
-        """
-        return not self.error_feedback
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rescale", not self.error_feedback)
 
     def bound_of(self, bucket: Bucket) -> LossBound:
         """Return the loss bound of layers that have none of their own."""
@@ -353,7 +353,7 @@ class Reducer(Strategy, Protocol):
     """Averages the buckets of one rank, step by step."""
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
-        """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived.
+        """Begin a step: all averages of the last one have arrived. Its runs refuse packets of earlier steps.
 
         Parameters
         ----------
@@ -392,15 +392,17 @@ class BucketRun(Future[NDArray[np.generic]], ABC):
     def start(self) -> Self:
         """Begin in the endpoint's thread."""
         try:
-            self.context.connection.call(partial(self.attempt, self.begin))
+            connection = self.context.connection
+            connection.call(partial(self.attempt, partial(connection.begin_step, self.step), self.begin))
         except TransportError as error:
             self.set_exception(error)
         return self
 
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run an action; an error in it fails the bucket."""
+    def attempt(self, *actions: Callable[[], None]) -> None:
+        """Run actions; an error in one fails the bucket."""
         try:
-            action()
+            for action in actions:
+                action()
         except Exception as error:
             self.fail(error)
 

@@ -12,7 +12,7 @@ has acknowledged that peer's contribution, because the peer then has posted the 
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -25,23 +25,21 @@ from dlcp.collectives.bucket import RATE, Bucket, BucketRun, ContributionTail, R
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average, divide_by_samples, held_samples
-from dlcp.collectives.shards import (
-    COPY_BYTES_PER_S,
-    PATIENCE_S,
-    AveragedShard,
-    DirectPlan,
-    ShardAccumulator,
-    inbound_rates,
-)
+from dlcp.collectives.shards import DirectPlan, inbound_rates
 from dlcp.transport import (
     EMPTY,
     RELIABLE,
     Arrival,
+    BufferPool,
     Bytes,
+    Connection,
     Delivery,
     EncodedReduction,
+    ExportedMemory,
+    LossBound,
     MessageKey,
     ReceiveRequest,
+    Reduction,
     SendRequest,
     StreamingReduction,
 )
@@ -56,6 +54,10 @@ if TYPE_CHECKING:
 ONE_HOP_BYTES_MAX: Final = 1 << 20
 """Larger buckets of two ranks are added up as they arrive, in two hops: one pass over memory less then outweighs a hop.
 """
+PATIENCE_S: Final = 0.002
+"""The wait for the last acknowledgements, before data that peers may still read is copied. Not tuned."""
+COPY_BYTES_PER_S: Final = 1e9
+"""Approximate speed of copying memory. The time of a copy extends the wait."""
 SERVER_WHOLE_STEPS: Final = 2
 """With a parameter server, the first steps in full precision."""
 
@@ -95,21 +97,19 @@ class DirectAllReduce:
         """By the bucket's number."""
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
-        """Refuse packets of steps before ``step`` from now on, and divide buckets by the rates of the last step.
+        """Begin a step, and divide its buckets by the rates of the last one.
 
         All averages of the last step have arrived, so all ranks divide alike.
         """
-        from dlcp.policies.slow_ports import weights_for_rates  # needed once training has begun
-
         rates = self.received_bps(self._slow)
-        if rates:
+        if len(set(rates.values())) > 1 or (rates and self._slow):
+            from dlcp.policies.slow_ports import weights_for_rates  # needed once a rank is slow
+
             self._slow = {rank for rank, rate in rates.items() if rate < max(rates.values())}
             self.weights = weights_for_rates(rates)
         self.bits = bits
         self.rates_bps, self._reported_with = {}, {}
         self._steps += 1
-        connection = self.context.connection
-        connection.call(partial(connection.begin_step, step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.stages.MeasuringReducer`."""
@@ -165,8 +165,7 @@ class DirectAllReduce:
     def rates_to_tell(self) -> NDArray[np.generic]:
         """Return this rank's rates to all contributors, as in :func:`dlcp.collectives.shards.inbound_rates`."""
         connection = self.context.connection
-        known = {rank: connection.peers[rank] for rank in self.context.peers}
-        signed = {rank: peer.rate_bps if peer.is_congested else -peer.rate_bps for rank, peer in known.items()}
+        signed = {rank: connection.peers[rank].signed_rate_bps for rank in self.context.peers}
         signed[self.context.rank] = connection.inbound_bps
         return np.array([signed[rank] for rank in self.context.contributors], RATE)
 
@@ -174,6 +173,197 @@ class DirectAllReduce:
         """Record the rates that a rank reported with a bucket, unless a later bucket's are known."""
         if sequence >= self._reported_with.get(rank, -1):
             self.rates_bps[rank], self._reported_with[rank] = rates_bps, sequence
+
+
+class ShardAccumulator:
+    """Receives the contributions of all ranks to one shard, or to a chunk of it, and counts their packets.
+
+    A *streaming* sum of float32 values is computed in place as packets arrive: first this rank's values, then the
+    peers' by ascending rank. Otherwise contributions are kept until the last one arrives. Either way the result does
+    not depend on arrival order. Contributions are received into reused memory, since the first access to fresh memory
+    is slow.
+
+    Parameters
+    ----------
+    connection, peers
+        This rank's connection, and the other contributors, ascending.
+    own
+        This rank's contribution, flat; with ``streaming`` it becomes the result.
+    streaming
+        Compute the sum as packets arrive; ``own`` is float32.
+    divisor
+        Divisor of a streaming sum; None for the number of ranks.
+    key
+        The key of the messages if every sender begins with another chunk (:class:`dlcp.values.tags.ChunkOrder`).
+    encoded
+        The sum of ``own`` and of contributions that are encoded; None if they are not.
+
+    Attributes
+    ----------
+    delivered
+        Masks of the packets that arrived, shape (packets,), by rank, for complete messages.
+    whole
+        Whether all their packets arrived.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        peers: Sequence[int],
+        own: NDArray[np.generic],
+        *,
+        streaming: bool,
+        divisor: float | None = None,
+        key: MessageKey | None = None,
+        encoded: EncodedReduction | None = None,
+    ) -> None:
+        self.connection, self.peers, self.own, self.encoded = connection, peers, own, encoded
+        self.delivered: dict[int, NDArray[np.bool_]] = {}
+        self.whole = True
+        self.streaming = (
+            connection.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
+            if streaming and peers and encoded is None
+            else None
+        )
+        self._received: dict[int, NDArray[np.uint8]] = {}
+
+    def request(self, position: int, key: MessageKey, bound: LossBound, label: str) -> ReceiveRequest:
+        """Return the request for the contribution of the peer at this position of ``peers``."""
+        peer, size, reduction = self.peers[position], self.own.nbytes, self.reduction
+        if reduction is not None:
+            size = reduction.message_bytes
+            return ReceiveRequest(peer, key, size, bound, label, reduction=reduction, position=position)
+        return ReceiveRequest(peer, key, size, bound, label, into=self.connection.buffers.take(size))
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """The sum that is computed as packets arrive, if there is one."""
+        return self.streaming or self.encoded
+
+    def take(self, peer: int, arrival: Arrival) -> bool:
+        """Accept a contribution; return whether it was the last."""
+        if self.reduction is None:  # missing packets count as zeros
+            packet_bytes = self.connection.options.payload_bytes
+            for index in np.flatnonzero(~arrival.delivered).tolist():
+                arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
+        self.delivered[peer], self._received[peer] = arrival.delivered, arrival.payload
+        self.whole &= arrival.whole
+        return len(self.delivered) == len(self.peers)
+
+    @property
+    def contributions(self) -> dict[int, NDArray[np.generic]]:
+        """The peers' contributions by rank, if they are kept and not encoded."""
+        return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
+
+    def included(self) -> dict[int, NDArray[np.bool_]]:
+        """Return the packets of each peer that the streaming sum holds so far; empty without one."""
+        if self.reduction is None:
+            return {}
+        return {peer: self.reduction.included(position) for position, peer in enumerate(self.peers)}
+
+    def release(self) -> None:
+        """Release the memory of the contributions."""
+        for buffer in self._received.values():
+            if len(buffer):  # a streaming sum has one for each contribution that came early
+                self.connection.buffers.give(buffer)
+        self._received.clear()
+
+
+class AveragedShard:
+    """An owner's averaged shard, until every peer has acknowledged it.
+
+    It is sent from the caller's buffer, or from a copy. A copy has two uses: local peers read it in place, in which
+    case it is made while values are summed; and peers that have not acknowledged the shard get it once the caller has
+    the buffer back.
+
+    Parameters
+    ----------
+    connection
+        The owner's connection.
+    values
+        The shard in the caller's buffer, flat.
+
+    Attributes
+    ----------
+    copy
+        The copy, flat; None without one.
+    code
+        The encoded shard, which is sent in place of the values; None if it is not encoded.
+    layout
+        The layout of the encoded shard.
+    is_kept
+        Whether it can be sent without the caller's buffer, because there is a copy or a code.
+    tags, trailer
+        The tags of its packets, and the bytes that follow its values in a message.
+    unconfirmed
+        Peers that have not acknowledged it.
+    """
+
+    def __init__(self, connection: Connection, values: NDArray[np.generic]) -> None:
+        self.values = values
+        self.copy: NDArray[np.generic] | None = None
+        self.tags: PacketTags | None = None
+        self.trailer: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.code: NDArray[np.uint8] | None = None
+        self.layout: PlaneLayout | None = None
+        self.is_kept = False
+        self.unconfirmed: set[int] = set()
+        self._connection = connection
+        self._copy_owner: ExportedMemory | BufferPool = connection.exported
+
+    def copy_while_summed(self, reduction: StreamingReduction) -> None:
+        """Let a streaming sum write its results into exported memory, too, if there is room."""
+        memory = self._connection.exported.take(self.values.nbytes)
+        if memory is not None:  # one copy for all local peers, made while the data is cached
+            self.copy = copy = memory.view(np.float32)
+            self.is_kept = True
+            reduction.copy_into(copy)
+
+    def request(self, peer: int, key: MessageKey, label: str) -> SendRequest:
+        """Return the request that sends the shard to a peer."""
+        assert self.tags is not None
+        sent = self.code if self.code is not None else self.values if self.copy is None else self.copy
+        payload = sent.view(np.uint8).data
+        return SendRequest(peer, key, payload, self.tags, RELIABLE, label, self.trailer, layout=self.layout)
+
+    def kept(self, value_type: ValueType) -> NDArray[np.floating]:
+        """Return the values as ranks have them, widened, without the caller's buffer; it must be kept."""
+        if self.code is None:
+            assert self.copy is not None
+            return value_type.widen(self.copy)
+        assert self.layout
+        values = np.empty(self.layout.values, np.float32)
+        self.layout.decode(self.code, values)
+        return value_type.widen(value_type.narrow(values))
+
+    def encode_as(self, layout: PlaneLayout) -> NDArray[np.uint8]:
+        """Return memory for the encoded shard, which is sent in place of the values."""
+        self.layout, self.code, self.is_kept = layout, self._connection.buffers.take(layout.bytes), True
+        return self.code
+
+    def detach(self, key_of: Callable[[int], MessageKey]) -> None:
+        """Continue sending from a copy, so that the caller gets the buffer back.
+
+        Parameters
+        ----------
+        key_of
+            Returns the key of the message to a peer.
+        """
+        connection, values = self._connection, self.values
+        self._copy_owner, buffer = connection.buffers, connection.buffers.take(values.nbytes)
+        self.copy, self.is_kept = buffer.view(values.dtype), True
+        self.copy[:] = values
+        for peer in self.unconfirmed:
+            connection.detach(peer, key_of(peer), buffer)
+
+    def release(self) -> None:
+        """Release the copy's memory."""
+        if self.copy is not None:
+            self._copy_owner.give(self.copy.view(np.uint8))
+            self.copy, self.is_kept = None, False
+        if self.code is not None:
+            self._connection.buffers.give(self.code)
+            self.code, self.is_kept = None, False
 
 
 class BucketPhase(Enum):

@@ -63,7 +63,7 @@ class AllReduceInParts:
         """Parts by bucket number, with their layout; every step has the same buckets."""
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
-        """Refuse packets of steps before ``step`` from now on."""
+        """See :meth:`dlcp.collectives.Reducer.begin_step`."""
         self.plain.begin_step(step, bits)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> "PartsRun":

@@ -150,8 +150,6 @@ class RingAllReduce:
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
         """See :meth:`dlcp.collectives.Reducer.begin_step`."""
         self.bits, self.rates_bps, self._told_with = bits, {}, {}
-        connection = self.context.connection
-        connection.call(lambda: connection.begin_step(step))
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
         """See :class:`dlcp.collectives.stages.MeasuringReducer`."""

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core of reduce-scatter and all-gather: shards of a buffer, their owners, and how an owner accumulates its shard.
+"""How buffers are divided into shards, and what of a bucket's run that decides in advance."""
 
-Reducers of gradients and the collectives of a process group use it.
-"""
-
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +12,12 @@ from numpy.typing import NDArray
 from dlcp.collectives.bucket import Bucket, RankContext
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.transport import (
-    RELIABLE,
-    Arrival,
-    BufferPool,
     Bytes,
-    Connection,
-    EncodedReduction,
-    ExportedMemory,
     LossBound,
-    MessageKey,
-    ReceiveRequest,
-    Reduction,
-    SendRequest,
-    StreamingReduction,
 )
-from dlcp.values.dtypes import ValueType
 from dlcp.values.planes import FULL_BITS, PlaneLayout
 from dlcp.values.tags import ChunkOrder, PacketTags, packet_magnitudes
 
-PATIENCE_S: Final = 0.002
-"""The wait for the last acknowledgements, before data that peers may still read is copied. Not tuned."""
-COPY_BYTES_PER_S: Final = 1e9
-"""Approximate speed of copying memory. The time of a copy extends the wait."""
 SEEN_MARGIN: Final = 1.2
 """The factor by which a port may be faster than the data through it, since senders pause."""
 
@@ -120,197 +101,6 @@ def binomial_tree(rank: int, root: int, ranks: int) -> tuple[Branch | None, list
     parent = Branch((rank - reach) % ranks, reach.bit_length() - 1) if position else None
     hops = range(reach.bit_length() - 2, -1, -1)
     return parent, [Branch((rank + (1 << hop)) % ranks, hop) for hop in hops if position + (1 << hop) < ranks]
-
-
-class ShardAccumulator:
-    """Receives the contributions of all ranks to one shard, or to a chunk of it, and counts their packets.
-
-    A *streaming* sum of float32 values is computed in place as packets arrive: first this rank's values, then the
-    peers' by ascending rank. Otherwise contributions are kept until the last one arrives. Either way the result does
-    not depend on arrival order. Contributions are received into reused memory, since the first access to fresh memory
-    is slow.
-
-    Parameters
-    ----------
-    connection, peers
-        This rank's connection, and the other contributors, ascending.
-    own
-        This rank's contribution, flat; with ``streaming`` it becomes the result.
-    streaming
-        Compute the sum as packets arrive; ``own`` is float32.
-    divisor
-        Divisor of a streaming sum; None for the number of ranks.
-    key
-        The key of the messages if every sender begins with another chunk (:class:`dlcp.values.tags.ChunkOrder`).
-    encoded
-        The sum of ``own`` and of contributions that are encoded; None if they are not.
-
-    Attributes
-    ----------
-    delivered
-        Masks of the packets that arrived, shape (packets,), by rank, for complete messages.
-    whole
-        Whether all their packets arrived.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        peers: Sequence[int],
-        own: NDArray[np.generic],
-        *,
-        streaming: bool,
-        divisor: float | None = None,
-        key: MessageKey | None = None,
-        encoded: EncodedReduction | None = None,
-    ) -> None:
-        self.connection, self.peers, self.own, self.encoded = connection, peers, own, encoded
-        self.delivered: dict[int, NDArray[np.bool_]] = {}
-        self.whole = True
-        self.streaming = (
-            connection.reduction(cast("NDArray[np.float32]", own), len(peers), divisor, key)
-            if streaming and peers and encoded is None
-            else None
-        )
-        self._received: dict[int, NDArray[np.uint8]] = {}
-
-    def request(self, position: int, key: MessageKey, bound: LossBound, label: str) -> ReceiveRequest:
-        """Return the request for the contribution of the peer at this position of ``peers``."""
-        peer, size, reduction = self.peers[position], self.own.nbytes, self.reduction
-        if reduction is not None:
-            size = reduction.message_bytes
-            return ReceiveRequest(peer, key, size, bound, label, reduction=reduction, position=position)
-        return ReceiveRequest(peer, key, size, bound, label, into=self.connection.buffers.take(size))
-
-    @property
-    def reduction(self) -> Reduction | None:
-        """The sum that is computed as packets arrive, if there is one."""
-        return self.streaming or self.encoded
-
-    def take(self, peer: int, arrival: Arrival) -> bool:
-        """Accept a contribution; return whether it was the last."""
-        if self.reduction is None:  # missing packets count as zeros
-            packet_bytes = self.connection.options.payload_bytes
-            for index in np.flatnonzero(~arrival.delivered).tolist():
-                arrival.payload[index * packet_bytes : (index + 1) * packet_bytes] = 0
-        self.delivered[peer], self._received[peer] = arrival.delivered, arrival.payload
-        self.whole &= arrival.whole
-        return len(self.delivered) == len(self.peers)
-
-    @property
-    def contributions(self) -> dict[int, NDArray[np.generic]]:
-        """The peers' contributions by rank, if they are kept and not encoded."""
-        return {peer: self._received[peer].view(self.own.dtype) for peer in self.peers}
-
-    def included(self) -> dict[int, NDArray[np.bool_]]:
-        """Return the packets of each peer that the streaming sum holds so far; empty without one."""
-        if self.reduction is None:
-            return {}
-        return {peer: self.reduction.included(position) for position, peer in enumerate(self.peers)}
-
-    def release(self) -> None:
-        """Release the memory of the contributions."""
-        for buffer in self._received.values():
-            if len(buffer):  # a streaming sum has one for each contribution that came early
-                self.connection.buffers.give(buffer)
-        self._received.clear()
-
-
-class AveragedShard:
-    """An owner's averaged shard, until every peer has acknowledged it.
-
-    It is sent from the caller's buffer, or from a copy. A copy has two uses: local peers read it in place, in which
-    case it is made while values are summed; and peers that have not acknowledged the shard get it once the caller has
-    the buffer back.
-
-    Parameters
-    ----------
-    connection
-        The owner's connection.
-    values
-        The shard in the caller's buffer, flat.
-
-    Attributes
-    ----------
-    copy
-        The copy, flat; None without one.
-    code
-        The encoded shard, which is sent in place of the values; None if it is not encoded.
-    layout
-        The layout of the encoded shard.
-    is_kept
-        Whether it can be sent without the caller's buffer, because there is a copy or a code.
-    tags, trailer
-        The tags of its packets, and the bytes that follow its values in a message.
-    unconfirmed
-        Peers that have not acknowledged it.
-    """
-
-    def __init__(self, connection: Connection, values: NDArray[np.generic]) -> None:
-        self.values = values
-        self.copy: NDArray[np.generic] | None = None
-        self.tags: PacketTags | None = None
-        self.trailer: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.code: NDArray[np.uint8] | None = None
-        self.layout: PlaneLayout | None = None
-        self.is_kept = False
-        self.unconfirmed: set[int] = set()
-        self._connection = connection
-        self._copy_owner: ExportedMemory | BufferPool = connection.exported
-
-    def copy_while_summed(self, reduction: StreamingReduction) -> None:
-        """Let a streaming sum write its results into exported memory, too, if there is room."""
-        memory = self._connection.exported.take(self.values.nbytes)
-        if memory is not None:  # one copy for all local peers, made while the data is cached
-            self.copy = copy = memory.view(np.float32)
-            self.is_kept = True
-            reduction.copy_into(copy)
-
-    def request(self, peer: int, key: MessageKey, label: str) -> SendRequest:
-        """Return the request that sends the shard to a peer."""
-        assert self.tags is not None
-        sent = self.code if self.code is not None else self.values if self.copy is None else self.copy
-        payload = sent.view(np.uint8).data
-        return SendRequest(peer, key, payload, self.tags, RELIABLE, label, self.trailer, layout=self.layout)
-
-    def kept(self, value_type: ValueType) -> NDArray[np.floating]:
-        """Return the values as ranks have them, widened, without the caller's buffer; it must be kept."""
-        if self.code is None:
-            assert self.copy is not None
-            return value_type.widen(self.copy)
-        assert self.layout
-        values = np.empty(self.layout.values, np.float32)
-        self.layout.decode(self.code, values)
-        return value_type.widen(value_type.narrow(values))
-
-    def encode_as(self, layout: PlaneLayout) -> NDArray[np.uint8]:
-        """Return memory for the encoded shard, which is sent in place of the values."""
-        self.layout, self.code, self.is_kept = layout, self._connection.buffers.take(layout.bytes), True
-        return self.code
-
-    def detach(self, key_of: Callable[[int], MessageKey]) -> None:
-        """Continue sending from a copy, so that the caller gets the buffer back.
-
-        Parameters
-        ----------
-        key_of
-            Returns the key of the message to a peer.
-        """
-        connection, values = self._connection, self.values
-        self._copy_owner, buffer = connection.buffers, connection.buffers.take(values.nbytes)
-        self.copy, self.is_kept = buffer.view(values.dtype), True
-        self.copy[:] = values
-        for peer in self.unconfirmed:
-            connection.detach(peer, key_of(peer), buffer)
-
-    def release(self) -> None:
-        """Release the copy's memory."""
-        if self.copy is not None:
-            self._copy_owner.give(self.copy.view(np.uint8))
-            self.copy, self.is_kept = None, False
-        if self.code is not None:
-            self._connection.buffers.give(self.code)
-            self.code, self.is_kept = None, False
 
 
 class DirectPlan:

@@ -78,7 +78,7 @@ class AutoAllReduce:
         self.chosen: Counter[str] = Counter()
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
-        """Refuse packets of steps before ``step`` from now on, and choose by the rates of the last step.
+        """Begin a step, and choose by the rates of the last one.
 
         All results of the last step have arrived, so all ranks choose alike.
         """
@@ -137,7 +137,7 @@ class Pipeline:
         self._left_out = left_out
 
     def begin_step(self, step: int, bits: int = FULL_BITS) -> None:
-        """Refuse packets of steps before ``step`` from now on; all averages of the last step have arrived."""
+        """See :meth:`dlcp.collectives.Reducer.begin_step`."""
         self.plain.begin_step(step, bits)
 
     def start(self, step: int, sequence: int, bucket: Bucket) -> BucketRun:

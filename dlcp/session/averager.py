@@ -242,12 +242,16 @@ class StepAverager:
     ----------
     samples
         Samples of each rank in this step; None before the first step's metadata, and if all ranks have equal weight.
+    weight
+        Factor on this rank's mean gradient in this step.
     flush_step
         The step that is sent in full; -1 for none.
     sends_metadata
         Whether each step begins with the ranks' metadata.
-    exchanges_reports
-        Whether ranks report on steps beside the buckets (:mod:`dlcp.session.choosing`).
+    metadata_number, first_sequence
+        The number in a step of the bucket of metadata, and of the first one of gradients.
+    reducer
+        Averages single buckets; None before the ranks have joined, and without DLCP.
     """
 
     def __init__(
@@ -262,11 +266,12 @@ class StepAverager:
         self.options, self.membership = options, membership
         self.ledger, self.feedback, self.tagger = ledger, feedback, tagger
         self.samples: dict[int, int] | None = None
+        self.weight = 1.0
         self._samples_here = options.samples
         self.sends_metadata = options.weighted and len(membership.ranks) > 1
         self.flush_step = -1
-        self.exchanges_reports = False
-        self._reducer: Reducer | None = None
+        self.reducer: Reducer | None = None
+        self.number_buckets(beside_reports=False)
 
     # Setting up -------------------------------------------------------------------------------------------------------
 
@@ -282,31 +287,26 @@ class StepAverager:
             self.ledger,
             self.feedback,
         )
-        self.use(
-            make_reducer(
-                options.algorithm,
-                context,
-                topology=joined.topology,
-                compression=options.compression,
-                combine=options.combine,
-            )
+        self.reducer = make_reducer(
+            options.algorithm,
+            context,
+            topology=joined.topology,
+            compression=options.compression,
+            combine=options.combine,
         )
-
-    def use(self, reducer: Reducer) -> None:
-        """Average with ``reducer``."""
-        self._reducer = reducer
 
     # A step's metadata ------------------------------------------------------------------------------------------------
 
-    @property
-    def metadata_number(self) -> int:
-        """The number of the bucket of metadata."""
-        return int(self.exchanges_reports)
+    def number_buckets(self, *, beside_reports: bool) -> None:
+        """Give the buckets of each step their numbers.
 
-    @property
-    def first_sequence(self) -> int:
-        """The number of a step's first bucket of gradients: reports and metadata have the numbers before."""
-        return self.metadata_number + int(self.sends_metadata)
+        Parameters
+        ----------
+        beside_reports
+            Whether ranks exchange reports on steps (:mod:`dlcp.session.choosing`), which have the first number.
+        """
+        self.metadata_number = int(beside_reports)
+        self.first_sequence = self.metadata_number + int(self.sends_metadata)
 
     def set_samples(self, count: int) -> None:
         """Set how many samples this rank's gradients are the mean of, from the next step on.
@@ -333,35 +333,20 @@ class StepAverager:
         from dlcp.collectives.step_metadata import read_samples  # most jobs do not need it
 
         self.samples = read_samples(average, self.membership.ranks)
-
-    @property
-    def weight(self) -> float:
-        """Factor on this rank's mean gradient in this step."""
-        return weight_of(self.samples, self.membership.rank) if self.samples else 1.0
+        self.weight = weight_of(self.samples, self.membership.rank)
 
     # Averaging --------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, bits: int) -> None:
-        """Begin a step that DLCP averages with ``bits`` for each value; all averages of the last step have arrived.
-
-        Raises
-        ------
-        TransportError
-            The endpoint is closed, or has failed.
-        """
-        assert self._reducer
-        self._reducer.begin_step(step, bits)
-
     def start(self, step: int, sequence: int, bucket: Bucket) -> BucketRun:
         """Begin to average a bucket with the weights of its step, and return its run."""
-        assert self._reducer
+        assert self.reducer
         if self.samples and not bucket.exact:
             bucket = replace(bucket, samples=self.samples)
         if step == self.flush_step and not bucket.exact:
             bucket = replace(bucket, flush=True)
-        return self._reducer.start(step, sequence, bucket)
+        return self.reducer.start(step, sequence, bucket)
 
     def close(self) -> None:
         """Stop the reducer's threads; call it when the endpoint is closed."""
-        if self._reducer:
-            self._reducer.close()
+        if self.reducer:
+            self.reducer.close()

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -220,7 +219,7 @@ class TrainingSession:
 
     def use(self, endpoint: Endpoint, reducer: Reducer) -> None:
         """Average over ``endpoint`` with ``reducer``."""
-        self.averager.use(reducer)
+        self.averager.reducer = reducer
         self._begin(endpoint)
 
     def _begin(self, endpoint: Endpoint, *, remote: bool = True) -> None:
@@ -237,7 +236,7 @@ class TrainingSession:
         framework = self.fallback.route
         arms = arms_of(self.options, framework is not None, remote=remote)
         exchange = ReportExchange(endpoint, self.membership.ranks, self.options) if len(arms) > 1 else None
-        self.averager.exchanges_reports = exchange is not None
+        self.averager.number_buckets(beside_reports=exchange is not None)
         return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
@@ -332,8 +331,8 @@ class TrainingSession:
                 chooser.begin_step(step, listen=False)
                 return Route.DLCP
             if self.phase is SessionPhase.READY and chooser.arm.route is Route.DLCP:
-                with suppress(TransportError):  # the runs of its buckets fail with the same error
-                    self.averager.begin_step(step, chooser.arm.bits)
+                assert self.averager.reducer
+                self.averager.reducer.begin_step(step, chooser.arm.bits)
         return chooser.arm.route
 
     def flush(self, step: int) -> None:

@@ -6,6 +6,7 @@ The engine moves packets; :class:`Connection` submits messages to it and runs th
 """
 
 import heapq
+import logging
 import socket
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ from dlcp.transport.messages import (
     TransportError,
     at_step,
 )
-from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then, finish, report
+from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
 from dlcp.transport.settings import TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 
@@ -67,6 +68,7 @@ Call = Callable[[Callable[[], None]], None]
 """Runs a function in a connection's thread, in the order of the calls."""
 OnMessage = Callable[[int, float], None]
 OnUnexpected = Callable[[int, MessageKey], None]
+log = logging.getLogger("dlcp")
 
 
 def _at_once(function: Callable[[], None]) -> None:
@@ -204,7 +206,7 @@ class Connection:
             raise ValueError(f"{size} bytes do not fit {packets} packets of {self.options.payload_bytes} bytes")
         now_s, bound = self.clock(), self._bound(request.peer, request.bound)
         if self._failure:
-            report(fail, self._failure)
+            _report(fail, self._failure)
             return
         sending = Sending(request, then, fail, bound, now_s, now_s + self.options.deadline_s)
         peer = self.peers[request.peer]
@@ -232,7 +234,7 @@ class Connection:
         """Receive a message, and call ``then`` when its bound is met."""
         now_s, bound, into = self.clock(), self._bound(request.peer, request.bound), request.checked_into()
         if self._failure:
-            report(fail, self._failure)
+            _report(fail, self._failure)
             return
         receiving = Receiving(request, then, fail, bound, now_s, now_s + self.options.deadline_s, EMPTY, False)
         peer, reduction = request.peer, request.reduction
@@ -291,10 +293,10 @@ class Connection:
 
     def begin_step(self, step: int) -> None:
         """Refuse packets of steps before ``step`` from now on; receives still posted for them fail."""
-        if step > self.first_step:
-            self.first_step = step
-            view = self.engine.view
-            self._inbound_before, view.inbound_peak = view.inbound_peak, 0.0
+        if step <= self.first_step:
+            return
+        self.first_step, view = step, self.engine.view
+        self._inbound_before, view.inbound_peak = view.inbound_peak, 0.0
         self.engine.begin_step(step, self.clock())
         for peer in self.peers.values():
             for key in [key for key in peer.receiving if key.step < step]:
@@ -303,7 +305,7 @@ class Connection:
                     f"{at_step(self.membership.job, key.step)} is over: no longer waiting for "
                     f"{receiving.request.label} from rank {peer.rank}"
                 )
-                report(receiving.fail, error)
+                _report(receiving.fail, error)
 
     def _packets(self, size: int) -> int:
         return -(-size // self.options.payload_bytes)
@@ -341,7 +343,7 @@ class Connection:
             peer.kept.append(sending)
             del peer.sending[key]
             delivered = np.ones(len(sending.request.tags.queue), np.bool_)
-            finish(sending, Delivery(delivered, 0, 0, now_s - sending.started_s))
+            _finish(sending, Delivery(delivered, 0, 0, now_s - sending.started_s))
 
     def fail(self, error: TransportError) -> None:
         """Give up: all pending and future requests fail with ``error``."""
@@ -354,7 +356,7 @@ class Connection:
             peer.sending.clear()
             peer.receiving.clear()
         for fail in failed:
-            report(fail, error)
+            _report(fail, error)
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -429,7 +431,7 @@ class Connection:
             delivery = Delivery(event.delivered, event.sent, event.resent, seconds, event.probes)
             if self.timeline is not None:
                 self._note_sent(self.timeline, event, sending, delivery)
-            finish(sending, delivery)
+            _finish(sending, delivery)
 
     def _note_sent(self, timeline: "Timeline", event: Sent, sending: Sending, delivery: Delivery) -> None:
         peer = self.peers[event.peer]
@@ -455,7 +457,7 @@ class Connection:
             counts, label = (packets, packets - int(np.count_nonzero(event.delivered))), receiving.request.label
             self.timeline.note_message("arrived", event.key.step, event.key.message, event.peer, span_s, *counts, label)
         seconds = event.now_s - receiving.started_s
-        finish(receiving, Arrival(payload, event.delivered, event.layer, seconds))
+        _finish(receiving, Arrival(payload, event.delivered, event.layer, seconds))
 
     def _on_mismatch(self, event: Mismatch) -> None:
         receiving = self.peers[event.peer].receiving.pop(event.key, None)
@@ -465,7 +467,7 @@ class Connection:
                 f"{event.packets} packets, but {receiving.request.message_bytes} bytes were expected; do all ranks "
                 "run the same model and options?"
             )
-            report(receiving.fail, error)
+            _report(receiving.fail, error)
 
     # Packets and time, for the caller ---------------------------------------------------------------------------------
 
@@ -526,3 +528,19 @@ class Connection:
                 f"in {self.options.deadline_s:.1f} s"
             )
             yield receiving.deadline_s, DeadlineError(text)
+
+
+def _finish(message: Sending | Receiving, result: Any) -> None:
+    """Pass a message's result on; an error in its callback must not end the other messages."""
+    try:
+        message.then(result)
+    except Exception as error:
+        _report(message.fail, error)
+
+
+def _report(fail: Fail, error: Exception) -> None:
+    """Pass an error on; one in its callback must not end the other messages, either."""
+    try:
+        fail(error)
+    except Exception:
+        log.exception("a callback for a failed message failed itself")

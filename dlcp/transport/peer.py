@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another rank: its window, its delivery rate, the messages to and from it, and how clear the path is."""
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +36,6 @@ RATE_STALE_S = 3.0
 QUEUED_MEMORY_S = 10.0
 """The time for which a path counts as congested after packets have queued on it: as long as its idle round trip is
 remembered."""
-log = logging.getLogger("dlcp")
 
 T = TypeVar("T")
 Then: TypeAlias = Callable[[T], object]
@@ -110,22 +108,6 @@ class Receiving:
     """The engine's destination for the message, without its tail."""
     clear: bool
     """Whether missing packets must read as zeros."""
-
-
-def finish(message: Sending | Receiving, result: Any) -> None:
-    """Pass a message's result on; an error in its callback must not end the other messages."""
-    try:
-        message.then(result)
-    except Exception as error:
-        report(message.fail, error)
-
-
-def report(fail: Fail, error: Exception) -> None:
-    """Pass an error on; one in its callback must not end the other messages, either."""
-    try:
-        fail(error)
-    except Exception:
-        log.exception("a callback for a failed message failed itself")
 
 
 @dataclass(slots=True)
@@ -231,9 +213,9 @@ class Peer:
         return self.local or (clear_after_s < math.inf and self.clock() - self.congested_s > clear_after_s)
 
     @property
-    def is_congested(self) -> bool:
-        """Whether the path is not clear, or packets queued on it recently; never true for local peers."""
-        return not self.local and (not self.is_clear or self.has_queued(QUEUED_MEMORY_S))
+    def signed_rate_bps(self) -> float:
+        """The rate, negative without signs of congestion: the path is clear, and no packets queued on it recently."""
+        return self.rate_bps if not self.is_clear or self.has_queued(QUEUED_MEMORY_S) else -self.rate_bps
 
     def has_queued(self, within_s: float) -> bool:
         """Return whether packets to it queued in the last ``within_s`` seconds. Any thread may ask."""

@@ -316,7 +316,8 @@ def test_only_what_goes_through_a_network_may_be_lost():
     bucket = Bucket(values, ValueType.FLOAT32, [Segment(Layer("layer", 0), 0, len(values))])
     droppable = {}
     for neighbours in (set(), {1}, {1, 2}):
-        ranks.connections[0].local_peers = frozenset(neighbours)
+        for rank, peer in ranks.connections[0].peers.items():
+            peer.local = rank in neighbours
         run = DirectRun(ranks.reducers[0], 0, 0, bucket)
         found = (run.tags.drop_class > 0) & ~run.tags.protected
         droppable[len(neighbours)] = [

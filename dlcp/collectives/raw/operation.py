@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from dlcp.collectives.shards import COPY_BYTES_PER_S, PATIENCE_S
+from dlcp.collectives.direct import COPY_BYTES_PER_S, PATIENCE_S
 from dlcp.transport import Then, TransportError
 
 Later = Callable[[float, Callable[[], None]], None]

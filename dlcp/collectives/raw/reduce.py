@@ -12,11 +12,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.collectives.direct import ShardAccumulator
 from dlcp.collectives.message_numbers import ALL_GATHER, REDUCE_SCATTER
 from dlcp.collectives.message_numbers import COLLECTIVES_RANGE as NUMBERS
 from dlcp.collectives.raw.channel import Channel, Collective, copy_bytes
 from dlcp.collectives.raw.elementwise_ops import ElementwiseOp, ReduceOp
-from dlcp.collectives.shards import ShardAccumulator, shard_bounds
+from dlcp.collectives.shards import shard_bounds
 from dlcp.transport import RELIABLE, Arrival
 
 SMALL_BYTES: Final = 16 << 10
