@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from operator import attrgetter
 from struct import Struct
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from dlcp.values.tags import PacketTags, Segment, Tagger
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks report after an average, in bit/s; 0 if unknown."""
+Run = TypeVar("Run", bound="BucketRun")
 FORMATS: Final = tuple(ValueType)
 """Number formats by their index in :class:`ContributionTail`."""
 
@@ -389,7 +390,7 @@ class BucketRun(Future[NDArray[np.generic]], ABC):
         self.values_per_packet = context.connection.options.payload_bytes // bucket.values.itemsize
         self._work = work
 
-    def start(self) -> Self:
+    def start(self: Run) -> Run:
         """Begin in the endpoint's thread."""
         try:
             connection = self.context.connection

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,7 +234,7 @@ class AllReduceRun(CompressedRun):
         self.inner: BucketRun | None = None
         """The current round's run, until it is done."""
 
-    def start(self) -> Self:
+    def start(self) -> "AllReduceRun":
         """Average the first round, from the caller's thread."""
         self.begin()
         return self
@@ -242,7 +242,7 @@ class AllReduceRun(CompressedRun):
     def partial_result(self) -> PartialResult:
         """Return this rank's state of the bucket; see :meth:`CompressedRun.partial_result`."""
         self.reducer.await_work()
-        sent = self.inner and self.inner.partial_result()
+        sent = None if self.inner is None else self.inner.partial_result()
         if sent is not None and sent.residual is not None:
             self.note_lost(sent.residual)
         return super().partial_result()

@@ -6,6 +6,20 @@ A session begins by agreeing with all ranks whether to use DLCP (:mod:`dlcp.sess
 exactly the buckets that some of them have not finished (:mod:`dlcp.session.recovery`), and later buckets go another
 way, which each framework names with a :class:`Fallback`. No gradient is lost in between.
 
+The phases of a session, and what leads from one to the next::
+
+             agreed on DLCP              a rank fails               all open buckets complete
+    JOINING ----------------> READY -----------------> RECOVERING ---------------------------> FALLBACK
+       |                                                   |                                      |
+       |  agreed not to use DLCP                           |  a contribution is lost, a rank      |  the framework
+       +----------------------------------> FALLBACK       |  has ended or hangs, or there is     |  fails, too
+                                                           |  no fallback                         |
+                                                           +---------------> FAILED <-------------+
+
+:meth:`TrainingSession.close` leads from each phase to ``CLOSED``. A session keeps no more of a phase than its
+:class:`Situation`. What is built for one membership (endpoint, reducers, chooser) ends with ``RECOVERING``; the step,
+its buckets, the residual and the options do not.
+
 The session is the same for all frameworks. :class:`dlcp.torch.state.State` and :class:`dlcp.session.group.Group` turn
 their gradients into buckets.
 """
@@ -16,7 +30,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -79,6 +93,31 @@ class SessionPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Situation:
+    """A session's phase, with the data of the phase.
+
+    Parameters
+    ----------
+    phase
+        The phase.
+    reason
+        Why DLCP does not average; ``""`` while it does.
+    recovery
+        The thread that recovers, or has recovered; None before.
+    error
+        What averaging has failed with for good; None if it has not.
+    is_closing
+        Whether the session is about to be closed.
+    """
+
+    phase: SessionPhase = SessionPhase.JOINING
+    reason: str = ""
+    recovery: threading.Thread | None = None
+    error: TransportError | None = None
+    is_closing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Fallback:
     """How a framework averages without DLCP.
 
@@ -125,8 +164,8 @@ class TrainingSession:
 
     Attributes
     ----------
-    phase, reason
-        The session's phase, and why DLCP does not average, if it does not.
+    situation
+        Its phase and the data of that.
     table
         The buckets in progress.
     endpoint
@@ -141,7 +180,9 @@ class TrainingSession:
 
     def __init__(self, averager: StepAverager, fallback: Fallback, table: BucketTable | None = None) -> None:
         self.averager, self.fallback = averager, fallback
-        self.phase, self.reason = SessionPhase.JOINING, ""
+        self.situation = Situation()
+        self._over = threading.Event()
+        """Set once DLCP averages no more."""
         self.table = table or BucketTable()
         self.table.begin_session()
         self.endpoint: Endpoint | None = None
@@ -151,10 +192,7 @@ class TrainingSession:
         self._recoverable = False
         self._metadata: Future[NDArray[np.generic]] | None = None
         """All ranks' metadata of this step, until it has been read."""
-        self._error: TransportError | None = None
-        self._recovery: threading.Thread | None = None
         self._watcher: threading.Thread | None = None
-        self._closing = threading.Event()
         self._close_lock = threading.RLock()
         """Held while closing: a second thread that closes returns after that. A signal handler may close again."""
         self._snapshots: SnapshotWriter | None = None
@@ -227,7 +265,7 @@ class TrainingSession:
         watch = self.fallback.watch
         self._recoverable = watch is not None and self.options.fallback and watch.open()
         self.chooser = self._make_chooser(endpoint, remote=remote)
-        self.phase = SessionPhase.READY
+        self._enter(phase=SessionPhase.READY)
         if watch is not None:
             self._watcher = threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True)
             self._watcher.start()
@@ -245,9 +283,27 @@ class TrainingSession:
             raise problem
         if self.options.weighted and not agreement.all_publish(WEIGHTED):
             raise NotJoinedError(f"{problem}. Not all ranks set samples=..., so none can weigh by them") from None
-        self.phase, self.reason = SessionPhase.FALLBACK, str(problem)
+        self._enter(phase=SessionPhase.FALLBACK, reason=str(problem))
         if agreement.speaker():
             log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
+
+    def _enter(self, **changes: Any) -> None:
+        """Change the situation, and notify whoever waits for that."""
+        with self.table.changed:
+            situation = self.situation = replace(self.situation, **changes)
+            self.table.changed.notify_all()
+        if situation.is_closing or situation.phase not in (SessionPhase.JOINING, SessionPhase.READY):
+            self._over.set()
+
+    @property
+    def phase(self) -> SessionPhase:
+        """The phase."""
+        return self.situation.phase
+
+    @property
+    def reason(self) -> str:
+        """Why DLCP does not average; ``""`` while it does."""
+        return self.situation.reason
 
     @property
     def active(self) -> bool:
@@ -404,7 +460,7 @@ class TrainingSession:
             if pending.progress is Progress.STARTING:
                 pending.progress = Progress.WAITING if pending.run is None else Progress.AVERAGING
             self.table.changed.notify_all()
-            failure = self._error
+            failure = self.situation.error
         if failure:
             pending.answer(failure)
 
@@ -427,17 +483,18 @@ class TrainingSession:
             self.table.finish(pending)
         elif self.fallback.watch is not None:
             # A rank that has ended after its own recovery makes the framework fail here, too; recovery knows the cause.
-            if self._recovery and self._recovery is not threading.current_thread():
-                self._recovery.join(self.options.deadline_s)
-            if not self._error:
+            recovery = self.situation.recovery
+            if recovery and recovery is not threading.current_thread():
+                recovery.join(self.options.deadline_s)
+            if not self.situation.error:
                 self.fail(f"step {pending.step}: {pending.label} is not averaged: {describe(error)}")
         else:
             self.table.give_up(pending, error)
 
     def check(self) -> None:
         """Raise the error that averaging has failed with, if it has."""
-        if self._error:
-            raise self._error
+        if self.situation.error:
+            raise self.situation.error
 
     def _fall_back(self, pending: PendingBucket) -> None:
         assert self.fallback.average
@@ -448,7 +505,7 @@ class TrainingSession:
     def _watch_peers(self, watch: PeerWatch) -> None:
         """Leave DLCP when another rank has left it or ended, even if this rank waits for nothing at the moment."""
         with HangWatchdog(self.options.silence_s) as watchdog:  # says why this rank hangs, once the others name it
-            while self.phase is SessionPhase.READY and not self._closing.wait(WATCH_S):
+            while not self._over.wait(WATCH_S):
                 watchdog.postpone()
                 try:
                     error = watch.check_peers(self._where()) or self._overdue()
@@ -487,14 +544,12 @@ class TrainingSession:
         """Stop using DLCP because of an error, and recover if possible; further errors change nothing."""
         failed: list[PendingBucket] = []
         with self.table.changed:
-            if self._closing.is_set():
+            if self.situation.is_closing:
                 failed = self.table.unfinished()
             elif self.phase is SessionPhase.READY:
-                self.phase = SessionPhase.RECOVERING
-                self._recovery = threading.Thread(
-                    target=self._recover, args=(error,), name="dlcp-recovery", daemon=True
-                )
-                self._recovery.start()  # under the lock: close() joins the thread that it finds
+                recovery = threading.Thread(target=self._recover, args=(error,), name="dlcp-recovery", daemon=True)
+                self._enter(phase=SessionPhase.RECOVERING, recovery=recovery)
+                recovery.start()  # under the lock: close() joins the thread that it finds
         for pending in failed:
             pending.answer(error)
 
@@ -534,7 +589,7 @@ class TrainingSession:
             for pending in table.unfinished():
                 if pending.progress is not Progress.BY_FRAMEWORK:
                     self._fall_back(pending)
-            self.phase, self.reason = SessionPhase.FALLBACK, reason
+            self._enter(phase=SessionPhase.FALLBACK, reason=reason)
         if self.rank == self.membership.ranks[0]:
             log.warning(
                 "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",
@@ -548,10 +603,9 @@ class TrainingSession:
         if self.fallback.watch is not None:
             self.fallback.watch.publish_failed(message)
         with self.table.changed:
-            error = self._error = self._error or TransportError(message)
-            self.phase, self.reason = SessionPhase.FAILED, message
+            error = self.situation.error or TransportError(message)
+            self._enter(phase=SessionPhase.FAILED, reason=message, error=error)
             failed = self.table.drain()
-            self.table.changed.notify_all()
         for pending in failed:
             pending.answer(error)
 
@@ -581,17 +635,16 @@ class TrainingSession:
 
     def _close(self, reason: str | None) -> None:
         self._exit.cancel()
-        with self.table.changed:
-            self._closing.set()
-            recovery = self._recovery
-        if recovery:
-            recovery.join(self.options.deadline_s)
+        self._enter(is_closing=True)
+        if self.situation.recovery:
+            self.situation.recovery.join(self.options.deadline_s)
         self._leave_peers(reason)
         if self._watcher:  # a daemon thread inside PyTorch's store when Python ends aborts the process
             self._watcher.join(self.options.silence_s)
         self.averager.close()
         if self.fallback.watch is not None:
             self.fallback.watch.close()
-        ended_as, self.phase = self.phase, SessionPhase.CLOSED
+        ended_as = self.phase
+        self._enter(phase=SessionPhase.CLOSED)
         if self._snapshots:
             self._snapshots.close(ended_as.value, reason)

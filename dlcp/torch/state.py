@@ -239,8 +239,9 @@ class State:
         if self._alone:
             return None
         agreement = agreement_of(group, options)
-        shared = {"ledger": self.ledger, "feedback": self.feedback, "tagger": self.tagger}
-        averager = StepAverager(options, agreement.membership, **shared)
+        averager = StepAverager(
+            options, agreement.membership, ledger=self.ledger, feedback=self.feedback, tagger=self.tagger
+        )
         self.session = TrainingSession(averager, fallback(agreement), self.table)
         try:
             self.session.join(agreement, call=call, export_bytes=export_bytes)

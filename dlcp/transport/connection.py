@@ -178,8 +178,15 @@ class Connection:
             peer: NoWindow() if peer in self.local_peers else options.rate_control(count) for peer in membership.peers
         }
         ecn_capable = {peer: control.ecn_capable for peer, control in controls.items()}
-        wires = {"sock": links.sock, "shared": shared, "further": links.further}
-        self.engine = Engine(membership, ecn_capable, options=options, now_s=now_s, **wires)
+        self.engine = Engine(
+            membership,
+            ecn_capable,
+            options=options,
+            sock=links.sock,
+            now_s=now_s,
+            shared=shared,
+            further=links.further,
+        )
         self.peers = {
             peer: Peer(peer, self.engine.flows[peer], control, options, clock, window, peer in self.local_peers)
             for peer, control in controls.items()

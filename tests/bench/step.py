@@ -215,7 +215,7 @@ class TrainingWay:
                 _COARSE: {"precision": precision},
             }.get(name, {})
             state = self.state = dlcp.torch.enable(ddp, options.with_(**changes))
-            self.ledger, self.local_peers, self.close = state.ledger, state.local_peers, state.close
+            self.ledger, self.local_peers, self.close = state.ledger, state.session.local_peers, state.close
 
     def step(self, rank: int) -> None:
         """Do one step on the next batch, which is the same for all ways."""

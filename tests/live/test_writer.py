@@ -11,7 +11,7 @@ from dlcp.collectives import Residual
 from dlcp.session import Options, snapshots
 from dlcp.session.averager import StepAverager
 from dlcp.session.snapshots import SnapshotWriter
-from dlcp.session.training_session import Fallback, TrainingSession
+from dlcp.session.training_session import Fallback, SessionPhase, Situation, TrainingSession
 from dlcp.transport import Delivery, LossBound, Membership, MessageKey
 from dlcp.transport.ledger import Ledger
 from dlcp.values.planes import PlaneLayout
@@ -107,7 +107,7 @@ def test_an_endpoint_that_does_not_answer_delays_nothing_but_the_snapshot(sessio
             """Called when the tests end."""
 
     monkeypatch.setattr(snapshots, "ASKING_S", 0.01)
-    session.endpoint, session.phase = Stuck(), type(session.phase).READY
+    session.endpoint, session.situation = Stuck(), Situation(SessionPhase.READY)
     writer = SnapshotWriter.open(session, str(tmp_path))
     first = read(tmp_path)["written_unix_s"]
     until(lambda: read(tmp_path)["written_unix_s"] > first)
