@@ -76,11 +76,11 @@ class Bucket:
     samples: Mapping[int, int] | None = None
     scattered: bool = False
     factor: float = 1.0
-    whole: bool = field(init=False)
-    """Whether nothing may be lost, regardless of the options."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "whole", self.exact or self.flush)
+    @property
+    def whole(self) -> bool:
+        """Whether nothing may be lost, regardless of the options."""
+        return self.exact or self.flush
 
     def bits_at(self, precision: int) -> int:
         """Return how many bits each value has on the wire in a step of a precision, in bits."""

@@ -387,7 +387,11 @@ class Shard(Enum):
 
 
 class DirectRun(BucketRun):
-    """One bucket in progress."""
+    """One bucket in progress.
+
+    It has more methods than most classes: each belongs to one of the bucket's two hops, and all change what
+    :meth:`partial_result` tells of them.
+    """
 
     def __init__(
         self, reducer: DirectAllReduce, step: int, sequence: int, bucket: Bucket, bits: int = FULL_BITS

@@ -153,6 +153,9 @@ def reason_of(rank: int, error: BaseException | None) -> str | None:
 class TrainingSession:
     """Averages the buckets of one model or group. A step must be finished on this rank before its next one begins.
 
+    It has more methods than most classes: those that average depend on the situation, and those that change it depend
+    on the buckets in progress, under one lock.
+
     Parameters
     ----------
     averager

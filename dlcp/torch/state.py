@@ -66,6 +66,8 @@ class State:
     Pickle it with a checkpoint: it includes the step and the residual. If training continues with another number of
     ranks, :meth:`redistributed` divides all ranks' residual.
 
+    It has more methods than most classes, because users call most of them: DLCP's interface for PyTorch is here.
+
     Attributes
     ----------
     options

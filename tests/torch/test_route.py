@@ -220,7 +220,7 @@ def while_gloo_fails(complete, session):
             return complete(recovery, why)
         finally:
             error = RuntimeError("Connection closed by peer")
-            for pending in list(session.table.pending.values()):
+            for pending in session.table.unfinished():
                 threading.Thread(target=session.settle, args=(pending, error)).start()
             time.sleep(0.5)
 
