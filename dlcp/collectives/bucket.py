@@ -32,7 +32,7 @@ from dlcp.values.tags import PacketTags, Segment, Tagger
 
 RATE: Final = np.dtype(">f4")
 """A rate that ranks report after an average, in bit/s; 0 if unknown."""
-Run = TypeVar("Run", bound="BucketRun")
+R = TypeVar("R", bound="BucketRun")
 FORMATS: Final = tuple(ValueType)
 """Number formats by their index in :class:`ContributionTail`."""
 
@@ -390,7 +390,7 @@ class BucketRun(Future[NDArray[np.generic]], ABC):
         self.values_per_packet = context.connection.options.payload_bytes // bucket.values.itemsize
         self._work = work
 
-    def start(self: Run) -> Run:
+    def start(self: R) -> R:
         """Begin in the endpoint's thread."""
         try:
             connection = self.context.connection

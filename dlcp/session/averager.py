@@ -33,7 +33,7 @@ BucketId = tuple[int, int]
 """A bucket's step, and its number within the step."""
 
 
-class Progress(Enum):
+class BucketProgress(Enum):
     """What has become of a bucket on this rank."""
 
     COMING = "it is being copied to the host"
@@ -75,7 +75,7 @@ class PendingBucket:
     size_bytes: int
     then: Callable[[BaseException | None], None] | None
     bucket: Bucket | None = None
-    progress: Progress = Progress.COMING
+    progress: BucketProgress = BucketProgress.COMING
     run: BucketRun | None = None
     _answering: threading.Lock = field(default_factory=threading.Lock)
 
@@ -93,7 +93,7 @@ class PendingBucket:
     @property
     def is_decided(self) -> bool:
         """Whether it is decided who averages it."""
-        return self.progress not in (Progress.COMING, Progress.STARTING)
+        return self.progress not in (BucketProgress.COMING, BucketProgress.STARTING)
 
     def answer(self, error: BaseException | None = None) -> None:
         """Call ``then``, unless it has been called."""
@@ -169,19 +169,19 @@ class BucketTable:
 
     def unfinished(self) -> list[PendingBucket]:
         """Return the buckets whose owners have no average yet, in the same order on all ranks; hold ``changed``."""
-        unfinished = [each for each in self.buckets.values() if each.progress is not Progress.FINISHED]
+        unfinished = [each for each in self.buckets.values() if each.progress is not BucketProgress.FINISHED]
         return sorted(unfinished, key=lambda pending: pending.id)
 
     def finish(self, pending: PendingBucket) -> None:
         """Note that a bucket is averaged, and answer its owner."""
         with self.changed:
             found = pending.id in self.buckets
-            pending.progress = Progress.FINISHED
+            pending.progress = BucketProgress.FINISHED
             self.averaged_s = time.monotonic()
             if pending.step > self._oldest:
                 self._oldest = pending.step
                 for each in list(self.buckets.values()):
-                    if each.step < pending.step and each.progress is Progress.FINISHED:
+                    if each.step < pending.step and each.progress is BucketProgress.FINISHED:
                         self._remove(each)
         if self.meter is not None:  # before the answer, with which the next step may begin
             self.meter.on_averaged(pending.step)
@@ -219,7 +219,7 @@ class BucketTable:
             if not self.changed.wait_for(came, deadline_s):
                 raise TimeoutError
             pending = self.buckets.get(which)
-            return None if pending is None or pending.progress is Progress.FINISHED else pending
+            return None if pending is None or pending.progress is BucketProgress.FINISHED else pending
 
     def _remove(self, pending: PendingBucket) -> None:
         self.buckets.pop(pending.id, None)

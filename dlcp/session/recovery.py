@@ -20,7 +20,7 @@ from typing import ClassVar, Final
 
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.inputs.error_text import describe
-from dlcp.session.averager import BucketId, BucketTable, PendingBucket, Progress, StepAverager
+from dlcp.session.averager import BucketId, BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 
@@ -107,8 +107,10 @@ class Recovery:
         self._watch.publish_left(describe(error))
         with table.changed:
             unfinished = table.unfinished()
-            begun = [each for each in unfinished if each.progress in (Progress.STARTING, Progress.AVERAGING)]
-            routed = [each.id for each in unfinished if each.progress is Progress.BY_FRAMEWORK]
+            begun = [
+                each for each in unfinished if each.progress in (BucketProgress.STARTING, BucketProgress.AVERAGING)
+            ]
+            routed = [each.id for each in unfinished if each.progress is BucketProgress.BY_FRAMEWORK]
             table.changed.wait_for(lambda: all(each.is_decided for each in begun), self._deadline_s)
             runs = {which: pending.run for which, pending in table.buckets.items() if pending.run is not None}
         held = {which: partial for which, run in runs.items() if (partial := run.partial_result()) is not None}

@@ -42,7 +42,7 @@ from dlcp.collectives import Bucket, Reducer
 from dlcp.host.closing import ExitCallback, ending_error, exiting
 from dlcp.inputs.error_text import describe
 from dlcp.policies.arms import Route
-from dlcp.session.averager import BucketTable, PendingBucket, Progress, StepAverager
+from dlcp.session.averager import BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
 from dlcp.session.options import FRAMEWORK_ROUTE, Options
@@ -440,7 +440,7 @@ class TrainingSession:
         with self.table.changed:
             self.check()
             if route is Route.FRAMEWORK:
-                pending.progress = Progress.BY_FRAMEWORK
+                pending.progress = BucketProgress.BY_FRAMEWORK
             self.table.add(pending)
             by_framework = route is Route.FRAMEWORK or self.phase is SessionPhase.FALLBACK
         if self.timeline is not None:
@@ -452,16 +452,16 @@ class TrainingSession:
         assert pending.bucket
         # Two holds of the lock: callbacks of the averager may run before its start returns, and take the lock, too.
         with self.table.changed:
-            pending.progress = Progress.STARTING if self.phase is SessionPhase.READY else Progress.WAITING
-        if pending.progress is Progress.STARTING:
+            pending.progress = BucketProgress.STARTING if self.phase is SessionPhase.READY else BucketProgress.WAITING
+        if pending.progress is BucketProgress.STARTING:
             try:
                 pending.run = self.averager.start(pending.step, pending.sequence, pending.bucket)
                 pending.run.add_done_callback(partial(self._on_averaged, pending))
             except Exception as error:
                 self._on_failure(pending, error)
         with self.table.changed:
-            if pending.progress is Progress.STARTING:
-                pending.progress = Progress.WAITING if pending.run is None else Progress.AVERAGING
+            if pending.progress is BucketProgress.STARTING:
+                pending.progress = BucketProgress.WAITING if pending.run is None else BucketProgress.AVERAGING
             self.table.changed.notify_all()
             failure = self.situation.error
         if failure:
@@ -522,7 +522,7 @@ class TrainingSession:
         """Return an error if the framework takes longer for a bucket than DLCP may."""
         with self.table.changed:
             overdue_s = time.monotonic() - self.table.ready_s - self.options.deadline_s
-            routed = [each for each in self.table.unfinished() if each.progress is Progress.BY_FRAMEWORK]
+            routed = [each for each in self.table.unfinished() if each.progress is BucketProgress.BY_FRAMEWORK]
             late = routed if overdue_s > 0 else []
         if not late:
             return None
@@ -590,7 +590,7 @@ class TrainingSession:
             if not table.changed.wait_for(lambda: all(each.is_decided for each in table.unfinished()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")
             for pending in table.unfinished():
-                if pending.progress is not Progress.BY_FRAMEWORK:
+                if pending.progress is not BucketProgress.BY_FRAMEWORK:
                     self._fall_back(pending)
             self._enter(phase=SessionPhase.FALLBACK, reason=reason)
         if self.rank == self.membership.ranks[0]:

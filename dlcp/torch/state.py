@@ -432,7 +432,7 @@ class State:
         session, stager = self.session, self._stager_of(tensor.device)
         answer: TensorFuture = stager.future() if stager else torch.futures.Future()
         first = session.averager.first_sequence if session else 0
-        submission = Submission(self.step, first + sequence, segments, tensor, answer, on_averaged)
+        submission = SubmittedTensor(self.step, first + sequence, segments, tensor, answer, on_averaged)
         if session is None:  # a checkpoint of more ranks may have left a residual
             add_residual(self.feedback, tensor, segments)
             submission.answer()
@@ -474,7 +474,7 @@ class State:
         self._seconds.setdefault(held, deque(maxlen=STEPS_KEPT)).append(time.monotonic() - self._step_began_s)
 
 
-class Submission(PendingBucket):
+class SubmittedTensor(PendingBucket):
     """A flat tensor from when it is submitted to the session until it holds the average.
 
     Parameters
