@@ -137,9 +137,9 @@ class BucketTable:
     # The step ---------------------------------------------------------------------------------------------------------
 
     def begin_session(self) -> None:
-        """Forget the buckets of the last session; the step in progress begins anew."""
+        """Forget what belonged to the last session; the step in progress begins anew."""
         self.buckets.clear()
-        self._has_begun = False
+        self._has_begun, self.meter = False, None
 
     def begin_step(self, step: int) -> bool:
         """Begin a step with its first bucket; return False if it has begun."""

@@ -251,34 +251,33 @@ class TrainingSession:
             return
         if joined.remark and self.rank == self.membership.ranks[0]:
             log.warning("DLCP: %s", joined.remark)
-        self._joined = joined
-        self.hosts = len(joined.topology.ranks_by_host(joined.membership.ranks))
         if self._snapshots:
             self._snapshots.label = label_of(joined.membership)
         self.averager.join(joined)
-        self._begin(joined.endpoint, remote=joined.remote)
+        self._begin(joined)
 
     def use(self, endpoint: Endpoint, reducer: Reducer) -> None:
         """Average over ``endpoint`` with ``reducer``."""
         self.averager.reducer = reducer
-        self._begin(endpoint)
+        self._begin(Joined(endpoint, self.options, "", self.membership, link=None, remote=True))
 
-    def _begin(self, endpoint: Endpoint, *, remote: bool = True) -> None:
-        self.endpoint = endpoint
+    def _begin(self, joined: Joined) -> None:
+        self._joined, self.endpoint = joined, joined.endpoint
+        self.hosts = len(joined.topology.ranks_by_host(joined.membership.ranks))
         watch = self.fallback.watch
         self._recoverable = watch is not None and self.options.fallback and watch.open()
-        self.chooser = self._make_chooser(endpoint, remote=remote)
+        self.chooser = self._make_chooser(joined)
         self._enter(phase=SessionPhase.READY)
         if watch is not None:
             self._watcher = threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True)
             self._watcher.start()
 
-    def _make_chooser(self, endpoint: Endpoint, *, remote: bool) -> StepChooser:
-        framework = self.fallback.route
-        arms = arms_of(self.options, framework is not None, remote=remote)
-        exchange = ReportExchange(endpoint, self.membership.ranks, self.options) if len(arms) > 1 else None
+    def _make_chooser(self, joined: Joined) -> StepChooser:
+        framework, endpoint = self.fallback.route, joined.endpoint
+        arms = arms_of(self.options, framework is not None, remote=joined.remote)
+        exchange = ReportExchange(endpoint, joined.membership.ranks, self.options) if len(arms) > 1 else None
         self.averager.number_buckets(beside_reports=exchange is not None)
-        return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)
+        return StepChooser(arms, framework, exchange, self.table, endpoint, remote=joined.remote)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
         """Fall back from the beginning."""
@@ -577,9 +576,8 @@ class TrainingSession:
             self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
 
     def _leave_peers(self, reason: str | None) -> None:
-        leaving = self._joined or self.endpoint
-        if leaving:
-            leaving.close(reason)
+        if self._joined:
+            self._joined.close(reason)
 
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have come meanwhile."""
