@@ -5,7 +5,6 @@ from dlcp.transport.buffers import BufferPool, ExportedMemory
 from dlcp.transport.connection import Connection
 from dlcp.transport.endpoint import Endpoint
 from dlcp.transport.engine import EncodedReduction, Reduction, StreamingReduction
-from dlcp.transport.membership import Membership
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
@@ -28,7 +27,7 @@ from dlcp.transport.messages import (
     TransportError,
 )
 from dlcp.transport.peer import Fail, Then
-from dlcp.transport.settings import TransportOptions
+from dlcp.transport.settings import Membership, TransportOptions
 from dlcp.transport.sockets import bind_socket, parse_address
 
 __all__ = [

@@ -36,8 +36,6 @@ from dlcp.transport.engine import (
     Unexpected,
     first_block,
 )
-from dlcp.transport.liveness import HELLO_REPEAT_S, Liveness
-from dlcp.transport.membership import Membership
 from dlcp.transport.messages import (
     EMPTY,
     RELIABLE,
@@ -55,8 +53,8 @@ from dlcp.transport.messages import (
     TransportError,
     at_step,
 )
-from dlcp.transport.peer import Fail, Peer, Receiving, Sending, Then
-from dlcp.transport.settings import TransportOptions
+from dlcp.transport.peer import HELLO_REPEAT_S, Fail, Liveness, Peer, Receiving, Sending, Then
+from dlcp.transport.settings import Membership, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 
 if TYPE_CHECKING:  # loaded when options ask for it

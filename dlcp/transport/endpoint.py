@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from dlcp.host.closing import ending_error
 from dlcp.transport.connection import Connection, Links, OnMessage, OnUnexpected
-from dlcp.transport.liveness import FAREWELL
-from dlcp.transport.membership import Membership
 from dlcp.transport.messages import (
     Arrival,
     Delivery,
@@ -25,8 +23,8 @@ from dlcp.transport.messages import (
     SendRequest,
     TransportError,
 )
-from dlcp.transport.peer import Fail, Then
-from dlcp.transport.settings import TransportOptions
+from dlcp.transport.peer import FAREWELL, Fail, Then
+from dlcp.transport.settings import Membership, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from dlcp import wire
 from dlcp.native import ffi, lib
 from dlcp.transport.congestion import Report
-from dlcp.transport.membership import Membership
 from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
-from dlcp.transport.settings import PATHS_MAX, TransportOptions
+from dlcp.transport.settings import PATHS_MAX, Membership, TransportOptions
 from dlcp.transport.shared_memory import SharedMemory
 from dlcp.values.planes import PlaneLayout
 from dlcp.values.tags import BLOCK_PACKETS

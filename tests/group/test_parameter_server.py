@@ -80,11 +80,11 @@ def test_it_takes_all_options_from_its_workers():
                 (own,) = server._servers.values()
                 ours, workers = own.endpoint.connection, group.endpoint.connection
                 mine, theirs = ours.options, workers.options
-                assert (ours.job, ours.token) == (7, workers.token)
+                assert (ours.membership.job, ours.membership.token) == (7, workers.membership.token)
                 for name in ("tagged", "congestion", "payload_bytes", "silence_s", "deadline_s"):
                     assert getattr(mine, name) == getattr(theirs, name), name
                 assert own.server.options == group.options.reduction()
-                assert invitations[0]["token"] != ours.token, "it is not sent as it is"
+                assert invitations[0]["token"] != ours.membership.token, "it is not sent as it is"
             group.barrier()
             return results
 
