@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Acknowledgements of packets, out and in.
  *
- * An acknowledgement reports in blocks of 64 packets which of them have arrived. It contains everything known about
+ * An acknowledgement reports, in blocks of 64 packets, which packets have arrived. It contains everything known about
  * its blocks, and repeats the previous ones, so the next acknowledgement makes up for a lost one. Its payload has
  * entries of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete with every packet) and
- * bits (8; bit k is packet 64 block + k). In its header, `count` is the number of packets of the flow that arrived
- * with an ECN mark so far, `message` the number that were late, not lost, `index` the newest packet's arrival, by the
- * receiver's clock in microseconds, and `step` how long ago that was. An entry with the block ACK_PATH reports for a
- * path, its `step`, how many packets arrived marked there, its `bits`.
- */
+ * bits (8; bit k is packet 64 block + k). In its header, `count` is the number of the flow's packets that have arrived
+ * with an ECN mark, `message` the number that were late, not lost, `index` the arrival time of the newest packet, in
+ * microseconds of the receiver's clock, and `step` how long ago that was. In an entry with the block ACK_PATH, `step`
+ * is a path and `bits` the number of packets that arrived marked on it. */
 
 #include <math.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packets that arrive, in bursts of datagrams (UDP_GRO) or through rings: each is checked, and handed to what it is
- * for. */
+/* Packets that arrive, in bursts of datagrams (UDP_GRO) or through rings: each is checked, and passed to the code that
+ * handles it. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -101,7 +101,7 @@ static int64_t path_of(flow *from, const struct sockaddr_in *source) {
     return -1;
 }
 
-/* Record an arrival of data from the network. The port in front of this rank limits a fast stretch. */
+/* Record an arrival of data from the network. During a fast stretch, this rank's own port is the limit. */
 static void note_inbound(engine *self, double now_s) {
     if (now_s - self->inbound_last_s > INBOUND_PAUSE_S) {
         self->inbound_since_s = now_s;
@@ -253,8 +253,8 @@ static int receive_singles(engine *self) {
     return count;
 }
 
-/* Process the socket's contents, up to a batch; return how many datagrams. A lone datagram may be the end of a message:
- * only after several in a row are more expected to arrive alone. */
+/* Process the socket's contents, up to a batch; return how many datagrams. A lone datagram may be the end of a message,
+ * so only after several in a row are more expected to arrive alone. */
 static int receive_socket(engine *self) {
     if (self->singles >= SINGLES)
         return receive_singles(self);
@@ -305,7 +305,7 @@ static bool take_record(engine *self, flow *from, const record_head *head, const
     return true;
 }
 
-/* Process records of a peer's ring, up to a limit, and perhaps only those whose turn it is; return how many. */
+/* Process records of a peer's ring, up to a limit, or only those whose turn it is; return how many. */
 static int64_t receive_ring(engine *self, flow *from, bool skip_out_of_turn) {
     neighbour *local = &from->local;
     if (!local->in.bytes)

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One engine per rank: what Python calls of it, and the loop, which moves packets between sockets or rings and
+/* One engine per rank: the functions that Python calls, and the loop, which moves packets between sockets or rings and
  * messages. The other files call only those below them in this list:
  *
  *   arrivals.c   packets that arrive
  *   rx.c         a received message
  *   reduction.c  an average that is computed as packets arrive
- *   time_wait.c  what is kept of a message once it is complete
+ *   time_wait.c  the state kept of a message once it is complete
  *   ack.c        acknowledgements, out and in
  *   probe.c      probes for missing packets, and their answers
  *   flight.c     everything in flight to one peer: what may leave, what is lost
@@ -35,7 +35,7 @@
 #include "probe.h"
 #include "time_wait.h"
 
-/* Of a step's messages some hundreds are under way. Complete ones are kept for seconds: thousands. */
+/* Some hundreds of a step's messages are in progress at once. Complete ones are kept for seconds: thousands. */
 enum { SENT_CHAINS = 256, RECEIVED_CHAINS = 4096 };
 static const double BUSY_RETRY_S = 0.0005;
 
@@ -153,8 +153,8 @@ void dlcp_ring_in(engine *self, int64_t peer, void *marks, uint8_t *bytes, int64
     self->bell = bell;
 }
 
-/* Send packets to a peer through its ring from now on, not the socket; arguments as above, with the peer's `asleep` and
- * `bell`. */
+/* Send packets to a peer through its ring from now on, instead of the socket; arguments as above, with the peer's
+ * `asleep` and `bell`. */
 void dlcp_ring_out(engine *self, int64_t peer, void *marks, uint8_t *bytes, int64_t capacity, uint32_t *asleep,
                    int bell) {
     neighbour *to = &self->flows[peer].local;
@@ -252,7 +252,7 @@ void dlcp_remind(engine *self, double now_s) {
     time_wait_remind(&self->rx, now_s);
 }
 
-/* Send a control packet about a peer: a greeting or an abort; for a probe of the path, with the size in question. */
+/* Send a control packet to a peer: a greeting or an abort, or a probe of the path, with the size to test. */
 void dlcp_send_control(engine *self, int64_t peer, int64_t type, int64_t size, const uint8_t *payload, int64_t bytes) {
     static const msg_id none = {0, 0, 0, NULL};
     io_send_control(&self->io, &self->flows[peer], (enum packet_type)type, &none, size, size, payload, bytes);
@@ -306,8 +306,8 @@ static void wake_up(engine *self) {
         __atomic_store_n(self->asleep, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Tell peers on this host that the engine is about to wait; return whether it need not, since something arrived or may
- * leave. */
+/* Tell peers on this host that the engine is about to wait; return whether it need not wait, because something arrived
+ * or may leave. */
 static bool fall_asleep(engine *self) {
     if (!self->asleep)
         return false;
@@ -364,7 +364,7 @@ int64_t dlcp_turn(engine *self, double until_s) {
             continue;
         wait_for_packets(self, sooner(sooner(until_s, due_s), resume_s(self, now_s)), sent < 0);
     }
-    /* No wake-up is lost: the waking thread queued a command before, and commands run before the next turn. */
+    /* No wake-up is lost: the waking thread has queued its command first, and commands run before the next turn. */
     atomic_store_explicit(&self->woken, false, memory_order_release);
     return self->io.view.event_count;
 }

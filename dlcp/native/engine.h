@@ -5,8 +5,8 @@
  * Python submits messages and windows, and keeps the buffers that it submits until an event says that the message is
  * done. It learns everything from events, which it takes after each batch of packets; nothing here calls Python. What
  * an event points at stays valid until the next call that moves packets. Times are in seconds on CLOCK_MONOTONIC. One
- * thread drives an engine. Other threads may call dlcp_wake, and read the numbers of views: each is aligned, so it is a
- * value that was in force at some time, though several need not fit together. */
+ * thread drives an engine. Other threads may call dlcp_wake, and read the numbers of views: each is aligned, so they
+ * read a value that was valid at some time, though several values need not be consistent. */
 #pragma once
 
 #include <stdbool.h>
@@ -70,7 +70,7 @@ typedef struct {
     bool failed;            /* memory ran out where nothing could be refused: the engine must not be used any more */
     bool offload;           /* whether the kernel accepts whole bursts (UDP_SEGMENT), as far as known */
     int64_t room;           /* without a socket: datagrams that may leave; negative: no limit */
-    int64_t stopping_count; /* incomplete messages whose senders do not know it; of complete ones they ask */
+    int64_t stopping_count; /* messages ended with packets missing, which their senders do not know yet */
     int64_t early_bytes;    /* memory in use for messages that arrived before their receive was posted */
     double inbound_peak;    /* the fastest that data arrived since this was set to 0, in packets/s */
     packet_counters counters;
@@ -78,7 +78,7 @@ typedef struct {
 
 /* What is in flight to a peer, as Python sees and controls it. */
 typedef struct {
-    double window;          /* packets that may be in flight; below one packet it admits one now and then */
+    double window;          /* packets that may be in flight; a window below 1 admits one packet at intervals */
     int64_t largest_window; /* the limit set by the receiver's buffer, in packets */
     int64_t flying;         /* packets in flight */
     double smoothed_rtt_s, rtt_variation_s; /* round-trip time (0: unknown) and its mean deviation (RFC 6298) */
@@ -227,7 +227,7 @@ typedef struct {
     int64_t block_bytes, frame_bytes, frames_per_block, frames;
     int64_t next;
     int64_t frame_min, frame_max; /* accepted frame sizes in bytes */
-    int64_t tagged_bytes;         /* bytes of a frame with a VLAN tag that a filter leaves */
+    int64_t tagged_bytes;         /* bytes that the filter keeps of a frame with a VLAN tag */
 } packet_ring;
 
 int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,

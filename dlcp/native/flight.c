@@ -3,9 +3,9 @@
  *
  * A packet is declared lost when one sent later on the same path into the same queue has arrived, and either was sent
  * later by more than the reordering window or arrived longer than that ago (RACK, RFC 8985, kept per queue because
- * strict priority reorders across queues, and per path because delays differ). A packet that no later one follows is
- * probed for (probe.c). A path on which nothing arrives at all is judged by the other paths, patiently, and abandoned.
- */
+ * strict priority reorders across queues, and per path because delays differ). If no later packet follows, the sender
+ * probes (probe.c). A path on which nothing arrives at all is compared with the other paths and abandoned after a
+ * while. */
 
 #include <math.h>
 #include <stdlib.h>

@@ -63,7 +63,7 @@ double flow_probe_timeout_s(const flow *self) {
     return fmin(timeout_s, fmax(PROBE_TIMEOUT_MAX_S, 2 * self->view.smoothed_rtt_s));
 }
 
-/* How long a path may be silent while others are not, before nothing is expected to arrive there. */
+/* How long a path may be silent while others are not, before it counts as stalled. */
 double flow_stalled_s(const flow *self) {
     return flow_reordering_s(self) + 3 * flow_probe_timeout_s(self);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What leaves an engine: packets, through sockets (whole bursts, UDP_SEGMENT) or rings, and events for Python. */
+/* The output of an engine: packets, through sockets (whole bursts, UDP_SEGMENT) or rings, and events for Python. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -41,7 +41,7 @@ bool io_make(io *self, const config *rules) {
 
 /* Events ----------------------------------------------------------------------------------------------------------- */
 
-/* Return a new event to fill in. Out of memory it gets lost, which sets `failed`. */
+/* Return a new event to fill in. If memory is short, the event is lost and `failed` is set. */
 event *io_event(io *self, event_kind kind, int64_t peer, double now_s) {
     if (self->view.event_count == self->event_capacity) {
         event *events = realloc(self->events, (size_t)self->event_capacity * 2 * sizeof *events);
@@ -152,7 +152,8 @@ static size_t put_ancillary(char *at, size_t used, int level, int type, const vo
     return used + CMSG_SPACE(bytes);
 }
 
-/* Send pieces to a peer's address: datagrams of `segment` bytes, or a single one if that is 0. Return as sendmsg. */
+/* Send pieces to a peer's address: datagrams of `segment` bytes, or a single one if that is 0. Return what sendmsg
+ * returns. */
 static ssize_t send_vector(const io *self, flow *to, struct iovec *pieces, int64_t parts, int tos, uint16_t segment,
                            int64_t way) {
     union {
@@ -174,7 +175,7 @@ static ssize_t send_vector(const io *self, flow *to, struct iovec *pieces, int64
     return sendmsg(self->sockets[way], &message, MSG_DONTWAIT);
 }
 
-/* As io_send_datagram, for a datagram that fits the path. */
+/* The same as io_send_datagram, for a datagram that fits the path. */
 static int send_whole(io *self, flow *to, const uint8_t *datagram, int64_t bytes, int tos, int64_t way) {
     if (self->sockets[0] < 0) {
         if (!self->view.room)
@@ -235,7 +236,7 @@ static int send_through_ring(io *self, flow *to, const burst *sent) {
     return result;
 }
 
-/* Send packets of a message in one burst, on one path; return as io_send_datagram. */
+/* Send packets of a message in one burst, on one path; return the same as io_send_datagram. */
 int io_send_burst(io *self, flow *to, burst *sent) {
     bool whole = !to->view.piece_bytes && (sent->count == 1 || self->view.offload);
     if (self->sockets[0] < 0 || (!to->local.out.bytes && !whole))
@@ -261,7 +262,7 @@ void io_send_control(io *self, flow *to, enum packet_type type, const msg_id *id
     io_write_header(self, datagram, type, id->step, id->message, index, count);
     if (bytes)
         memcpy(datagram + HEADER_BYTES, payload, (size_t)bytes);
-    /* A greeting tells the peer our other ports, so it comes from the known one. */
+    /* A greeting lists our other ports for the peer, so it comes from the known one. */
     int64_t way = type == HELLO || type == HELLO_ACK || type == ABORT ? 0 : path_for_control(to);
     if (io_send_datagram(self, to, datagram, HEADER_BYTES + bytes, self->config.control_tos, way) < 0)
         self->view.counters.control_unsent++;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What leaves an engine: packets, through sockets or rings, and events for Python. */
+/* The output of an engine: packets, through sockets or rings, and events for Python. */
 #pragma once
 
 #include "flow.h"

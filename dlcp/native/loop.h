@@ -18,7 +18,7 @@ struct engine {
     int64_t *flow_of_rank;
     int wake, bell;
     atomic_bool woken; /* by another thread, to make dlcp_turn return */
-    uint32_t *asleep;  /* tells peers on this host that this engine waits for its bell; NULL: no such peers */
+    uint32_t *asleep;  /* shows peers on this host that this engine waits for its bell; NULL: no such peers */
     int64_t shared;    /* flows whose packets come through a ring */
     int64_t singles;   /* consecutive data datagrams that arrived alone */
     uint8_t *buffers;  /* for receiving */

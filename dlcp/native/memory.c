@@ -10,7 +10,7 @@
 #include "memory.h"
 
 /* The C library returns larger blocks to the kernel, and gets them back as fresh pages, which cost as much as
- * processing their contents. It uses smaller ones again by itself (M_MMAP_THRESHOLD of glibc). */
+ * processing their contents. It reuses smaller ones by itself (M_MMAP_THRESHOLD of glibc). */
 enum { POOL_MIN_BYTES = 128 << 10 };
 
 /* Round a size up by at most an eighth: shards of a bucket differ by a packet, and share buffers. */
@@ -68,7 +68,7 @@ void memcpy_nt(uint8_t *into, const uint8_t *from, int64_t bytes) {
     memcpy(into + done, from + done, (size_t)(bytes - done));
 }
 
-/* Make what was copied so visible to other threads before later writes. */
+/* Make these copies visible to other threads before any later write. */
 void finish_memcpy_nt(void) {
     _mm_sfence();
 }

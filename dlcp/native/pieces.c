@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packets in pieces: cut by the sender, joined by the receiver. A lost piece loses its packet; as that is retransmitted
- * with the same contents, pieces of either transmission join. */
+/* Packets in pieces: cut by the sender, joined by the receiver. A lost piece loses its packet. A retransmission has the
+ * same contents, so pieces of both transmissions join. */
 
 #include <stdlib.h>
 
@@ -51,7 +51,8 @@ static assembly *assembly_of(assembler *self, const uint8_t *head, int64_t total
     return one;
 }
 
-/* Add a piece; return its packet, of `whole` bytes, once all have arrived, until the next call; otherwise NULL. */
+/* Add a piece. Once all have arrived, return their packet, of `whole` bytes and valid until the next call; otherwise
+ * NULL. */
 const uint8_t *piece_join(assembler *self, const uint8_t *piece, int64_t bytes, int64_t payload_bytes, int64_t *whole,
                           bool *refused) {
     int64_t size = bytes - HEADER_BYTES - PIECE_HEAD_BYTES;
@@ -81,7 +82,7 @@ const uint8_t *piece_join(assembler *self, const uint8_t *piece, int64_t bytes, 
     if (one->have < total)
         return NULL;
     memcpy(packet, head, HEADER_BYTES);
-    one->total = 0; /* a duplicate begins anew */
+    one->total = 0; /* a duplicate begins a new assembly */
     *whole = HEADER_BYTES + total;
     return packet;
 }

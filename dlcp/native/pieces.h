@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packets in pieces, for a path that has become too narrow for them and says so to nobody. */
+/* Packets in pieces, for a path that has become too narrow for them, without an ICMP message. */
 #pragma once
 
 #include "packet.h"
 
-/* A piece has its packet's header, with PIECE and PROTECTED. After it come the packet's flags, a zero, the piece's
- * offset in the packet's payload, and the length of that, each in two bytes. Offsets are multiples of PIECE_UNIT. */
+/* A piece has its packet's header, with PIECE and PROTECTED. It is followed by the packet's flags and a zero, a byte
+ * each, and by the piece's offset in the packet's payload and the length of that payload, two bytes each. Offsets are
+ * multiples of PIECE_UNIT. */
 enum { PIECE = 0x08, PIECE_HEAD_BYTES = 6, PIECE_UNIT = 8 };
 /* Packets that have arrived in part, per peer. A burst's pieces follow each other, so only losses and other paths
  * leave several incomplete. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients at lower precision: blocks of values with a shared scale, in planes of signed digits.
  *
- * dlcp/wire/payloads.py defines the layout, and dlcp/values/planes.py calls this. A packet of the lower plane has the digits
- * of the values of one packet of the upper plane. */
+ * dlcp/wire/payloads.py defines the layout, and dlcp/values/planes.py calls this. A packet of the lower plane has the
+ * digits of the values of one packet of the upper plane. */
 
 #include <math.h>
 #include <string.h>
@@ -139,14 +139,14 @@ INLINED int64_t values_of(const plane_layout *layout, int64_t packet) {
     return smaller(layout->values - first_of(layout, packet), layout->per_packet);
 }
 
-/* Clear what a packet's digits do not fill: it must not tell what the memory held before. */
+/* Clear the bytes that a packet's digits do not fill: they must not reveal what the memory held before. */
 INLINED void clear_behind(const plane_layout *layout, uint8_t *code, int64_t packet, int64_t digits) {
     int64_t first = packet * layout->payload_bytes + digits;
     int64_t stop = smaller((packet + 1) * layout->payload_bytes, layout->bytes);
     memset(code + first, 0, (size_t)(stop - first));
 }
 
-/* What a `plane_sum` asks for, as bits. */
+/* The options of a `plane_sum`, as bits. */
 enum { HAS_OWN = 1, KEEPS_OWN = 2, HAS_CODE = 4, HAS_REST = 8 };
 
 /* The parts of a packet's codes that belong to one of its blocks. */
@@ -232,8 +232,8 @@ FASTEST static void combine(const plane_layout *layout, const plane_sum *sum, in
         combine_packet(layout, sum, packet, codes, lower_missing, members, 4, false, how);
 }
 
-/* Combine the values of a packet with those of other codes; see `plane_sum`. A code that is NULL lacks the packet of
- * the upper plane, and one with a bit in `lower_missing` that of the lower plane. */
+/* Combine the values of a packet with those of other codes; see `plane_sum`. If a code is NULL, its packet of the upper
+ * plane is missing; if it has a bit in `lower_missing`, that of the lower plane is. */
 void planes_combine(const plane_layout *layout, const plane_sum *sum, int64_t packet, const uint8_t *const *codes,
                     const uint64_t *lower_missing, int64_t members) {
     combine(layout, sum, packet, codes, lower_missing, members);
@@ -274,7 +274,7 @@ FASTEST static void lose(const plane_layout *layout, const uint8_t *code, const 
     }
 }
 
-/* Add what packets of the lower plane hold that were not delivered to `rest`; 0 where that is not finite. */
+/* Add the digits of undelivered packets of the lower plane to `rest`; 0 where that is not finite. */
 void dlcp_planes_lose(const plane_layout *layout, const uint8_t *code, const uint8_t *delivered, float *rest) {
     lose(layout, code, delivered, rest);
 }

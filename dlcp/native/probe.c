@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Probes for packets that may be missing, and what receivers answer: which have arrived (BITMAP), or that no more are
- * needed (STOP). */
+/* Probes for packets that may be missing, and the receivers' answers: which packets have arrived (BITMAP), or that no
+ * more are needed (STOP). */
 
 #include <math.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include "probe.h"
 
 /* Report a peer that is heard, but to which no full packet has arrived for some timeouts: the path may have become too
- * narrow for them or for the answers, with nobody to say so. Python finds out. */
+ * narrow for them or for the answers, without an ICMP message. Python then tests the path. */
 static void suspect_narrow_path(io *io, flow *to, const tx_message *self, double now_s) {
     double patience_s = NARROW_TIMEOUTS * flow_probe_timeout_s(to), since_s = fmax(to->full_s, to->narrow_s);
     /* If every packet has arrived, only a STOP without bitmaps is missing. */
@@ -54,8 +54,8 @@ void probe_send(io *io, flow *to, tx_message *self, double now_s) {
 }
 
 /* Return when to probe for missing packets; infinity while packets leave freely. With losses, a probe follows the last
- * packet after its possible lateness, so the receiver's answer comes soon. Otherwise it would nearly always be
- * needless, and is sent when an acknowledgement is late. */
+ * packet after its possible lateness, so the receiver's answer comes soon. Otherwise a probe would nearly always be
+ * needless, so it is sent only when an acknowledgement is late. */
 static double ask_due_s(const flow *to, tx_message *self, double timeout_s) {
     if (self->delivered != self->delivered_seen) {
         self->delivered_seen = self->delivered;
@@ -145,7 +145,7 @@ static void take_stop(io *io, flow *to, tx_message *self, int64_t first, int64_t
     io_discard(io, bits);
 }
 
-/* Process a BITMAP, which packets have arrived, or a STOP: no more are needed. */
+/* Process a BITMAP (which packets have arrived) or a STOP (no more are needed). */
 void probe_take_answer(io *io, flow *to, const uint8_t *datagram, int64_t bytes, double now_s) {
     bool is_stop = header_type(datagram) == STOP;
     msg_id id = {to->peer, header_step(datagram), header_message(datagram), NULL};

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* An average over ranks, computed as packets arrive: own values first, then the others by position.
  *
- * Each of the others begins with another chunk of its message, so that contributions to different chunks arrive at the
- * same time. In chunk c the others are added in the order of (position + c) modulo their number, in which they send it.
- * The order does not depend on arrival, so neither does the result. Packets that arrive before their turn wait in their
- * message's buffer. */
+ * Each of the others begins with a different chunk of its message, so that contributions to different chunks arrive at
+ * the same time. In chunk c the others are added in the order of (position + c) modulo their number, in which they send
+ * it. The order does not depend on arrival, so neither does the result. Packets that arrive before their turn wait in
+ * their message's buffer. */
 
 #include <math.h>
 #include <stdlib.h>

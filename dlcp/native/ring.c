@@ -84,7 +84,7 @@ int ring_send_datagram(neighbour *to, const uint8_t *datagram, int64_t bytes) {
     return 0;
 }
 
-/* Send datagrams of `segment` bytes, the last may be shorter, gathered from pieces. */
+/* Send datagrams of `segment` bytes (the last may be shorter), gathered from pieces. */
 int ring_send_burst(neighbour *to, const struct iovec *pieces, int64_t count, int64_t segment) {
     uint64_t bytes = 0;
     for (int64_t i = 0; i < count; i++)
@@ -128,7 +128,7 @@ static const uint8_t *next_record(const ring *self) {
     return self->bytes + self->mine % self->capacity;
 }
 
-/* Stop reading: what is there was not written by an engine. */
+/* Stop reading: the contents were not written by an engine. */
 void ring_break(neighbour *from) {
     from->in.bytes = NULL;
 }
@@ -155,7 +155,7 @@ const uint8_t *ring_next(neighbour *from, record_head *head) {
     return NULL;
 }
 
-/* Go on behind a record. */
+/* Advance past a record. */
 void ring_pass(neighbour *from, const record_head *head) {
     ring *self = &from->in;
     self->mine += head->bytes ? size_of(head) : self->capacity - self->mine % self->capacity;

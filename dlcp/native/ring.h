@@ -30,13 +30,13 @@ typedef struct {
 /* A peer on this host: it has both rings, or none. */
 typedef struct {
     ring out, in;
-    uint32_t *asleep; /* tells that the peer waits for its bell */
+    uint32_t *asleep; /* set while the peer waits for its bell */
     int bell;
     const uint8_t *exported; /* memory that the peer sends from, mapped here */
     int64_t exported_bytes;
 } neighbour;
 
-/* What precedes the packets of a record: `bytes` of them, all but the last of `segment` bytes. */
+/* The head of a record, before its packets: `bytes` of them, all but the last of `segment` bytes. */
 typedef struct {
     uint32_t bytes, segment;
     int64_t place, message_bytes; /* in exported memory, if message_bytes is not 0 */

@@ -63,7 +63,7 @@ static void rx_drop(receiver *rx, rx_message *self) {
         rx_free(self);
 }
 
-/* Drop a message that is not what is expected, and what else comes of it. */
+/* Drop a message that is not as expected, and all its further packets. */
 static void abandon(receiver *rx, rx_message *self, double now_s) {
     time_wait_add(rx, self, now_s);
     rx_drop(rx, self);

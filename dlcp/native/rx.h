@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The receiving side: messages, and what is kept of complete ones. */
+/* The receiving side: messages, and the state kept of complete ones. */
 #pragma once
 
 #include <stdlib.h>

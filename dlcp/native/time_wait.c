@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is kept of complete messages, to tell their senders that no more is needed. */
+/* The state kept of complete messages, to tell their senders that no more is needed. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -72,7 +72,7 @@ rx_time_wait *time_wait_find(const receiver *rx, const flow *from, int64_t step,
     return (rx_time_wait *)table_find(&rx->time_wait, from->peer, step, message);
 }
 
-/* Keep that a message is complete; NULL: no memory. */
+/* Record that a message is complete; NULL: no memory. */
 rx_time_wait *time_wait_add(receiver *rx, const rx_message *message, double now_s) {
     rx_time_wait *self = time_wait_find(rx, message->from, message->id.step, message->id.message);
     if (self)
@@ -118,7 +118,7 @@ void time_wait_forget(receiver *rx, const flow *from, int64_t step, int64_t mess
         time_wait_free(rx, self);
 }
 
-/* Forget what is complete of steps before `step`. */
+/* Forget complete messages of steps before `step`. */
 void time_wait_forget_steps(receiver *rx, int64_t step, double now_s) {
     /* A sender that missed our acknowledgement may still probe, but not after twice the tolerated silence. */
     double asked_since_s = now_s - 2 * rx->io->config.silence_s;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is kept of a message once it is complete. */
+/* The state kept of a message once it is complete. */
 #pragma once
 
 #include "rx.h"

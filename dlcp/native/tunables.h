@@ -12,12 +12,12 @@ static const double DISORDER_FIRST = 1, DISORDER_MIN = 0.25, DISORDER_MAX = 4, D
 enum { LOSSY_PACKETS = 4096 };
 
 /* Reports. A report moves the window and costs as much processor time as a burst of packets, so reports are a round
- * trip apart. They are at least the first value apart after a loss or mark, or if slow start is limited by the window,
- * else the second. At a round trip of 0.1 ms the window therefore reacts 10 or 100 round trips late, which costs
- * little, as it is hardly ever the limit there; at 100 ms neither value matters. */
+ * trip apart. They are at least REPORT_MIN_S apart after a loss or mark, or if the window limits slow start, and
+ * otherwise REPORT_CALM_S. At a round trip of 0.1 ms the window therefore reacts 10 or 100 round trips late, which
+ * costs little, as it is hardly ever the limit there; at 100 ms neither value matters. */
 static const double REPORT_MIN_S = 0.001, REPORT_CALM_S = 0.01;
 
-/* Acknowledgements. One waits for this many packets or for a quarter of a round trip, within these bounds. It costs as
+/* Acknowledgements. One waits for ACK_EVERY packets or for a quarter of a round trip, within these bounds. It costs as
  * much processor time as a data packet, hence the lower bound: at 0.1 ms it is two round trips, but a message's last
  * packet is acknowledged at once. The upper bound applies until a round trip is known; at 100 ms it makes a round trip
  * 1 % longer. */

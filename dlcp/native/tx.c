@@ -75,7 +75,7 @@ static void requeue(flow *to, tx_message *self) {
         after->more_urgent = self;
 }
 
-/* Let a queue's bursts of a message lead nowhere. Most are the newest: older ones have been found delivered or lost. */
+/* Detach a queue's bursts from their message. Most are the newest: older ones have been found delivered or lost. */
 static void forget_bursts(burst_queue *sent, tx_message *of) {
     for (int64_t k = sent->count - 1; of->bursts && k >= 0; k--) {
         sent_burst *one = &sent->bursts[(sent->first + k) % sent->capacity];
@@ -142,7 +142,7 @@ static bool make_arrays(io *io, tx_message *self) {
     return true;
 }
 
-/* Take on a message. The caller keeps its bytes until EVENT_SENT. NULL: no memory. */
+/* Accept a message to send. The caller keeps its bytes until EVENT_SENT. NULL: no memory. */
 tx_message *tx_make(io *io, flow *to, const send_request *request, double now_s) {
     tx_message *self = calloc(1, sizeof *self);
     if (!self)

@@ -5,8 +5,8 @@ struct slot_t {
     int<32> used_ticks; // signed, so that differences stay correct when the clock wraps around
 }
 
-// Colours packets red whose drop class has a threshold below the queue's depth, but never more of one message than its
-// header's budget allows at this switch. The traffic manager drops red packets if the queue is still deep when they
+// Colours a packet red if the queue is deeper than the threshold of its drop class, but never more of one message than
+// its header's budget allows at this switch. The traffic manager drops red packets if the queue is still deep when they
 // reach it. In QUEUE_EXCESS every droppable packet is coloured red: while other queues are served, no packet leaves
 // that queue, so egress cannot report its depth; the traffic manager knows it anyway. Job, step, message and sender
 // identify a message. Their 32-bit hash is the slot's owner; its low bits are the slot's index.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Drops packets whose drop class has a threshold below the queue's depth, but never more of a message than its header's
-// budget. In QUEUE_EXCESS, which holds traffic beyond a job's share, packets are dropped even after the budget is
-// spent: otherwise they would fill the queue, and it would tail-drop later packets of every class. Job, step, message
-// and sender identify a message. Their 32-bit hash is the slot's owner; its low bits are the slot's index.
+// Drops a packet if the queue is deeper than the threshold of its drop class, but never more of a message than its
+// header's budget. In QUEUE_EXCESS, which holds traffic beyond a job's share, packets are dropped even after the budget
+// is spent: otherwise they would fill the queue, and it would tail-drop later packets of every class. Job, step,
+// message and sender identify a message. Their 32-bit hash is the slot's owner; its low bits are the slot's index.
 control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
     register<bit<32>, bit<32>>(SLOT_REGISTER_SIZE) slot_owner;
     register<bit<32>, bit<32>>(SLOT_REGISTER_SIZE) slot_used_us;
