@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Five small models and a larger one, on data that installed packages bring, and how to train them.
+"""Five small models and a larger one, on data from installed packages, and how to train them.
 
 Every task is a classification, so that accuracies in points compare: the share of test samples, or of characters, that
 the model gets right. ``python -m tests.bench convergence`` trains them. So do jobs of the simulator with ``learn``,
@@ -37,12 +37,12 @@ TEST_EVERY: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class LearningTask:
-    """Something to learn.
+    """A learning task.
 
     Parameters
     ----------
     words
-        What the model and its data are.
+        Description of the model and its data.
     data
         Returns the data for a seed.
     network
@@ -104,12 +104,12 @@ def _convolutional_network(seed: int) -> nn.Sequential:
 _PATCH: Final = 12
 """Pixels along each side."""
 _ROWS, _COLUMNS = 2, 3
-"""Into how many parts each photograph is divided."""
+"""Number of parts into which each photograph is divided."""
 _TEST_PATCHES: Final = 1200
 
 
 def _patches(seed: int) -> LabelledData:
-    """Return all 3,710 patches of two photographs; the class is which part of which photograph a patch is from.
+    """Return all 3,710 patches of two photographs; the class is the photograph, and the part of it.
 
     Patches do not overlap. The seed chooses those for testing.
     """
@@ -169,7 +169,7 @@ def _alphabet() -> Mapping[str, int]:
 
 
 def _windows(text: str, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the windows of a text, shape (windows, context), and the character that follows each of theirs."""
+    """Return the windows of a text, shape (windows, context), and for each position the next character."""
     numbers = torch.tensor([_alphabet()[character] for character in text])
     end = (len(text) - 1) // context * context
     return numbers[:end].view(-1, context), numbers[1 : end + 1].view(-1, context)
@@ -181,12 +181,12 @@ def text_digest() -> str:
 
 
 def _help() -> str:
-    """Return what ``help()`` says of Python's keywords: 465,000 characters in Python 3.11, in the standard library."""
+    """Return the text of ``help()`` on Python's keywords: 465,000 characters in Python 3.11."""
     return "".join(topics[name] for name in sorted(topics))
 
 
 def _characters(seed: int) -> LabelledData:
-    """Return windows of the text, and the character that follows each of theirs; the seed chooses those for testing."""
+    """Return windows of the text, and for each position the next character; the seed chooses those for testing."""
     inputs, labels = _windows(_help(), _CONTEXT)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(inputs)))
     inputs, labels = inputs[order], labels[order]
@@ -240,14 +240,14 @@ def _larger_transformer(seed: int) -> nn.Module:
 
 _USERS, _ITEMS = 3000, 1500
 _TASTES: Final = 2
-"""In how many ways users of the ground truth differ."""
+"""Number of traits in which the users of the ground truth differ."""
 _SEEN: Final = 60_000
 
 
 def _ratings(seed: int) -> LabelledData:
     """Return pairs of a user and an item, and whether the user likes it.
 
-    Few items, and few users, are in most pairs, by Zipf's law with an exponent of 0.8. Some users like more, some
+    Few items and few users make up most pairs, by Zipf's law with an exponent of 0.8. Some users like more items, some
     items are better, and tastes differ; that is drawn once for all seeds. A tenth of the answers are wrong.
     """
     truth, random = np.random.default_rng(1), np.random.default_rng(seed)
@@ -263,7 +263,7 @@ def _ratings(seed: int) -> LabelledData:
 
 
 def _popularity(count: int, random: np.random.Generator) -> NDArray[np.float64]:
-    """Return how often each user or item occurs; those that occur often are anywhere among the others."""
+    """Return how often each user or item occurs, in random order."""
     weights: NDArray[np.float64] = random.permutation(np.arange(1, count + 1) ** -0.8)
     weights /= weights.sum()
     return weights
@@ -291,7 +291,7 @@ class _Recommender(nn.Module):
 
 
 def _table(seed: int) -> LabelledData:
-    """Return what was measured of 569 tumours, and which were benign; half of them test."""
+    """Return measurements of 569 tumours, and which were benign; half of them are for testing."""
     data = load_breast_cancer()
     order = np.random.default_rng(seed).permutation(len(data.target))
     values = torch.tensor(data.data[order], dtype=torch.float32)

@@ -9,8 +9,8 @@ losses are those of one process::
     torchrun --nproc-per-node 4 -m dlcp.examples.pipeline --replicas 3-1        # four, over Gloo
     dlcp train --nproc-per-node 4 -m dlcp.examples.pipeline --replicas 3-1 --backend dlcp
 
-With as many replicas for each stage, PyTorch's own schedules do the same (``torch.distributed.pipelining``). They have
-no stages with different numbers of replicas.
+If all stages have the same number of replicas, PyTorch's own schedules do the same (``torch.distributed.pipelining``).
+They have no stages with different numbers of replicas.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class Stage:
                 torch.autograd.backward(outputs, gradient)
         if not self.is_first:
             assert inputs.grad is not None
-            # A stage of r replicas averages over them what is a sum over all microbatches.
+            # The r replicas of a stage average gradients that should be summed over all microbatches.
             share = len(self.ranks[self.number]) / len(self.ranks[self.number - 1])
             self._send(inputs.grad / share, self.number - 1, microbatch)
 
@@ -124,7 +124,7 @@ class Stage:
 
 
 def divided(network: nn.Module, starts: list[str]) -> list[nn.Sequential]:
-    """Return a sequential network's stages; ``starts`` names the first layer of all but the first."""
+    """Return a sequential network's stages; ``starts`` names the first layer of each but the first."""
     stages = [nn.Sequential()]
     for name, layer in network.named_children():
         if name in starts:

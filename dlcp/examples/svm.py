@@ -24,7 +24,7 @@ Values = NDArray[np.float64]
 ROWS: Final = 64
 """Rows that a rank sends in a round, and samples of the small problem."""
 ROW_FIELDS: Final = 5
-"""Numbers of a row before its indices and values: whether it is there, label, gradient, weight and sample number."""
+"""Numbers of a row before its indices and values: whether it is filled, label, gradient, weight and sample number."""
 TOLERANCE: Final = 1e-3
 """Largest violation of the optimality conditions, as in LIBSVM."""
 ELIMINATION: Final = {"early": (10, 5), "lazy": (100, 50), "none": (1 << 62, 1)}
@@ -42,7 +42,7 @@ class Rows:
     numbers: NDArray[np.int64]
 
     def take(self, chosen: NDArray[np.int64]) -> "Rows":
-        """Return some of them."""
+        """Return a selection of these samples."""
         return Rows(*(getattr(self, name)[chosen] for name in self.__slots__))
 
 
@@ -88,7 +88,7 @@ class Solver:
         self.group.register(["rows"])
 
     def kernel(self, samples: Any, norms: Values, others: Any) -> Values:
-        """Return the kernel of every two samples, float64 (n, others); ``norms`` are the samples' squared ones."""
+        """Return the kernel of every two samples, float64 (n, others); ``norms`` are the samples' squared norms."""
         self.evaluations += samples.shape[0] * others.shape[0]
         products = samples @ others.T.tocsr().toarray()  # three times as fast as a product of two sparse matrices
         values: Values = np.exp(self.gamma * (2 * products - norms[:, None] - squared_norms(others)))
@@ -129,7 +129,7 @@ class Solver:
                 if not self.eliminated:
                     return self._support_vectors(), (least + most) / 2
                 self._reconstruct()
-                start = self.rounds + start  # what had to come back may stay for as long as at first
+                start = self.rounds + start  # reconstructed samples may stay active for as long as at first
                 continue
             self._improve(rows.take(worst(rows.gradients, rows.numbers, up, low)))
             self.rounds += 1
@@ -172,7 +172,7 @@ class Solver:
         self.weights[rows.numbers[own] - self.first] = np.clip(weights[own], 0, self.cost)
 
     def _eliminate(self, least: float, most: float) -> None:
-        """Stop updating samples at a bound that no present sample could move away from it."""
+        """Stop updating samples at a bound from which no current sample could move them away."""
         labels, weights, gradients = (each[self.active] for each in (self.labels, self.weights, self.gradients))
         up, low = free(labels, weights, self.cost)
         settled = (up & ~low & (gradients > most)) | (low & ~up & (gradients < least))
@@ -224,9 +224,9 @@ def worst(
 
 
 def load(name: str, seed: int, texts: int) -> tuple[Any, Values, Any, Values]:
-    """Return samples and labels for training, and for testing; ``texts`` is the number of both of the data "text"."""
+    """Return samples and labels for training, and for testing; ``texts`` is the size of the data "text"."""
     random = np.random.default_rng(seed)
-    if name == "text":  # made up: two topics in a vocabulary of 5,000 words, 40 words a text, 5 % of labels wrong
+    if name == "text":  # generated: two topics in a vocabulary of 5,000 words, 40 words a text, 5 % of labels wrong
         labels = random.choice([-1.0, 1.0], texts)
         common = 1 / np.arange(1, 5001) ** 0.9
         topics = {sign: common * random.lognormal(0, 0.5, 5000) for sign in (-1.0, 1.0)}
@@ -250,7 +250,7 @@ def load(name: str, seed: int, texts: int) -> tuple[Any, Values, Any, Values]:
 
 
 MADE_UP_TEXTS: Final = 12_000
-"""Samples of the data that are made up, as they come."""
+"""Default number of samples of the generated data."""
 COSTS: Final = {"digits": (10.0, 0.02), "cancer": (1.0, 0.03), "text": (5.0, 0.5)}
 """Cost and gamma by data set."""
 
@@ -258,7 +258,7 @@ COSTS: Final = {"digits": (10.0, 0.02), "cancer": (1.0, 0.03), "text": (5.0, 0.5
 def train(
     group: dlcp.session.Group, name: str, seed: int, elimination: str, texts: int = MADE_UP_TEXTS
 ) -> dict[str, Any]:
-    """Train on this rank's share of the samples; return what came out, the same on all ranks but for times."""
+    """Train on this rank's share of the samples; return the results, equal on all ranks except for times."""
     samples, labels, test_samples, test_labels = load(name, seed, texts)
     ends = np.linspace(0, len(labels), group.size + 1).astype(int)
     own = slice(ends[group.rank], ends[group.rank + 1])
@@ -286,7 +286,7 @@ def train(
 
 
 def main() -> None:
-    """Train, and print what came out as JSON."""
+    """Train, and print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=list(COSTS), default="text")
     parser.add_argument("--seed", type=int, default=1)

@@ -65,7 +65,7 @@ _exiting = False
 
 
 def exiting() -> bool:
-    """Return whether this process ends, so that functions at exit run."""
+    """Return whether this process is ending, and functions registered for its exit run."""
     return _exiting
 
 

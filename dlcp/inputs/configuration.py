@@ -4,8 +4,8 @@
 The file is the one that ``DLCP_CONFIG`` names, else ``dlcp.toml`` in the working directory, if it exists. It is TOML,
 with one line for each option: ``loss_bound = 0.05``.
 
-Each field declares its option completely: ``Annotated[float, Range(0, 1), Unit("s"), Trait.AGREED]``. What is known of
-an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and
+Each field declares its option completely: ``Annotated[float, Range(0, 1), Unit("s"), Trait.AGREED]``. Everything else
+about an option follows from that (:class:`Option`). :func:`check` validates an instance. :func:`settings` and
 :meth:`Option.parse` validate text, and their errors name the variable, file or flag.
 """
 
@@ -29,7 +29,7 @@ PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
 SECRET_VARIABLE: Final = "DLCP_SECRET"
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
-"""Prefixes of variables by which DLCP's processes tell each other something."""
+"""Prefixes of internal variables, which DLCP's processes set for each other."""
 DEFAULT_FILE: Final = "dlcp.toml"
 LOSS_BOUND: Final = 0.1
 """The default loss bound: it does not harm convergence (DLCP, arXiv 2008.08445)."""
@@ -258,7 +258,7 @@ class Option:
     default
         ``dataclasses.MISSING`` if there is none.
     allowed, unit, traits, means
-        The allowed values, or None for any of the type; their unit or ``""``; what else holds; and words for another
+        The allowed values, or None for any of the type; their unit or ``""``; further properties; and words for another
         option.
     """
 
@@ -426,7 +426,7 @@ def layered(options: object, arguments: Iterable[str]) -> Iterator[None]:
 
 
 def build(cls: type[_Options], environment: Mapping[str, str]) -> _Options:
-    """Return an instance of a dataclass of options as another ``environment`` than this process's sets it.
+    """Return an instance of a dataclass of options, set by ``environment`` instead of this process's environment.
 
     Raises
     ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read YAML and JSON files, into dataclasses or structs where they have a form; errors name the line and the field.
+"""Read YAML and JSON files, optionally as dataclasses or structs; errors name the line and the field.
 
 Plain scalars follow YAML 1.2: ``true`` and ``false`` are the only booleans, ``1e9`` is a number, and ``no``, ``12:30``
 and ``02:00:00:00:00:01`` are text. A value then means the same in YAML as in JSON.

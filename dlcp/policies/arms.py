@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of how each step is averaged, by what steps took: over DLCP with some precision, or by the framework.
+"""The choice of how each step is averaged, by measured step times: over DLCP with some precision, or by the framework.
 
-Such a way is an *arm*, as in the multi-armed bandit: only steps over it tell what it takes. All ranks use the same arm
-in a step, because their choice depends only on reports that all of them have. Real and simulated ranks choose alike.
+Such a way is an *arm*, as in the multi-armed bandit: only steps that use it show how long it takes. All ranks use the
+same arm in a step, because their choice depends only on reports that all of them have. Real and simulated ranks choose
+alike.
 
 Training begins with the fewest bits. If the network turns out to be fast, that costs a few percent of a few steps; the
 opposite mistake costs several times a step. After some steps the ranks ask which other arms could be faster:
@@ -13,8 +14,8 @@ opposite mistake costs several times a step. After some steps the ranks ask whic
 
 Steps with the others are timed in turns, so that a load that comes or goes does not decide. An arm is given up as soon
 as its steps are clearly longer than those of another one. Arms that differ less take more turns, which cost little. At
-the end, the fastest arm stays in force; a less exact one must be faster by more than what steps vary.
-Its steps are still timed. If they become longer or shorter, the ranks compare again soon; otherwise ever more rarely.
+the end, the fastest arm stays in force; a less exact one must be faster by more than the variation of steps. Its steps
+are still timed. If they become longer or shorter, the ranks compare again soon; otherwise ever more rarely.
 """
 
 import math
@@ -27,7 +28,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from dlcp.values.planes import CODED_BITS, FULL_BITS
 
-# What may be chosen from ----------------------------------------------------------------------------------------------
+# Allowed precisions and arms ------------------------------------------------------------------------------------------
 
 EXACT: Final = "exact"
 AUTO_PRECISION: Final = "auto"
@@ -79,7 +80,7 @@ def steps_factor_of(bits: int) -> float:
 
 
 class Route(Enum):
-    """What averages a step's gradients."""
+    """The system that averages a step's gradients."""
 
     DLCP = "dlcp"
     FRAMEWORK = "framework"
@@ -116,8 +117,8 @@ def arms_over_dlcp(precision: str, *, error_feedback: bool, has_server: bool = F
 # The choice -----------------------------------------------------------------------------------------------------------
 
 WARM_UP: Final = 5
-"""Steps before the first trial. DDP plans its buckets after the first step, and the first few also fault memory in: of
-a model with 25 million parameters, steps were as short as later ones from the fifth on."""
+"""Steps before the first trial. DDP plans its buckets after the first step, and the first few also fault memory in:
+with 25 million parameters, steps were as short as later ones from the fifth on."""
 LAG: Final = 2
 """The report on a step is known when the step after the next begins: it is complete when the next step begins, and
 travels during that one."""
@@ -130,7 +131,7 @@ CLEARLY: Final = 1.96
 """Standard normal deviate of the Mann-Whitney test at which an arm is given up. Three steps that are all longer than
 each of three others reach it."""
 LOOK: Final = 3
-"""Reports that must agree before a sign of the network counts: all that are there at the end of the warm-up."""
+"""Reports that must agree before a sign of the network counts: all that exist at the end of the warm-up."""
 RECENT: Final = 8
 """Reports whose median is an arm's usual step."""
 MARGIN: Final = 0.97
@@ -141,8 +142,8 @@ force. A single one may be noise: where processors are the bottleneck, one in 30
 VERY_SLOW: Final = 2.0
 """So does a single step that takes this many times the usual one."""
 JITTER_S: Final = 0.02
-"""A single slow step must also exceed the usual one by this. On a busy host a process waits for a core about as long:
-two ranks on two cores, with steps of 4 ms, had single ones of 10 ms."""
+"""A single slow step must also exceed the usual one by this. On a busy host a process waits for a core for about this
+long: two ranks on two cores, with steps of 4 ms, had single ones of 10 ms."""
 SPREAD: Final = 1.2
 """The usual step has changed if its median is longer or shorter by this factor than when the arm was chosen."""
 FIRST_PERIOD: Final = 200
@@ -224,10 +225,10 @@ class _SlowSteps:
     """Detects steps that take far longer than usual because all ranks wait for the network."""
 
     before: bool = False
-    """Whether the step before was one."""
+    """Whether the previous step was slow."""
 
     def met(self, report: StepReport, usual: Sequence[StepReport]) -> bool:
-        """Return whether a step was very slow, or the second slow one, and all ranks waited for half of the excess."""
+        """Return whether a step was very slow, or slow like the last, and all ranks waited for half of the excess."""
         excess_s = report.step_s - usual_s(usual)
         waited_s = report.waited_s - median(each.waited_s for each in usual)
         before, self.before = self.before, excess_s > (SLOW - 1) * usual_s(usual) and waited_s > excess_s / 2
@@ -243,7 +244,7 @@ class ArmTrial:
     reports
         Reports on each arm that is still in the trial; without those on the first steps of turns.
     refused
-        What a step took that ended the trial of an arm, in seconds.
+        The time of the step that ended an arm's trial, in seconds.
     """
 
     def __init__(self, arms: Sequence[Arm]) -> None:
@@ -276,7 +277,7 @@ class ArmTrial:
         return not self._steps
 
     def costs(self) -> dict[Arm, list[float]]:
-        """Return what steps took, times the number of steps to the same loss; of arms with at least a turn."""
+        """Return step times, times the number of steps to the same loss, of all arms with at least one turn."""
         timed = {arm: taken for arm, taken in self.reports.items() if len(taken) >= TURN - 1}
         return {arm: [arm.steps_factor * each.step_s for each in taken] for arm, taken in timed.items()}
 
@@ -318,7 +319,7 @@ class ArmChooser:
     arms
         What may be chosen, in order of preference if they take the same time: more bits first.
     framework
-        What averages on the framework's route, for messages: ``gloo``.
+        The framework's own averager, for messages: ``gloo``.
     report_s
         Processor time that a report on a step takes, in seconds.
     first_step
@@ -329,9 +330,9 @@ class ArmChooser:
     settled
         The arm in force, apart from trials.
     since
-        The step from which on it has been that.
+        The first step of its time in force.
     because
-        Why; ``""`` before the first comparison.
+        The reason for it; ``""`` before the first comparison.
     """
 
     def __init__(self, arms: Sequence[Arm], framework: str = "", *, report_s: float = 0.0, first_step: int = 0) -> None:
@@ -366,7 +367,7 @@ class ArmChooser:
         return [arm for arm in self.arms if arm is not self.settled]
 
     def choose(self, step: int) -> Arm:
-        """Return the arm of the next step, once the reports on all steps up to :data:`LAG` before it were given."""
+        """Return the arm of the next step, given the reports on all steps up to :data:`LAG` before it."""
         if self._trial is None and step >= self._trial_at and len(self._recent) >= LOOK:
             contenders = self._contenders()
             if contenders:

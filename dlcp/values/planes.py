@@ -109,7 +109,7 @@ class PlaneLayout:
         Parameters
         ----------
         rest
-            Receives exactly what the code lacks of each value, shape (values,); 0 where that is not finite.
+            Receives the exact rounding error of each value, shape (values,); 0 where that is not finite.
         """
         self._combine(values, code=code, rest=rest, has_own=True, keeps_own=True)
 
@@ -120,7 +120,7 @@ class PlaneLayout:
         rest: NDArray[np.float32] | None = None,
         weight: float = 1.0,
     ) -> None:
-        """Encode values as :meth:`encode` does, and replace them by the encoded ones; ``rest`` is times ``weight``."""
+        """Encode values like :meth:`encode`, and replace them by the encoded ones; scale ``rest`` by ``weight``."""
         self._combine(values, code=code, rest=rest, has_own=True, weight=weight)
 
     def decode(
@@ -152,7 +152,7 @@ class PlaneLayout:
         self._combine(values, code, delivered, has_own=True)
 
     def lose(self, code: NDArray[np.uint8], delivered: NDArray[np.bool_], rest: NDArray[np.float32]) -> None:
-        """Add to ``rest``, see :meth:`encode`, what packets of the lower plane held that were not delivered."""
+        """Add the digits in undelivered packets of the lower plane to ``rest``; see :meth:`encode`."""
         self._check(code, rest)
         mask = self._mask(delivered)
         lib.dlcp_planes_lose(self.record, ffi.from_buffer("uint8_t[]", code), mask, ffi.from_buffer("float[]", rest))

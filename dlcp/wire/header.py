@@ -266,7 +266,7 @@ def drop_class_of(tags: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def dscp(queue: int, droppable: bool) -> int:
-    """Return the DSCP, which tells a switch without P4 the queue, and whether the packet may be dropped.
+    """Return the DSCP, which shows a switch without P4 the queue, and whether the packet may be dropped.
 
     It lies in the local-use pool xxxx11 of RFC 2474: three bits of queue, one for droppable.
     """

@@ -2,7 +2,7 @@
 """Payloads: values at lower precision, acknowledgements, probes and greetings.
 
 DATA has values in their own number format, or encoded. An encoded message has one or two planes of digits, with the
-same number of packets each. The lower half of the header's flags, spare for switches, tells the bits of a value and the
+same number of packets each. The lower half of the header's flags, spare for switches, gives the bits of a value and the
 plane (``CODING``). A packet has as many blocks of :data:`PLANE_BLOCK_VALUES` values as fit the payload with their upper
 digits. In the upper plane, a block is its scale and its digits; in the lower plane only its digits. The scale is a byte
 s for 2^(s - 127), or 255 if a value is not finite. Digits are signed integers in two's complement. With two planes they

@@ -292,7 +292,7 @@ def _rate(port: DevicePort, queueing: PortQueueing, mtu_bytes: int) -> list[Writ
 
 
 def _profile(profile: Profile) -> Iterator[Write]:
-    """Yield members, then groups. On a Tofino, members have a table of their own beside the selector's."""
+    """Yield members, then groups. On a Tofino, members have a table of their own, separate from the selector's."""
     for number, action in profile.members:
         yield Write("route_members", (Key("$ACTION_MEMBER_ID", number),), dict(action.params), action.name)
     for number, members in profile.groups:
