@@ -111,7 +111,7 @@ class ContributionTail(NamedTuple):
     values
         Number of values.
     gradients
-        Whether they are gradients, to which the server may add what it rounded off earlier averages.
+        Whether they are gradients, to which the server may add its rounding errors of earlier averages.
     revocable
         Whether a later contribution may name ranges of these values as revoked.
     revoked

@@ -405,7 +405,7 @@ class DirectRun(BucketRun):
         self.own = AveragedShard(self.context.connection, self.values[slice(*self.bounds.get(self.rank, (0, 0)))])
         """This rank's shard, once averaged."""
         self.rest: NDArray[np.float32] | None = None
-        """Future residual of encoded shards: what the code lacks of each value of the bucket."""
+        """Future residual of encoded shards: the rounding error of each value of the bucket."""
         if self.context.options.error_feedback:
             self.context.residual.apply(self.values, bucket.segments, bucket.value_type)
             if plan.layouts:
@@ -808,7 +808,7 @@ class DirectRun(BucketRun):
         )
 
     def _rest(self, owner: int) -> NDArray[np.float32] | None:
-        """Return what a shard's code lacks of its values, if that will be residual."""
+        """Return a shard's rounding errors, if they will be residual."""
         return None if self.rest is None else self.rest[slice(*self.bounds[owner])]
 
     def _lose(self, owner: int, positions: NDArray[np.int64], values: NDArray[np.floating]) -> None:

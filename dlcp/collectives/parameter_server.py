@@ -217,9 +217,9 @@ class ParameterServer:
         self._buckets: dict[MessageKey, dict[int, Arrival]] = {}
         """Contributions by the key of their messages and by worker."""
         self._rounded: dict[int, NDArray[np.float32]] = {}
-        """What was rounded off the latest average of a bucket of gradients, by its number."""
+        """Rounding errors of the latest average of a bucket of gradients, by its number."""
         self._applied: dict[int, NDArray[np.float32]] = {}
-        """What was rounded off the one before, which the latest average includes, if workers may revoke that."""
+        """Rounding errors of the average before, which the latest one includes, if workers may revoke that."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step with known samples, and their number on each worker."""
         connection.call(partial(connection.listen, self._receive))
@@ -273,7 +273,7 @@ class ParameterServer:
     def _mean(
         self, key: MessageKey, bucket: dict[int, Arrival], tail: ContributionTail, layout: PlaneLayout | None
     ) -> NDArray[np.floating]:
-        """Return the average of contributions, and of what was rounded off the last average of the same gradients."""
+        """Return the average of contributions, plus the rounding errors of the last average of the same gradients."""
         contributions = {worker: arrival.payload[: -tail.bytes] for worker, arrival in bucket.items()}
         mean: NDArray[np.floating]
         if layout is None:
@@ -296,7 +296,7 @@ class ParameterServer:
         return mean
 
     def _add_rounded(self, sequence: int, mean: NDArray[np.floating], tail: ContributionTail) -> None:
-        """Add what was rounded off the bucket's last average; where no worker used that, what was rounded off before.
+        """Add the rounding errors of the bucket's last average; where no worker used that, those of the one before.
 
         See :meth:`dlcp.collectives.residual.Residual.revoke`.
         """

@@ -45,12 +45,12 @@ class Residual:
     """Values that this rank still has to send, by parameter, because frameworks may regroup their buffers.
 
     For losses in the network, only the lost values are kept, which are few. A compressor leaves out most values, which
-    are kept without positions. Of values beyond a layer's end, nothing is kept.
+    are kept without positions. Values beyond a layer's end are not kept.
 
     Attributes
     ----------
     revocable
-        Whether :meth:`revoke` may follow; what :meth:`apply` forgets is then kept until the next call.
+        Whether :meth:`revoke` may follow; values that :meth:`apply` removes are then kept until its next call.
     revoked
         The parameters of the last :meth:`revoke`.
     """
@@ -121,12 +121,12 @@ class Residual:
                 self._layer(segment).parts.append((within, values[first:last].copy()))
 
     def allow_revoking(self, allowed: bool) -> None:
-        """Say whether :meth:`revoke` may follow from the next step on; nothing of earlier ones is revoked any more."""
+        """Set whether :meth:`revoke` may follow from the next step on; earlier steps are not revoked any more."""
         self.revocable, self.revoked = allowed, frozenset()
         self._applied.clear()
 
     def revoke(self, names: Iterable[str]) -> None:
-        """End a step of which nobody used the averages of some parameters: keep for them what the step began with.
+        """End a step in which nobody used the averages of some parameters: restore their residual from before it.
 
         All ranks must revoke the same ones, after the step's last :meth:`add` and before the next one's first
         :meth:`apply`.

@@ -347,7 +347,7 @@ class RingRun(BucketRun):
         self._begin_average(piece, code)
 
     def _send_encoded(self, piece: Piece, layout: PlaneLayout, total: NDArray[np.floating]) -> None:
-        """Send an encoded sum, and keep what it lacks until the receiver acknowledges which digits arrived."""
+        """Send an encoded sum, and keep its rounding errors until the receiver acknowledges which digits arrived."""
         code, rest = self.connection.buffers.take(layout.bytes), self._new_rest(layout)
         layout.encode(np.asarray(total, np.float32), code, rest)
         may_drop = self._may_drop(layout, self._within(piece)) if self.bounds[piece].ratio else None
@@ -357,7 +357,7 @@ class RingRun(BucketRun):
         self._send(piece, REDUCE_SCATTER, self._distance(piece), code, tags, then)
 
     def _new_rest(self, layout: PlaneLayout) -> NDArray[np.float32] | None:
-        """Return memory for what a code lacks, if that will be residual."""
+        """Return memory for a code's rounding errors, if they will be residual."""
         return np.empty(layout.values, np.float32) if self.context.options.error_feedback else None
 
     def _on_encoded_sent(

@@ -36,7 +36,7 @@ class MeasuringReducer(Reducer, Protocol):
     """A reducer that measures the ranks' receive rates."""
 
     def received_bps(self, slow: Container[int] = ()) -> Mapping[int, float]:
-        """Return each rank's receive rate in the last step, in bit/s, levelled; empty unless all ranks know it.
+        """Return each rank's receive rate in the last step, in bit/s, by ``snap_to_fastest``; empty unless all know it.
 
         Parameters
         ----------

@@ -36,7 +36,7 @@ class RankPlace(NamedTuple):
     settled
         Whether all peers use this address.
     at_meeting
-        Whether this machine is the meeting host, so that its route does not tell which address other ranks reach.
+        Whether this machine is the meeting host, so that its route does not show which address other ranks reach.
     """
 
     address: str

@@ -120,7 +120,7 @@ class BucketTable:
     buckets
         Its buckets, and until one of them is finished those of the last step.
     ready_s, averaged_s
-        When the latest bucket was ready, and when the latest average was there (monotonic).
+        When the latest bucket was ready, and when the latest average had arrived (monotonic).
     meter
         Measures steps, for snapshots; None if nobody watches.
     """

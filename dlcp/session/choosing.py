@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arm (:mod:`dlcp.policies.arms`) of each step here: measures steps, tells other ranks, and asks the chooser."""
+"""The choice of each step's arm (:mod:`dlcp.policies.arms`): measure steps, report them, and ask the chooser."""
 
 import logging
 import time
@@ -27,7 +27,7 @@ from dlcp.values.tags import plain_tags
 log = logging.getLogger("dlcp")
 
 REPORT_BUCKET: Final = 0
-"""The number among a step's buckets that reports have, where ranks choose."""
+"""The bucket number of reports within a step, where ranks choose."""
 LABEL: Final = "the report on the last step"
 REPORT_MESSAGE_S: Final = 100e-6
 """Processor time of a report's message on one of its ends: four ranks on two cores needed 70 to
@@ -36,14 +36,15 @@ REPORT_MESSAGE_S: Final = 100e-6
 
 @dataclass(frozen=True, slots=True)
 class FrameworkRoute:
-    """What a session needs to know of a framework that can average while DLCP could, too.
+    """A framework that can average while DLCP works, as a session sees it.
 
     Parameters
     ----------
     name
-        What averages, for messages: ``gloo``.
+        The name of its averager, for messages: ``gloo``.
     reports_end
-        Whether the end of an average is known on the host. If not, waiting time cannot be told from computation.
+        Whether the end of an average is known on the host. If not, waiting time cannot be distinguished from
+        computation.
     """
 
     name: str
@@ -73,7 +74,7 @@ def arms_of(options: Options, framework: bool, *, remote: bool) -> tuple[Arm, ..
 
 
 class ReportExchange:
-    """How ranks tell each other a few numbers beside a step's buckets; all must do so in the same steps.
+    """The exchange of a few numbers alongside a step's buckets; all ranks must do it in the same steps.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ class ReportExchange:
 
     @property
     def cost_s(self) -> float:
-        """About how much processor time an exchange takes."""
+        """Approximate processor time of an exchange."""
         return 2 * len(self._peers) * REPORT_MESSAGE_S
 
     def start(self, step: int, values: Sequence[float]) -> Callable[[], list[float]]:
@@ -150,16 +151,16 @@ class ReportExchange:
 
 
 class StepChooser:
-    """Tells the arm of each step on this rank; the same on all ranks.
+    """Determines the arm of each step, which is the same on all ranks.
 
     Parameters
     ----------
     arms
-        What the ranks choose from (:func:`arms_of`).
+        The arms that the ranks choose from (:func:`arms_of`).
     framework
         The framework, if it is among them.
     exchange
-        How ranks tell each other their reports; None if there is no choice.
+        The exchange of the ranks' reports; None if there is no choice.
     remote
         See :func:`arms_of`.
     table

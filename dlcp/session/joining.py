@@ -204,7 +204,7 @@ class Agreement:
 
         Returns
         -------
-        The values that are there by then, by rank.
+        The values published by then, by rank.
         """
         wait_s = POLL_S
         while not self.published(topic, self.ranks) and self.verdict() is None and self.left_s:
@@ -250,7 +250,7 @@ class Agreement:
 
 
 _PROCESS: Final = secrets.token_hex(8)
-"""Differs between the processes that are one rank in turn."""
+"""Distinguishes the successive processes of one rank."""
 
 
 def next_number(store: KeyValueStore, rank: int) -> int:
@@ -517,7 +517,7 @@ def _share_memory(
 
 
 def _why_silent(agreement: Agreement, call: str, rank: int) -> str | None:
-    """Say why a rank that has called ``call`` does not go on; return None if it has not called it."""
+    """Explain why a rank that has called ``call`` does not continue; return None if it has not called it."""
     if not agreement.published("here", [rank]):
         return None
     try:

@@ -39,13 +39,14 @@ class Options:
         0.1 does not harm convergence (DLCP, arXiv 2008.08445). With error feedback, lost gradients are sent later.
         Layers may have other bounds, by name: ``0.1, embed*=0, *.norm?.*=0, head.*=0.01``. The first match counts.
     precision
-        What may be taken from gradients: ``exact`` (nothing: all bits, and no losses), ``auto`` (what costs no more
-        steps than bfloat16), or ``fast`` (also 4 bits, for models that bear it). With ``auto`` and ``fast`` the ranks
-        time the ways to average that are left, and use the fastest (:mod:`dlcp.policies.arms`). A number fixes the bits
-        of each value on the wire: ``32`` (all, for any number format), ``16``, ``8`` or ``4``. Values are rounded in
-        blocks of 32 that share a scale (:mod:`dlcp.values.planes`), and with error feedback what is rounded off is sent
-        with the next step. Without it, ``auto`` and ``fast`` are 32. With a compression that adds up, ``randomk`` or
-        ``powersgd``, it applies to what that sends. No effect on float64, nor on messages of a few packets.
+        How much precision gradients may lose: ``exact`` (none: all bits, and no losses), ``auto`` (whatever costs no
+        more steps than bfloat16), or ``fast`` (also 4 bits, for models that tolerate it). With ``auto`` and ``fast``
+        the ranks time the ways to average that are left, and use the fastest (:mod:`dlcp.policies.arms`). A number
+        fixes the bits of each value on the wire: ``32`` (all, for any number format), ``16``, ``8`` or ``4``. Values
+        are rounded in blocks of 32 that share a scale (:mod:`dlcp.values.planes`), and with error feedback rounding
+        errors are sent with the next step. Without it, ``auto`` and ``fast`` are 32. With a compression whose output
+        adds up, ``randomk`` or ``powersgd``, it applies to that output. No effect on float64, nor on messages of a few
+        packets.
     immediate
         End a message as soon as its bound is met, even without congestion, as the paper does.
     error_feedback
@@ -89,7 +90,7 @@ class Options:
         Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
         reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.policies.arms`).
         ``auto`` means ``dlcp`` without PyTorch, between ranks that share memory, with the backend ``dlcp``, with a
-        parameter server, and with ``samples``, ``compression``, another ``combine`` than ``average``, or a
+        parameter server, and with ``samples``, ``compression``, a ``combine`` other than ``average``, or a
         ``precision`` of 16 bits or less; but for ranks that share memory, ``framework`` is then an error.
     tag_policy
         See :class:`dlcp.values.tags.TagPolicy`.
@@ -276,7 +277,7 @@ class Options:
 def _from_kept(given: dict[str, Any], protecting: dict[str, Any]) -> Options:
     """Return options with the arguments ``given``, as this process's environment and file complete them.
 
-    Only what neither sets of the secret comes from the environment and file of the process that pickled the options.
+    If neither sets the secret, it comes from the environment and file of the process that pickled the options.
     """
     found = Options(**given)
     missing = {name: value for name, value in protecting.items() if value and not getattr(found, name)}

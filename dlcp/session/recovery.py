@@ -25,7 +25,7 @@ from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsErro
 from dlcp.transport.messages import at_step
 
 WAIT_SHARE: Final = 0.9
-"""A rank waits for its own bucket for this share of the deadline; the rest is for telling the others. Not tuned."""
+"""A rank waits for its own bucket for this share of the deadline; the rest is for informing the others. Not tuned."""
 log = logging.getLogger("dlcp")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank or link makes the others wait, and why, although all-reduce makes all ranks equally slow.
+"""Find the rank or link that makes the others wait, and why, although all-reduce makes all ranks equally slow.
 
 Every rank takes part in each average, so all steps take as long as the slowest rank's. But only the others wait: the
 culprit is the rank that is busy for longest, step after step, and so waits least. Its activities are compared with the
@@ -28,7 +28,7 @@ Seconds = NDArray[np.float64]
 
 
 class Activity(Enum):
-    """What a rank does in a part of a step."""
+    """A rank's activity in a part of a step."""
 
     LOADING = "loading"
     """Between the optimizer and the next forward pass: the data loader, and other work of the script."""
@@ -36,7 +36,7 @@ class Activity(Enum):
     BACKWARD = "backward"
     """The loss and the backward pass."""
     OPTIMIZER = "optimizer"
-    """From the averages to the end of the optimizer's step, if PyTorch's optimizers make it."""
+    """From the averages to the end of the optimizer's step, if PyTorch's optimizers perform it."""
     EVALUATION = "evaluation"
     """After a forward pass without gradients, until the next one with them."""
     WAITING = "waiting"
@@ -55,7 +55,7 @@ NOTABLE: Final = 0.05
 """Shorter waits than this share of a step are not worth a culprit."""
 SURE: Final = 4.0
 """A rank is named if its mean excess is this many times the standard error, or if it is the last one in half of the
-steps and by as many standard errors more often than chance makes it. A rank that is once slow for long, because it
+steps and by as many standard errors more often than chance makes it. A rank that is slow once for long, because it
 writes a checkpoint, has an excess of about one standard error. On a busy machine all ranks have long steps now and
 then, which make the error large, but not the same rank the last."""
 SLOW_LINK: Final = 0.5
@@ -214,7 +214,7 @@ class _Sums(NamedTuple):
     """By rank: number of steps in which it was busy for longest."""
     network_s: float
     waited: Seconds
-    """Of one rank, by the rank that was last."""
+    """One rank's waiting time, by the rank that was last."""
     layers: Seconds
     """By rank and group of layers."""
     sent_bits: "Counter[RankLink]"
@@ -223,7 +223,7 @@ class _Sums(NamedTuple):
 
     @classmethod
     def zero(cls, ranks: int, layers: int) -> "_Sums":
-        """Return the sums of no step."""
+        """Return empty sums."""
         seconds, each = np.zeros((ranks, len(ACTIVITIES))), np.zeros(ranks)
         return cls(0, seconds, each, each, each, 0.0, each, np.zeros((ranks, layers)), Counter(), Counter())
 
@@ -333,7 +333,7 @@ class RankComparison:
         Parameters
         ----------
         waited_s
-            How long all ranks waited: so long was a link busy whose transport knows the rate.
+            How long all ranks waited: the busy time of links whose rate the transport knows.
         """
         owners = {ends: place for place, report in enumerate(reports) for ends in report.connections}
         uses: dict[RankLink, TcpUse] = {}
@@ -413,7 +413,7 @@ class RankComparison:
         if verdict.network_s <= NOTABLE * verdict.step_s or len(rates) < 2:
             return verdict
         fastest: dict[int, float] = {}
-        """Of each rank's links, into and out of it: if even that one is slow, it is the rank's own link."""
+        """The fastest link of each rank, into or out of it: if even that one is slow, the rank's own link is."""
         for link, rate in rates.items():
             for end in link:
                 fastest[end] = max(rate, fastest.get(end, 0.0))
@@ -446,7 +446,7 @@ def _rates(sums: _Sums) -> dict[RankLink, float]:
 
 
 def _usual(values: Seconds) -> Seconds:
-    """Return the values that each rank's are compared with: of two ranks the other's, of more the median."""
+    """Return each rank's baseline: with two ranks the other's values, with more the median of all."""
     if len(values) == 2:
         return values[::-1]
     return np.broadcast_to(np.median(values, axis=0), values.shape)

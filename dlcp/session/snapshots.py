@@ -89,7 +89,7 @@ class RankSnapshot(TypedDict):
     reason: str
     """Why DLCP does not average; ``""`` while it does."""
     fallback: str
-    """What averages when DLCP does not."""
+    """The averager in use when DLCP is not."""
     route: str
     """The current route and the reason for it; ``""`` if DLCP averages all steps."""
     framework_steps: int
@@ -235,7 +235,7 @@ class ComparedRank(Protocol):
 
 
 class ObservedAverager(Protocol):
-    """What snapshots show of a :class:`dlcp.session.averager.StepAverager`."""
+    """The parts of a :class:`dlcp.session.averager.StepAverager` that snapshots show."""
 
     ledger: Ledger
     options: Options
@@ -243,7 +243,7 @@ class ObservedAverager(Protocol):
 
 
 class ObservedSession(Protocol):
-    """What snapshots show of a :class:`dlcp.session.training_session.TrainingSession`."""
+    """The parts of a :class:`dlcp.session.training_session.TrainingSession` that snapshots show."""
 
     endpoint: Endpoint | None
 
@@ -387,7 +387,7 @@ class SnapshotWriter(SnapshotFile):
         return phase
 
     def figures(self) -> dict[str, Any]:
-        """Return what is known of the session."""
+        """Return the session's fields."""
         session = self._session
         ledger = session.averager.ledger
         totals = ledger.summary()
@@ -443,11 +443,11 @@ class WatchedRankWriter(SnapshotFile):
         self._waiting_s = {UNKNOWN if peer is None else str(peer): s for peer, s in waiting_s.items()}
 
     def phase(self) -> str:
-        """Return that it is only watched."""
+        """Return the phase of a rank that is only watched."""
         return WATCHED
 
     def figures(self) -> dict[str, Any]:
-        """Return the steps and what they wait for. Of DLCP's packets there is nothing to say."""
+        """Return the steps and their waiting times; no packets of DLCP are counted."""
         steps = sum(self._steps)
         nothing: dict[str, Any] = {"by_bits": {}, "packets": {}, "layers": [], "peers": {}, "bits": FULL_BITS}
         zero = ("loss_bound", "bound_exceeded", "worst_loss")

@@ -21,7 +21,7 @@ _FIELDS: Final = struct.Struct("=120xQQ32xQQ")
 
 
 class TcpEnds(NamedTuple):
-    """The two addresses of a connection, as ``HOST:PORT``; at the other end they are the other way round."""
+    """The two addresses of a connection, as ``HOST:PORT``; the other end has them in the opposite order."""
 
     own: str
     peer: str
@@ -68,7 +68,7 @@ def _ends(connection: socket.socket) -> TcpEnds:
 
 
 def _use(connection: socket.socket) -> TcpUse:
-    """Raise OSError if it is not TCP, or the kernel does not tell."""
+    """Raise OSError if it is not TCP, or the kernel lacks these figures."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:
         raise OSError("this kernel does not tell for how long a connection was busy")

@@ -3,7 +3,7 @@
 
 A session begins by agreeing with all ranks whether to use DLCP (:mod:`dlcp.session.joining`). While it works, a
 :class:`dlcp.session.averager.StepAverager` averages buckets. When it fails, every rank leaves DLCP, all ranks complete
-exactly the buckets that some of them have not finished (:mod:`dlcp.session.recovery`), and later buckets go another
+exactly the buckets that some of them have not finished (:mod:`dlcp.session.recovery`), and later buckets take another
 way, which each framework names with a :class:`Fallback`. No gradient is lost in between.
 
 The phases of a session, and what leads from one to the next::
@@ -176,7 +176,7 @@ class TrainingSession:
     hosts
         The number of hosts that the ranks are on; 0 without DLCP.
     chooser
-        Tells each step's arm; None before the ranks have joined, and without DLCP.
+        Chooses each step's arm; None before the ranks have joined, and without DLCP.
     compared
         Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
     """
@@ -580,7 +580,7 @@ class TrainingSession:
             self._joined.close(reason)
 
     def _hand_over(self, reason: str) -> None:
-        """Fall back from here on, beginning with the buckets that have come meanwhile."""
+        """Fall back from here on, beginning with the buckets that have arrived meanwhile."""
         table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
         if joined and joined.membership.server is not None:
             reason += f" (rank {joined.membership.server} is the parameter server)"

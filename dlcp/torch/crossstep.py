@@ -74,7 +74,7 @@ GROUP_BYTES = 4 << 20
 _open: set[int] = set()
 """Identities of parameters held by open optimizers of :func:`cross_step`."""
 GRACE_S = 5.0
-"""How much longer than the transport to wait for a layer: the transport's error says more."""
+"""How much longer than the transport to wait for a layer: the transport's error is more precise."""
 
 
 class CrossStep(Optimizer):
@@ -340,7 +340,7 @@ class CrossStep(Optimizer):
             layers.sent.add_done_callback(partial(self._pending.on_average, layers))
 
     def _send_rest(self, *, check: bool = True) -> None:
-        """Send what backward has not reached: other ranks may have gradients for it, and wait for all contributions."""
+        """Send groups that backward has not reached: others may have gradients for them, and wait for all ranks."""
         self._begin()
         newcomers = [name for name, parameter in self._outside if parameter.grad is not None]
         if newcomers:

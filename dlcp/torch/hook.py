@@ -106,7 +106,7 @@ def enable(model: torch.nn.Module, options: Options | None = None, *, state: Sta
 def _announce(model: torch.nn.Module, state: State) -> None:
     """Log once, on the first rank, how DLCP averages a model; print it if the script has not set logging up.
 
-    Nobody would see a line of level INFO otherwise, nor that the lines in the script have an effect.
+    Otherwise nobody would see a line of level INFO, or notice that the lines in the script have an effect.
     """
     if state.reason or not state.group_ranks or state.group_ranks[0] != dist.get_rank():
         return

@@ -78,9 +78,9 @@ class LayerGroup:
     """Neighbouring parameters, and the flat buffer in which their gradients are averaged.
 
     After the gradients the buffer holds one flag per parameter, 1 if this rank has a gradient for it: so all ranks know
-    which parameters none of them has used, and leave those alone as serial training does. A last flag tells whether
-    this rank has updated its parameters an even or an odd number of times: that reveals a rank that dropped a step
-    which others have taken.
+    which parameters none of them has used, and leave those alone as serial training does. A last flag holds whether
+    this rank has updated its parameters an even or an odd number of times: it reveals a rank that dropped a step that
+    others have taken.
 
     Parameters
     ----------

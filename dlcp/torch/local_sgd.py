@@ -12,16 +12,16 @@ A plain model and optimizer, without DistributedDataParallel, become data parall
     averager.flush()
     averager.close()
 
-A step then needs a fraction 1 / ``period`` of the bytes, and fewer still at a lower precision. What the network or the
-precision takes from a change is added to the next one, as for gradients. Replicas are equal after each average, and
-differ in between: call ``average`` before a model is tested, and ``flush`` before it is saved for good.
+A step then needs a fraction 1 / ``period`` of the bytes, and fewer still at a lower precision. Values of a change that
+are lost or rounded off are added to the next one, as for gradients. Replicas are equal after each average, and differ
+in between: call ``average`` before a model is tested, and ``flush`` before it is saved for good.
 
 With an ``outer`` optimizer, which takes the averaged change as its gradient, this is DiLoCo (arXiv 2311.08105)::
 
     outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     averager = dlcp.torch.LocalSGD(model, period=64, outer=outer)
 
-Without, it is local SGD (Stich, ICLR'19); with ``warmup_steps``, post-local SGD (Lin et al., ICLR'20).
+Without it, this is local SGD (Stich, ICLR'19); with ``warmup_steps``, post-local SGD (Lin et al., ICLR'20).
 """
 
 from collections.abc import Callable, Iterable
@@ -126,7 +126,7 @@ class LocalSGD(Closing):
         self.outer = outer(named.values()) if outer else None
 
     def step(self) -> bool:
-        """Count a step of the optimizer, and average if it is the turn; return whether it was.
+        """Count a step of the optimizer, and average if that is due; return whether it was.
 
         Raises
         ------

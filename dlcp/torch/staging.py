@@ -72,7 +72,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What staging needs from an accelerator: a stream beside the compute stream, and memory that it can reach."""
+    """An accelerator as staging needs it: with a second stream, for copies, and memory that it can reach."""
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for asynchronous copies."""

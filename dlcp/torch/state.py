@@ -358,7 +358,7 @@ class State:
         self._residual.allow_revoking(True)
 
     def settle(self) -> None:
-        """Take back what the last step added to averages that nobody used; nothing more happens until the next one."""
+        """Take back the residual in averages of the last step that nobody used; no other step has begun."""
         if self._unsettled and self._discarded is not None:
             names = self._discarded()
             if names is not None:
@@ -656,7 +656,7 @@ class FrameworkAverager:
 
 
 def add_residual(feedback: Residual, tensor: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Add the residual of these layers where nothing is lost, so that this is the last time."""
+    """Add the residual of these layers for the last time: nothing is lost on this way."""
     if not feedback.size:
         return
     residual = np.zeros(tensor.numel(), np.float64)

@@ -3,7 +3,8 @@
 
 Ranks that hold the same part of a model average its gradients. With tensor parallelism there are several such groups,
 and each averages the gradients of an undivided parameter, such as a norm's, on its own. Each would lose and round off
-other values, and the copies would drift apart. So these gradients are sent in full, the divided ones within the bound.
+different values, and the copies would drift apart. So these gradients are sent in full, the divided ones within the
+bound.
 """
 
 import glob

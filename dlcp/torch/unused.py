@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which averages DistributedDataParallel throws away: those of parameters that no rank has used in a step.
+"""Find the averages that DistributedDataParallel discards: those of parameters that no rank has used in a step.
 
 With ``find_unused_parameters``, DDP itself counts the ranks that use each parameter. It leaves the gradients of
 parameters with a count of 0 alone, and so loses the residual that the ranks have added to their averages. With
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class UnusedParameters:
-    """The parameters whose averages of a model's last step are thrown away.
+    """The parameters whose averages in a model's last step are discarded.
 
     Parameters
     ----------

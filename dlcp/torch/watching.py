@@ -73,7 +73,7 @@ log = logging.getLogger("dlcp")
 Stamp = Any
 """A moment: seconds, or a CUDA event."""
 Marks = list[tuple[int, Stamp]]
-"""What a rank does, by number, and the moment from which on."""
+"""A rank's activity, by number, and the moment at which it begins."""
 
 
 class WatchedLayers(NamedTuple):
@@ -306,11 +306,11 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Exchanged(NamedTuple):
-    """What a rank sends the others."""
+    """A rank's report to the others."""
 
     report: RankReport
     token: str
-    """Of rank 0, names the session."""
+    """On rank 0, the session's name."""
     closing: bool
 
 
@@ -366,7 +366,7 @@ class StepWatch:
             return {"slow": as_slow_rank(self._comparison.latest()), "activities_s": spent}
 
     def close(self, reason: str | None = None) -> None:
-        """End watching, after a last exchange; with a ``reason``, because this rank gives up, without it."""
+        """End watching, after a last exchange; with a ``reason``, because this rank gives up, at once."""
         if self._exit.is_fork:
             return
         with self._close_lock:
@@ -448,7 +448,7 @@ def watch(model: torch.nn.Module) -> StepWatch:
     Raises
     ------
     TypeError
-        The model is none.
+        The model is not DistributedDataParallel.
     ValueError
         There is only one rank, so nobody can wait.
     """

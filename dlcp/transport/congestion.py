@@ -42,7 +42,7 @@ class Report(NamedTuple):
 
 
 class RateControl(Protocol):
-    """A window in packets, driven by reports. Below 1, it admits one packet now and then.
+    """A window in packets, driven by reports. Below 1, it admits one packet at intervals.
 
     Attributes
     ----------

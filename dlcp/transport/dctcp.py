@@ -419,7 +419,7 @@ class Growth:
 
 
 class Drain:
-    """Decreases of the window that let the queue drain, and trials whether they do.
+    """Decreases of the window that let the queue drain, and trials of whether they do.
 
     Attributes
     ----------
@@ -489,7 +489,7 @@ class Contest:
         self._cubic = None
 
     def note_pause(self, window: float) -> None:
-        """Let less than before suffice: the other flows may be gone."""
+        """Test the queue again at a smaller window: the other flows may be gone."""
         self._regained = min(self._regained, window)
 
     def grown(self, weight: float, report: Report) -> float:
@@ -523,7 +523,7 @@ class Contest:
         delay_s: float,
         report: Report,
     ) -> bool:
-        """Return whether to try again what delay does, after a round without congestion."""
+        """Return whether to react to delay again, after a round without congestion."""
         queued = delay_s > path.allowed_s
         # Without a standing queue and with no more losses than usual, the losses are not due to other flows.
         idle = not path.queued(path.average_s(report.smoothed_rtt_s))

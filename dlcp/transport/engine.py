@@ -239,8 +239,8 @@ class Reduction:
 class StreamingReduction(Reduction):
     """The average of this rank's values and the others' contributions.
 
-    Own values come first, then the others' in a fixed order. With ``first_block`` each of the others begins with
-    another chunk of its message (:class:`dlcp.values.tags.ChunkOrder`), and the order differs by chunk accordingly.
+    Own values come first, then the others' in a fixed order. With ``first_block`` each of the others begins with a
+    different chunk of its message (:class:`dlcp.values.tags.ChunkOrder`), and the order differs by chunk accordingly.
     Packets that arrive before their turn wait in a buffer.
 
     Parameters
@@ -519,7 +519,7 @@ class Engine:
         lib.dlcp_remind(self._engine, now_s)
 
     def send_control(self, peer: int, kind: PacketType, payload: bytes, size: int = 0) -> None:
-        """Send a packet about a peer rather than a message; for probes of the path, with the ``size`` in question."""
+        """Send a packet about a peer rather than a message; probes of the path have the ``size`` to test."""
         lib.dlcp_send_control(self._engine, self._numbers[peer], kind, size, payload, len(payload))
 
     # Paths ------------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Ledger:
     def _note_lost(
         self, entry: MessageRecord, tags: PacketTags, bound: LossBound, delivery: Delivery
     ) -> BoundExceededError | None:
-        """Count what was lost; return the error if that exceeds the bound."""
+        """Count lost packets; return the error if they exceed the bound."""
         packets, lost = entry.packets, entry.lost
         self.max_message_ratio = max(self.max_message_ratio, lost / packets)
         missing = np.flatnonzero(~delivery.delivered)

@@ -19,7 +19,7 @@ Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
 SHARE: Final = Range(0, 1, below=True)
-"""Valid shares of a message to lose; a part of it must arrive."""
+"""Valid loss ratios of a message; a part of it must arrive."""
 
 
 class MessageKey(NamedTuple):
@@ -96,7 +96,7 @@ class SendRequest(NamedTuple):
 
 
 class Reducing(Protocol):
-    """What messages are added to as they arrive; see :class:`dlcp.transport.engine.Reduction`."""
+    """A sum to which messages are added as they arrive; see :class:`dlcp.transport.engine.Reduction`."""
 
     message_bytes: int
     kept: list[Bytes | None]

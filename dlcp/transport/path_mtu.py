@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest packets that arrive at each peer, found by probing: before training, and when they arrive no more.
+"""Find the largest packets that arrive at each peer by probing: before training, and when they no longer arrive.
 
 A path may pass small packets and silently drop large ones (an MTU black hole), so neither a greeting nor the kernel's
 path MTU is enough. This is packetization-layer discovery (RFC 8899) reduced to a short list of sizes: HELLO packets
@@ -154,7 +154,7 @@ class PathProbe:
         return min((search.passed for search in self._searches.values()), default=self.candidates[0])
 
     def turn(self, wait_s: float) -> None:
-        """Send due probes, and process what arrives within ``wait_s``."""
+        """Send due probes, and process packets that arrive within ``wait_s``."""
         with _never_fragmented(self.sock):
             for peer, search in self._searches.items():
                 if not search.is_settled and time.monotonic() >= self._due_s[peer]:
@@ -194,7 +194,7 @@ class PathProbe:
 
 
 class NarrowPath:
-    """Finds out, while messages are under way, whether full packets still pass to a peer, and which size does if not.
+    """Detects during training whether full packets still pass to a peer, and if not, finds the size that does.
 
     From then on, the engine sends larger packets in pieces of that size, until full ones pass again.
 

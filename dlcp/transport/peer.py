@@ -145,8 +145,7 @@ class Peer:
 
     Parameters
     ----------
-    rank
-        Which.
+     rank Its number.
     flow
         The state of the flow to it, a ``flow_view`` of ``engine.h``.
     control

@@ -3,8 +3,8 @@
 
 Everything arrives in full; only after :func:`allow_loss` may a sum or average of floats lose packets. A group has no
 steps and no layers: ``samples``, ``compression``, ``combine`` and a ``precision`` of 16 bits or less are for
-:func:`dlcp.torch.enable`. Given to a group they are an error; from the environment, which may mean the hook, they are
-mentioned once.
+:func:`dlcp.torch.enable`. As a group's arguments they are an error; from the environment, where they may be meant for
+the hook, they are logged once.
 """
 
 import logging
@@ -36,8 +36,8 @@ def allow_loss(group: dist.ProcessGroup | None = None, options: Options | None =
     same options. It applies to all-reduce, reduce and reduce-scatter of buffers of at least
     ``options.tag_policy.small_layer_values`` values, whatever they are for: give gradients their own group if other
     sums must be exact. Only contributions may be lost; results arrive in full, so that ranks never differ. The sum of
-    the delivered contributions is scaled to represent all. There is no error feedback, since nothing shows which buffer
-    of the last step a buffer continues: lost values stay lost.
+    the delivered contributions is scaled to represent all. There is no error feedback, since nothing matches a buffer
+    to one of the last step: lost values stay lost.
 
     Parameters
     ----------

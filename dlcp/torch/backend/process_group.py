@@ -79,7 +79,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return self.collectives.ranks
 
     supports_coalescing = supports_splitting = False
-    """What PyTorch asks the backend of a device for."""
+    """Properties that PyTorch asks a device's backend for."""
 
     def _get_backend(self, device: torch.device) -> "ProcessGroup":
         """Return the backend of a device: the group itself, which serves all of them."""
@@ -231,7 +231,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]  # Any, for the reason above
         return self._receive(tensors, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive the oldest message of a tag from any rank; the work tells which."""
+        """Receive the oldest message of a tag from any rank; the work names the rank."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> Work:
@@ -376,7 +376,7 @@ def _watch_exit() -> None:
 
 
 def _leave_groups() -> None:
-    """Leave the groups that a script has not destroyed: peers may still wait to learn what is over."""
+    """Leave the groups that a script has not destroyed: peers may still wait for their confirmation."""
     for collectives in list(_OPEN):
         reason = reason_of_exit(collectives.rank) or f"rank {collectives.rank} has ended in the middle of a collective"
         collectives.close(reason if collectives.busy else None)

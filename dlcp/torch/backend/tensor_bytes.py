@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors as bytes for packets, and back.
 
-A contiguous tensor on the CPU is used in place. Any other is copied: one on a GPU into pinned memory, on a stream
-beside the compute stream.
+A contiguous tensor on the CPU is used in place. Any other is copied: one on a GPU into pinned memory, on a stream other
+than the compute stream.
 """
 
 from collections.abc import Callable, Sequence
