@@ -118,7 +118,7 @@ class Accounts:
     Parameters
     ----------
     switches
-        By switch.
+        The counters of each switch.
     nics
         By host.
     busiest_bps
@@ -448,9 +448,9 @@ def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapp
     """Compare the data packets of the ledgers with those of the switches.
 
     Each packet is counted once: as forwarded to a host, or as dropped by policy or at a full queue anywhere on its way.
-    A switch tells data from control packets by the queue in their tag: only control packets use the most urgent one. Of
-    them, only probes for missing packets use others, and the ledgers count these.
-    A packet beyond its job's share is moved to the lowest queue, and OVER_SHARE is counted under its tagged queue.
+    A switch distinguishes data from control packets by the queue in their tag: only control packets use the most urgent
+    one. Of them, only probes for missing packets use others, and the ledgers count these. A packet beyond its job's
+    share is moved to the lowest queue, and OVER_SHARE is counted under its tagged queue.
     """
     at: dict[str, list[int]] = {}
     for host in hosts:

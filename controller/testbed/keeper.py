@@ -439,7 +439,7 @@ class Network:
 
 
 SUPERVISE_S: Final = 0.2
-"""Interval at which it checks that all switches run: short beside the time that a restart takes."""
+"""Interval at which it checks that all switches run: short compared with the time that a restart takes."""
 
 
 def keep(layout: Layout) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table entries, action-profile members and port set-up as a JSON file.
 
-An example, with every kind of thing in it::
+An example with all parts::
 
     {
       "profiles": [

@@ -145,7 +145,8 @@ class Peer:
 
     Parameters
     ----------
-     rank Its number.
+    rank
+        Its number.
     flow
         The state of the flow to it, a ``flow_view`` of ``engine.h``.
     control
