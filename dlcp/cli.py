@@ -27,15 +27,15 @@ class Command(NamedTuple):
 
     purpose: str
     wraps: str = ""
-    """What it wraps: torchrun, whose options it passes on, or a command."""
+    """The program that it wraps: torchrun, whose options it passes on, or a command."""
     needs: str = ""
     """The package extra that it needs, as in ``pip install 'dlcp[EXTRA]'``."""
     examples: str = ""
-    """Command lines, one to a line; what each is for may follow after two spaces."""
+    """Command lines, one per line; the purpose of each may follow after two spaces."""
 
 
 class _Help(argparse.HelpFormatter):
-    """Help whose indented lines, those of examples, stay as they are."""
+    """Help that does not wrap indented lines, which are examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = super()._fill_text
@@ -43,7 +43,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, which would capture options meant for torchrun; nor have its subparsers any."""
+    """A parser without abbreviations, also in subparsers: they would capture options meant for torchrun."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The limits of all numbers that users give: what the engines' integers can hold.
 
-Both engines count picoseconds in 64 bits and packets in 32, so a larger number would wrap around without a word. The
-types below state the limits of fields in files; `dlcp.inputs.document` checks them, and names the field and the limit.
-What follows from several fields, such as the time of a layer on a slow worker, is checked where it is computed.
+Both engines count picoseconds in 64 bits and packets in 32, so a larger number would silently wrap around. The types
+below state the limits of fields in files; `dlcp.inputs.document` checks them, and names the field and the limit. Values
+that follow from several fields, such as the time of a layer on a slow worker, are checked where they are computed.
 """
 
 from typing import Annotated, Final
@@ -92,7 +92,7 @@ def check_within(what: str, value: float, most: float, advice: str) -> None:
     Parameters
     ----------
     what
-        What the number is, and of what.
+        The quantity, and what it belongs to.
     advice
         What to change.
     """

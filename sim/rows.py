@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both packet engines know of messages, streams and packets: the kernel's rows, and the reference's objects."""
+"""State of messages, streams and packets in both packet engines: the kernel's rows, and the reference's objects."""
 
 from typing import TYPE_CHECKING, Any, Final
 

@@ -121,7 +121,7 @@ class SwitchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 Fidelity = Literal["packets", "flows"]
-"""What a simulation moves through the network."""
+"""Whether a simulation moves packets or flows."""
 Placement = Literal["packed", "spread", "random"]
 FlowSizes: TypeAlias = tuple[tuple[float, float], ...]
 """A cumulative distribution: (bytes, probability that a flow is no larger), ascending; the last probability is 1.
@@ -130,7 +130,7 @@ _Entry = Annotated[float, Meta(ge=0, le=SIZE_BYTES_MAX)]
 _ROUNDING: Final = 1e-6
 """How far the last share of a table may be from 1: tables have up to six digits."""
 _WIRE_LOAD_MAX: Final = 2.0
-"""Largest load with headers: more is no traffic that anybody wants, a little above 1 may be."""
+"""Largest load with headers: more is no realistic traffic, but a little above 1 may be."""
 _REPEATS_MAX: Final = 1_000_000
 """Most times that a pattern's flows begin: each is a graph of its own."""
 
@@ -381,8 +381,8 @@ class TraceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     compute_factor
         Factor on the durations of computations: 0.5 is a processor that is twice as fast.
     ranks_per_node
-        Consecutive ranks that share a node: what they send each other takes no time, as if their links within it were
-        much faster, and only traffic between nodes crosses the network.
+        Consecutive ranks that share a node: messages among them take no time, as if their links within it were much
+        faster, and only traffic between nodes crosses the network.
     flops
         Operations per second of a GPU, for Chakra's computations without a duration.
     groups

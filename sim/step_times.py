@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a job is: the times of its steps."""
+"""The progress of a job: the times of its steps."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise

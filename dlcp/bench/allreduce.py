@@ -48,7 +48,7 @@ class AllReduceSeries:
     iterations, warm_up
         Numbers of timed batches of each size, and of batches before them.
     device
-        ``cpu``, beside Gloo, or ``cuda``, beside NCCL.
+        ``cpu``, compared with Gloo, or ``cuda``, compared with NCCL.
     seed
         Seed of the values, and of the order in which the two sides take turns.
     """
@@ -106,7 +106,7 @@ def measure(
 
     Returns
     -------
-    ``allreduce.nN.BYTES``: ms of DLCP beside those of the framework, with bandwidths in the details.
+    ``allreduce.nN.BYTES``: ms of DLCP and of the framework, with bandwidths in the details.
 
     Raises
     ------

@@ -102,7 +102,7 @@ def add_json(parser: _Parser) -> None:
 
 
 def add_model_input(parser: _Parser) -> None:
-    """Declare the options that say what a model to measure is called with; see `model_input`."""
+    """Declare the options that define the input of a model to measure; see `model_input`."""
     add(parser, "--input", "SHAPE", shape, "shape of a sample of a model to measure, such as 3,224,224, or 512 tokens")
     tokens = "the samples are tokens below N (default: tokens if they go into an embedding, else random numbers)"
     add(parser, "--tokens", "N", whole(1), tokens, default=0)
@@ -111,7 +111,7 @@ def add_model_input(parser: _Parser) -> None:
 
 
 def model_input(arguments: argparse.Namespace, batch: int) -> "ModelInput":
-    """Return what the options of `add_model_input` describe, for ``batch`` samples.
+    """Return the input that the options of `add_model_input` describe, for ``batch`` samples.
 
     Raises
     ------

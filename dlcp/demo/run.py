@@ -564,7 +564,7 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _print_losses(console: Console, name: str, result: dict[str, Any]) -> None:
-    """Print what the messages of one run with a loss bound lost and encoded."""
+    """Print the shares of lost and of encoded packets in one run with a loss bound."""
     loss, precision = result["loss"], result["precision"]
     kept = f"exceeded {loss['violations']} times" if loss["violations"] else "never exceeded"
     console.print(

@@ -37,7 +37,7 @@ log = logging.getLogger("dlcp")
 
 
 class HistoryPoint(NamedTuple):
-    """The activity of a session's ranks in one interval. Times are in seconds and, but for ``time_s``, means per step.
+    """The activity of a session's ranks in one interval. Times are in seconds; all but ``time_s`` are means per step.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ def parse_snapshot(data: bytes) -> RankSnapshot:
     Raises
     ------
     ValueError
-        It is none; the message says which field is wrong.
+        It is not a snapshot; the message says which field is wrong.
     """
     try:
         found = msgspec.json.decode(data, type=RankSnapshot)

@@ -44,7 +44,7 @@ _SETTINGS: Final[Any] = {
     "figure.constrained_layout.use": True,
     "figure.facecolor": PAPER,
     "axes.facecolor": "none",
-    # Comes with Matplotlib, and is the widest font that a reader may see, so that texts have room.
+    # It comes with Matplotlib and is the widest font that a reader may see, so texts have room in any.
     "font.family": "DejaVu Sans",
     "font.size": 13,
     "text.color": INK,

@@ -44,7 +44,7 @@ class Model:
     state
         DLCP's state; None if DLCP does not average its gradients.
     note
-        What switched DLCP on, or why it stays off.
+        How DLCP was switched on, or why it stays off.
 
     Attributes
     ----------

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries packets or flows: compiled, in plain SimPy, or approximately."""
+"""Engines that carry packets or flows: compiled, in plain SimPy, or approximate."""

@@ -56,7 +56,7 @@ OWN_KIND: Final = 100
 TRANSPORTS: Final = (*get_args(specs.TransportSpec), *OWN_TRANSPORTS)
 """All transports, by kind."""
 _FACTS: Final = ("ecn", "slow_start", "credited", "smallest_first", "every_loss", "backoff_max", "loss_keep")
-"""What a transport's class says of it."""
+"""The properties of a transport that its class declares."""
 
 
 class Discipline(IntEnum):
@@ -195,7 +195,7 @@ class LongestPath:
     Parameters
     ----------
     rate_gbps
-        Of its ends' links, the slower.
+        Rate of the slower link at its ends.
     """
 
     base_rtt_ps: int

@@ -64,7 +64,7 @@ class RunSetting(NetworkSetting, frozen=True, kw_only=True):
                     )
 
     def check_jobs(self) -> None:
-        """Reject lower precision over other transports than DLCP's, and jobs that the engine or skipping is not for.
+        """Reject lower precision without DLCP's transport, and jobs that the engine or skipping does not support.
 
         Raises
         ------
@@ -123,7 +123,7 @@ class Quick(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 LEARNING_CURVES: Final = ("accuracy", "loss")
-"""What tests of a model measure."""
+"""The measures of a model's tests."""
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _MEMORY_S: Final = 24 * 3600.0
-"""The remaining time follows from the units of the last day, which is all: rich's 30 s are shorter than many units."""
+"""Seconds of units that estimate the remaining time: a day, so all of them; rich's 30 s are shorter than many units."""
 
 
 class ProgressBar:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens during a run, for those who show it: links over time, and the bounds of a job's steps."""
+"""Record a run, for pages and tables: links over time, and the bounds of a job's steps."""
 
 from collections.abc import Mapping
 from typing import Any, Final, Protocol

@@ -48,7 +48,7 @@ class Results:
     missing
         Runs without complete results of this version and setting.
     unfinished
-        What did not end, by the name of the run, in those whose results are incomplete.
+        Jobs and messages that did not end, by the name of the run, for incomplete results.
     """
 
     experiment: Experiment
@@ -204,7 +204,7 @@ class ClaimFinding:
 
 
 def findings(results: Results) -> list[ClaimFinding]:
-    """Evaluate an experiment's claims. Only packets count: flows are too inexact to compare with what is published."""
+    """Evaluate an experiment's claims. Only packets count: flows are too inexact to compare with published figures."""
     exact = dataclasses.replace(
         results, documents=tuple(item for item in results.documents if not is_approximate(item))
     )

@@ -135,7 +135,7 @@ class MessageMeasures:
     traffic
         Names of the other traffic.
     ideal
-        What its messages would take alone.
+        The times that its messages would take alone.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ def run(
     Parameters
     ----------
     engine
-        What moves the packets, unless the setting asks for flows.
+        The engine, unless the setting asks for flows.
     on_progress
         Called a few times a second with the number of steps that have ended, of all steps, and a note.
     recorder

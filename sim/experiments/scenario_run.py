@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scenario describes, as SimPy processes: jobs, background traffic, flows and failures; and `simulate`."""
+"""A scenario's jobs, background traffic, flows and failures as SimPy processes; and `simulate`."""
 
 import dataclasses
 import time
@@ -190,7 +190,7 @@ def start(simulation: Simulation, jobs: Iterable[Process]) -> list[simpy.Process
 def reporting(
     simulation: Simulation, jobs: Sequence[StepTimes], show: Callable[[int, int, str], None]
 ) -> Callable[[], None]:
-    """Return what shows the number of finished steps, of all steps, and a note, for `Simulation.run`."""
+    """Return a function for `Simulation.run` that shows the number of finished steps, of all steps, and a note."""
     total = sum(job.steps for job in jobs)
 
     def report() -> None:

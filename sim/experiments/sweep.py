@@ -25,7 +25,7 @@ WAIT_S: Final = 24 * 3600.0
 """How long a sweep waits for its next result: far longer than any run takes."""
 
 _IGNORE_INTERRUPTS: Final = signal.SIGINT, signal.SIG_IGN
-"""What the processes of a pool do with Ctrl-C: they leave it to the one that owns the pool."""
+"""The handler of Ctrl-C in a pool's processes: they leave it to the process that owns the pool."""
 DASK_TIMEOUT_S: Final = 20.0
 """How long a Dask scheduler may take to answer; not tuned."""
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent: messages and their dependencies, and collectives made of them."""
+"""Messages and their dependencies, and collectives made of them."""

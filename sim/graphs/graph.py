@@ -51,7 +51,7 @@ _MOST: Final[Mapping[str, tuple[str, int, str]]] = {
     "size_bytes": ("the size of a message in bytes", SIZE_BYTES_MAX, "send less"),
     "delay_ps": ("a duration in picoseconds", TIME_MAX_PS, "compute less"),
 }
-"""Of a column, what it holds, its largest value, and what to change."""
+"""A column's content and its largest value, and the advice if that is exceeded."""
 
 
 class GraphBuilder:

@@ -333,7 +333,7 @@ class _PacketValues:
 
 
 class GradientExchange:
-    """Averages the gradients of all workers, without what is missing.
+    """Averages the gradients of all workers, without missing values.
 
     Parameters
     ----------
@@ -346,14 +346,14 @@ class GradientExchange:
     payload_bytes
         Payload of a packet.
     error_feedback
-        Whether what is missing is added to the next step.
+        Whether missing values are added to the next step.
 
     Attributes
     ----------
     residual
         What each worker still has to send, float32 (workers, values).
     rounded_off
-        What servers have rounded off their averages, float32 (values,).
+        Rounding errors of the servers' averages, float32 (values,).
     """
 
     def __init__(
@@ -425,7 +425,7 @@ class GradientExchange:
         bits: int,
         lower_lost: NDArray[np.bool_],
     ) -> None:
-        """Replace contributions by what is decoded; ``lower_lost`` is the mask of values without lower digits."""
+        """Replace contributions by their decoded values; ``lower_lost`` is the mask of values without lower digits."""
         exact = received[ranks]
         whole, upper = decoded(exact, bits)
         received[ranks] = np.where(lower_lost[ranks], upper, whole)
@@ -435,7 +435,7 @@ class GradientExchange:
     def _send_average(
         self, mean: NDArray[np.float32], own: slice, shard: ShardMessages, outcome: StepOutcome
     ) -> NDArray[np.float32]:
-        """Return what all workers receive of an average."""
+        """Return an average as all workers receive it."""
         mean = mean + self.rounded_off[own]
         sent = decoded(mean[np.newaxis], outcome.bits)[0][0] if outcome.planes(int(shard.results[0])) else mean
         rest = mean - sent
@@ -467,7 +467,7 @@ class GradientExchange:
 
 
 def decoded(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return what is decoded of messages with all digits, and of their upper planes alone.
+    """Return the decoded values of messages with all digits, and of their upper planes alone.
 
     Parameters
     ----------

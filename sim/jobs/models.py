@@ -172,8 +172,8 @@ class TimedLayer:
     Parameters
     ----------
     output_bytes
-        What later layers need from this layer and earlier ones, for a whole batch; 0 if unknown, or if the model cannot
-        be cut here.
+        Bytes that later layers need from this layer and earlier ones, for a whole batch; 0 if unknown, or if the model
+        cannot be cut here.
     """
 
     name: str
@@ -338,7 +338,7 @@ class ProfileError(RuntimeError):
 
 
 class _TokensWantedError(Exception):
-    """An embedding met numbers that are none of its tokens; ``vocabulary`` is the number of these."""
+    """An embedding received numbers that are not among its ``vocabulary`` tokens."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -346,7 +346,7 @@ class _TokensWantedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What a model to measure is called with.
+    """The input of a model to measure.
 
     Parameters
     ----------
@@ -439,7 +439,7 @@ def _users(name: str, function: Callable[..., Any], *arguments: Any, **options: 
 
 
 def _raised(name: str, error: BaseException) -> ProfileError:
-    """Return an error that says what a user's code has raised, and where: in the last of its lines."""
+    """Return an error with the exception that a user's code has raised, and the line of that code."""
     frames = traceback.extract_tb(error.__traceback__)
     others = ("<", sysconfig.get_path("stdlib"), __file__)
     own = [each for each in frames if not each.filename.startswith(others) and "site-packages" not in each.filename]
@@ -515,7 +515,7 @@ def _with_tokens(
 
     # `torch` is loaded only where it is needed, so type checkers do not know this class.
     class Checked(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-        """Checks what goes into embeddings, with and without a module."""
+        """Checks the input of embeddings, with and without a module."""
 
         def __torch_function__(
             self, function: Any, _: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None

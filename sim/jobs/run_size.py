@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the graphs of a run are, known before any of them is built."""
+"""Estimate the size of a run's graphs before any of them is built."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -100,16 +100,16 @@ def steps_per_graph(nodes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """How large a part of a run is.
+    """The size of a part of a run.
 
     Parameters
     ----------
     name
         Of the job or pattern.
     what
-        What it consists of, for messages: "a step has", and so on.
+        Its unit, for messages: "a step has", and so on.
     ways
-        What would make it smaller.
+        Ways to make it smaller.
     nodes
         Messages and computations of one step, turn or burst.
     held, total
@@ -145,7 +145,7 @@ def pattern_size(pattern: FlowPattern, hosts: int) -> PartSize:
 
 
 def check_run_size(parts: Iterable[PartSize]) -> None:
-    """Refuse what does not fit into memory, before it is built; warn of what takes long.
+    """Refuse parts that do not fit into memory, before they are built; warn of those that take long.
 
     Raises
     ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job runs: its steps are submitted, and what becomes of them decides what the next ones send."""
+"""Run a training job: submit its steps, whose outcome decides what the next ones send."""
 
 import itertools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Progress(StepTimes):
     skipped
         Steps that were not simulated.
     skipped_ps
-        How much later a moment of the job is than the engine's time: what this job and others have skipped.
+        The time that this job and others have skipped, by which the job is ahead of the engine.
     bits
         Bits per value of each step; empty in full precision.
     minibatches
@@ -136,7 +136,7 @@ def training(
 
 
 def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | None:
-    """Return what chooses the precision of a job's messages; None for full precision."""
+    """Return the object that chooses the precision of a job's messages; None for full precision."""
     spec, transport = job.spec, simulation.scenario.transports[job.spec.transport]
     if spec.precision == FULL_BITS or not isinstance(transport, DlcpTransport):
         return None

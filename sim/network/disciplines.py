@@ -9,7 +9,7 @@ BUILT_IN_DISCIPLINES: Final = ("fifo", "priority", "dlcp", "pfabric", "trim")
 
 
 class Admission(IntEnum):
-    """What becomes of a packet that arrives at a busy port. One that cannot be marked is queued."""
+    """The fate of a packet that arrives at a busy port. One that cannot be marked is queued."""
 
     QUEUE = 0
     MARK = 1

@@ -103,7 +103,7 @@ class Routes:
 
 
 class _Wiring:
-    """What paths are found from.
+    """The input of path finding.
 
     Attributes
     ----------

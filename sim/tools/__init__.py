@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shows a run, and the questions from which a first experiment is made."""
+"""Tables and pages of runs, and the questions for a first experiment."""

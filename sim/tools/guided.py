@@ -50,7 +50,7 @@ class Question:
     default
         The default answer, given the answers so far.
     parse
-        Turns an answer into its value; raises ValueError with the words for the person who answered.
+        Turns an answer into its value; raises ValueError with a message for the user.
     choices
         The known names, given the answers so far; none for a number.
     """
@@ -132,7 +132,7 @@ QUESTIONS: Final = (
         lambda answers: TRANSPORT_KINDS[answers["transport"]].disciplines,
     ),
 )
-"""What a first experiment needs to know, in the order in which later answers depend on earlier ones."""
+"""The questions for a first experiment; later answers depend on earlier ones."""
 
 
 def guided_setting(answers: Answers) -> RunSetting:

@@ -96,7 +96,7 @@ class StepRecorder:
 
 @dataclass(frozen=True, slots=True)
 class LaneSegment:
-    """What a rank does for a while, in microseconds from the step's beginning.
+    """An activity of a rank, in microseconds from the step's beginning.
 
     Parameters
     ----------

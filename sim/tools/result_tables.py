@@ -39,7 +39,7 @@ _EVENT: Final = row_type(
 
 
 class TableRecorder:
-    """Keeps what happens in a run, as a `dlcp.sim.experiments.recording.Recorder`: about 80 bytes for each message.
+    """Keeps the messages of a run, as a `dlcp.sim.experiments.recording.Recorder`: about 80 bytes for each message.
 
     Messages and computations that had not ended when the run ended are left out.
     """
@@ -181,7 +181,7 @@ def _columns(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Table:
 
 
 def table_writer(kind: TableFormat) -> Callable[[Table, Path], None]:
-    """Return what writes a table as a file.
+    """Return the function that writes a table as a file.
 
     Raises
     ------

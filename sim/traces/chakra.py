@@ -10,7 +10,7 @@ fields that are read or written here are declared.
 - A send ends when it begins, whatever its size: ASTRA-sim does not wait for the receiver either.
 - Computations on the CPU (``is_cpu_op``) run one at a time, and so do those on the GPU. A memory access is a
   computation of its duration.
-- ``comm_size`` is what a rank puts into a collective, as in ASTRA-sim: its own shard for an all-gather.
+- ``comm_size`` is the size of a rank's input to a collective, as in ASTRA-sim: its own shard for an all-gather.
 - A collective's ranks are those of its process group (``pg_name``), as a node ``process_group:init`` or the reader's
   caller lists them. Without a name, or with the name 0 if nothing lists it, all ranks take part.
 - A node for a collective on the CPU (``is_cpu_op``) only starts the one on the GPU, and is a computation.

@@ -41,7 +41,7 @@ _ANY: Final = (-1, 0xFFFFFFFF)
 _DIGITS_MAX: Final = 18
 """Most digits of a number: they fit in 64 bits."""
 _NUMBERS: Final = ("size", "peer", "tag", "cpu", "nic")
-"""What the groups of a statement's pattern hold."""
+"""The contents of the groups in a statement's pattern."""
 _LABEL: Final = r"[A-Za-z]\w*"
 _PATTERNS: Final = {
     "calc": (re.compile(r"calc\s+(\d+)()()(?:\s+cpu\s+(\d+))?()$"), "calc NANOSECONDS [cpu N]"),
@@ -54,7 +54,7 @@ _PATTERNS: Final = {
         "recv BYTESb from RANK [tag N] [cpu N] [nic N]",
     ),
 }
-"""Of each operation, its pattern (size, peer, tag, processor), and how it is written, for errors."""
+"""Each operation's pattern (size, peer, tag, processor), and its syntax, for errors."""
 _LABELLED: Final = re.compile(rf"({_LABEL})\s*:\s*(.*)$")
 _REQUIRES: Final = re.compile(rf"({_LABEL})\s+(i?requires)\s+({_LABEL})$")
 _RANK: Final = re.compile(r"rank\s+(\d+)\s*\{$")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of a traced job does, and the graph that this becomes on a network.
+"""The operations of each rank of a traced job, and their graph on a network.
 
 Every trace format is read into a `Workload`: for each rank, operations that compute, send, receive or take part in a
 collective, and the operations that they wait for. `workload_graph` matches sends with receives and the ranks' parts of
@@ -77,7 +77,7 @@ def trace_content(file: Path) -> bytes:
 
 
 class OperationKind(Enum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     COMPUTE = auto()
     SEND = auto()
@@ -104,8 +104,8 @@ class RankOperation:
     peer
         The other rank of a message, or the root of a collective, as a rank of the job.
     size_bytes
-        Of a message; of a collective, what a rank puts in: its shard for ``all_gather`` and ``gather``, otherwise the
-        whole buffer.
+        Of a message; of a collective, a rank's input: its shard for ``all_gather`` and ``gather``, otherwise the whole
+        buffer.
     collective, group
         The collective, and its ranks in order.
     order
@@ -149,7 +149,7 @@ class Workload:
     eager_bytes, algorithm
         Defaults for `TraceTraffic`, by the format.
     note
-        What of the trace is simplified, in a sentence; empty if nothing is.
+        Simplifications of the trace, in a sentence; empty if there are none.
     """
 
     name: str
@@ -204,7 +204,7 @@ class TraceTraffic:
     compute_factor
         Factor on the durations of computations.
     ranks_per_node
-        Consecutive ranks of a node: what they send each other takes no time, and only the rest crosses the network.
+        Consecutive ranks of a node: messages among them take no time, and only the rest crosses the network.
     """
 
     hosts: Sequence[int]

@@ -8,7 +8,7 @@ collectives that ended during it have ended. So a slower or faster network moves
 - **PyTorch.** On a GPU, the main thread is what its kernels do besides communication; on a CPU, the thread that has the
   steps. Waiting is a gap in which a collective ends. Steps are those of ``torch.profiler``'s schedule.
 - **DLCP.** A bucket is an all-reduce from when it is ready; tagging before it, and summing and applying, here after it,
-  take the time that they took. Waiting is what the trace calls so. A step lasts from its first gradient to that of the
+  take the time that they took. Waiting is taken from the trace. A step lasts from its first gradient to that of the
   next step.
 """
 

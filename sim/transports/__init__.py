@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hosts send: windows, timers, and what completes a message."""
+"""How hosts send: windows, timers, and the completion of messages."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports and disciplines that installed packages bring, by entry points in the groups below.
+"""Transports and disciplines of installed packages, found by entry points in the groups below.
 
 They are loaded when this module is, because the types of an experiment's file and the compiled rules depend on them.
 """

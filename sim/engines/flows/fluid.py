@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: nodes begin, messages leave their hosts as fluid but for their last two packets, and these arrive.
+"""The loop: nodes begin, messages leave their hosts as fluid except for their last two packets, and these arrive.
 
 Nothing happens between these events. Rates are computed once for all changes within a short time (`RATES_DELAY`). In
 between, a flow that begins has the rate of others on its path, or what they leave.
@@ -20,7 +20,7 @@ from dlcp.sim.jit import call, entry
 from dlcp.sim.limits import FOREVER_PS
 
 RATES_DELAY: Final = 1 / 128
-"""Longest such time, relative to the duration of a message."""
+"""Longest time from a change to new rates, relative to the duration of a message."""
 SHARE_SPREAD: Final = 0.12
 """Standard deviation of a message's share of a port, relative to an equal share. When 4 to 32 senders send 1 or 4 MB to
 one, the packets of DCTCP and of DLCP without loss spread by 0.05 to 0.17, in the median by 0.11."""

@@ -294,7 +294,7 @@ def level_of(w: FlowState, level: int) -> float:
     for queue in range(level % PORT_QUEUES + 1, PORT_QUEUES):
         if p.queues & (1 << queue):
             room -= w.levels[port * PORT_QUEUES + queue].used
-    # What others leave is never quite 0, so that a flow always ends. A hundredth of a percent is that of no result.
+    # Leave at least a hundredth of a percent, so that every flow ends. No result depends on it.
     room = max(room, p.capacity * 1e-4)
     found = 0.0
     while True:
