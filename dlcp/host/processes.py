@@ -400,7 +400,7 @@ class Processes(Closing):
         self._children: list[subprocess.Popen[bytes]] = []
         self._over: list[threading.Event] = []
         self._first_rank = layout.node * layout.here
-        # From now on: a signal that arrives between two processes must end both.
+        # From here on, because a signal that arrives between the starts of two processes must end both.
         self._signals = contextlib.ExitStack()
         self._signals.enter_context(_signals(self._ended))
         try:
@@ -419,7 +419,7 @@ class Processes(Closing):
             raise
 
     def _await(self, local_rank: int, pid: int) -> None:
-        # WNOWAIT keeps it a zombie: stop() kills its process group by number, which must not be reused before.
+        # WNOWAIT keeps it a zombie: stop() kills its process group by number, which must not be reused before then.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         status = 0 if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         self._over[local_rank].set()

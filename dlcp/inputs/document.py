@@ -106,7 +106,7 @@ class Document:
             if path.suffix == ".json":
                 self.content, repeated = _parse_json(path, self._text)
             if repeated:
-                self.content = self._yaml()  # of a JSON file with a repeated key: the error names both lines
+                self.content = self._yaml()  # for a JSON file with a repeated key: this error names both lines
         except DocumentError:
             self._refuse_foreign()
             raise

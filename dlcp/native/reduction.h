@@ -16,7 +16,7 @@ struct reduction {
     float divisor;
     plane_layout layout; /* of encoded contributions, which all wait in their messages' buffers; otherwise 0 */
     plane_sum sum;
-    const uint8_t **codes;   /* by position: where a packet of each is; in use only while it is added */
+    const uint8_t **codes;   /* by position: a packet of each contribution; used only while it is added */
     uint64_t *lower_missing; /* bits, by position, likewise */
 };
 

@@ -28,7 +28,7 @@ struct rx_message {
 
 typedef enum {
     TIME_WAIT_STOPPING, /* packets are missing: STOP is repeated until STOP_ACK */
-    TIME_WAIT_WHOLE,    /* an acknowledgement told the sender, which probes if that was lost */
+    TIME_WAIT_WHOLE,    /* an acknowledgement has notified the sender; if it was lost, the sender probes */
     TIME_WAIT_KNOWN,    /* the sender knows */
 } rx_time_wait_state;
 

@@ -5,7 +5,7 @@ Such a description has the components of all devices: GPUs, network cards, PCIe 
 that are joined by links without a bandwidth become one node, because nothing limits what they send each other. A device
 without GPUs and network cards is a switch, and becomes one node in any case. Nodes with GPUs are hosts; if there are no
 GPUs, those with network cards. So a server whose inner links have no bandwidth is one host with several links. If they
-have one, each GPU is a host, and the server's switches, and its network cards, are nodes between them.
+have one, each GPU is a host, and the server's switches and network cards are nodes between them.
 """
 
 import json
