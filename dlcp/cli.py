@@ -255,10 +255,10 @@ def _options_end(argv: Sequence[str], start: int, own: Mapping[str, argparse.Act
             torchrun = _options_of_torchrun()
             known, is_all = {**torchrun, **own}, bool(torchrun)
         meant = _meant(flag, known, own)
-        if is_all and not meant and not flag[1:2].isdecimal():  # else a negative number
+        if is_all and not meant and not flag[1:2].isdecimal():  # otherwise it is a negative number
             places = f"dlcp {command}" if known is own else f"dlcp {command} or torchrun"
             raise LookupError(f"{flag} is no option of {places}{closest(flag, known)}")
-        # Only the word itself decides: all that follows may be the script's.
+        # Only the word itself counts: everything after it may belong to the script.
         follows = start + 1 < len(argv) and not argv[start + 1].startswith("-")
         has_value = bool(meant) and all(action.nargs != 0 for action in meant)
         attached = equals or (flag not in known and flag[:2] != "--")

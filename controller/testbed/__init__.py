@@ -11,7 +11,7 @@ _POLL_S: Final = 0.05
 class TestbedError(RuntimeError):
     """A part of the testbed could not be created, reached or removed; the message names it and says what to do."""
 
-    __test__ = False  # or pytest would collect it, for its name
+    __test__ = False  # otherwise pytest would collect it because of its name
 
 
 def came_true(condition: Callable[[], object], deadline_s: float) -> bool:

@@ -66,7 +66,7 @@ def load_mininet(module: str) -> Any:
     try:
         return importlib.import_module(f"mininet.{module}")
     finally:
-        logging.setLoggerClass(loggers)  # Mininet sets its own, whose loggers end no lines, for the whole process
+        logging.setLoggerClass(loggers)  # Mininet sets its own for the whole process, whose loggers end no lines
 
 
 def mininet_network() -> Any:

@@ -349,7 +349,7 @@ class AllGatherRun(CompressedRun):
     def begin(self) -> None:
         """Send to all peers, and post receives for their contents."""
         index = self.ranks.index(self.rank)
-        # Each rank begins with another peer, so that no receiver is overrun.
+        # Each rank begins with a different peer, so that no receiver is overrun.
         for peer in [*self.ranks[index + 1 :], *self.ranks[:index]]:
             self._receive(peer, CONTENT, len(self.content), self.bound, self._on_content)
             if self.bound.ratio:
@@ -384,7 +384,7 @@ class AllGatherRun(CompressedRun):
         if not self.bound.ratio or encoded.worth is None:
             return tagger.tag_whole(encoded.units, encoded.segments, self.units_per_packet)
         worth = packet_magnitudes(encoded.worth, ValueType.FLOAT32, self.units_per_packet)
-        # A last byte may have room for more units than there are.
+        # The last byte may have room for more units than the bucket has.
         tags = tagger.tag_magnitudes(worth, encoded.units, encoded.segments, self.units_per_packet)
         must = ~np.isfinite(worth)
         tags.protected[must], tags.drop_class[must] = True, 0

@@ -143,7 +143,7 @@ class DirectAllReduce:
 
     def _bits_of(self, bucket: Bucket) -> int:
         bits = self.bits
-        # A server keeps what it rounds off by bucket, so it waits until DDP has rebuilt its buckets.
+        # A server keeps rounding errors by bucket, so it waits until DDP has rebuilt its buckets.
         if bits == FULL_BITS or (self._has_server and self._steps <= SERVER_WHOLE_STEPS):
             return FULL_BITS
         return bucket.bits_at(bits)
@@ -603,7 +603,7 @@ class DirectRun(BucketRun):
             return
         self.shards[owner] = Shard.AWAITED  # before the receive, which an early message completes at once
         # Only now: the average overwrites data that may have been needed for a retransmission, or is lost.
-        rates = len(context.contributors) if self.reducer.between_ranks else 0  # a server tells none
+        rates = len(context.contributors) if self.reducer.between_ranks else 0  # a server reports none
         tail = np.zeros(rates * RATE.itemsize, np.uint8)
         key = self._key(ALL_GATHER, self.rank)
         if layout is None:
@@ -735,7 +735,7 @@ class DirectRun(BucketRun):
         encoded = (
             self.plan.layouts.get(self.rank) if accumulator and self.shards[self.rank] is Shard.ACCUMULATING else None
         )
-        if encoded is not None:  # its packets end elsewhere than those of other shards
+        if encoded is not None:  # its packets have other borders than those of other shards
             unit = math.gcd(unit, encoded.per_packet)
         count = -(-len(self.values) // unit)
         final, unconfirmed = np.zeros(count, np.bool_), np.zeros(count, np.bool_)

@@ -213,7 +213,7 @@ def make_reducer(
 
     small = context.tagger.policy.small_layer_values
     compressor = make_compressor(compression, error_feedback=options.error_feedback, whole_below=small)
-    # What a compressor leaves out belongs to the gradient's positions; losses of what it sends do not.
+    # Values that a compressor leaves out belong to positions of the gradient; losses of its output do not.
     transit = replace(context, residual=Residual(), noted=compressor.rounds == 1)
     # A compressor's recovery must know the losses of a contribution, which in one hop only the peer may know.
     plain = _plain(collective, transit, topology, costs, one_hop=False)

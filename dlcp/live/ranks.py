@@ -324,7 +324,7 @@ class Training:
                 raise ValueError(f"{status.st_size} bytes exceed {SNAPSHOT_BYTES_MAX}")
             snapshot = parse_snapshot(path.read_bytes())
             alone = WatchedRank(snapshot, now_s)
-            alone.shown(now_s, self.over)  # fails here if anything is invalid, and not later together with other ranks
+            alone.shown(now_s, self.over)  # an invalid snapshot fails here, and not later together with other ranks
             _layers([snapshot])
         except FileNotFoundError:
             return False

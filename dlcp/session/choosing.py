@@ -132,7 +132,7 @@ class ReportExchange:
                 done.set_exception(error)
 
         try:
-            connection.begin_step(step)  # which no reducer does in a step of the framework's
+            connection.begin_step(step)  # no reducer does this in a step that the framework averages
             tags = plain_tags(-(-mine.nbytes // connection.options.payload_bytes))
             for peer in self._peers:
                 into = theirs[peer].view(np.uint8)

@@ -353,8 +353,8 @@ def join(
             undo.callback(timeline.close)
         # The order of topics is the protocol: here, place, entry, then server or path, local peers, ready. Every rank
         # publishes and collects them in this order; otherwise two ranks could wait for each other until the deadline.
-        # Each rank skips the same topics: options and entries, which decide that, agree on all. A rank that fails
-        # publishes the verdict instead. With a secret, "through" comes last.
+        # All ranks skip the same topics, because options and entries decide that, and are the same on all. A rank that
+        # fails publishes the verdict instead. With a secret, "through" comes last.
         try:
             agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
             missing = f"has not joined: {CHECK.format(call)}"

@@ -261,7 +261,7 @@ class Options:
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
         shared["flow_weight"] = flow_weight(self.algorithm, range(workers), topology)
         shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
-        if self.advertise:  # behind an address translation, peers see other ports than this rank's
+        if self.advertise:  # behind an address translation, peers see ports other than this rank's
             shared["paths"] = 1
         return TransportOptions(**shared)
 

@@ -259,7 +259,7 @@ def give_back(spare: Any, slot: int) -> None:
     spare[spare[0]] = slot
 
 
-def loop(  # noqa: C901  # one branch for each way of a packet, compiled as one
+def loop(  # noqa: C901  # one branch for each path of a packet, compiled as one function
     ingress: Callable[..., tuple[int, int]],
     egress: Callable[..., bool],
     compiled: Callable[[Any], Any] = lambda function: function,

@@ -39,7 +39,7 @@ _sessions: "weakref.WeakKeyDictionary[LeavesAtExit, dist.ProcessGroup | None]" =
 
 def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement:
     """Open the next agreement of a process group; its ranks must open them in the same order."""
-    secret = _secret_of(options)  # before the number: a rank that fails here has opened none
+    secret = _secret_of(options)  # before the agreement's number: a rank that fails here has opened none
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     name = f"dlcp/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'world'}"

@@ -212,7 +212,7 @@ class StepClock:
 
     def _mark(self, number: int) -> None:
         if len(self._marks) < MARKS_MAX and not self.ended:
-            if self._cuda and torch.cuda.is_current_stream_capturing():  # events of a graph have no times
+            if self._cuda and torch.cuda.is_current_stream_capturing():  # events in a CUDA graph have no times
                 return
             self._marks.append((number, self._stamp()))
 
@@ -376,7 +376,7 @@ class StepWatch:
             self._clock.close()
             self._gave_up = reason is not None
             self._closing.set()
-            self._thread.join(LAST_REPORT_S)  # inside PyTorch when Python ends, it would abort the process
+            self._thread.join(LAST_REPORT_S)  # a thread inside PyTorch when Python ends would abort the process
             if self._snapshots:
                 self._snapshots.close(WATCHED, reason)
 

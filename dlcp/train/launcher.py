@@ -249,7 +249,7 @@ def torchrun_settings(torchrun: Sequence[str], script: Sequence[str]) -> argpars
     try:
         settings = _parsed(torchrun if chosen else [*_ONE_MACHINE, *torchrun])
     except UsageError:
-        target_of(script)  # without a script, the last words before it are none of torchrun's
+        target_of(script)  # if there is no script, this error explains it better
         raise
     if chosen:
         _use_route(settings)

@@ -338,7 +338,7 @@ def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> I
         def _(original: _Method, model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
             original(model, *arguments, **named)
             before = functools.partial(_before_forward, ready)
-            # Not to be compiled, because it does collective work, once. The compiler's API has no annotations.
+            # Exclude it from compilation: it does collective work, once. The compiler's API has no annotations.
             model.register_forward_pre_hook(torch.compiler.disable(before))  # type: ignore[no-untyped-call]
 
         @replacing(DistributedDataParallel, "register_comm_hook")
@@ -358,7 +358,7 @@ def watch(ready: WhenReady, hooked: WhenHooked, backend: str | None = None) -> I
                 hooked(model, state)
             return state
 
-        with contextlib.suppress(ImportError):  # where PyTorch has it elsewhere, scripts call dlcp.torch.enable
+        with contextlib.suppress(ImportError):  # if PyTorch has it elsewhere, scripts must call dlcp.torch.enable
             from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
             @replacing(FSDPState, "_lazy_init")

@@ -273,7 +273,7 @@ class Connection:
 
         It is called at once for those that have arrived already: peers may send before this rank listens.
         """
-        self.take_events()  # what these report is reported again below
+        self.take_events()  # the events that these report are reported again below
         self._on_unexpected = handler
         self.engine.report_unexpected(self.clock())
         self.take_events()

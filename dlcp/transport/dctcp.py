@@ -732,7 +732,7 @@ class DctcpWindow:
     def _let_drain(self, delay_s: float, report: Report) -> None:
         before = self.window
         self.window = max(self._smallest, self._drain.lowered(before, delay_s, self._path, report))
-        if not self._starting:  # else it is not known yet how long the packets of slow start will queue
+        if not self._starting:  # otherwise it is not known yet how long the packets of slow start will queue
             self._drain.begin_trial(before, self.window, self._path, report)
         self._starting = False
 

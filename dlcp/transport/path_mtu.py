@@ -248,7 +248,7 @@ class NarrowPath:
             self._search = None
             self._settle(search.passed)
         elif search.tries > 2 * TRIES and not search.passed:
-            self._search = None  # nothing passes, which others find out
+            self._search = None  # nothing passes, which deadlines detect
         else:
             for size in search.next_sizes():
                 self._probe(size)

@@ -236,7 +236,7 @@ class ReferenceSwitch:
         if count == 1:
             return 0
         if not packet.sprayed or choice == PathChoice.HASH:
-            # Numbers in a row would take the ports in turn, which only the P4 program's do.
+            # Consecutive numbers would take the ports in turn, which is so only in the P4 program.
             twice = packet.sprayed and self.rules.discipline != Discipline.DLCP
             return self.engine.hashed(self.node, packet.path_hash, twice=twice) % count
         if choice == PathChoice.ROUND_ROBIN:

@@ -62,7 +62,7 @@ class LinkSamples:
     def restart(self) -> None:
         """Forget all samples, and begin again now."""
         self.interval_ps = FIRST_INTERVAL_PS
-        # A row of `_sent` and `_counts` is what there has been until then, so there is one more than samples.
+        # A row of `_sent` and `_counts` has totals up to its time, so there is one row more than samples.
         self._times = [int(self._simulation.env.now)]
         self._queued: list[NDArray[np.int64]] = []
         self._sent = [self._simulation.engine.port_bytes()["sent_bytes"]]

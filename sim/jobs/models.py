@@ -486,7 +486,7 @@ def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: Mod
         for value in (*model.parameters(), *model.buffers()):
             keep(value)
     except (Exception, SystemExit):
-        return  # it reads its values, say; what is wrong shows when it is made with them
+        return  # it may read its values; real errors show when it is made with them
     values = dict(sizes)
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -497,7 +497,7 @@ def _check_memory(torch: Any, name: str, factory: Callable[..., Any], given: Mod
     try:
         free = int(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else available_bytes()
     except (OSError, RuntimeError, AssertionError):
-        return  # no such device, which moving the model will tell
+        return  # no such device; moving the model will report it
     if needed > free:
         parameters = sum(each.numel() for each in model.parameters())
         raise ProfileError(

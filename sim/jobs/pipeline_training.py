@@ -165,6 +165,6 @@ def _average(
             exchange = piece_spec(job, workers.tolist(), piece, transport, turn, message)
             exchange = dataclasses.replace(exchange, order=turn * len(parts) + piece.order)
             done = all_reduce(builder, spec.collective, exchange, backward[own], group=spec.group)
-            # Applied after the next backward pass: the forward pass behind that waits for the average.
+            # Applied after the next backward pass: the forward pass after that waits for the average.
             if (waiting := turn + 1 + stage.in_flight) < rounds:
                 builder.follow(done, forward[waiting * stage.replicas : (waiting + 1) * stage.replicas])

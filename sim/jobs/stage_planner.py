@@ -171,7 +171,7 @@ class _Planner:
         times = _sums([layer.forward_s + layer.backward_s for layer in layers])
         self.times = np.where(np.tri(len(times), dtype=bool), np.inf, times)  # spans have a layer at least
         self.weights = _sums([layer.parameters * VALUE_BYTES for layer in layers])
-        # What a cut before each layer sends. It is infinite where the model cannot be cut.
+        # The bytes that a cut before each layer sends; infinite where the model cannot be cut.
         sizes = [float(layer.output_bytes) or np.inf for layer in layers]
         self.outputs = np.array([np.inf, *sizes[:-1], np.inf])
 

@@ -73,7 +73,7 @@ def piece_limit(job: TrainingJob, workers: int | None = None) -> int:
     if job.piece_bytes is not None:
         return job.piece_bytes
     if job.sharding == "fsdp":
-        # A layer is whole and alone: it fills a bucket of any size, and nothing is cut.
+        # With FSDP each layer is a piece of its own: nothing is joined or cut.
         return 1 if job.scheduler == "fifo" else sys.maxsize
     most = SCHEDULER_PIECE_BYTES[job.scheduler]
     return min(DDP_BUCKET_BYTES, most * (workers or job.workers)) if job.collective in _SHARDED else most
@@ -147,7 +147,8 @@ def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpe
     parts = pieces_of(job.spec, profile.layers)
     largest = max((piece.size_bytes for piece in parts), default=0)
     if largest > PACKETS_PER_MESSAGE_MAX * payload and not job.spec.pipeline:
-        # Most collectives cut a piece into shards; the graph knows. Few jobs are so large that it has to be asked.
+        # Most collectives cut a piece into shards, whose sizes are in the graph. Few jobs are so large that it is
+        # needed.
         factors = np.ones((1, len(job.workers)))
         largest = int(step_graph(job, profile, parts, factors, 0, 0).graph.nodes["size_bytes"].max())
     check_packets(largest, payload)

@@ -88,10 +88,10 @@ def _expanded(document: Document, content: Mapping[str, Any]) -> Any:
     version = content.get("version")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ports without a link, which are usual
+            warnings.simplefilter("ignore")  # about ports without a link, which are common
             infrastructure.deserialize(json.dumps({key: each for key, each in content.items() if key != "version"}))
             service.set_graph(infrastructure)
-    except Exception as problem:  # of any kind: a key that is missing, an instance that is unknown, an index
+    except Exception as problem:  # of any kind, such as a missing key, an unknown instance, an index
         reason = " ".join(str(problem).split())[:200] or repr(problem)
         own = f" (the file has version {version}, the package {metadata.version('infragraph')})" if version else ""
         raise DocumentError(f"{document.path}: not a valid InfraGraph infrastructure: {reason}{own}") from None

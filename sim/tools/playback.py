@@ -240,7 +240,7 @@ class _Traced:
         going_on = (ends < 0) & ready & ~sends & (last_before >= 0)
         ends[going_on] = ends[last_before[going_on]] + delay[going_on]
         begins = np.where(sends, records["begin_ps"], ends - delay)
-        # A message under way arrives later.
+        # A message on its way arrives later.
         ends[sends & (ends < 0) & (begins >= 0)] = end + 1
         return cls(graph, begins, ends, sends, last_before)
 

@@ -187,7 +187,7 @@ class _Text:
                     kept += rest[: begins.start()] if begins else rest
                     break
                 kept, rest, in_comment = kept + rest[: begins.start()], rest[begins.end() :], True
-            # `rank 0 { ... }` may stand on one line, as far as its statements end there.
+            # `rank 0 { ... }` may stand on one line if its statements end there.
             for part in re.split(r"(?<=\{)|(?=\})", kept):
                 if part.strip():
                     yield part.strip()
@@ -259,7 +259,7 @@ class _Binary:
         (count,) = self._array("<u4", 0, 1, "the header")
         if not 0 < count <= _RANKS_MAX:
             raise TraceFormatError(f"{self._path}: it has {count} ranks; 1 to {_RANKS_MAX} are possible")
-        # Behind the number of ranks are the numbers of processors and of network interfaces, a byte each.
+        # The numbers of processors and of network interfaces, a byte each, follow the number of ranks.
         table = self._array("<u8", 6, 2 * int(count), "the table of ranks").reshape(-1, 2)
         interfaces: dict[int, set[int]] = defaultdict(set)
         ranks = [self._rank(rank, first, end, interfaces) for rank, (first, end) in enumerate(table.tolist())]

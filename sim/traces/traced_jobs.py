@@ -270,7 +270,7 @@ def trace_size(progress: TraceProgress) -> PartSize:
         add_traced(counter, kind, job.collective or workload.algorithm, spec, 0, np.arange(ranks))
         return len(counter)
 
-    # An operation becomes up to two nodes, one of them in the mean. Each rank has its part of a collective.
+    # An operation becomes up to two nodes, one on average. Each rank has its part of a collective.
     nodes = sum(
         count(each.collective, len(each.group)) / len(each.group) if each.kind is OperationKind.COLLECTIVE else 1.0
         for each in workload.operations()

@@ -165,7 +165,7 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     balancing: _Balancing = "flow"
     queue: QueueNumber = 1
 
-    # What a transport does, as NewReno; a subclass replaces what it does otherwise.
+    # The rules of NewReno; a subclass replaces those in which it differs.
     on_ack: ClassVar[Any] = staticmethod(grow)
     """Update the window after an acknowledgement: whether the packet was ``marked``, its round-trip time ``rtt`` and
     the time ``now`` in picoseconds, its ``number``, and whether the window was what ``limited`` the sender."""

@@ -39,7 +39,7 @@ class Collectives(Channel):
             if number == rounds:
                 return
             distance = 1 << number
-            # A rank may end right after a barrier without another word, so the others must know of it before.
+            # A rank may end right after a barrier and send nothing more, so the others must know of it before.
             self.send_part(collective, (self.rank + distance) % self.ranks, number, token, then=confirmed)
             arrived = memoryview(bytearray(1))
             self.receive_part(
@@ -125,7 +125,7 @@ class Collectives(Channel):
         collective = self.start(what)
 
         def swap() -> None:
-            for distance in range(1, self.ranks):  # each rank begins with another peer, so that none is overrun
+            for distance in range(1, self.ranks):  # each rank begins with a different peer, so that none is overrun
                 source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
                 self.receive_part(collective, source, ALL_GATHER, parts[source])
                 self.send_part(collective, target, ALL_GATHER, given[target])

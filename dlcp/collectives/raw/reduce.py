@@ -122,7 +122,7 @@ class CollectiveReduction:
     def _contribute(self, shards: Sequence[memoryview], *, gather: bool) -> None:
         """Send each owner its shard; with ``gather``, receive the result into the same memory."""
         channel, lossy = self.channel, self.collective.loss is not None
-        for distance in range(1, channel.ranks):  # each rank begins with another peer, so that none is overrun
+        for distance in range(1, channel.ranks):  # each rank begins with a different peer, so that none is overrun
             owner = (channel.rank + distance) % channel.ranks
             for number, chunk in enumerate(self._cut(shards[owner])):
                 receive = partial(channel.receive_part, self.collective, owner, 2 * number + ALL_GATHER, chunk)

@@ -162,7 +162,7 @@ def start_sending(w: r.FlowState, flow: int) -> None:
     f = w.flows[flow]
     m = w.messages[f.head]
     t = w.transports[f.transport]
-    # Losses beyond what may stay lost are sent again, and some of these are lost again.
+    # Losses beyond the allowed ones are sent again, and some of these are lost again.
     lost = int(m.packets * (1.0 - f.delivery))
     m.missing = min(m.allowed, lost)
     m.sent = m.packets + int((lost - m.missing) / f.delivery)
@@ -191,7 +191,7 @@ def window_limit(w: r.FlowState, flow: int) -> float:
     whole = t.header_bytes + t.payload
     packet_ps = whole * w.ports[w.entries[f.entries].port].ps_per_byte
     slow_start = t.slow_start != 0
-    # Packets of the messages before it whose acknowledgements are still to come, and when the last one will have come.
+    # Packets of earlier messages whose acknowledgements are pending, and when the last one will arrive.
     unacked_ps = max(0.0, float(f.sent_at + f.round_trip - w.numbers[0].now))
     unacked = min(f.burst, unacked_ps / packet_ps)
     took = 0.0
@@ -282,7 +282,7 @@ def wait_in_line(w: r.FlowState, level: int, time: float, took: float) -> float:
     """Return when a packet that reaches a port at ``time`` is sent, in turn with others that are there."""
     q = w.levels[level]
     if time < q.busy_from:
-        return time  # it has passed before those that are known
+        return time  # it passes before those that are known
     if time > q.busy_until:
         q.busy_from = int(time)
     begin = max(time, float(q.busy_until))

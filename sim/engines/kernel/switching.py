@@ -50,7 +50,7 @@ def choose_port(w: Row, node: int, target: int, path_hash: int, sprayed: int) ->
         else:
             value = path_hash
             if sprayed != 0:
-                value = k.mix(path_hash, switch.salt)  # else numbers in a row would take the ports in turn
+                value = k.mix(path_hash, switch.salt)  # otherwise consecutive numbers would take the ports in turn
             pick = k.mix(value, switch.salt) % count
     elif rules.path_choice == PathChoice.RANDOM:
         pick = k.draw(switch) % count
@@ -321,7 +321,7 @@ def dequeue(w: Row, port: int) -> int:
             x.ecn = 3
             k.counts_of(w)[EngineCounter.MARKS] += 1
     elif rules.discipline == Discipline.TRIM and x.ecn != 0 and queue == 0 and is_congested(w, port, q.packets):
-        # A mark on leaving is as new as the queue that it tells of (Ultra Ethernet).
+        # A mark at departure reflects the queue at that time (Ultra Ethernet).
         x.ecn = 3
         k.counts_of(w)[EngineCounter.MARKS] += 1
     return packet
