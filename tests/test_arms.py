@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks take the fastest arm, from what they have seen of each step; no step runs here."""
+"""Ranks choose the fastest arm from their reports on steps; no step runs here."""
 
 from dataclasses import dataclass, field
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves of steps to accuracy: what a file of them must be."""
+"""Curves of steps to accuracy: requirements on their files."""
 
 import json
 

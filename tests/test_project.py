@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for the project as a whole."""
+"""Properties of the project as a whole."""
 
 import ast
 import os

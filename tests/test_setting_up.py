@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make` and `pip` do to a system: they say what they install, and leave alone what is somebody else's."""
+"""The effects of `make` and `pip` on a system: they announce what they install, and change nothing else."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PACKAGES = ROOT / ".ci" / "packages"
 
 @pytest.fixture
 def system(tmp_path):
-    """Call ``.ci/packages`` on a system that has only apt-get; return what it said and what apt-get was asked."""
+    """Call ``.ci/packages`` on a system that has only apt-get; return its output and its calls of apt-get."""
     asked = tmp_path / "asked"
 
     def program(name, text):

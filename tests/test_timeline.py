@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's timeline: what is noted is read again, while it grows too, and also if the process is killed."""
+"""A rank's timeline: notes can be read again, also while it grows, and after the process is killed."""
 
 import os
 import signal

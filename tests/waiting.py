@@ -32,7 +32,7 @@ async def soon(condition, what="what the test waits for did not come", deadline_
 
 
 def gone(pid):
-    """Return whether a process has ended; one whose status nobody has asked for has, too."""
+    """Return whether a process has ended; a zombie has ended, too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -14,7 +14,7 @@ from tests.torch.workers import launch, values
 
 ROOT = Path(__file__).parents[2]
 LOOP = "dlcp/transport/endpoint.py _run", "dlcp/transport/endpoint.py _turn"
-"""What is on the stack of the endpoint's thread whatever it does."""
+"""Frames that are always on the stack of the endpoint's thread."""
 SETTLED_STEPS = 3
 """Steps before those that are traced: by then the buckets are rebuilt and round trips are known."""
 TRACED_STEPS = 15
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What one rank does for one bucket, from the hook until the average is back and confirmed.
+    """One rank's calls for one bucket, from the hook until the average is back and confirmed.
 
     ``files`` in the order of their first call, ``calls`` without repeats, ``crossings``: which functions of the C
     library Python calls, and how often, and ``frames``: what is on the stack from the hook to the first message that C

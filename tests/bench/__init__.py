@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of DLCP beside its peers: ``python -m tests.bench NAME [options]`` prints one JSON document."""
+"""Measurements of DLCP and its peers: ``python -m tests.bench NAME [options]`` prints one JSON document."""

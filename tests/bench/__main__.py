@@ -11,7 +11,7 @@ from tests.bench.harness import Benchmark
 
 
 class Entry(NamedTuple):
-    """What a benchmark measures, and where it is."""
+    """The subject of a benchmark, and its module."""
 
     purpose: str
     module: str

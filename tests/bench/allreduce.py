@@ -150,7 +150,7 @@ _CONTENDERS: Final = 7
 def beside_outages(
     path: RoutedPath, name: str, megabytes: float, turns: Turns, *, mtu_bytes: int, rounds: int
 ) -> list[BenchResult]:
-    """Measure DLCP with its bound beside DLCP without, where links are gone for 5-50 ms about once a second."""
+    """Compare DLCP with its bound and without, while links fail for 5-50 ms about once a second."""
     ways = [way for way in contenders(path.controls) if way.name in (LOSSY, LOSSLESS) or way.control]
     turns = replace(turns, rounds=rounds)
     with LinkOutages(path, seed=1) as outages:
@@ -237,11 +237,11 @@ _SETTLE_S: Final = 3.0
 _SETTLE_ROUNDS: Final = 50
 """How long rivals have the path to themselves, at least and in round trips of the idle path, to find their windows."""
 _DELAY_CONTENDERS: Final = 5
-"""Alone and beside other flows."""
+"""Alone and next to other flows."""
 
 
 def alone_and_beside(path: DelayedPath, name: str, megabytes: float, turns: Turns) -> list[BenchResult]:
-    """Measure ms of an all-reduce beside the better of Gloo's two; then shares of the rate beside rivals.
+    """Measure ms of an all-reduce against the better of Gloo's two; then shares of the rate next to rivals.
 
     Half the budget is for each of the two.
     """
@@ -267,7 +267,7 @@ def _beside(
     ways: Sequence[AllReduceContender],
     turns: Turns,
 ) -> BenchResult:
-    """Return DLCP's share of the rate beside endless flows, in fair shares, and Gloo's."""
+    """Return DLCP's share of the rate next to endless flows, in fair shares, and Gloo's."""
     addresses = [path.tcp_address(rank, _RIVAL_CONTROL) for rank in range(2)]
     with Ranks(Rival, [addresses], path.namespaces) as rivals:
         rivals.call("start", rivals.call("where"))
@@ -414,10 +414,7 @@ _SLOW_CONTENDERS: Final = 6
 
 
 def behind_slow_port(path: RoutedPath, name: str, megabytes: float, turns: Turns) -> list[BenchResult]:
-    """Measure ms of an all-reduce at 8 bits, beside one in full.
-
-    ``.gloo``: beside Gloo's best.
-    """
+    """Measure ms of an all-reduce at 8 bits, against one in full. ``.gloo``: against Gloo's best."""
     gloo = gloo_of(path)
     ours = [
         AllReduceContender(LOSSY, _SLOW_BUCKETS, bound=0.1, bits=AUTO_BITS),
@@ -467,7 +464,7 @@ _TAIL_RTT_S: Final = 0.01
 _TAIL_BUFFER: Final = 4.0
 """Of a port, in bandwidth-delay products."""
 _TAIL_CONTENDERS: Final = 12
-"""Four at each of three ratios. Probes take no time beside them."""
+"""Four at each of three ratios. Compared with them, probes take no time."""
 
 
 def ratio_of(times: Sequence[float]) -> float:
@@ -476,7 +473,7 @@ def ratio_of(times: Sequence[float]) -> float:
 
 
 def length_for(ratio: float, tried: Sequence[tuple[float, float]]) -> float:
-    """Return the mean length of bursts that leads to a ratio, by interpolation; what is out of reach is the next best.
+    """Return the mean length of bursts that leads to a ratio, by interpolation, or else the nearest.
 
     Parameters
     ----------
@@ -495,9 +492,9 @@ def length_for(ratio: float, tried: Sequence[tuple[float, float]]) -> float:
 def beside_bursts(
     path: DelayedPath, name: str, megabytes: float, turns: Turns, *, probes: int, seed: int
 ) -> list[BenchResult]:
-    """Measure at all ratios: mean ms of a step beside that of Gloo's ring, with the ratio that was reached.
+    """Measure at all ratios: mean ms of a step and that of Gloo's ring, with the ratio that was reached.
 
-    ``tail.growth``: by how many per cent the mean grows from the second to the third ratio, beside the ring's.
+    ``tail.growth``: by how many per cent the mean grows from the second to the third ratio, and the ring's growth.
     """
     ours = [AllReduceContender(LOSSY, 1, bound=0.1), AllReduceContender(LOSSLESS, 1, bound=0)]
     gloo = [AllReduceContender(f"gloo, {control}", 1, control=control) for control in path.controls]
@@ -595,7 +592,7 @@ TAIL: Final = Benchmark(
 _ENCODED: Final = f"dlcp, {AUTO_BITS} bits"
 _FLOOR: Final = "only moves and adds"
 _FLOOR_ROUNDS: Final = 2
-"""Of which the last counts: in the first one memory is touched for the first time."""
+"""Only the last one counts: the first one touches memory for the first time."""
 _FLOOR_DEADLINE_S: Final = 100.0
 _SMALL_BUCKETS: Final = 48
 _SMALL_BUCKET_VALUES: Final = 50_000
@@ -603,7 +600,7 @@ _SMALL_BUCKET_VALUES: Final = 50_000
 
 
 def processor_time(path: BenchPath, name: str, megabytes: float, turns: Turns) -> list[BenchResult]:
-    """Measure processor seconds of all ranks together per gigabyte of the buffer, beside the least of Gloo's settings.
+    """Measure processor seconds of all ranks together per gigabyte of the buffer, against the least of Gloo's settings.
 
     ``.reliable`` has bound 0, ``.encoded`` the precision of ``auto``. ``.small`` are processor microseconds per bucket
     and rank, where a step has many small buckets, whatever the size.
@@ -672,7 +669,7 @@ def compiled_floor(folder: Path) -> Path | None:
 
 
 def _run_floor(program: Path, ranks: int, values: int, runs: list[list[RunCost]]) -> float:
-    """Run the program, add what it cost to ``runs``, and return its milliseconds."""
+    """Run the program, add its cost to ``runs``, and return its milliseconds."""
     words = [str(each) for each in (ranks, values, payload_for_mtu(1500), _FLOOR_ROUNDS)]
     done = subprocess.run(  # in a session of its own, whose processes it ends if one of them fails
         [str(program), *words],

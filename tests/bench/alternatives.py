@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLCP beside what people use instead: PyTorch's communication hooks and its model averaging, over Gloo.
+"""DLCP against its alternatives: PyTorch's communication hooks and its model averaging, over Gloo.
 
 Training to the end in every setting would take hours for each figure. So two things are measured, and multiplied:
 
@@ -302,7 +302,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a method's steps took in a setting; one entry for each round.
+    """Step times of a method in a setting; one entry for each round.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ def trained_by(names: Iterable[str]) -> list[str]:
 
 
 def train_all(cells: CellFile, tasks: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> dict[str, str]:
-    """Train what is not in the file yet; return the errors of what failed, by name."""
+    """Train cells that are not in the file yet; return the errors of failed ones, by name."""
     failed: dict[str, str] = {}
     # The first method is the plain one, whose losses the others have to reach.
     every = [(task, method, seed) for task, seed, method in product(tasks, seeds, names)]
@@ -405,7 +405,7 @@ def train_all(cells: CellFile, tasks: Sequence[str], names: Sequence[str], seeds
 
 
 def time_steps(cells: CellFile, setting: str, task: str, names: Sequence[str], turns: Turns) -> dict[str, str]:
-    """Time what is not in the file yet, in turns; return the errors of what failed, by name."""
+    """Time cells that are not in the file yet, in turns; return the errors of failed ones, by name."""
     failed: dict[str, str] = {}
     missing = [name for name in names if (setting, task, name) not in cells.times]
     while missing:
@@ -436,7 +436,7 @@ class _Timer:
         self.running = False
 
     def block(self) -> float:
-        """Train anew, and return the time of a step after the first ones, in seconds."""
+        """Train from the start, and return the time of a step after the first ones, in seconds."""
         self.running = True
         method = METHODS[self._name]
         by_rank = self._trainees.call("begin", self._task, self._name, max(1, method.first))
@@ -458,7 +458,7 @@ def whole_periods(steps: float, period: int) -> int:
 
 
 def compare(cells: CellFile, setting: str, task: str, name: str, seeds: Sequence[int]) -> BenchResult | None:
-    """Return a method's time to the loss, beside Gloo's; None if a cell is missing.
+    """Return a method's time to the loss, and Gloo's; None if a cell is missing.
 
     A training that does not reach the loss counts with all its steps.
     """
@@ -524,7 +524,7 @@ def _rank(entry: BenchResult) -> tuple[int, float]:
 
 
 def _figure(entry: BenchResult | None) -> str:
-    """Return a figure of the table, with what tells its method from others of the row, and the precision."""
+    """Return a figure of the table, with the parameters of its method, and the precision."""
     if entry is None:
         return ""
     method = METHODS[entry.details["method"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLCP's choice of what averages each step, beside an oracle, while the network changes or the machine is busy.
+"""DLCP's choice of how each step is averaged, against an oracle, while the network changes or the machine is busy.
 
 Four ranks train the demo's network around a router whose ports are fast, congested, slow and fast again. One training
 has DLCP's default options, so it chooses. Each of the others has one way to average, and a few steps of every phase are
@@ -115,7 +115,7 @@ class _Trainings:
 
 
 def compare(name: str, phases: Sequence[NetworkPhase], steps: int, turns: Turns, *, busy_loops: int = 0) -> BenchResult:
-    """Return the time of a training that chooses beside the oracle's."""
+    """Return the time of a training that chooses, and the oracle's."""
     times: dict[str, list[list[float]]] = {}
     with ExitStack() as stack:
         path = stack.enter_context(ChangingPath())

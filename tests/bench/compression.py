@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressors on one core: what they cost, how small they make a bucket, and how much of it they leave out.
+"""Compressors on one core: their cost, how small they make a bucket, and how much of it they leave out.
 
 The peer is the bucket as it is: the ratio is how many times fewer bytes travel from each rank. Time is what a rank
 computes for that, to encode its own and to decode one result; where contents are gathered, it decodes each rank's.
@@ -31,8 +31,8 @@ def measure(turns: Turns) -> list[BenchResult]:
 
     Returns
     -------
-    ``compression.NAME``: bytes of what a rank sends, beside those of float32; in the details, the time it takes in ms
-    and the squared error over the squared norm.
+    ``compression.NAME``: bytes that a rank sends, against those of float32; in the details, the time it takes in ms and
+    the squared error over the squared norm.
     """
     values, segments = _bucket()
     seconds: dict[str, list[float]] = {name: [] for name in TRIED}

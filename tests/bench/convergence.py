@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loss and lower precision cost in accuracy, perplexity and steps: five small models, or a larger one by name.
+"""The cost of loss and lower precision in accuracy, perplexity and steps: five small models, or a larger one by name.
 
-Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step loses as much
-as it may, or but for the first has the lower precision. That is the worst case: in real training only steps
-behind a congested port do. Runs of one seed share data, initialisation and batches, so what differs between them is due
-to what was missing. Each is compared with the run of its seed that lacked nothing:
+Four emulated ranks average gradients (:mod:`tests.bench.emulated_training`). Every step loses as much as it may, or
+every step but the first has the lower precision. That is the worst case: in real training only steps behind a congested
+port do. Runs of one seed share data, initialisation and batches, so they differ only because of missing values. Each is
+compared with the run of its seed that lacked nothing:
 
 - *accuracy*: the share of test samples that are right after the last step;
 - *perplexity*: e to the power of the test loss after the last step;
@@ -57,7 +57,7 @@ _STEPS_ALLOWED: Final = 0.05
 _STEPS_ALLOWED_WORST: Final = 0.10
 _POINTS_ALLOWED: Final = 0.3
 """A precision is as good as PyTorch's bfloat16 hook within these limits: additional steps, relative to the whole run's,
-in the mean and in the worst task, and points of accuracy. With five seeds, standard errors are up to 0.03, 0.12 and
+on average and in the worst task, and points of accuracy. With five seeds, standard errors are up to 0.03, 0.12 and
 0.1."""
 
 
@@ -97,7 +97,7 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True)
 class PairedRuns:
-    """Runs of a task with an optimizer, one of each seed, beside those that lacked nothing.
+    """Runs of a task with an optimizer, one for each seed, and those that lacked nothing.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class PairedRuns:
         return [(taken or length) / usual for taken, usual in self.steps()]
 
     def result(self) -> BenchResult:
-        """Return the accuracy beside the whole runs'; with means, errors, perplexity and steps in the details."""
+        """Return the accuracy and the whole runs'; with means, errors, perplexity and steps in the details."""
         first, points, factors = self.runs[0], self.points(), self.factors()
         ours, others = ([run.accuracy for run in side] for side in (self.runs, self.whole))
         loss = statistics.fmean(curve.last for curve in _curves(self.runs))
@@ -153,7 +153,7 @@ class PairedRuns:
 
 
 def beside_hook(pairs: Sequence[tuple[PairedRuns, PairedRuns]]) -> BenchResult:
-    """Return the steps relative to the whole runs', beside those of PyTorch's bfloat16 hook.
+    """Return the steps relative to the whole runs', and those of PyTorch's bfloat16 hook.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def measure(
     curves: Path | None = None,
     progress: Callable[[str], object] = say,
 ) -> list[BenchResult]:
-    """Train what is not in the file of runs yet, and compare.
+    """Make the runs that are not in the file yet, and compare.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def measure(
     losses
         Shares to lose, above 0 and below 1.
     bits
-        Precisions, from 2 to 31 bits per value. PyTorch's bfloat16 hook and ``LOWER_LOST`` are run beside them.
+        Precisions, from 2 to 31 bits per value. PyTorch's bfloat16 hook and ``LOWER_LOST`` are run, too.
     length
         Train for so many times as many steps.
     curves
@@ -329,7 +329,7 @@ _WORDS: Final = {
     "precision": "fewer bits in contributions and averages (shares are of the 32 bits left out), rounding errors sent "
     "with the next step (error feedback)",
 }
-"""What is missing in the curves, by name."""
+"""Missing parts of the curves, by name."""
 
 
 def _curve(family: str, optimizer: str, comparisons: Mapping[Shortfall, Sequence[PairedRuns]]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What disturbs, or watches, an all-reduce on its path: links that fail, bursts, endless flows of TCP."""
+"""Disturbances and monitors of an all-reduce on its path: links that fail, bursts, endless flows of TCP."""
 
 import contextlib
 import random
@@ -28,7 +28,7 @@ _OVERLOAD: Final = 2
 """How many times the rate of the port: as when two hosts send at once, so that a queue grows while a burst lasts."""
 _DATAGRAM: Final = bytes(1472)
 _TURN_S: Final = 0.001
-"""Datagrams of so long leave together: a tenth of what a port's queue holds."""
+"""Datagrams of this duration leave together: a tenth of a port's queue."""
 _PORT: Final = 9
 RIVALS: Final = 2
 """Flows of CUBIC in each direction."""
@@ -41,7 +41,7 @@ _FEWER: Final = 4
 
 
 class LinkOutages:
-    """Lets the links of a path be gone for 5 to 50 ms, one of them about once a second, while it is entered.
+    """Makes links of a path fail for 5 to 50 ms, one of them about once a second, while it is entered.
 
     Packets vanish in both directions, as where a cable or a switch's port fails and hosts do not see it.
 

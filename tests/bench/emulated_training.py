@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by four ranks in one process, of whose gradients some come late or never: no network, but the real rules.
+"""Training by four ranks in one process, with gradients that come late or never: no network, but the real rules.
 
 What a switch drops first, how values are encoded, how an owner averages what it got, and what becomes residual are the
 direct all-reduce's own functions (:mod:`dlcp.collectives.direct`). Only the network's part is played: it always drops
@@ -47,9 +47,7 @@ _PER_PACKET: Final = 360
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """What does not come with its step.
-
-    Parameters
+    """The gradients that do not arrive in their step. Parameters
     ----------
     lost
         The share of each contribution's packets that the network loses; with fewer bits, of the packets of its lower
@@ -100,8 +98,7 @@ class EmulatedRanks:
     segments
         The layers of the one bucket.
     shortfall
-        What does not come with its step.
-    seed
+        The gradients that do not arrive in their step. seed
         Of what is chosen at random.
 
     Attributes
@@ -172,7 +169,7 @@ class EmulatedRanks:
         return lost
 
     def _take_out(self, packets: NDArray[np.bool_], values: NDArray[np.floating], rank: int, owner: int) -> None:
-        """Replace packets of a shard by zeros, and note them as what a rank owes."""
+        """Replace packets of a shard by zeros, and add them to a rank's residual."""
         if not packets.any():
             return
         positions = np.flatnonzero(np.repeat(packets, _PER_PACKET)[: len(values)])
@@ -231,7 +228,7 @@ def _bf16_average(gradients: Sequence[NDArray[np.float32]]) -> NDArray[np.floati
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """What came out of training once: a line in the file of runs.
+    """The result of one training: a line in the file of runs.
 
     Parameters
     ----------
@@ -256,7 +253,7 @@ class TrainingRun:
 
     @property
     def key(self) -> tuple[str, str, str, str, int, int]:
-        """What tells it from other runs."""
+        """The key that distinguishes it from other runs."""
         return self.sources, self.task, self.optimizer, self.shortfall, self.seed, self.length
 
 
@@ -270,7 +267,7 @@ def train(task: str, optimizer: str, shortfall: Shortfall, seed: int, length: in
     seed
         Of the data, the initialisation, the batches, and what is missing at random.
     length
-        Train for so many times as many steps as the task says.
+        Multiple of the task's number of steps.
     """
     torch.set_num_threads(1)
     learned = TASKS[task]

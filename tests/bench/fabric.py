@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the controller takes to tell a switch ten thousand entries, and to find that there is nothing to tell.
+"""How long the controller takes to write ten thousand entries to a switch, and to find that nothing has changed.
 
 The switch is a leaf of a fabric of 63 leaves with 61 hosts each: routes to 3,843 hosts, and the shares of twenty jobs
 at 63 ports. The time runs from the fabric's description in memory to the last answer of the switch, so what the
@@ -29,7 +29,7 @@ from tests.bench.harness import Benchmark, FailedError, Turns, scratch
 
 LEAVES, SPINES, HOSTS_PER_LEAF, JOBS = 63, 2, 61, 20
 LIMIT_S = 2.0
-"""What the project promises."""
+"""The project's promise."""
 START_DEADLINE_S = 20.0
 BUILTIN, BMV2 = "builtin", "bmv2"
 
@@ -84,7 +84,7 @@ class Applying:
         self.entries = self.writes = self.writes_again = 0
 
     async def open(self) -> None:
-        """Connect, and install the program, which is not what is measured."""
+        """Connect, and install the program, which is not measured."""
         self._session = Session(self._switch, self._pipeline)
         await self._session.__aenter__()
         await self._session.become_primary()
@@ -117,7 +117,7 @@ class Applying:
 
 
 async def measure(switches: dict[str, FabricSwitch], turns: Turns) -> dict[str, Applying]:
-    """Apply to each switch in turns."""
+    """Apply to each switch in turn."""
     fabric, pipeline = described(), CompiledProgram()
     applying = {name: Applying(switch, fabric, pipeline) for name, switch in switches.items()}
     for each in applying.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flow-level engine of the simulator beside packets: how far step times differ, and how long both take.
+"""The flow-level engine of the simulator against packets: how far step times differ, and how long both take.
 
 ``sim.flows.NAME``: one of ten settings of up to 256 hosts. The value is the mean time of all steps with flows, the
 peer's that with packets. ``details`` have the share of a step that is communication, which alone can differ, the

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How every benchmark declares itself, lets its contenders take turns, and compares them.
 
-Contenders take turns, so that whatever else the machine does affects all of them alike. The document has one
-``machine``, and ``results`` with ratios of which more is better.
+Contenders take turns, so that other load on the machine affects all of them alike. The document has one ``machine``,
+and ``results`` with ratios of which more is better.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from dlcp.host.netlab import NamespaceError, become_root
 from dlcp.inputs.configuration import Range
 
 Samples = dict[str, list[float]]
-"""What was measured, by contender: one value a round, round by round."""
+"""The measurements by contender: one value a round, round by round."""
 LEAST_ROUNDS: Final = 5
 """Rounds that a time budget leaves in any case: with fewer, quartiles say nothing."""
 _HOPELESS: Final = 3.0
@@ -234,7 +234,7 @@ class Benchmark:
         return Turns(getattr(arguments, "rounds", 1), warm_up)
 
     def run(self, name: str, arguments: argparse.Namespace) -> int:
-        """Measure what a command line says, print the document and return the exit status."""
+        """Measure as the command line says, print the document and return the exit status."""
         results: Sequence[BenchResult] = ()
         failed: Mapping[str, str] = {}
         status = 0

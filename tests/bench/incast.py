@@ -36,7 +36,7 @@ from tests.bench.harness import Benchmark, Turns, int_option, rate_option
 
 SENDERS = 16
 FRAME_OVERHEAD_BYTES = 14 + 20 + 8 + HEADER_BYTES
-"""What the port's line carries beside the payload: Ethernet, IPv4, UDP, DLCP."""
+"""Bytes that the port's line carries in addition to the payload: Ethernet, IPv4, UDP, DLCP."""
 QUEUE = 4
 DEADLINE_S = 60.0
 REST_S = 0.02

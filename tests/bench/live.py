@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to be watched: processor time of ranks that leave snapshots, beside those that do not, and of a server.
+"""The cost of being watched: processor time of ranks that write snapshots, of ranks that do not, and of a server.
 
 Two ranks train a small model with DDP over loopback, 200 steps at a time, watched and unwatched in turns.
 """
@@ -50,7 +50,7 @@ def training(worker: Worker, folder: str, rounds: int) -> list[dict[str, float]]
 
 
 def noted_us(steps: int = 20_000) -> float:
-    """Return the processor time of what is noted of a step of one bucket with four ranks, whose caches are warm."""
+    """Return the processor time of recording a step of one bucket with four ranks, with warm caches."""
     from dlcp.session.snapshots import StepMeter
 
     meter, began_s = StepMeter(), time.thread_time()
@@ -63,7 +63,7 @@ def noted_us(steps: int = 20_000) -> float:
 
 
 def snapshot_ms(count: int = 300) -> float:
-    """Return the processor time of a snapshot of 100 layers and 63 peers, without what the endpoint is asked."""
+    """Return the processor time of a snapshot of 100 layers and 63 peers, without the queries to the endpoint."""
     import numpy as np
 
     from dlcp.collectives import Residual

@@ -89,7 +89,7 @@ class Method(ABC):
 
 
 class Gloo(Method):
-    """DDP as it comes."""
+    """DDP with default settings."""
 
     family = "gloo"
 
@@ -212,7 +212,7 @@ class Dlcp(Method):
 
 
 class DlcpLocalSgd(Method):
-    """Local SGD over DLCP, from the first step on, as it comes or with a precision."""
+    """Local SGD over DLCP, from the first step on, with the default or a given precision."""
 
     family = "dlcp-local"
 

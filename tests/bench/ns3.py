@@ -52,7 +52,7 @@ def drawn_flows(count: int, load: float, seed: int) -> Graph:
 
 
 def simulated_ps(flows: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the times of flows in the simulator, and what they would take alone, int64 (flows,) each."""
+    """Return the times of flows in the simulator, and the times that they would take alone, int64 (flows,) each."""
     scenario = Scenario(
         topology=Star(hosts=_HOSTS, host_link=LinkSpec(rate_gbps=_RATE_GBPS)),
         switches=SwitchSpec(buffer="queue", buffer_packets=_BUFFER_PACKETS, ecn=EcnSpec()),

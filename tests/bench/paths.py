@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between the ranks of a benchmark: loopback, a veth pair, a router, a switch with long queues, or a fabric.
+"""Networks between the ranks of benchmarks: loopback, a veth pair, a router, a switch with long queues, or a fabric.
 
 Every path but the plain loopback is made of network namespaces, which vanish with this process. TCP's congestion
 control is chosen by address: each host has one for every control that is compared, and routes say which to use.
@@ -16,7 +16,7 @@ from dlcp.host.netlab import Namespace, NamespaceError, congestion_controls
 from dlcp.switch import SwitchProcess
 
 _CONGESTION_CONTROLS: Final = ("cubic", "bbr")
-"""What TCP is measured with where the kernel has it: Linux's default, and the one that bears random loss best."""
+"""Congestion controls to measure TCP with, if the kernel has them: Linux's default, and the best under random loss."""
 _TCP_SETTINGS: Final = {
     "tcp_rmem": "4096 1048576 33554432",
     "tcp_wmem": "4096 1048576 33554432",
@@ -29,20 +29,20 @@ _OWN_ADDRESS: Final = 2
 QUEUE_S: Final = 0.01
 """How long a full queue before a slow link takes to drain. at 1 Gbit/s, a switch's share of a few MB."""
 LINK_BURST_BYTES: Final = 128 << 10
-"""What a slow link may send at once. two of a kernel's bursts, for one is taken apart if it is all."""
+"""Bytes that a slow link may send at once: two of a kernel's bursts, because a limit of one would split it."""
 DEPTH_MIN_PACKETS: Final = 8
-"""What any buffer of a :class:`DelayedPath` holds: a host sends as many at once."""
+"""The least that a buffer of a :class:`DelayedPath` holds: a host sends as many at once."""
 FRAME_BYTES: Final = 1514
 PAYLOAD_BYTES: Final = 1440
 """Of a frame, in DLCP's packets: the share of the rate is that of the frames that these need."""
 _SWITCH_MAC: Final = "02:00:00:00:00:fe"
 SPINES: Final = 4
 SLOW_SHARE: Final = 0.1
-"""What the slow spine has of the others' rate."""
+"""The slow spine's rate relative to the others'."""
 LOSSY_SHARE: Final = 0.05
-"""What the lossy spine loses."""
+"""The share of packets that the lossy spine loses."""
 _SPINE_BURST_BYTES: Final = 16 << 10
-"""What a spine's link may send at once: a few packets, or it would be no slow link."""
+"""Bytes that a spine's link may send at once: a few packets, or it would not be a slow link."""
 
 # Classic BPF: load a random word, drop (2, TC_ACT_SHOT) if it is below a threshold, else pass (0, TC_ACT_OK).
 DROP_AT_RANDOM: Final = "4,32 0 0 4294963256,53 1 0 {threshold},6 0 0 2,6 0 0 0"
@@ -367,7 +367,7 @@ class SpineFabric(BenchHosts):
 
     @property
     def words(self) -> str:
-        """What the fabric is, in words."""
+        """A description of the fabric."""
         odd = (f", one of {SLOW_SHARE:.0%} of that" if self.slow else "") + (
             f", one with {LOSSY_SHARE:.0%} random loss" if self.lossy else ""
         )
@@ -375,7 +375,7 @@ class SpineFabric(BenchHosts):
 
     @property
     def allowed_bps(self) -> float:
-        """What the good spines carry together, in bit/s of messages."""
+        """The rate of the good spines together, in bit/s of messages."""
         return self.rate_bps * (SPINES - (self.slow or self.lossy)) * PAYLOAD_BYTES / FRAME_BYTES
 
     def carried(self) -> list[int]:

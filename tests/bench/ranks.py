@@ -122,7 +122,7 @@ def join_gloo(rank: int, ranks: int, store: str, interface: str) -> None:
 
 
 def _serve(channel: Connection, rank: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Do what the channel says, until it is closed."""
+    """Carry out the commands of the channel until it is closed."""
     threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
     held: list[Any] = []
     _reply(channel, lambda: held.append(make(rank, *arguments)))

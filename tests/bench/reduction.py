@@ -102,7 +102,7 @@ def contenders(controls: Sequence[str], *, memory: bool = False) -> tuple[AllRed
 
 @dataclass(frozen=True, slots=True)
 class AllReducePlan:
-    """What all ranks of a measurement have to know.
+    """The settings that all ranks of a measurement share.
 
     Parameters
     ----------
@@ -116,8 +116,7 @@ class AllReducePlan:
         Each rank's address for DLCP.
     store
         Path of the file by which Gloo's ranks find each other.
-    contenders
-        What is compared.
+    contenders The contenders to compare.
     """
 
     ranks: int
@@ -138,9 +137,9 @@ class RankAddresses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What a rank finds after a run.
+    """A rank's check of the result of a run.
 
-    ``inexact`` values are not the exact result, ``error`` is the norm of what they lack relative to that of the result,
+    ``inexact`` values are not the exact result, ``error`` is the norm of the difference relative to that of the result,
     and ``checksum`` is that of all values.
     """
 
@@ -151,7 +150,7 @@ class RankOutcome:
 
 
 class RunCost(NamedTuple):
-    """What a run took on one rank: its time, and its processor's in user space and in the kernel, all in seconds."""
+    """The cost of a run on one rank: its time, and processor time in user space and in the kernel, all in seconds."""
 
     seconds: float
     user_s: float
@@ -225,7 +224,7 @@ class AllReduceRank:
             self._reducers[contender.name].context.residual.reset()
 
     def run(self, contender: AllReduceContender) -> RunCost:
-        """Do the all-reduce and return what it took."""
+        """Do the all-reduce and return its cost."""
         before = resource.getrusage(resource.RUSAGE_SELF)
         seconds = self._run(contender)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -296,7 +295,7 @@ def whole_numbers(count: int, seed: int = 1) -> NDArray[np.float32]:
 
 
 def layer_bounds(values: int) -> list[tuple[int, int]]:
-    """Return where the layers begin and end: all of one size, the last with what is left over.
+    """Return where the layers begin and end: all of one size, and the last one with the remainder.
 
     Raises
     ------
@@ -326,7 +325,7 @@ def segments(values: int, start: int, stop: int) -> list[Segment]:
 
 
 class WrongResultError(RuntimeError):
-    """An all-reduce came to a result that it should not have; the message says which and by how much."""
+    """An all-reduce gave a wrong result; the message says which and by how much."""
 
 
 @dataclass(slots=True)
@@ -400,11 +399,11 @@ def measure(
     turns
         With a budget, settings of Gloo that are far behind leave, unless ``all_stay``.
     ways
-        What is compared; by default everything, see :func:`contenders`.
+        The contenders to compare; by default all, see :func:`contenders`.
     mtu_bytes
         DLCP's packets are as large as fits it.
     beside
-        What else takes part in the turns, by name; its samples are what it returns.
+        Further participants in the turns, by name; their samples are what they return.
 
     Raises
     ------

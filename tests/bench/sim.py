@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packet-hops a second of the simulator, data and acknowledgements, on one core; beside ns.py where that is installed.
+"""Packet-hops a second of the simulator, data and acknowledgements, on one core; also of ns.py where installed.
 
 Rates are per second of the processor's time, for neither side waits for anything; the ring is timed by the clock.
 
@@ -126,7 +126,7 @@ def nspy(packets: int) -> float:
 
 
 def measure_ring(ranks: int, size_bytes: int) -> tuple[float, dict[str, float]]:
-    """Run the ring, return seconds by the clock and what else there is to know; in a process of its own, for memory."""
+    """Run the ring, return seconds by the clock, and further figures; in a process of its own, for memory."""
     hops_per_s(parameter_server(100_000))  # compiles
     began, processor = time.perf_counter(), time.process_time()
     outcome = simulate(ring(ranks, size_bytes), engine="kernel", keep_messages=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to accuracy in the simulator, beside runs of ``dlcp demo``.
+"""Time to accuracy in the simulator, compared with runs of ``dlcp demo``.
 
 The simulated ranks train the demo's model on the same batches. Their network has the demo's rates, queues, program and
 background bursts; their computing time is what the demo's ranks measured. Not simulated: the processors of the
@@ -99,7 +99,7 @@ def setting_of(run: dict[str, Any], target: float) -> RunSetting:
 
 
 def simulated(setting: RunSetting, bursts: list[BackgroundBurst], sources: list[int], flows: int) -> Progress:
-    """Simulate a job beside bursts of background traffic of ``flows`` flows from each source."""
+    """Simulate a job next to bursts of background traffic of ``flows`` flows from each source."""
     simulation = Simulation(setting, class_shares=class_shares())
     (placed,) = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     progress = Progress(placed, profile_of(placed.spec))

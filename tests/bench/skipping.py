@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long trainings in the simulator with steps skipped, beside every step simulated: how far results differ, and speed.
+"""Long trainings in the simulator with and without skipped steps: how far results differ, and speed.
 
 ``sim.skip.NAME``: a setting of ``sim-flows`` with gradients a fiftieth as large, so that all steps can be simulated.
 The value is the mean time of all steps with steps skipped, the peer's that of all simulated. ``details`` have the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ``dlcp.torch.watch`` names the slow rank and the cause, and what watching costs.
+"""Whether ``dlcp.torch.watch`` names the slow rank and the cause, and the cost of watching.
 
 Four ranks in network namespaces train with DDP over Gloo, around a router with links of one rate. In each round every
 cause has its turn, with another rank: computing (a layer's forward pass sleeps), data loading (a sleep before the
@@ -97,7 +97,7 @@ class Trainee:
 
 
 class Alone:
-    """One rank that measures what the hooks take."""
+    """One rank that measures the time of the hooks."""
 
     def __init__(self, rank: int, store: str) -> None:
         join_gloo(rank, 1, store, "lo")
@@ -168,7 +168,7 @@ def _slow_port(path: RoutedPath, rank: int, rate_mbps: float) -> Iterator[None]:
 
 
 def cost(ranks: Ranks, arguments: argparse.Namespace) -> BenchResult:
-    """Return the time of a step with a watch, beside that without."""
+    """Return the times of a step with a watch and without."""
 
     def step_ms(watched: bool) -> float:
         steps_s: list[float] = ranks.call("timed", watched, arguments.cost_steps)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a 25-million-parameter model: DDP over Gloo, DDP with DLCP's hook, and cross-step scheduling.
 
-DLCP's hook trains in two ways: over DLCP with all bits, and as it comes, with what the ranks choose. With
+DLCP's hook trains in two ways: over DLCP with all bits, and with default settings, as the ranks choose. With
 ``--precision`` it trains at that precision, too, and PyTorch's hook for bfloat16 does, over Gloo.
 
-All ways train the same model on the same data in the same processes, some steps of one at a time. What a step takes
+All ways train the same model on the same data in the same processes, some steps of one at a time. The time of a step
 without any communication shows the head-room.
 """
 
@@ -288,7 +288,7 @@ class Trainee:
         return dlcp.torch.parameter_digest(self.ways[name].plain)
 
     def packets(self, name: str) -> dict[str, int]:
-        """Return what a way's packets came to on this rank."""
+        """Return the packet counts of a way on this rank."""
         ledger = self.ways[name].ledger
         summary = ledger.summary() if ledger else {}
         return {key: summary.get(key, 0) for key in ("sent", "delivered", "lost", "retransmitted")}

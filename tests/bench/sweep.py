@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces as a table: rows are paths and what is measured over them, cells are sizes and numbers of ranks.
+"""All-reduces as a table: rows are paths and measurements over them, cells are sizes and numbers of ranks.
 
 A sweep goes over many cells, so that no size goes unmeasured. A cell that fails is reported by name, and the others go
 on. In the end there is a table of ratios, with the best and the worst of them marked.
@@ -56,7 +56,7 @@ class SweepCell:
 
 
 class SweptRatio(NamedTuple):
-    """How a cell ended: DLCP beside the best of all of Gloo's settings.
+    """The result of a cell: DLCP against the best of all of Gloo's settings.
 
     ``ratio`` is the median of the rounds' ratios; ``mean_ratio`` is that of the means, each of the best setting by it.
     """
@@ -75,7 +75,7 @@ Measure = Callable[[Any, str, float, Turns], Sequence[BenchResult]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A path, and what is measured over it.
+    """A path, and the measurement over it.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class Row:
 
 
 def sweep_options(megabytes: str, ranks: str | None) -> Options:
-    """Return the options for sizes, numbers of ranks, and what makes a sweep of them; the defaults are told so."""
+    """Return the options for sizes, numbers of ranks, and sweeps; their help shows the defaults."""
     sizes = " ".join(f"{size:g}" for size in SWEPT_SIZES_MB)
     counts = f", and {' '.join(map(str, SWEPT_RANKS))} ranks" if ranks else ""
     options: dict[str, Any] = {

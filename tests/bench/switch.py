@@ -38,7 +38,7 @@ _Rows: TypeAlias = NDArray[np.uint8]
 _Numbers: TypeAlias = NDArray[np.int64]
 
 FRAME_SIZE: Final = 1042
-"""A gradient packet of 242 floats: what the comparison was first made with."""
+"""A gradient packet of 242 floats, as in the first comparison."""
 NEXT_HOP: Final = "02:00:00:00:01:02"
 """Where the switch is to address frames: not the receiver's own address, so that its kernel ignores them."""
 _TICK_S: Final = 200e-6
@@ -68,7 +68,7 @@ class TrafficError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class TrafficRun:
-    """What became of the frames of one run; rates are in frames/s."""
+    """The fate of the frames of one run; rates are in frames/s."""
 
     sent: int
     sent_pps: float
@@ -195,7 +195,7 @@ class _Receiver(threading.Thread):
         self.trouble = ""
 
     def finish(self) -> None:
-        """Wait for what is on its way, and end."""
+        """Wait for frames on their way, and end."""
         self._sent.set()
         self.join(_DEADLINE_S)
         if self.is_alive():
@@ -244,7 +244,7 @@ def _are_of(rows: _Rows, run: _Rows) -> NDArray[np.bool_]:
 
 
 _DEPTH_PACKETS: Final = 1000
-"""Of every queue: what simple_switch does best with."""
+"""Depth of every queue: simple_switch's best."""
 _FLOOD_S: Final = 1.0
 _PACED_S: Final = 0.6
 SLOWEST_PPS, FASTEST_PPS = 10_000.0, 240_000.0
@@ -254,7 +254,7 @@ BISECTIONS: Final = 6
 _TRIES: Final = 2
 """How often a rate is tried, for a machine that others use loses a frame now and then."""
 _COST_S: Final = 1.0
-"""How long frames are sent at the slowest rate to see what they cost."""
+"""How long frames are sent at the slowest rate, to measure their cost."""
 _LATENCY_FRAMES: Final = 100
 _LATENCY_PAUSE_S: Final = 0.002
 _OURS, _PEER = "built-in", "simple_switch"
@@ -368,7 +368,7 @@ def _extremes(samples: dict[str, list[float]]) -> dict[str, Any]:
 
 @contextmanager
 def builtin(network: StarNetwork) -> Iterator[SwitchProcess]:
-    """Run the built-in switch between two hosts, with what it chooses by itself."""
+    """Run the built-in switch between two hosts, with its own choices."""
     target = network.hosts[1]
     document = {
         "profiles": [

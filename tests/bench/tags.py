@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tagging of gradients on one core: what an all-reduce waits for before its first packet can go.
+"""Tagging of gradients on one core: the wait of an all-reduce before its first packet can leave.
 
 The peer is a copy of the same buffer: what an all-reduce that buffers what it sends pays at the least.
 """
@@ -22,7 +22,7 @@ VALUES: Final = 25_000_000
 """100 MB of float32."""
 _LAYERS: Final = 50
 PAYLOAD_BYTES: Final = 1440
-"""What a packet carries where the MTU is 1500."""
+"""Payload of a packet with an MTU of 1500."""
 _PER_PACKET: Final = PAYLOAD_BYTES // 4
 
 
@@ -32,7 +32,7 @@ def measure(turns: Turns, values: int = VALUES) -> list[BenchResult]:
     Returns
     -------
     ``tags.100MB``, in one buffer; ``tags.100MB.by_layer``, each layer in a call of its own, as cross-step scheduling
-    does it. Both in ms, and each beside a copy of the buffer.
+    does it. Both in ms, and each compared with a copy of the buffer.
     """
     gradients = _gradients(values)
     whole, single = _layers(values)

@@ -41,7 +41,7 @@ SETTINGS: Final[dict[str, tuple[SwitchKind, str, str]]] = {
 
 
 def testbed(*arguments: str) -> None:
-    """Run ``dlcp testbed``; what it says goes to standard error."""
+    """Run ``dlcp testbed``; its output goes to standard error."""
     command = [sys.executable, "-m", "dlcp.cli", "testbed", *arguments, "--name", NAME]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
@@ -91,7 +91,7 @@ def compared(name: str, samples: Samples, details: dict[str, Any]) -> BenchResul
 
 
 def described(runs: dict[str, list[Run]]) -> dict[str, Any]:
-    """Return what else a reader of the figures needs, by contender."""
+    """Return further facts that a reader of the figures needs, by contender."""
     fabric = runs[OURS][0]["fabric"]
     return {
         "rate_mbps": fabric["rate_bps"] / 1e6,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What notes for a trace cost: each where it is taken in training, each where it is written, and all of a step's.
+"""The cost of notes for a trace: each where it is taken in training, each where it is written, and all of a step's.
 
 Two ranks train a small model with DDP over loopback. In the middle of a step the caches hold other things, so that a
 note costs more there than in a loop of nothing but notes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step of a real job takes in the simulator, beside how long it took.
+"""The time of a real job's step in the simulator, and its measured time.
 
 `dlcp train` runs a script on hosts in namespaces, whose links have a limited rate and a queue without marks. The trace
 that its ranks leave is replayed by the simulator on such a network. The simulator does not have the hosts' processors,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of these tests do."""
+"""The ranks of these tests."""
 
 import os
 import socket

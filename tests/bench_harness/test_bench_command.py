@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlcp bench allreduce``: on this machine, as ranks of a job, and beside a rank that dies."""
+"""``dlcp bench allreduce``: on this machine, as ranks of a job, and with a rank that dies."""
 
 import json
 import os

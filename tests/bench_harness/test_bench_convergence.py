@@ -54,7 +54,7 @@ def steps_of(shortfall, steps):
 
 
 def owed(ranks):
-    """What all ranks together have still to send."""
+    """The residual of all ranks together."""
     values = np.zeros(sum(SIZES.values()))
     start = 0
     for name, size in SIZES.items():

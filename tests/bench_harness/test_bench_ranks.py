@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: they do what they are told, and nothing that goes wrong makes anybody hang or stay behind."""
+"""Ranks as processes: they carry out commands, and no error makes one hang or stay behind."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small runs of the real benchmarks: what they print, and that enabling DLCP on a clean path changes nothing."""
+"""Small runs of the real benchmarks: their output, and that enabling DLCP on a clean path changes nothing."""
 
 import json
 import shutil

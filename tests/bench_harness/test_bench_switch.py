@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark of the switch measures with: frames that are counted and checked, and the search for a rate."""
+"""The tools of the switch's benchmark: frames that are counted and checked, and the search for a rate."""
 
 import os
 import threading

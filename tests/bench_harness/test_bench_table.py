@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of benchmarks: each has options that can be read, and says what it does not take."""
+"""The table of benchmarks: each has options that can be parsed, and rejects others with a message."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What disturbs all-reduces in benchmarks: bursts of other traffic, and links that are gone for a while."""
+"""Disturbances of all-reduces in benchmarks: bursts of other traffic, and links that fail for a while."""
 
 import contextlib
 import socket
@@ -52,7 +52,7 @@ def test_rare_runs_count_in_a_comparison_of_means():
 
 @contextlib.contextmanager
 def probing(path):
-    """Yield a function that sends a datagram from the first host to the second, and tells whether it arrives."""
+    """Yield a function that sends a datagram from the first host to the second, and returns whether it arrives."""
     sender, receiver = (host.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in path.hosts)
     with sender, receiver:
         receiver.bind((path.address(1), 0))
@@ -90,7 +90,7 @@ def test_bursts_fill_the_ports_of_hosts():
         with BackgroundBursts(path, path.router, 5.0, seed=1):
             until(lambda: received() > 200)
         after = received()
-        time.sleep(0.1)  # passing time is what is tested: they are over
+        time.sleep(0.1)  # the passing of time is tested: the bursts are over
         assert received() - after < 200
         with BackgroundBursts(path, path.router, 0.0, seed=1):
             time.sleep(0.1)

@@ -210,7 +210,7 @@ def programs(folder, **scripts):
 
 
 def run(words, environment, folder):
-    """Run a script to its end, and end what it leaves if it does not come to that."""
+    """Run a script to its end; if it does not end, end its processes."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started([*map(str, words)], cwd=folder, env=environment, **pipes) as process:
         out, err = process.communicate(timeout=LIMIT_S)

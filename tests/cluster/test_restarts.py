@@ -127,7 +127,8 @@ def test_a_rank_that_is_stopped_ends_the_run_with_its_name_within_the_deadline(t
     assert "rank 1 is silent" in err or "rank 1 has been silent" in err or "not there: rank 1" in err, err
     summary = tmp_path / "summary.json"
     assert set(json.loads(summary.read_text())["errors"]) == {"0", "1"}
-    # Two deadlines, and the 30 s after which torchrun kills what heeds no signal; the rest is for a busy machine.
+    # Two deadlines, and the 30 s after which torchrun kills processes that ignore signals; the rest is for a busy
+    # machine.
     assert summary.stat().st_mtime - (tmp_path / "failed").stat().st_mtime < 100
 
 

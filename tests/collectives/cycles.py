@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cycles():
-    """Give a set that holds, after the ``with`` block, the types of such objects that were left behind in it."""
+    """Yield a set that holds, after the ``with`` block, the types of such objects that were left behind."""
     found = set()
     gc.collect()
     gc.disable()

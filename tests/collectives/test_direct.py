@@ -102,7 +102,7 @@ def test_an_idle_network_loses_nothing_although_it_might():
 
 @pytest.mark.parametrize(("count", "loss", "bound"), [(2, 0.05, 0.1), (3, 0.2, 0.3), (4, 0.1, 0.1)])
 def test_nothing_is_lost_for_good(count, loss, bound):
-    """Sum over steps of n * average, and what is still owed, are the sum of all gradients."""
+    """The sum over steps of n * average, plus the residual, is the sum of all gradients."""
     ranks = SmallRanks(count, bound=bound, loss=loss, seed=5, value_type=ValueType.FLOAT64)
     given = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
     taken = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct all-reduce works in the caller's buffer: when it may be changed again, and what is in it after a failure."""
+"""Direct all-reduce works in the caller's buffer: when it may be changed again, and its content after a failure."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from tests.transport.exchanges import PacketType
 
 
 def reduce_and_spoil(ranks, step, gradients, buckets):
-    """One step in which every rank overwrites each bucket as soon as it has it; return what it had."""
+    """One step in which every rank overwrites each bucket as soon as it has it; return the results."""
     started = ranks.start(step, gradients, buckets)
     kept = [[None] * len(buckets) for _ in range(ranks.count)]
 
@@ -49,7 +49,7 @@ def reduce_and_spoil(ranks, step, gradients, buckets):
 
 
 def confirms_result(header, ranks):
-    """Whether a packet tells a sender that its result is there; an acknowledgement may tell so of any message."""
+    """Whether a packet may confirm a result to its sender; an acknowledgement may confirm any message."""
     return header.type is PacketType.ACK or (header.type is PacketType.STOP and not is_contribution(header, ranks))
 
 
@@ -188,7 +188,7 @@ class Broken:
         return total
 
     def owed(self, rank, number):
-        """What a rank owes of a bucket that it has finished."""
+        """A rank's residual of a bucket that it has finished."""
         parts = [self.ranks.reducers[rank].context.residual.of(name) for name in THREE_BUCKETS[number]]
         sizes = [SMALL_SIZES[name] for name in THREE_BUCKETS[number]]
         return np.concatenate([np.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce by a parameter server, which knows of each bucket only what the workers' packets tell."""
+"""All-reduce by a parameter server, which knows about each bucket only what the workers' packets contain."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An all-reduce that broke off at any moment is completed exactly, from what the ranks hold between them."""
+"""An all-reduce that failed at any moment is completed exactly, from the data that the ranks hold together."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ class Broken:
 
     @property
     def exact(self):
-        """The average: of all where it was not formed yet, else of what the owner had."""
+        """The average: of all contributions if it was not formed yet, otherwise of those that the owner had."""
         total = sum(np.where(self.by_value(~self.lost[rank]), self.given[rank], 0) for rank in range(self.ranks))
         return (total / self.by_value((~self.lost).sum(axis=0))).astype(total.dtype)
 

@@ -65,12 +65,12 @@ class ScatteringRanks(Ranks):
         return values, tuple(segments), padded
 
     def assert_sums_kept(self, gradients, averages, tolerance):
-        """What all steps gave is what they had and what is still owed."""
+        """The inputs of all steps equal their results plus the residual."""
         for name, error in self.left_of_sums(gradients, averages).items():
             np.testing.assert_allclose(error, 0, atol=tolerance, err_msg=name)
 
     def left_of_sums(self, gradients, averages):
-        """By parameter, what all steps had and what is still owed, less what they gave."""
+        """By parameter, results plus residual of all steps, less their inputs."""
         widen, left = self.value_type.widen, {}
         for name, size in self.sizes.items():
             given = sum(widen(rank[name]).astype(np.float64) for step in gradients for rank in step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of an all-reduce whichever way it goes."""
+"""Properties that every all-reduce has."""
 
 import numpy as np
 import pytest

@@ -139,7 +139,7 @@ def test_an_idle_network_loses_nothing_although_it_might(small_pieces):
     ("count", "loss", "bound"), [(2, 0.05, 0.1), (3, 0.2, 0.3), (4, 0.1, 0.5), (5, 0.3, 0.9), (8, 0.05, 0.9)]
 )
 def test_nothing_is_lost_for_good(count, loss, bound):
-    """Sum over steps of n * average, and what is still owed, are the sum of all gradients."""
+    """The sum over steps of n * average, plus the residual, is the sum of all gradients."""
     ranks = RingRanks(count, bound=bound, loss=loss, seed=5, value_type=ValueType.FLOAT64,
                       duplicate=0.05, jitter_s=0.001, policy=NOTHING_PROTECTED)  # fmt: skip
     given = {name: np.zeros(size) for name, size in SIZES.items()}

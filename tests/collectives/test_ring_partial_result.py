@@ -13,7 +13,7 @@ from tests.collectives.virtual_ring import RingRanks
 
 
 def broken_at(share, *, count=4, bound=0.0, loss=0.0, **fields):
-    """Stop all ranks after a share of the time that a step takes; return them, what they gave and their futures."""
+    """Stop all ranks after a share of a step's time; return them, their inputs and their futures."""
     whole = RingRanks(count, bound=bound, loss=loss, **fields)
     rng = np.random.default_rng(0)
     # Small integers, so that sums are exact whoever adds them up.

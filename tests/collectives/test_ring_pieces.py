@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How buckets are cut for the ring, and what is refused."""
+"""How buckets are cut for the ring, and which are refused."""
 
 import itertools
 

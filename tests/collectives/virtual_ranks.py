@@ -113,7 +113,7 @@ class Ranks:
         return left
 
     def owed(self, name):
-        """What all ranks together still have as residual of a parameter."""
+        """The residual of a parameter on all ranks together."""
         parts = [reducer.context.residual.of(name) for reducer in self.reducers]
         return sum(part for part in parts if part is not None)
 
@@ -123,7 +123,7 @@ class Ranks:
 
 
 class SmallRanks(Ranks):
-    """The same with fewer gradients, for what is tried often."""
+    """The same with fewer gradients, for cases that are tried often."""
 
     sizes = SMALL_SIZES
 

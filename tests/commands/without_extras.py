@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run command lines, given as JSON, as if DLCP were installed without any extra; print what each of them says."""
+"""Run command lines, given as JSON, as if DLCP were installed without any extra; print the output of each."""
 
 import contextlib
 import io

@@ -28,7 +28,7 @@ def matrix_of(values, name):
 
 
 def alone(compressor, values, occasion=FIRST, segments=SEGMENTS):
-    """What one rank's values become if nobody else is there: every average is its own."""
+    """One rank's values after an exchange without others: every average is its own."""
     encoded = compressor.encode(values, segments, occasion)
     while True:
         following = compressor.refine(encoded, encoded.content)

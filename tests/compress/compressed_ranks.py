@@ -85,7 +85,7 @@ class CompressedRanks:
         self.network.run(lambda: all(connection.all_confirmed for connection in self.connections))
 
     def owed(self):
-        """What all ranks together owe."""
+        """The residual of all ranks together."""
         total = np.zeros(SIZE)
         for residual in self.residuals:
             for segment in SEGMENTS:

@@ -14,7 +14,7 @@ ONE_LAYER = [Segment(Layer("w", 0), 0, 600)]
 
 
 def by_definition(gradients):
-    """Formulas 1 and 2 of Maleki et al.: two by two, halves recursively; what is too many goes to the first ones."""
+    """Formulas 1 and 2 of Maleki et al.: two by two, halves recursively; excess ranks join the first ones."""
 
     def two(one, other):
         between = one @ other

@@ -30,7 +30,7 @@ CODED_BYTES = {
     "terngrad": SIZE / 4 + 12, "signsgd": SIZE / 8 + 12, "efsignsgd": SIZE / 8 + 12, "atomo:2": 4 * FACTORS,
     "powersgd:2": 4 * FACTORS,
 }  # fmt: skip
-"""What a rank makes of a bucket, in bytes, from the definitions."""
+"""The bytes of a rank's bucket, from the definitions."""
 
 
 def by_definition(text, gradients, step=0):
@@ -94,7 +94,7 @@ def test_a_lossy_network_does_cost_packets(text):
 @pytest.mark.parametrize(("count", "loss"), [(2, 0.0), (3, 0.2)])
 @pytest.mark.parametrize("text", FED_BACK)
 def test_nothing_is_lost_for_good(text, count, loss):
-    """Sum over steps of n times the result, and what is still owed, are the sum of all gradients."""
+    """The sum over steps of n times the result, plus the residual, is the sum of all gradients."""
     ranks = CompressedRanks(count, text, bound=0.3, loss=loss, seed=5)
     given, taken = np.zeros(SIZE), np.zeros(SIZE)
     for step in range(4):
@@ -222,7 +222,7 @@ def test_a_gathered_message_may_lose_to_all_receivers_together_what_the_bound_sa
 
 
 def test_the_least_of_what_is_gathered_is_dropped_first():
-    """Tags follow what is sent: the largest pairs are protected, the smallest are of the highest class."""
+    """Tags follow the content: the largest pairs are protected, the smallest are of the highest class."""
     ranks = CompressedRanks(2, "topk:0.2", policy=TagPolicy(small_layer_values=0))
     run = AllGatherRun(ranks.reducers[0].gradients, 0, 0, Bucket(ranks.gradients(1)[0], ValueType.FLOAT32, SEGMENTS))
     tags, encoded, per_packet = run.tags, run.encoded, run.units_per_packet
@@ -249,7 +249,7 @@ def test_scales_must_arrive():
 
 @pytest.mark.parametrize("text", ["topk:0.1", "randomk:0.1"])
 def test_buckets_may_be_regrouped_between_steps(text):
-    """What is owed is kept by layer, as DDP regroups its buckets after the first step."""
+    """The residual is kept by layer, because DDP regroups its buckets after the first step."""
     ranks = CompressedRanks(2, text)
     gradients = ranks.gradients(1)
     ranks.reduce(0, gradients)

@@ -30,7 +30,7 @@ def options_over(network, rank, **changes):
 
 
 def train(network, steps, size=2, before_step=lambda step: None, **changes):
-    """Each rank's results by step, its summary, whether DLCP was in use at each step, and what it owes."""
+    """Each rank's results by step, its summary, whether DLCP was in use at each step, and its residual."""
 
     def one(group):
         group.register(list(SHAPES))

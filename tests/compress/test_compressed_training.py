@@ -128,7 +128,7 @@ def test_layers_of_a_model_are_the_matrices_that_they_are(trained):
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_where_the_path_breaks_training_goes_on_with_all_gradients(trained, text):
-    """What compression had left out is added to what the framework averages: nothing is gone."""
+    """Values that compression left out are added to the framework's average: nothing is lost."""
     for rank, results in enumerate(trained):
         result = results["broken", text]
         assert result.active[0]

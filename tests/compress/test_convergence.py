@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compressed gradients train, over a network that loses 1 % of all packets; and what error feedback is for."""
+"""Training with compressed gradients over a network that loses 1 % of all packets, with and without error feedback."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ TRIED = ["topk:0.05", "randomk:0.5", "qsgd:4", "terngrad", "signsgd", "efsignsgd
 
 @pytest.fixture(scope="module")
 def plain():
-    """What is learned without compression and without loss."""
+    """The result of training without compression and without loss."""
     return train(steps=STEPS, loss=0.0)[0]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and widths of a compiled program, and BMv2's Thrift modules, by which it is told entries."""
+"""The names and widths of a compiled program, and BMv2's Thrift modules, which write its entries."""
 
 import importlib
 import json

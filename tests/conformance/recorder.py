@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the steps of a recording to simple_switch, one at a time, and writes down what it answers.
+"""Sends the steps of a recording to simple_switch, one at a time, and records its answers.
 
 Nothing is taken from the built-in switch. That a packet was dropped is known because markers that were sent after it
 came out and it did not; what was forwarded is counted by the program itself, and has to be as many as came out.
@@ -30,7 +30,7 @@ from tests.conformance.simple_switch import DEADLINE_S, SimpleSwitch, SwitchErro
 from tests.waiting import until
 
 ANSWER_S = 0.005
-"""How long a packet may take before a marker is sent after it. Chosen by us: ten times what it takes when idle."""
+"""How long a packet may take before a marker is sent after it. Ten times its duration when idle."""
 ATTEMPTS = 3
 """How often a recording is begun before it is given up."""
 BURST_RATE_PPS = 5
@@ -50,7 +50,7 @@ _WORD = 1 << 32
 
 
 class Uncertain(SwitchError):
-    """It cannot be told what the answer to a packet was."""
+    """The answer to a packet could not be determined."""
 
 
 def owner_of(data: bytes) -> int | None:
@@ -85,7 +85,7 @@ def record(
     Raises
     ------
     SwitchError
-        If it is still not certain what the answer to a packet was.
+        The answer to a packet is still uncertain.
     """
     for attempt in range(1, attempts + 1):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a switch was given and what it answered: the steps of a recording, and the file that holds them.
+"""Inputs and answers of a switch: the steps of a recording, and the file that holds them.
 
 A file has one JSON document a line: first the program's digest and who answered, then the steps in order, last the
 registers and counters as they were in the end, without the zeros.
@@ -21,7 +21,7 @@ class Packet:
     """A packet that is sent alone: the next step waits until it came out, or certainly does not."""
 
     kind: str
-    """What the packet was made to try; for reports only."""
+    """The purpose of the packet; for reports only."""
     port: int
     data: bytes
     time_us: int = 0
@@ -44,7 +44,7 @@ class Burst:
 
 @dataclass
 class Markers:
-    """Four packets that tell that a packet before them was dropped: one for each of simple_switch's egress threads.
+    """Four packets that show that a packet before them was dropped: one for each of simple_switch's egress threads.
 
     Each thread sends what it was given in order, so what did not come out before the markers does not come out.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the built-in switch what simple_switch was given, and tells where it answers otherwise."""
+"""Gives the built-in switch the inputs of simple_switch, and reports where its answers differ."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What simple_switch is asked: entries and packets, the same for the same seed."""
+"""Inputs for simple_switch: entries and packets, the same for the same seed."""
 
 import itertools
 import random

@@ -27,7 +27,7 @@ from tests.conformance.recording import State
 DEADLINE_S = 15.0
 STOP_DEADLINE_S = 5.0
 DEPTH_PACKETS = 64
-"""Depth of a queue unless told otherwise."""
+"""Default depth of a queue."""
 _PRIORITY_MAX = 1 << 24
 _PIPELINED = 256
 """Requests that are sent before their answers are read."""

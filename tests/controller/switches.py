@@ -127,7 +127,7 @@ def await_port(address, process):
 
 
 class Certificates:
-    """A certificate authority and what it has signed, made by openssl."""
+    """A certificate authority and its certificates, made by openssl."""
 
     def __init__(self, folder):
         self.folder = Path(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the switches of a fabric drop of one message together, when all of their queues are deep."""
+"""The drops of one message in all switches of a fabric together, when all of their queues are deep."""
 
 from pathlib import Path
 

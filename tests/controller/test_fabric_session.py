@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller says to the built-in switch and to BMv2 over P4Runtime, and what comes of it."""
+"""The controller's P4Runtime messages to the built-in switch and to BMv2, and their effects."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ def run(work):
 
 
 def applied(switch, pipeline, described_fabric, name="switch"):
-    """Reconcile once in a session of its own, and return what was done and what the switch holds then."""
+    """Reconcile once in a session of its own, and return the changes and the switch's content afterwards."""
 
     async def work():
         async with Session(described(switch), pipeline) as session:

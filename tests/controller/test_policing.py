@@ -43,7 +43,7 @@ def fabric(*, trusted=True, jobs=()):
 
 
 def share_delivered(program, described, honest, flood):
-    """Run the flood beside the honest traffic, and return which part of each arrives, and the events counted."""
+    """Run the flood next to the honest traffic, and return which part of each arrives, and the events counted."""
     apply_entries(entries(described, "switch"), program)
     for counter in program.counters.values():
         counter.reset()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop that keeps switches as they should be, and what it tells Prometheus."""
+"""The loop that keeps switches in the wanted state, and its metrics for Prometheus."""
 
 import asyncio
 import urllib.request

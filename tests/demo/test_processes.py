@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run tell one another."""
+"""Communication among the processes of a run."""
 
 import json
 import multiprocessing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages say is so: DLCP takes their commands, programs run, figures and messages are those there are."""
+"""The pages are right: DLCP accepts their commands, programs run, and figures and messages exist."""
 
 import glob
 import json
@@ -25,7 +25,7 @@ QUICK = ("dlcp fabric check", "dlcp sim list")
 OTHERS = {"sudo", "torchrun"}
 """Programs that are not ours, and whose arguments are."""
 STAND_INS = {"script.py", "my.module:model"}
-"""What a reader replaces by a file of their own."""
+"""Names that a reader replaces by a file of their own."""
 README_BYTES = 9 * 1024
 BUILD_S = 200
 

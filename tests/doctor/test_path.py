@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path to a peer: what the doctor says of it is what was done to it."""
+"""The path to a peer: the doctor reports the faults that were injected."""
 
 import socket
 

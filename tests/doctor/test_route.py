@@ -12,7 +12,7 @@ from dlcp.session.options import Options
 
 @pytest.fixture
 def speeds(monkeypatch, tmp_path):
-    """What the kernel says of interfaces; ``tell(name, speed, virtual)`` sets it."""
+    """The kernel's data on interfaces; ``tell(name, speed, virtual)`` sets it."""
     monkeypatch.setattr(interfaces, "SYSFS", tmp_path / "net")
     (tmp_path / "net").mkdir()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the kernel's UDP agrees with the kernel."""
+"""Findings about the kernel's UDP agree with the kernel."""
 
 import errno
 import socket

@@ -25,7 +25,7 @@ SO_RCVBUFFORCE = 33
 
 @dataclass
 class Weather:
-    """What happens to packets; shares are of all packets.
+    """The fate of packets; shares are of all packets.
 
     ``burst`` is the share at which a burst of 20 lost packets begins. Packets of more than ``swallow_over`` bytes after
     UDP vanish. ``forged`` packets are followed by a damaged copy, as an endpoint sees them only of somebody who writes
@@ -151,12 +151,12 @@ class BadNetwork:
 
 
 def place_of(rank):
-    """What a rank advertises; asked in a worker."""
+    """The address that a rank advertises; called in a worker."""
     return json.loads(os.environ["TEST_PLACES"])[rank]
 
 
 def set_weather(weather):
-    """Change what the proxy does; asked in a worker, by one rank."""
+    """Change the proxy's behaviour; called in a worker, by one rank."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.settimeout(0.5)
         end_s = time.monotonic() + CONTROL_LIMIT_S

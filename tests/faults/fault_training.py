@@ -17,7 +17,7 @@ BUCKET_MB = 0.08
 
 
 class Wanted(nn.Module):
-    """Its gradients are what it is called with."""
+    """A model whose gradients are its inputs."""
 
     def __init__(self, sizes=SIZES, dtype=torch.float32):
         super().__init__()
@@ -37,7 +37,7 @@ def exact_average(ranks, step):
 
 
 class Said(logging.Handler):
-    """What DLCP logs in this process."""
+    """DLCP's log lines in this process."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Said(logging.Handler):
 
 @dataclass
 class Training:
-    """What came of it on one rank."""
+    """The outcome on one rank."""
 
     error_max: float = 0.0
     same_on_all: bool = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a damaged packet does. On a wire, nothing: the kernel drops what fails UDP's checksum; it is lost like others.
+"""The effect of a damaged packet. On a wire, none: the kernel drops what fails UDP's checksum; it is lost like others.
 
 DLCP adds no checksum of its own. UDP's covers header and payload and catches every flipped bit that comes alone;
 Ethernet's catches more on each hop before. Somebody on the path who writes valid checksums is outside what DLCP guards

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group whose other rank is made up: it answers what a function says. For the logic of adapters, not for sockets."""
+"""A group whose other rank is simulated by a function. For the logic of adapters, not for sockets."""
 
 from concurrent.futures import Future
 

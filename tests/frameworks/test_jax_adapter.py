@@ -67,7 +67,7 @@ def io_callback(function, shapes, *arguments, ordered):
 
 @pytest.fixture
 def adapter(monkeypatch):
-    """``dlcp.jax``, imported beside modules that play JAX and optax."""
+    """``dlcp.jax``, imported with stand-ins for JAX and optax."""
     jax, experimental, optax = ModuleType("jax"), ModuleType("jax.experimental"), ModuleType("optax")
     experimental.io_callback = io_callback
     vars(jax).update(

@@ -61,7 +61,7 @@ def _common(ours, theirs):
 
 
 class FakeArray:
-    """What of MXNet's NDArray the store uses."""
+    """The part of MXNet's NDArray that the store uses."""
 
     engine: FakeEngine
 

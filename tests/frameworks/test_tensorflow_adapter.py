@@ -32,7 +32,7 @@ def numpy_function(function, inputs, kinds, stateful=True):
 
 
 class Optimizer:
-    """What Keras 3's optimizers do with gradients, step by step, as far as the adapter relies on it."""
+    """The way of Keras 3's optimizers with gradients, step by step, as far as the adapter relies on it."""
 
     def __init__(self, rate=1.0):
         self.rate, self.built, self.name = rate, False, "plain"
@@ -75,7 +75,7 @@ class Variable:
 
 @pytest.fixture
 def adapter(monkeypatch):
-    """``dlcp.tensorflow``, imported beside modules that play TensorFlow and Keras."""
+    """``dlcp.tensorflow``, imported with stand-ins for TensorFlow and Keras."""
     tensorflow, keras = ModuleType("tensorflow"), ModuleType("keras")
     vars(tensorflow).update(
         convert_to_tensor=tensor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session needs of others when DLCP fails: a network and a reducer that do as a test says."""
+"""A session's surroundings when DLCP fails: a network and a reducer that a test controls."""
 
 import threading
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ PAYLOAD_BYTES = 64
 
 
 class Network:
-    """A channel of ranks that are threads, and what they have said of leaving."""
+    """A channel of ranks that are threads, and their announcements that they leave."""
 
     def __init__(self, ranks, limit_s=20):
         self.ranks, self.left = ranks, {}
@@ -62,7 +62,7 @@ class FakeRun(Future):
 
 
 class FakeReducer:
-    """Averages when a test says so; what it has been given, it holds untouched."""
+    """Averages when a test says so; until then it leaves buckets untouched."""
 
     def __init__(self, rank):
         self.rank, self.steps = rank, []

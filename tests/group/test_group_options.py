@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What options change in how a group averages: samples, compression, combining rules, bounds, and what adapts them."""
+"""Effects of options on a group's averages: samples, compression, combining rules, bounds, and what adapts them."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store that ranks meet by, and what they do over it: every wait ends, and whoever is missing is named."""
+"""The store through which ranks meet, and operations over it: every wait ends, and a missing rank is named."""
 
 import contextlib
 import hashlib
@@ -120,7 +120,7 @@ CALL = store_module._CALL_HEAD.pack(b"0" * 16, 1, hashlib.sha256(b"").digest())
 
 
 def stranger(server, method, message=b"", proof=b"", timeout=5, kind="unary_unary", said=CALL):
-    """Call the store without knowing the job's secret; return what it says."""
+    """Call the store without knowing the job's secret; return its answer."""
     with grpc.insecure_channel(where(server)) as channel:
         call = getattr(channel, kind)(f"/dlcp.Store/{method}")
         metadata = (("dlcp-call-bin", said), ("dlcp-proof-bin", proof))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not shared_memory.supported(), reason="needs mem
 
 
 def average(group, steps=3):
-    """Average some steps; return the results, with whom memory is shared, and what the ledger says."""
+    """Average some steps; return the results, the ranks that share memory, and the ledger's summary."""
     group.register(["large", "small"])
     kept = []
     for step in range(steps):

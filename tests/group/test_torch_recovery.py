@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DDP model's session when DLCP fails: what it does beside what all sessions do; see test_group_recovery.py."""
+"""A DDP model's session when DLCP fails: its behaviour beyond that of all sessions; see test_group_recovery.py."""
 
 import threading
 

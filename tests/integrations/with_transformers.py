@@ -12,7 +12,7 @@ import dlcp.torch
 
 
 class DlcpCallback(transformers.TrainerCallback):
-    """What docs/pytorch.md adds to a script."""
+    """The lines that docs/pytorch.md adds to a script."""
 
     def on_train_begin(self, *_, **__):
         self.state = dlcp.torch.enable(trainer.model_wrapped)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real browser, without a screen: Chromium, told what to do over pipes by the DevTools protocol."""
+"""A real browser, without a screen: Chromium, controlled over pipes by the DevTools protocol."""
 
 import base64
 import json

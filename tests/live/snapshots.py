@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of ranks that do not exist, for tests of what is made of them."""
+"""Snapshots of ranks that do not exist, for tests of their readers."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page in a real browser, at two sizes, light and dark: what it says, that it fits, and asks for nothing."""
+"""The live page in a real browser, at two sizes, light and dark: its content and fit, and no requests."""
 
 import os
 import re

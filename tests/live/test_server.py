@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live page's server: what it answers, to whom, and that nobody who hangs or errs holds up anybody else."""
+"""The live page's server: its answers, to whom, and that a client that hangs or fails delays no other."""
 
 import http.client
 import json

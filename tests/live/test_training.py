@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of the snapshots of all ranks: the present, the past, who is silent, and what is no snapshot."""
+"""The state from all ranks' snapshots: the present, the past, silent ranks, and files that are no snapshots."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's snapshots: there while it joins, small however long it trains, and no reason for it to fail."""
+"""A rank's snapshots: present while it joins, small however long it trains, and never a reason to fail."""
 
 import json
 import os

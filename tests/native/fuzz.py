@@ -18,7 +18,7 @@ HARNESS = Path(__file__).with_name("fuzz_engine.c")
 COMPILER = "clang"
 FLAGS = ("-std=gnu11", "-O1", "-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=undefined")
 SYSTEM = ("clock_gettime", "ppoll", "recvmsg", "recvmmsg", "sendmsg")
-"""What the harness does in the system's place."""
+"""Parts that the harness does in the system's place."""
 OUT = Path("out/fuzz")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``dlcp/native/tags.c`` computes, in NumPy: tests compare the two."""
+"""The computations of ``dlcp/native/tags.c`` in NumPy: tests compare the two."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of tagging measures what it says, on a small buffer: how fast is not for a test to judge."""
+"""The benchmark of tagging measures what it claims, on a small buffer; tests do not judge speed."""
 
 import os
 

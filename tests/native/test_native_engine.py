@@ -183,7 +183,7 @@ def told(name):
 
 @pytest.fixture(scope="module")
 def with_our_allocations(tmp_path_factory):
-    """Return what runs a script beside an engine whose memory comes from ``ALLOCATIONS``, and what that prints."""
+    """Return a function that runs a script with an engine whose memory comes from ``ALLOCATIONS``, and its output."""
     if not can_compile():
         pytest.skip("needs DLCP's C sources and a compiler")
     folder = tmp_path_factory.mktemp("allocations")

@@ -27,7 +27,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 @pytest.fixture
 def uncompiled(tmp_path):
-    """DLCP's source tree as nobody has compiled it."""
+    """DLCP's source tree before compilation."""
     shutil.copytree(ROOT / "dlcp", tmp_path / "dlcp", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path
 

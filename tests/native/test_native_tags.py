@@ -44,7 +44,7 @@ def memory(array):
 
 
 def send_order(queue, droppable, seed, order=AS_SEEDED):
-    """What the engine calls for each message; the oracle says what it is."""
+    """The function that the engine calls for each message; the oracle defines its result."""
     indices = np.empty(len(queue), np.uint32)
     results = ffi.from_buffer("uint32_t[]", indices)
     lib.dlcp_send_order(memory(queue), memory(droppable), len(queue), seed, *order, results)
@@ -60,7 +60,7 @@ def encode_tags(tags, bounded, service):
 
 
 def both(function, *arguments):
-    """Return what a function returns, and what the oracle's of that name does."""
+    """Return the results of a function, and of the oracle's function of that name."""
     return function(*arguments), getattr(oracle, function.__name__)(*arguments)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be checked after a change to the switch program without the P4 compiler or BMv2.
+"""Checks that a change to the switch program rules out without the P4 compiler or BMv2.
 
 `compiled` marks tests that compare ``p4/build`` with something written by hand: its sources, the packet tests, the
 program for Tofino, the simulator. After a change to the sources they would compare the new rule with the old program.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the P4 sources say, read from their text; and ``p4/compile.py`` as a module (``p4/`` must be no package)."""
+"""Contents of the P4 sources, from their text; and ``p4/compile.py`` as a module (``p4/`` must be no package)."""
 
 import importlib.util
 import re

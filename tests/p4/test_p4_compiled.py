@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled program against dlcp.wire: what a switch runs, not what its source looks like."""
+"""The compiled program against dlcp.wire: the program that a switch runs, not its source."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Someone without p4c and BMv2 changes the drop rule: the run is green, and says what it has not checked."""
+"""Someone without p4c and BMv2 changes the drop rule: the run is green, and lists what it did not check."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ MODULES = ("tests/p4", "tests/packet/test_stf.py", "tests/packet/test_coverage.p
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of what the modules above need; folders that no test changes are links."""
+    """A copy of the files that the modules above need; folders that no test changes are links."""
     skipped = shutil.ignore_patterns("__pycache__", "test_without_p4c.py")
     for folder in ("p4", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=skipped)

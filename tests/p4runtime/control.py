@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P4Runtime client for tests: it sends what it is told, wrong or right, and hides nothing that comes back."""
+"""A P4Runtime client for tests: it sends any message, wrong or right, and returns every answer in full."""
 
 import queue
 from collections.abc import Iterator, Mapping
@@ -198,7 +198,7 @@ class Control(Closing):
         return [code for code, _ in self.answers(*updates)]
 
     def answers(self, *updates: p4r.Update) -> list[tuple[grpc.StatusCode, str]]:
-        """Write updates and return what became of each, and what is said of it."""
+        """Write updates, and return the status and message of each."""
         try:
             self.stub.Write(self.signed(p4r.WriteRequest(updates=updates)), timeout=CALL_DEADLINE_S)
         except grpc.RpcError as error:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 
 class Loop:
-    """Does what it is called for at once, one thing after the other, and keeps count."""
+    """Runs functions at once, one after the other, and counts them."""
 
     def __init__(self):
         self.calls, self.programs = 0, []

@@ -188,7 +188,7 @@ def test_so_many_controllers_and_no_more(control, another):
 
 
 def test_controllers_that_fight_over_a_switch(control, another, next_id):
-    """What is said to be written is there, and what is refused is not, whoever was primary when."""
+    """Entries reported as written exist, and refused ones do not, whichever controller was primary at the time."""
     lock = threading.Lock()
     outcomes: list[tuple[int, bool]] = []
 

@@ -51,7 +51,7 @@ def test_both_switches_refuse_the_same(both, batch):
 @LONG
 @given(batch=st.lists(updates(table_entries(), members(), groups(), cells()), max_size=5), data=st.data())
 def test_bytes_that_mean_nothing(control, batch, data):
-    """Whatever comes in, the switch answers and goes on."""
+    """Whatever arrives, the switch answers and continues."""
     if not control.strict:
         pytest.skip("simple_switch_grpc ends at an assertion")
     text = bytearray(control.signed(p4r.WriteRequest(updates=batch)).SerializeToString())

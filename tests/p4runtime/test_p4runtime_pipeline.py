@@ -190,7 +190,7 @@ def test_finsy_knows_that_a_pipeline_is_missing():
 
 
 def test_a_switch_starts_without_a_pipeline_and_again_after_a_crash(target, next_id):
-    """What a controller sees of a switch that was killed, and how it brings it back."""
+    """A controller's view of a switch that was killed, and how it restores the switch."""
     switch = type(target)()
     try:
         switch.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the built-in switch's server does beside the protocol: who may connect, and what packets notice of it."""
+"""The built-in switch's server beyond the protocol: who may connect, and its effect on packets."""
 
 import gc
 import json

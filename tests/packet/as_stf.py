@@ -23,7 +23,7 @@ MARKERS = [entry["match"] for entry in Markers.ENTRIES]
 
 
 def statements(steps: Sequence[Step]) -> Iterator[stf.Statement]:
-    """Return statements that do the same; what nobody sends or expects any more, the markers, is left out."""
+    """Return statements that do the same, without the markers, which are not needed any more."""
     for step in steps:
         match step:
             case SetEntries(document):

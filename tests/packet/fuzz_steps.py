@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fuzzer sends: random entries that change, packets good and bad, depths, budget slots and full queues."""
+"""The fuzzer's inputs: random entries that change, packets good and bad, depths, budget slots and full queues."""
 
 import itertools
 import random

@@ -36,7 +36,7 @@ _CELL = re.compile(r"(register|counter) (\S+)\[(\d+)\]: recorded (\(?[\d, ]+\)?)
 Reference = Callable[[Sequence[Step]], Recording]
 """Answers steps as they should be answered."""
 Compare = Callable[[Recording], list[str]]
-"""Describes what is answered otherwise."""
+"""Describes the answers that differ."""
 
 
 def compare_with(programs: Sequence[Program], ways: Sequence[bool] = (False, True)) -> Compare:
@@ -102,7 +102,7 @@ def _pruned(document: dict) -> dict:
 
 
 def _without_parts(items: list, fails: Callable[[list], bool]) -> list:
-    """Leave out halves, quarters ... of a list, from the end, as long as what is left fails."""
+    """Leave out halves, quarters ... of a list, from the end, as long as the rest still fails."""
     size = max(1, len(items) // 2)
     while True:
         end = len(items)
@@ -134,7 +134,7 @@ def as_test(made: Recording, found: Sequence[str], title: str) -> str:
 
 @dataclasses.dataclass
 class Tally:
-    """What was compared."""
+    """The number of compared packets and values."""
 
     packets: int = 0
     dropped: int = 0

@@ -38,7 +38,7 @@ DEFINITION = load_definition(PROGRAM_PATH)
 
 
 class ByP4Runtime:
-    """What of a target goes through P4Runtime on both switches; goes before the switch's own target among the bases."""
+    """The P4Runtime part of a target, on both switches; a base class before the switch's own target."""
 
     control: Control
     _written: dict[tuple[str, str, int], Mapping[str, Any]]

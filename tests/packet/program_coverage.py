@@ -29,7 +29,7 @@ from tests.packet.stf import BuiltIn
 
 COUNTER = "coverage"
 P4INFO = "dlcp.p4info.txtpb"
-"""Beside the compiled program: it tells which actions are no entry's."""
+"""A file next to the compiled program, which shows the actions that no entry may have."""
 
 
 class Covered(BuiltIn):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of `fuzz_switch`, and that it finds what it is for."""
+"""The short form of `fuzz_switch`, and that it finds differences."""
 
 import functools
 import importlib.util

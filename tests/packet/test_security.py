@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host can write into its packets, and what it gains by it: nothing, on a port or in a job that is policed.
+"""A host's gain from forging its packets: none, on a port or in a job that is policed.
 
 A victim sends over a port of 10 Mbit/s through the built-in switch, its real queues and a clock that the test moves.
 Then somebody floods the same port at twice its rate. Goodput and delay of the victim are compared.
@@ -54,7 +54,7 @@ def packet(source: int, fields: str, *, udp: str = "", size: int = FRAME_BYTES) 
 
 @dataclass
 class Service:
-    """What the victim got of the network."""
+    """The victim's goodput and delay."""
 
     sent: int
     arrived: int

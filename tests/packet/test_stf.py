@@ -28,7 +28,7 @@ PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 FILES = sorted((ROOT / "p4" / "stf").glob("*.stf*"))
 ATTEMPTS = 3
 EVERY = 8
-"""Of p4testgen's cases one in so many goes through P4Runtime: a case takes a dozen calls."""
+"""One in this many of p4testgen's cases uses P4Runtime: a case takes a dozen calls."""
 CONTROLS = {"parser", "trust", "share", "classify", "route", "depth", "drop", "excess", "mark", "p4testgen"}
 SETUP = """
 member route_selector 3 to_next_hop(port:3, mac:02:00:00:00:00:03)

@@ -13,12 +13,12 @@ SIGHT = {
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
 }
-"""What is seen of linear RGB: Machado, Oliveira and Fernandes, IEEE TVCG 2009, severity 1."""
+"""Linear RGB as people with colour blindness see it: Machado, Oliveira and Fernandes, IEEE TVCG 2009, severity 1."""
 HUES = ("grey", "orange", "ochre", "blue", "green", "purple", "pink")
 DISTANCE_MIN = 15
 """Smallest distance in CIELAB of two lines; some 2.3 are just noticeable."""
 CONTRAST_MIN = 3.0
-"""Of graphics against their background: WCAG 2.2, 1.4.11."""
+"""Least contrast of graphics against their background: WCAG 2.2, 1.4.11."""
 
 
 def linear(colour: str):

@@ -60,7 +60,7 @@ class WeighingRing(Weighing, RingRanks):
 
 
 class WeighingServer(Weighing, Ranks):
-    """The server is told the samples by the step's first bucket, as it is in training."""
+    """The server learns the samples from the step's first bucket, as in training."""
 
     def __init__(self, count, *, error_feedback=False, **fields):
         super().__init__(count, server=True, error_feedback=error_feedback, **fields)
@@ -139,7 +139,7 @@ def test_with_loss_each_packet_is_the_mean_of_those_samples_that_came(kind):
 
 @EVERY_WAY
 def test_nothing_is_lost_for_good(kind):
-    """Sum over steps of n * average, and what is still owed, are the sum of all weighted gradients."""
+    """The sum over steps of n * average, plus the residual, is the sum of all weighted gradients."""
     ranks = kind(3, bound=0.3, loss=0.2, seed=5, error_feedback=True, value_type=ValueType.FLOAT32)
     given = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}
     taken = {name: np.zeros(size) for name, size in SMALL_SIZES.items()}

@@ -44,7 +44,7 @@ VALUES: tuple[Any, ...] = (
     *(0.0, 0.5, 1.0, -0.5, 1e-300, 1e-12, 1e-6, 1e6, 1e12, 1e18, 1e300, 1.7e308, math.inf, -math.inf, math.nan),
     *("", "x", "1e309", "12", "1MiB", "0B", "99999999GB", None, True, False, [], {}, [0], [1, 1], {"x": 1}),
 )
-"""What replaces a value: the ends of integers and floats, and other types."""
+"""Replacements of a value: the ends of integers and floats, and other types."""
 SCENARIO = """\
 name: small
 title: A small one
@@ -423,7 +423,7 @@ def metrics(printed: str) -> dict[str, float]:
 
 
 def fault(command: list[str], outcome: Outcome) -> str:
-    """Return what is wrong with an outcome; empty if nothing is."""
+    """Return the fault of an outcome; empty if there is none."""
     if outcome.status in (-signal.SIGXCPU, -signal.SIGALRM, -signal.SIGKILL):
         return f"it took more than {LIMIT_S} s"
     if outcome.trace or outcome.status not in (0, 1, 2):
@@ -485,7 +485,7 @@ def faults(name: str, count: int, seed: int) -> Iterator[tuple[int, list[str], s
 
 
 def warm_up() -> None:
-    """Compile and load the engines, and load what else takes long, so that forks have it."""
+    """Load the engines and other modules that take long, so that forks have them."""
     with contextlib.suppress(ImportError):
         importlib.import_module("infragraph.infragraph_service")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

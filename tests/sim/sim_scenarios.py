@@ -136,7 +136,7 @@ RARE = (
     _taking_turns(NewRenoTransport(step_gap_us=100), SwitchSpec(buffer_packets=12)),
     _taking_turns(DctcpTransport(step_gap_us=100), SwitchSpec(ecn=EcnSpec(min_packets=5, max_packets=5))),
 )
-"""What random scenarios seldom come to: RED's drops, pFabric's questions, and MLTCP's second step."""
+"""Cases that random scenarios seldom reach: RED's drops, pFabric's questions, and MLTCP's second step."""
 
 
 def _topology(dice: random.Random) -> TopologySpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments from files: what is refused and where, what is run and what is kept, and that results do not depend on
+"""Experiments from files: which are refused and where, which runs are made and kept, and that results do not depend on
 who runs them.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dlcp sim new`: the file that it writes runs as it is, and says what its keys mean."""
+"""`dlcp sim new`: the file that it writes runs unchanged, and explains its keys."""
 
 import io
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose jobs did not end says so in every command, says how far it came, and has no metrics as usual."""
+"""Every command reports a run whose jobs did not end, and how far it came; it has no metrics."""
 
 import json
 import os

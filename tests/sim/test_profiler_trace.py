@@ -15,7 +15,7 @@ MS = 1000.0
 
 
 def steps_ms(workload, rate_gbps: float = 10.0) -> list[float]:
-    """Return the duration of each step with a network that takes no time beside a computation, in milliseconds."""
+    """Return the duration of each step with a network that takes almost no time, in milliseconds."""
     graph = workload_graph(workload, TraceTraffic(range(len(workload.ranks)), 0))
     assert len(graph.ends) == len(workload.steps)
     return [end_ps(graph.graph, rate_gbps) / 1e9]

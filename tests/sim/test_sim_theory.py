@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What queueing theory, a bound, and a published analysis say, against what is simulated."""
+"""Queueing theory, a bound, and a published analysis against simulated results."""
 
 import math
 

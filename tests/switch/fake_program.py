@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program small enough to see through: what the shell of the switch is tested with."""
+"""A program small enough to understand at once, for tests of the switch around it."""
 
 import os
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another implementation of queues, lines and the loop around a program, with objects: what the switch must agree with.
+"""Another implementation of queues, lines and the loop around a program, with objects; the switch must agree with it.
 
 `dlcp.switch.queues` and `dlcp.switch.forwarding` do the same over tables of numbers.
 """

@@ -37,7 +37,7 @@ RECEIVER = 0x0A000003
 
 @dataclass
 class Drops:
-    """What a run has dropped: kinds of packets, by whether the program chose them or a queue was full."""
+    """The drops of a run: kinds of packets, by whether the program chose them or a queue was full."""
 
     chosen: Counter = field(default_factory=Counter)
     full: Counter = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Drops:
     """Packets of each message that the program chose."""
     departed: Counter = field(default_factory=Counter)
     wrong_depths: int = 0
-    """How often the program took another depth for true than the queue had, while that was not full."""
+    """How often the program's depth differed from the queue's, while that was not full."""
 
     @property
     def by_value(self) -> float:

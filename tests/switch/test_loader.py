@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a program: what is read, and what is refused by name."""
+"""Loading a program: supported features, and others refused by name."""
 
 import copy
 import json

@@ -33,7 +33,7 @@ def plain():
 
 
 def scenario(count, seed):
-    """Packets with ports, times and depths: what a switch would tell the program."""
+    """Packets with ports, times and depths, as a switch would pass them to the program."""
     random = np.random.default_rng(seed)
     now = 400_000 + np.cumsum(random.integers(0, 30, count))
     # A pause longer than a budget slot may idle, so that those of `occupy` and others can change hands.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, members and groups: what goes in, what is found, and what is refused and how."""
+"""Tables, members and groups: insertion, lookup, and errors."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ def needs():
 
 @pytest.fixture
 def name(request):
-    """A testbed's name that no other test uses, and nothing of it left at the end."""
+    """A testbed's name that no other test uses; nothing of it remains at the end."""
     lifecycle = pytest.importorskip("dlcp.controller.testbed.lifecycle", reason="needs finsy: pip install dlcp[fabric]")
     chosen = f"t{os.getpid() % 10000}"
     yield chosen

@@ -17,7 +17,7 @@ BITS = {"uint8": 8, "uint16": 16, "uint32": 32, "uint64": 64}
 
 
 class Refused(Exception):
-    """What the client or the driver would not take."""
+    """A request that the client or the driver would refuse."""
 
 
 class AlreadyThere(Exception):
@@ -94,7 +94,7 @@ class Target:
 
 
 class Record(dict):
-    """What is read from a table."""
+    """An entry read from a table."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self)
@@ -102,7 +102,7 @@ class Record(dict):
 
 @dataclass
 class FakeTable:
-    """A table that checks what it is given and keeps it."""
+    """A table that checks and keeps its entries."""
 
     name: str
     keys: list[Field]

@@ -204,7 +204,7 @@ class PacketIn(Extern):
         return Value(self.bits(width[0], keep=True)[0], width)
 
     def unpack(self, machine: "Machine", name: str) -> Struct:
-        """Return what the driver keeps for the port: here ports have the fabric's numbers."""
+        """Return the driver's data for the port: here ports have the fabric's numbers."""
         made = Struct(machine, name)
         made.put(made.order[0], Value(self._port))
         return made

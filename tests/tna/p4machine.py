@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass
 class TableState:
-    """What the control plane has written into a table."""
+    """The entries of a table."""
 
     entries: list[Entry] = field(default_factory=list)
     default: tuple[str, list[int]] | None = None

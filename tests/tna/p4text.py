@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P4 sources declare, read from their text, so that two programs can be laid side by side."""
+"""The declarations of P4 sources, read from their text, so that two programs can be compared."""
 
 import re
 from dataclasses import dataclass, field

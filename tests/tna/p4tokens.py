@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes P4 apart into tokens, with what a file includes and with macros replaced."""
+"""Splits P4 into tokens, with included files, and with macros replaced."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ class Token(NamedTuple):
 
 
 def tokens_of(path: Path, macros: dict[str, list[Token]], seen: set[Path]) -> list[Token]:
-    """Return a file's tokens with those of what it includes, each file once, and macros replaced."""
+    """Return the tokens of a file and of the files that it includes, each once, with macros replaced."""
     if path in seen:
         return []
     seen.add(path)

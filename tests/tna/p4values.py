@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the P4 of ``p4/tna`` computes with: numbers of some width, headers and structs, and names in force.
+"""Values of the P4 in ``p4/tna``: numbers of some width, headers and structs, and names in scope.
 
-Numbers are Python's; an operation gives as many bits as its operands have. What nobody wrote reads as zero.
+Numbers are Python's; an operation gives as many bits as its operands have. Unwritten values read as zero.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple

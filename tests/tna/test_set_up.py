@@ -51,7 +51,7 @@ def written(fabric, info, device):
 
 
 def entries(info, table):
-    """What a table holds, by its keys as a dict without masks."""
+    """The entries of a table, by their keys as a dict without masks."""
     return {
         frozenset((name, value) for name, value, *_ in key): values
         for (_, key), (_, values) in info.table_get(table).entries.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What p4c's back end for Tofino made of the program, and what p4/README.md says of it."""
+"""The output of p4c's back end for Tofino, against the figures in p4/README.md."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ ROWS = {
     "gateways": "gateways",
 }
 STAGE = {"logical_tables": 16, "srams": 80, "map_rams": 48, "tcams": 24, "meter_alus": 4, "statistics_alus": 4}
-"""What a stage of a Tofino has."""
+"""The resources of a stage of a Tofino."""
 
 
 @pytest.fixture(scope="module")

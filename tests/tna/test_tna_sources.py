@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Tofino program beside the one for v1model: it has the same, or the table of differences says why not."""
+"""The Tofino program against the one for v1model: it has the same, or the table of differences explains why not."""
 
 import re
 import zlib

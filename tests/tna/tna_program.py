@@ -184,7 +184,7 @@ class TnaProgram:
 
 
 def _mentions(tree: Any, word: str) -> bool:
-    """Say whether a word is anywhere in a piece of a program."""
+    """Return whether a word is anywhere in a piece of a program."""
     return tree == word or (isinstance(tree, list | tuple) and any(_mentions(part, word) for part in tree))
 
 

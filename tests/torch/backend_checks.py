@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a group does to compare the backend ``dlcp`` with Gloo, collective by collective."""
+"""The comparison of the backend ``dlcp`` with Gloo on every rank of a group, collective by collective."""
 
 import traceback
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def tensor_of(rank, dtype, *shape, seed=0):
 
 
 def fold(parts, op):
-    """What a reduction of everybody's input should give, computed here."""
+    """The expected reduction of all ranks' input, computed here."""
     stacked = torch.stack(parts)
     dtype = stacked.dtype
     wide = stacked.float() if dtype in (torch.float16, torch.bfloat16) else stacked

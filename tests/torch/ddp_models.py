@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models to train with DistributedDataParallel, and what they are trained on."""
+"""Models to train with DistributedDataParallel, and their data."""
 
 import numpy as np
 import torch

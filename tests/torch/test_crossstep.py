@@ -81,7 +81,7 @@ def loss_of(net, tokens, detour=False):
 
 
 def average(net):
-    """What serial data-parallel training does: wait for all averages. Without a gradient anywhere, there is none."""
+    """Serial data-parallel training: wait for all averages. Without a gradient anywhere, there is none."""
     parameters = list(net.parameters())
     used = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
     dist.all_reduce(used)
@@ -130,7 +130,7 @@ def train(
 
 
 class Accelerator:
-    """What staging needs of a GPU, made of host memory."""
+    """A stand-in for a GPU, made of host memory, for staging."""
 
     def buffer(self, count, dtype):
         return torch.full((count,), float("nan"), dtype=dtype)
@@ -182,7 +182,7 @@ def train_both(
 
 
 def same(one, other):
-    """What differs between two nests of tensors, to the bit."""
+    """The differences between two nests of tensors, to the bit."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

@@ -337,7 +337,7 @@ def lossy(worker, precision):
 
 
 def flush_once(optimizer, net, rank):
-    """A whole step between lossy ones; return how much was left to send after each, and what a late flush says."""
+    """A whole step between lossy ones; return the residual after each, and the error of a late flush."""
     left = []
     for step in (4, 5, 6):
         optimizer.zero_grad()
@@ -434,7 +434,7 @@ def test_what_cannot_be_done_is_refused_and_a_group_of_one_needs_no_network():
 
 
 def loaded_with_something_to_send(worker):
-    """Two states that owe something: one goes on without DLCP, the other alone."""
+    """Two states with residual: one continues without DLCP, the other alone."""
     net = layers(2, 64)
     traffic = State(worker.options(meet_s=2.0, loss_bound=(0.0, 0.1)[worker.rank % 2]))  # ranks that do not agree
     named = list(net.named_parameters())

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(110)
 
 
 def train_both(worker, *, optimizer="sgd", steps=4, dtype=torch.float32, freeze=(), accumulate=1, **options):
-    """Train the same model with and without DLCP; return both sets of parameters, and what the state counted."""
+    """Train the same model with and without DLCP; return both sets of parameters, and the state's counts."""
     results = []
     for with_dlcp in (False, True):
         net = make(dtype, freeze)
@@ -252,7 +252,7 @@ HANGS = {
     holds_the_lock: ("silent", "Timeout (0:00:01.5"),
     stopped: ("silent", ""),
 }
-"""How a worker may hang, what the others say of it, and what it says of itself: that is, if it can."""
+"""How a worker may hang, the others' messages about it, and its own message if it can write one."""
 
 
 def hanging_in_the_middle(worker, hang, log):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that DLCP has taken over is not taken over once more, and its state says that it is in use."""
+"""DLCP does not take over a model twice, and the model's state reports that it is in use."""
 
 import pytest
 

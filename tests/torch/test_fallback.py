@@ -49,7 +49,7 @@ def together(store, options, *, deadline_s=10.0, delays=None, secret=None):
 
 
 def reasons(results):
-    """The one reason that all ranks have; exactly one of them says it."""
+    """The one reason that all ranks have; exactly one of them logs it."""
     assert sum(says for _, says in results.values()) == 1
     assert results[min(results)][1], "the lowest rank says it"
     (reason,) = {reason for reason, _ in results.values()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 over DLCP: the same training as without, nothing lost for good, and what it cannot do refused."""
+"""FSDP2 over DLCP: the same training as without, nothing lost for good, and unsupported options refused."""
 
 import os
 import pickle
@@ -53,7 +53,7 @@ def trained(rank, options=None, *, steps=STEPS, optimizer="adamw", dtype=torch.f
 
 
 class _Unsynchronised:
-    """What ``no_sync`` is for DistributedDataParallel."""
+    """FSDP2's counterpart of ``no_sync``."""
 
     def __init__(self, net):
         self.net = net
@@ -249,7 +249,7 @@ def test_gradients_may_be_sent_at_16_bits(fields, lossy):
 
 
 def loss_of(parameters):
-    """What a model with these parameters has as its loss on the batches of all steps."""
+    """The loss of a model with these parameters on the batches of all steps."""
     from tests.torch.ddp_models import batch
 
     net = make()

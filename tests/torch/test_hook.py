@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state behind DLCP's hook: what it keeps, refuses, and does with what is not finite."""
+"""The state behind DLCP's hook: what it keeps and refuses, and its handling of non-finite values."""
 
 import contextlib
 import io
@@ -291,7 +291,7 @@ def test_a_state_that_was_loaded_but_not_attached_says_so():
 
 
 class Wrapped(DistributedDataParallel):
-    """What enable() looks at before it talks to anybody."""
+    """Checks of enable() before it contacts other ranks."""
 
     def __init__(self, **parameters):
         nn.Module.__init__(self)

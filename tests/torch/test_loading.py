@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``import dlcp.torch`` loads: what a DDP hook needs, and the rest when it is asked for."""
+"""``import dlcp.torch`` loads the modules that a DDP hook needs, and others on demand."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of two dimensions, over four ranks: tensor parallelism beside DDP and FSDP2, and replicated shards."""
+"""Meshes of two dimensions, over four ranks: tensor parallelism with DDP and FSDP2, and replicated shards."""
 
 import pytest
 

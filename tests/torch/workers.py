@@ -35,7 +35,7 @@ WAYS = {"sockets": {"DLCP_SHARED_MEMORY": "0"}, "memory": {"DLCP_SHARED_MEMORY":
 
 @dataclass
 class Worker:
-    """What a worker knows of itself."""
+    """A worker's view of itself."""
 
     rank: int
     count: int
@@ -129,7 +129,7 @@ def launch(count, function, *arguments, limit_s=LIMIT_S, ports=None, environment
 
 
 def values(outcomes):
-    """What each rank returned; raise if one did not."""
+    """The results of all ranks; raise if one has none."""
     for rank, outcome in enumerate(outcomes):
         if outcome.error or outcome.exit_status is not None:
             raise AssertionError(f"rank {rank} failed (exit status {outcome.exit_status}):\n{outcome.error}")

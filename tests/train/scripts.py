@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts for tests: what a user's script does, run by :mod:`dlcp.train.worker` in real ranks."""
+"""Training scripts for tests, like a user's, run by :mod:`dlcp.train.worker` in real ranks."""
 
 import os
 import tempfile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be written is found before training begins; once it is over, it is a warning."""
+"""Unwritable results are found before training begins; after it, they are a warning."""
 
 import errno
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said at the end: totals over ranks, and what a measurement means."""
+"""The final report: totals over ranks, and the meaning of a measurement."""
 
 import pytest
 

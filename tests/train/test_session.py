@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``dlcp train`` does to a script's models, in real ranks over 127.0.0.1."""
+"""The effect of ``dlcp train`` on a script's models, in real ranks over 127.0.0.1."""
 
 import os
 
@@ -79,7 +79,7 @@ def with_a_hook(worker):
 
 
 def sparse(worker):
-    """A model with sparse gradients, and beside it one without."""
+    """A model with sparse gradients, and one without."""
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 

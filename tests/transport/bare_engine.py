@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine without protocol, clock or socket, and what it is given and gives."""
+"""One engine without protocol, clock or socket, and its inputs and outputs."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ NOTHING = np.zeros(0, np.uint8)
 
 
 class Outgoing:
-    """What can be known of a message on its way out."""
+    """The state of a message that is being sent."""
 
     def __init__(self, bare, rank, key, packets):
         self.bare, self.rank, self.key, self.packets = bare, rank, key, packets
@@ -38,14 +38,14 @@ class Outgoing:
 
 
 class Incoming:
-    """What can be known of a message on its way in."""
+    """The state of a message that is being received."""
 
     def __init__(self, bare, rank, key):
         self.bare, self.rank, self.key = bare, rank, key
 
     @property
     def done(self):
-        """What the engine has told of it; None so far."""
+        """The engine's event about it; None so far."""
         found = [event for event in self.bare.settled if (event.peer, event.key) == (self.rank, self.key)]
         return found[-1] if found else None
 
@@ -125,7 +125,7 @@ class BareEngine:
         return due_s
 
     def report(self, now_s):
-        """Return what the engine reports at a time, if anything."""
+        """Return the engine's report at a time, if any."""
         self.reports.clear()
         self.tick(now_s)
         return self.reports[-1] if self.reports else None
@@ -141,7 +141,7 @@ class BareEngine:
                   now_s=now_s)  # fmt: skip
 
     def ask(self, now_s):
-        """Have the engine ask what is missing; what it sends is not kept in ``sent``."""
+        """Make the engine probe for missing packets; its packets are not kept in ``sent``."""
         before = len(self.sent)
         self.tick(now_s)
         kinds = [wire.decode(datagram).type for _, datagram, _ in self.sent[before:]]
@@ -163,7 +163,7 @@ class BareEngine:
                   count=message.packets, budget=question, now_s=now_s)  # fmt: skip
 
     def lose(self, message, indices, now_s=1.0):
-        """Let a bitmap tell that of what is flying everything but ``indices`` has arrived."""
+        """Let a bitmap report that all packets in flight but ``indices`` have arrived."""
         arrived = np.ones(message.packets, np.bool_)
         arrived[list(indices)] = False
         self.ask(now_s)
@@ -190,7 +190,7 @@ class BareEngine:
         self.drain()
 
     def probe(self, packets, protected=0, *, more=False, key=KEY, now_s=0.0):
-        """Let the sender ask what is missing; return what it is told: (type, bitmap), without acknowledgements."""
+        """Let the sender probe; return the answers, (type, bitmap), without acknowledgements."""
         before = len(self.sent)
         self.take(PacketType.PROBE, b"\1" if more else b"", step=key.step, message=key.message, index=protected,
                   count=packets, now_s=now_s)  # fmt: skip
@@ -209,7 +209,7 @@ class BareEngine:
                   **fields)  # fmt: skip
 
     def acknowledgements(self):
-        """What has been acknowledged: for each packet, its header and entries (key, block, bits)."""
+        """Acknowledgements: for each packet, its header and entries (key, block, bits)."""
         found = []
         for _, datagram, _ in self.sent:
             header = wire.decode(datagram)

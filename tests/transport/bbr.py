@@ -8,7 +8,7 @@ probes for more in one round of eight, and for a shorter round trip every ten se
 from collections import deque
 
 STARTUP_GAIN = 2.885
-"""2 / ln 2: doubles what is sent each round."""
+"""2 / ln 2: doubles the packets sent each round."""
 CYCLE = (1.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 FULL_GROWTH, FULL_ROUNDS = 1.25, 3
 BANDWIDTH_ROUNDS = 10

@@ -12,7 +12,7 @@ KEY = MessageKey(3, 1)
 
 
 class Selective(Network):
-    """A network that loses what ``lose(network, source, header)`` says, beside what chance takes."""
+    """A network that loses packets by ``lose(network, source, header)``, in addition to random losses."""
 
     def __init__(self, ranks, lose, **fields):
         self.lose = lose

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports of the loopback address that nobody has, for processes that a test starts."""
+"""Free ports of the loopback address, for processes that a test starts."""
 
 import os
 import random
@@ -10,7 +10,7 @@ PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections (``ip_local_port_range``): they may be gone when used."""
 PARTS = 9
 """Each worker of pytest-xdist draws from a part of its own, or another worker could take a port before it is used. The
-last part is for runs without workers: those of the frameworks, beside the others."""
+last part is for runs without workers, such as those of the frameworks."""
 
 
 def free_port() -> int:
@@ -19,12 +19,12 @@ def free_port() -> int:
 
 
 def free_udp_ports(count: int) -> list[int]:
-    """Return as many UDP ports."""
+    """Return this many UDP ports."""
     return free_ports(count, socket.SOCK_DGRAM)
 
 
 def free_ports(count: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> list[int]:
-    """Return as many ports, of TCP unless something else is said."""
+    """Return this many ports, of TCP by default."""
     draw, found = random.SystemRandom(), []  # not seeded: tests that run beside each other must not try the same ones
     part = int(os.environ.get("PYTEST_XDIST_WORKER", "gw8").removeprefix("gw")) % PARTS
     with ExitStack() as stack:

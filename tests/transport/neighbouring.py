@@ -16,7 +16,7 @@ from tests.waiting import until
 LIMIT_S = 20
 TOKEN = 77
 LENT_ROOM = 16384
-"""What a record of lent packets takes up in a ring (dlcp/native/ring.c)."""
+"""The size of a record of lent packets in a ring (dlcp/native/ring.c)."""
 
 
 def bytes_of(size, seed=0):
@@ -54,7 +54,7 @@ def meet(count, *, export_bytes=0, **changes):
 
 @contextmanager
 def neighbours(count, *, silence_s=10.0, apart=(), export_bytes=0):
-    """Endpoints that reach each other through memory only, but for pairs ``apart``: other addresses lead nowhere."""
+    """Endpoints that reach each other through memory only, except for pairs ``apart``: other addresses lead nowhere."""
     shared = meet(count, export_bytes=export_bytes)
     sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
     with closing(bind_socket("127.0.0.1", [0])) as nowhere, ExitStack() as ends:

@@ -148,7 +148,7 @@ class Network:
         assert until(), f"not done after {self.now:.2f} s of virtual time"
 
     def take_turn(self, connection):
-        """Let a rank do what is due, and what its endpoint's thread would do then."""
+        """Run a rank's due timers, and the work of its endpoint's thread."""
         connection.engine.tick(self.now)
         connection.take_events()
         if self.now >= connection.due_s:

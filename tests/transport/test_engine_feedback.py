@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of what comes back: what counts as lost, what it reports, and what it sends again."""
+"""An engine's handling of feedback: losses, reports, and retransmissions."""
 
 import math
 
@@ -281,7 +281,7 @@ def test_until_a_round_trip_is_known_a_question_is_repeated_after_as_long_as_an_
 
 
 def times_asked(sent, seconds):
-    """Let time pass; return when the engine asked what is missing."""
+    """Let time pass; return when the engine probed."""
     asked = []
     for now_s in seconds:
         before = len(sent.sent)

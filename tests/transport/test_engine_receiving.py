@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine takes in: which packets belong to a message, where their bytes go, when it is done, what it tells."""
+"""An engine's receiving side: the packets of a message, where their bytes go, completion, and events."""
 
 import math
 

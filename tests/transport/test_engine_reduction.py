@@ -84,7 +84,7 @@ class Folding:
 
 
 def run(shares, seed, *, loss, rescale, early, duplicate=0.1, divisor=None, first_block=None):
-    """Let packets arrive in a random order, some of them before their receive is posted; return what comes of it."""
+    """Let packets arrive in a random order, some of them before their receive is posted; return the result."""
     rng = np.random.default_rng(seed)
     folding = Folding(shares, divisor=divisor, first_block=first_block)
     members, packets = folding.members, folding.packets

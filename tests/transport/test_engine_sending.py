@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine sends: in which order, and within which window."""
+"""An engine's sending side: the order of packets, and the window."""
 
 import numpy as np
 import pytest

@@ -29,7 +29,7 @@ SIZE = 300_000
 
 
 def kinds_of(network):
-    """What kinds of packets have arrived anywhere."""
+    """The kinds of packets that have arrived anywhere."""
     return {PacketType(data[0] & 15) for *_, data in network.arrived}
 
 

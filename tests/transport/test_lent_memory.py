@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank sends from memory that it has lent, ranks of its host read where it is."""
+"""Ranks of a host read a message in place if the sender has lent its memory."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A path that becomes too narrow while messages are under way, and says so to nobody: packets cross it in pieces."""
+"""A path that becomes too narrow during training, without an ICMP message: packets cross it in pieces."""
 
 import random
 

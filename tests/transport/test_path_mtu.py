@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What payload passes is found with real packets, also where the network swallows large ones without a word."""
+"""The payload that passes is found with real packets, also where the network silently drops large ones."""
 
 import random
 import socket

@@ -25,7 +25,7 @@ CONGESTION = {DctcpWindow: "dctcp", CubicWindow: "cubic"}
 
 
 def rival_bytes(control, weights, *, seconds=3.0, rate_bps=40e6):
-    """What flows of some weights get through to one receiver that all send to without end."""
+    """The throughput of flows of some weights to one receiver, to which all send without end."""
     receiver = len(weights)
     network = Network(receiver + 1, rate_bps=rate_bps, options=TransportOptions(congestion=CONGESTION[control]), seed=1)
     payload = payload_of(int(seconds * rate_bps / 8))

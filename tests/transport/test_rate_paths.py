@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default law on paths of any length and any buffer, alone and beside CUBIC and BBR that share its queue."""
+"""The default law on paths of any length and any buffer, alone and next to CUBIC and BBR that share its queue."""
 
 import pytest
 

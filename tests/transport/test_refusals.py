@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not belong to a session is refused and counted, and changes nothing."""
+"""Packets that do not belong to a session are refused and counted, and change nothing."""
 
 import numpy as np
 import pytest

@@ -38,7 +38,7 @@ def tshark(*options: str) -> str:
 
 
 def number(shown: str) -> int:
-    """What tshark shows of a field: decimal, hexadecimal, or a truth value in the words of its version."""
+    """A field as tshark shows it: decimal, hexadecimal, or a truth value in the words of its version."""
     return {"True": 1, "False": 0}[shown] if shown in ("True", "False") else int(shown, 0)
 
 
@@ -124,7 +124,7 @@ def test_tshark_shows_the_payload_and_a_summary():
 
 
 def shown(datagrams, folder, *columns):
-    """What tshark shows of packets, one row each."""
+    """Packets as tshark shows them, one row each."""
     path = folder / "control.pcap"
     made = [Golden(UDP_PORT_BASE, datagram, True) for datagram in datagrams]
     path.write_bytes(capture(made))

@@ -46,7 +46,7 @@ HEADERS = st.builds(
 
 
 def bit_values(header: Header) -> dict[str, int]:
-    """What the field table says of a header: its flags one by one, spare bits 0."""
+    """A header by the field table: its flags one by one, spare bits 0."""
     flags = {
         "protected": Flag.PROTECTED,
         "retransmission": Flag.RETRANSMISSION,

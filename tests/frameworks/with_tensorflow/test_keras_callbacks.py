@@ -81,7 +81,7 @@ def test_an_optimizer_that_compile_has_wrapped_is_refused():
 
 
 class Recorder(keras.callbacks.Callback):
-    """What statistics a model had when it was validated, and at the end of its epochs."""
+    """A model's statistics when it was validated, and at the end of its epochs."""
 
     def on_train_begin(self, logs=None):
         self.seen = []
