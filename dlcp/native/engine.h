@@ -76,7 +76,7 @@ typedef struct {
     packet_counters counters;
 } engine_view;
 
-/* What is in flight to a peer, as Python sees and controls it. */
+/* The packets in flight to a peer, as Python sees and controls them. */
 typedef struct {
     double window;          /* packets that may be in flight; a window below 1 admits one packet at intervals */
     int64_t largest_window; /* the limit set by the receiver's buffer, in packets */

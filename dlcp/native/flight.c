@@ -20,7 +20,7 @@ static const double STAMP_S = 0x1p-26;
 
 /* Losses ----------------------------------------------------------------------------------------------------------- */
 
-/* What to declare lost in one queue of a path: packets sent before `until_s`, out of those sent before `newest_s`. */
+/* A search for losses in one queue of a path: packets sent before `newest_s` are lost if sent before `until_s`. */
 typedef struct {
     double until_s, newest_s;
     int64_t lost;

@@ -79,7 +79,7 @@ INLINED uint32_t largest_of(const integers *these) {
     return (uint32_t)(one > other ? one : other);
 }
 
-/* Encode a block; `lower` is NULL without a lower plane. The values become what is decoded. */
+/* Encode a block; `lower` is NULL without a lower plane. The values become those that a receiver decodes. */
 INLINED void encode_block(floats *values, int digit_bits, uint8_t *upper, uint8_t *lower) {
     int bits = lower ? 2 * digit_bits : digit_bits;
     float digit = (float)((1 << (digit_bits - 1)) - 1);

@@ -317,7 +317,7 @@ class ArmChooser:
     Parameters
     ----------
     arms
-        What may be chosen, in order of preference if they take the same time: more bits first.
+        The arms to choose from, in order of preference if they take the same time: more bits first.
     framework
         The framework's own averager, for messages: ``gloo``.
     report_s

@@ -256,7 +256,7 @@ def shards_of(nodes: NDArray[Any], step: int, workers: Sequence[int]) -> list[Sh
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What became of the messages of a step.
+    """The fate of a step's messages.
 
     Parameters
     ----------
@@ -351,7 +351,7 @@ class GradientExchange:
     Attributes
     ----------
     residual
-        What each worker still has to send, float32 (workers, values).
+        The values that each worker has yet to send, float32 (workers, values).
     rounded_off
         Rounding errors of the servers' averages, float32 (values,).
     """

@@ -106,8 +106,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         The share of a contribution's packets that may be lost, if the transport bounds loss. Results are always
         delivered whole.
     precision
-        Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. With ``auto``,
-        and ``fast``, what is fastest, from few bits on (`dlcp.policies.arms`).
+        Bits of each value on the wire, for ``parameter_server`` and ``direct`` over DLCP's transport. ``auto``
+        and ``fast`` choose the fastest, starting with the fewest bits (`dlcp.policies.arms`).
     pipeline
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
         (`dlcp.sim.jobs.stage_planner`); by default, every worker has the whole model.

@@ -467,7 +467,7 @@ class NdpTransport(_Transport, frozen=True, tag="ndp"):
 
 
 class UltraEthernetTransport(_Transport, frozen=True):
-    """What Ultra Ethernet's transports share (specification 1.0): windows by path, and entropies.
+    """The common part of Ultra Ethernet's transports (specification 1.0): windows by path, and entropies.
 
     Constants are those of the Ultra Ethernet Consortium's simulator (ultraethernet/uet-htsim 40ccb05, ``uec.cpp``).
     Every packet is acknowledged; the specification lets a receiver acknowledge several at a time.
