@@ -212,7 +212,7 @@ def _play(arguments: argparse.Namespace) -> int:
     chosen, title = _chosen(arguments)
     _check_output(check_writable, "--output", arguments.output)
     recorder = StepRecorder(arguments.job, arguments.step)
-    # The step may be one that would be skipped.
+    # Otherwise the recorded step might be skipped.
     setting = msgspec.structs.replace(chosen.setting, skip_steady=0.0)
     document = _watched_run(msgspec.structs.replace(chosen, setting=setting), recorder)
     if not document["complete"]:

@@ -72,8 +72,8 @@ class Encoded:
     content
         The data to send, flat: float32 if the compressor ``reduces``, else bytes.
     segments
-        The layers' units in it: ascending, without gaps. A unit is the smallest part that can be decoded by itself;
-        packets hold whole units.
+        Each layer's units in ``content``: ascending, without gaps. A unit is the smallest part that can be decoded by
+        itself; packets hold whole units.
     unit_bits
         Bits of a unit.
     worth

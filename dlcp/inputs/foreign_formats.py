@@ -75,7 +75,7 @@ _DOCUMENTS: Final[tuple[tuple[Callable[[dict[str, Any]], bool], str, str], ...]]
     (_has("apiVersion", "kind"), "a manifest of Kubernetes", "give a file of DLCP"),
     (_has("services"), "a compose file", "give a file of DLCP"),
 )
-"""Marks of a document, the name of its format, and what to do."""
+"""For each format: a test that recognises a document, the format's name, and the advice to give."""
 _TEXTS: Final = (
     (r"(?i)nodes\s+\d+\s+connections\s+\d+", "htsim's connection matrix (.cm)", _TO_GOAL),
     (r"(?i)nodes\s+\d+\s+(?:\w+\s+\S+\s+)*tiers\s+\d+", "htsim's topology (.topo)", _TO_NETWORK),

@@ -48,7 +48,7 @@ REFRESH_S: Final = 0.5
 QUIET_S: Final = 2.0
 """Interval of updates to pages when no rank has written, so that they show how long ranks are silent. Not tuned."""
 CLIENTS_MAX: Final = 32
-"""Most clients served at a time; further connections are closed. Bounds the threads, one per client. Not tuned."""
+"""Most clients served at a time; further connections are closed. Limits the threads: one per client. Not tuned."""
 CLIENT_S: Final = 10.0
 """Timeout after which an idle client is disconnected. Not tuned."""
 HEARTBEAT_S: Final = 5.0

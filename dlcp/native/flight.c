@@ -277,7 +277,7 @@ bool flight_next_burst(io *io, flow *self, burst *into, double now_s) {
     limit = (int64_t)fmax(fmin((double)limit, paced), 1);
     into->way = path_choose(self, &limit, now_s);
     tx_gather(io, self->most_urgent, limit, into);
-    /* Before anything leaves: a packet that is in no burst could never be declared lost. */
+    /* Reserved before anything leaves, because a packet that is in no burst could never be declared lost. */
     if (reserve_bursts(queue_of(self, into), into->again ? into->count : 1)) {
         io->view.failed = true;
         return false;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How long packets to a peer take, and the timeouts that follow. */
+/* Round-trip times to a peer, and the timeouts derived from them. */
 
 #include "flow.h"
 

@@ -100,7 +100,7 @@ int ring_send_burst(neighbour *to, const struct iovec *pieces, int64_t count, in
     return 0;
 }
 
-/* Send headers of `segment` bytes of a message that is at `place` of exported memory. */
+/* Send headers for segments of `segment` bytes of a message at `place` in exported memory. */
 int ring_send_exported(neighbour *to, const void *headers, int64_t bytes, int64_t segment, int64_t place,
                        int64_t message_bytes) {
     uint8_t *at = reserve(&to->out, EXPORTED_ROOM, CONTROL_ROOM);

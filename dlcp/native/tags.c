@@ -70,7 +70,7 @@ MAGNITUDES(bfloat16, uint16_t, float, sqrtf)
 
 /* ---- drop classes ---- */
 
-/* Sorts keys by their bytes, lowest first; the result is in `keys`. Four passes, so it ends where it began. */
+/* Sorts keys by their bytes, lowest first. The number of passes is even, so the result ends up in `keys`. */
 static void sort_keys(uint32_t *keys, uint32_t *other, int64_t count) {
     int64_t places[4][256] = {{0}};
     for (int64_t i = 0; i < count; i++)

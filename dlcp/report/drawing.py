@@ -44,7 +44,7 @@ _SETTINGS: Final[Any] = {
     "figure.constrained_layout.use": True,
     "figure.facecolor": PAPER,
     "axes.facecolor": "none",
-    # It comes with Matplotlib and is the widest font that a reader may see, so texts have room in any.
+    # It comes with Matplotlib and is the widest font that a reader may see, so texts fit in any of them.
     "font.family": "DejaVu Sans",
     "font.size": 13,
     "text.color": INK,

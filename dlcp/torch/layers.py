@@ -204,7 +204,7 @@ def layer_groups(
     Raises
     ------
     ValueError
-        The optimizer has a parameter that is not in the model, or none to train; or one cannot be exchanged.
+        The optimizer has a parameter that is not in the model or cannot be exchanged, or it has none to train.
     """
     named = dict(model.named_parameters())
     layers = layers_in_order(list(named))

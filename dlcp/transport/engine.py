@@ -564,7 +564,7 @@ class Engine:
     def wake(self) -> None:
         """Make :meth:`turn` return; callable from any thread."""
         lib.dlcp_wake(self._engine)
-        with contextlib.suppress(OSError):  # the pipe is full, which also wakes it, or closed
+        with contextlib.suppress(OSError):  # the pipe is closed; or it is full, and turn returns anyway
             os.write(self._wake_write, b"\0")
 
     def stop(self) -> None:

@@ -105,7 +105,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
     }
 
     apply {
-        // Computed first and unconditionally: without dependencies, this needs no additional stage.
+        // Computed first and unconditionally, because without dependencies it needs no additional stage.
         owner = owner_hash.get({ hdr.dlcp.job, hdr.dlcp.step, hdr.dlcp.message, hdr.dlcp.sender });
         now_ticks = ig.ingress_mac_tstamp[47:16];
         if (hdr.report.isValid()) {

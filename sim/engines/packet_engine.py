@@ -92,7 +92,7 @@ class Completion(NamedTuple):
 PORT_BYTES: Final = row_type((np.int64, "sent_bytes bytes bytes_max"))
 """Bytes that a link has carried, and bytes queued for it at a switch: now, and the most ever."""
 STREAM_START: Final = row_type((np.int64, "serial source target transport path_hash reverse_path_hash single_use"))
-"""A new stream, as engines need it. A single-use stream carries one message and is freed with it."""
+"""A new stream, in the form that engines need. A single-use stream carries one message and is freed with it."""
 
 
 MESSAGE_SIZE: Final = row_type((np.int32, "packets last_bytes upper allowed budget"), (np.int16, "profile"))

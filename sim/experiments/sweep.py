@@ -105,7 +105,7 @@ def sweep(
 def _results(
     missing: Sequence[ExperimentRun], processes: int, dask: str | None, engine: PacketEngineName
 ) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
-    """Run everything and return the results as they come; with one process, in this one."""
+    """Run everything, in this process if ``processes`` is 1, and yield each result when its run ends."""
     if processes == 1 and not dask:
         for item in missing:
             document = run(item, engine)

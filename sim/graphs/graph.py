@@ -20,7 +20,7 @@ OWN_LANE = -1
 
 
 def row_type(*columns: tuple[Any, str]) -> np.dtype[Any]:
-    """Return a row type whose columns, given as (type, names), stand in this order."""
+    """Return a row type with these columns, given as (type, names), in this order."""
     return np.dtype([(name, kind) for kind, names in columns for name in names.split()], align=True)
 
 

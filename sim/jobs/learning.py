@@ -105,7 +105,7 @@ class LearningSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TestedAccuracy(msgspec.Struct, frozen=True):
-    """A test of the model: after how many steps, when (counted from the job's start), and its result."""
+    """A test of the model: the number of steps before it, its time since the job's start, and its result."""
 
     __test__ = False
 

@@ -43,7 +43,7 @@ class PipelineStage:
     begin, end
         Its layers are ``layers[begin:end]`` of the profile.
     in_flight
-        Minibatches that each replica has begun and not ended, so versions of the weights that it keeps.
+        Minibatches that each replica has begun and not ended, and so the versions of the weights that it keeps.
     """
 
     begin: int
@@ -193,7 +193,7 @@ class _Planner:
                 before, after = best[count - last - 1], alone[last - 1]
                 for cut in np.flatnonzero(np.isfinite(passing)):
                     slowest = np.maximum.outer(np.maximum(before[:, cut], passing[cut]), after[cut])
-                    # A tie goes to fewer stages, and a later cut among equals gains nothing but rounding errors.
+                    # Ties go to fewer stages and earlier cuts. Times that differ only by rounding errors are ties.
                     better = slowest < least * (1 - 1e-9)
                     least[better], begin[better], replicas[better] = slowest[better], cut, last
             best.append(least)

@@ -116,9 +116,9 @@ class _Wiring:
     inner, source, target
         Links between switches, by source, so that a node's next hops stand together; and their ends.
     groups, sizes
-        Hosts with the same switches that lead to them from other switches: these switches, and the hosts; and numbers
-        of hosts. Paths to hosts of a group differ only in the last link. A switch that no other leads to, as inside a
-        GPU server, is on no path from elsewhere.
+        Groups of hosts that other switches reach through the same switches: these switches and the hosts; and the
+        number of hosts in each group. Paths to hosts of a group differ only in the last link. A switch that no other
+        leads to, as inside a GPU server, is on no path from elsewhere.
     """
 
     def __init__(self, topology: NetworkTopology, failed: Collection[int]) -> None:

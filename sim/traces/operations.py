@@ -573,7 +573,7 @@ class _Assembly:
         return ends, begins
 
     def _add_rows(self, number: int) -> None:
-        """Add the rows of an operation: its main one, and before it one for its beginning if something needs that."""
+        """Add an operation's rows: the main one, after one for its beginning if something waits for that."""
         operation = self._operations[number]
         needs_begin = number in self._begin_followed
         main: int | None = None

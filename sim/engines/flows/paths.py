@@ -112,7 +112,7 @@ def walk(
     shares[0] = 1.0
     start, end, used = 0, 1, 0
     while start < end:
-        # Nodes of the same distance stand together, so a node has its whole share before it passes it on.
+        # Nodes are in order of distance, so each has its whole share before it passes that on.
         node = nodes[start]
         share = shares[start]
         start += 1

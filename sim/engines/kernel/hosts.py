@@ -27,7 +27,7 @@ from dlcp.sim.rows import PORT_QUEUES, Row
 from dlcp.sim.transports.specs import PULL_QUEUED
 
 NOTHING_TO_SEND, RETRANSMISSION, NEXT_PACKET = range(3)
-"""What a stream sends next."""
+"""Which packet a stream sends next."""
 CONTROL_RANK: Final = -1
 """Rank of control packets, below that of all data, so that pFabric's switches send them first."""
 
