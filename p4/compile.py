@@ -24,7 +24,7 @@ from typing import Any, Final
 
 P4_DIR: Final = Path(__file__).resolve().parent
 DIGEST: Final = "dlcp.digest"
-"""File beside the compiled files with the compiler's version and the digests."""
+"""File next to the compiled files with the compiler's version and the digests."""
 PROGRAM: Final = "v1model/dlcp.p4"
 CONFIG: Final = "dlcp.json"
 P4INFO: Final = "dlcp.p4info.txtpb"
@@ -225,7 +225,7 @@ def digests(p4_dir: Path = P4_DIR, program: Program = BMV2) -> dict[str, str]:
 
 
 def record(version: str, p4_dir: Path = P4_DIR, program: Program = BMV2) -> None:
-    """Write the compiler's version and the digests beside the compiled files."""
+    """Write the compiler's version and the digests next to the compiled files."""
     lines = {"compiler": version, **digests(p4_dir, program)}
     (p4_dir / program.build / DIGEST).write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
 

@@ -255,7 +255,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class StateFile:
-    """The state file of the testbed of one name, and its other files."""
+    """The state file of the testbed with a name, and its other files."""
 
     name: str = "dlcp"
 

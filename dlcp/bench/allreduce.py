@@ -173,7 +173,8 @@ class _JobRank:
         """Measure a size on all ranks, and check the results."""
         self._doing = f"{size_words(size)}: joining"
         try:
-            # Anew for each size: what DLCP has learned with small buckets, such as their precision, does not suit all.
+            # A new state for each size, because what DLCP has learned with one, such as the precision, may not suit
+            # another.
             self._state = State(self._options)
             self._state.attach_tensors({f"{size} bytes": self._tensors[size]}, None)
             mine = self._outcome(size)

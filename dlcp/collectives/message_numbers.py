@@ -33,7 +33,7 @@ class MessageNumbersExhaustedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """The numbers ``first`` to before ``stop``, which belong to ``user``."""
+    """The numbers from ``first`` up to ``stop``, excluded, which belong to ``user``."""
 
     user: str
     first: int

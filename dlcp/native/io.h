@@ -20,7 +20,7 @@ typedef struct {
     int64_t exported_bytes;
     double arrived_s;  /* when the kernel received the current datagram */
     uint8_t *datagram; /* for a datagram sent at once: HEADER_BYTES + DATAGRAM_MAX */
-    uint8_t *piece;    /* for a piece of it, as large */
+    uint8_t *piece;    /* for a piece of it, of the same size */
 } io;
 
 /* Packets of a message that leave together, on one path. */

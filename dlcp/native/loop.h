@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An engine as a whole. Only its loop (engine.c) and what arrives (arrivals.c) see all of it and call across. */
+/* An engine as a whole. Only its loop (engine.c) and arrivals.c see all of it and call from one part into another. */
 #pragma once
 
 #include <stdatomic.h>

@@ -62,7 +62,7 @@ int64_t path_choose(flow *self, int64_t *limit, double now_s) {
         left--;
         weights += one->weight;
         double load = (double)(one->flying + 1) / one->weight;
-        /* Among equal ones, the next after the last. */
+        /* Paths with the same load take turns. */
         if (load < least || (load == least && best <= self->path_last && i > self->path_last)) {
             best = i;
             least = load;

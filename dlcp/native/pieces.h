@@ -22,7 +22,7 @@ typedef struct {
     assembly *assemblies; /* NULL until a piece arrives */
     uint8_t *packets;     /* for each, header and payload */
     int64_t room;         /* bytes of one of these */
-    int64_t next;         /* to be given up */
+    int64_t next;         /* the assembly to give up next */
 } assembler;
 
 int64_t piece_cut(const uint8_t *packet, int64_t bytes, int64_t piece_bytes, int64_t offset, uint8_t *piece);

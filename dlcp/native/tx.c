@@ -112,7 +112,7 @@ void tx_free(io *io, flow *to, tx_message *self) {
 static void tag_packets(const io *io, const flow *to, tx_message *self, const send_request *request) {
     uint32_t packets = (uint32_t)self->packets;
     bool bounded = io->config.tagged && request->bounded;
-    /* Not in use before packets are sent. */
+    /* Borrowed: these arrays are not in use before packets are sent. */
     uint8_t *droppable = self->path, *ordinary = self->state;
     memset(ordinary, ORDINARY_QUEUE, packets);
     const uint8_t *queue = io->config.tagged ? request->queue : ordinary;

@@ -39,7 +39,7 @@ _COUNTS: Final[Mapping[str, Sequence[EngineCounter]]] = {
 
 
 class StepRecorder:
-    """Keeps one step of a job, as a `dlcp.sim.experiments.recording.Recorder`, and ends the run behind it.
+    """Keeps one step of a job, as a `dlcp.sim.experiments.recording.Recorder`, and ends the run after it.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ def write_report(described: Sequence[PlannedExperiment], out: Path) -> tuple[Pat
 
     Returns
     -------
-    The page's path, and what did not end, by experiment and run: it is left out of all numbers.
+    The page's path, and why runs did not finish, by experiment and run; all numbers leave these out.
 
     Raises
     ------

@@ -674,7 +674,7 @@ class NsccTransport(UltraEthernetTransport, frozen=True, tag="nscc"):
 
     @staticmethod
     def on_loss(s: Row, t: Row, number: int, now: int) -> None:
-        """Shrink the window by the packet."""
+        """Shrink the window by one packet."""
         s.window = max(1.0, s.window - 1.0)
 
     @staticmethod

@@ -282,7 +282,7 @@ def wait_in_line(w: r.FlowState, level: int, time: float, took: float) -> float:
     """Return when a packet that reaches a port at ``time`` is sent, in turn with others that are there."""
     q = w.levels[level]
     if time < q.busy_from:
-        return time  # it passes before those that are known
+        return time  # it is sent before the packets seen so far
     if time > q.busy_until:
         q.busy_from = int(time)
     begin = max(time, float(q.busy_until))
