@@ -159,7 +159,7 @@ class CompiledProgram:
             yield P4TableEntry(entry.table, match=match, action=target, priority=entry.priority, meter_config=meter)
 
     def _action(self, action: Action) -> P4TableAction:
-        """Return an action as finsy has it, which names unknown parameters, but accepts an action without any."""
+        """Return finsy's form of an action. finsy reports unknown parameters, but not missing ones."""
         known = {param.name: param for param in self.schema.actions[action.name].params}
         if action.params.keys() < known.keys():
             missing = next(name for name in known if name not in action.params)

@@ -201,7 +201,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _how_to_install(command: str, error: ImportError) -> str:
-    """Return what to install for a command that lacks a package; ``""`` if it lacks a module of DLCP, a defect."""
+    """Return what a command lacks and how to install it; ``""`` if it lacks a module of DLCP, which is a defect."""
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package in ("", "dlcp"):
         return ""

@@ -149,7 +149,7 @@ def readable(signature: str) -> str:
     for written in _ARRAY_LIKE:
         signature = signature.replace(written, "ArrayLike")
     while _ANNOTATED in signature:
-        # The last one has none inside.
+        # The last one contains no other.
         before, _, rest = signature.rpartition(_ANNOTATED)
         depth, commas = 0, []
         for end, letter in enumerate(rest):

@@ -256,7 +256,7 @@ def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
     if folders and item.setting.skip_steady:
         raise SimUsageError("tables are of simulated steps, and `skip_steady` skips some: leave out one of the two")
     if output is not None:
-        if output.is_file() or not output.exists():  # it is first written to another file beside it
+        if output.is_file() or not output.exists():  # it is first written to another file next to it
             _check_output(check_folder, "--output", output.parent)
         _check_output(check_writable, "--output", output)
     recorder = TableRecorder() if folders else None

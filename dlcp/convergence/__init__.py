@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps to accuracy as a function of loss and precision, from the data files beside this module.
+"""Steps to accuracy as a function of loss and precision, from the data files next to this module.
 
 ``published.json`` has curves made from published bounds on loss; each cites its sentence. ``measured.json`` has the
 results of ``python -m tests.bench.digits_loss``, and ``shortfall.json`` those of ``python -m tests.bench convergence

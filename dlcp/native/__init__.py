@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled part of DLCP: the transport's engine, and what is done for every value or packet.
 
-``*.c`` beside this file become one module when DLCP is installed. Python calls it as ``lib.dlcp_...``, and ``ffi`` is
+``*.c`` next to this file become one module when DLCP is installed. Python calls it as ``lib.dlcp_...``, and ``ffi`` is
 its interface to memory, as in cffi. ``engine.h`` declares and documents everything in it. Calls run outside the GIL.
 The caller must keep an array that it passes to C (``ffi.from_buffer``) for as long as C may use it.
 """
@@ -22,7 +22,7 @@ _REMEDY: Final = (
 
 
 def digest_of_sources() -> str | None:
-    """Return the SHA-256 of the C sources beside this file, or None where there are none, as in a wheel."""
+    """Return the SHA-256 of the C sources next to this file, or None where there are none, as in a wheel."""
     sources = sorted(path for path in FOLDER.iterdir() if path.suffix in (".c", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest() if sources else None
 

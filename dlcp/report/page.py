@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports: each is one self-contained page, with its plots beside it as files.
+"""Reports: each is one self-contained page, with its plots next to it as files.
 
 ``python -m dlcp.report.page out/demo`` creates the demo's page and summary again, from ``out/demo/runs/*.json``.
 """

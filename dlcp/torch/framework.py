@@ -314,7 +314,7 @@ def profiled(name: str, what: str = "") -> contextlib.AbstractContextManager[Any
     Parameters
     ----------
     what
-        Its object, which the profiler shows beside the name if it records shapes.
+        Its object, which the profiler shows next to the name if it records shapes.
     """
     if not profiler._is_profiler_enabled:
         return contextlib.nullcontext()

@@ -160,7 +160,7 @@ def unsupported(model: DistributedDataParallel) -> str:
 
 
 def refuse_second_hook(model: DistributedDataParallel) -> None:
-    """Raise RuntimeError if a model has a communication hook: DDP takes one, and says so after ranks have met."""
+    """Raise RuntimeError if a model has a communication hook, which DDP itself would do only after ranks have met."""
     for _, state in model._comm_hooks:
         if not isinstance(state, State):
             raise RuntimeError("the model already has another communication hook, and DDP takes only one")

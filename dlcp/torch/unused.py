@@ -46,7 +46,7 @@ class UnusedParameters:
         try:
             # DDP queues the step's end after this bucket, so the second callback comes after it.
             engine.queue_callback(lambda: engine.queue_callback(self._note))
-        except RuntimeError:  # join(): this rank has no more data, and accompanies the others' steps without a backward
+        except RuntimeError:  # join(): this rank has no more data, and joins the others' steps without a backward pass
             self._accompanies = True
             if self._before_forward is None and (model := self._model()) is not None:
                 self._before_forward = model.register_forward_pre_hook(self._before_next)

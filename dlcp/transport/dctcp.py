@@ -419,7 +419,7 @@ class Growth:
 
 
 class Drain:
-    """Decreases of the window that let the queue drain, and trials of whether they do.
+    """Decreases of the window that let the queue drain, and trials that show whether they do.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate ``dissector.lua``, the Wireshark dissector of the DLCP header, from the field table in ``dlcp.wire``.
 
-``python -m dlcp.wire.dissector`` updates the file beside this module. Wireshark and tshark read it with
+``python -m dlcp.wire.dissector`` updates the file next to this module. Wireshark and tshark read it with
 ``-X lua_script:dissector.lua``, or from their plugins folder.
 """
 

@@ -5,7 +5,7 @@
 control Route(
     inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_from_parser_t from_parser) {
     // Eight more bits (protocol) follow the packet's number in the hash input. With them, consecutive numbers use 2, 4,
-    // 8, ... ports in turn. Without, the low six bits of CRC-32 take only 16 of 64 values, and CRC-16 takes fewer.
+    // 8, ... ports in turn. Without them, the low six bits of CRC-32 take only 16 of 64 values, and CRC-16 takes fewer.
     Hash<bit<32>>(HashAlgorithm_t.CRC32) route_hash;
     ActionProfile(ROUTE_MEMBERS_SIZE) route_members;
     ActionSelector(

@@ -175,7 +175,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     form
         ``change_percent``: 100 (ours / theirs - 1). ``speedup_percent``: 100 (theirs / ours - 1). ``value``: ours.
     against
-        A note on a weak peer that a reader could take for a stronger one; the report shows it beside the number.
+        A note on a weak peer that a reader could take for a stronger one; the report shows it next to the number.
     reason
         Why the result differs, as far as our experiments show; call a guess a guess.
     """

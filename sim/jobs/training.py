@@ -112,8 +112,8 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Replicas of each stage of a pipeline, such as ``7-1``, or ``planned`` for the planner's choice
         (`dlcp.sim.jobs.stage_planner`); by default, every worker has the whole model.
     optimizer
-        Selects the curve of additional steps that precision costs, which is measured by optimizer. With ``learn``, also
-        trains.
+        Selects the curve of additional steps that precision costs, which is measured for each optimizer. With
+        ``learn``, also trains.
     learn
         A model to train with what the messages deliver (`dlcp.sim.jobs.learning`).
     layer_queues

@@ -152,7 +152,7 @@ class _Exchange:
     Parameters
     ----------
     before_us, after_us
-        Time that the rank spent on it before and after the exchange, beside the main thread.
+        Time that the rank spent on it before and after the exchange, outside the main thread.
     """
 
     name: str

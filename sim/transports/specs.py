@@ -6,7 +6,7 @@ packet counts as lost when one sent ``reorder_packets`` later in the same stream
 expires (RFC 6298 without its lower limit of a second). A stream keeps its window from message to message, like a
 connection.
 
-Each setting is the one that the transport's authors publish, with its source beside it; none is fitted to our results.
+Each setting is the one that the transport's authors publish, with its source next to it; none is fitted to our results.
 DLCP's authors publish none: `sim/experiments/README.md` says how ours were chosen.
 """
 

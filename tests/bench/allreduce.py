@@ -4,8 +4,8 @@
 - ``allreduce``: loopback or a veth pair.
 - ``loss``: a router, or the built-in switch, that loses packets at random; then links that fail now and then.
 - ``delay``: a switch whose ports have a rate, a delay and one queue for all traffic: tags and marks count for nothing,
-  as in a wide-area network. Beside means that in each direction two endless flows of CUBIC share that queue, so that a
-  fair share is a third of the rate. DLCP runs with bound 0: what moves is known then.
+  as in a wide-area network. *Beside* means that in each direction two endless flows of CUBIC share that queue, so that
+  a fair share is a third of the rate. DLCP runs with bound 0: what moves is known then.
 - ``paths``: two hosts that choose among four spines by addresses and ports, as an ECMP fabric does. TCP has one route
   for a connection, whichever its ports lead to; DLCP sends from several ports. So that neither is judged by one draw of
   ports, the ranks are started several times.
@@ -15,8 +15,8 @@
   which background traffic sets, and asks how much longer a step takes where that ratio is larger. The latency is that
   of Gloo's ring for 2,000 values, as there. Round trips of 10 ms make the network, not the processor, decide about it.
   Bursts of datagrams at twice the rate of the port go into each host's port, at random. How long they are is found by
-  trying lengths out until the ring has the wanted ratio. Then all contenders take turns beside bursts of that length,
-  in steps whose bytes take a second. Which ratio the ring had beside them is reported with the times.
+  trying lengths out until the ring has the wanted ratio. Then all contenders take turns next to bursts of that length,
+  in steps whose bytes take a second. The ratio that the ring had next to them is reported with the times.
 - ``cpu``: fast links are limited by the processor, and what the transport takes of it, training lacks. Beside DLCP and
   Gloo runs ``floor.c``, which does nothing but what cannot be left out: bursts through the same kind of sockets, and
   additions.

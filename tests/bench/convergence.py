@@ -248,7 +248,7 @@ def measure(
 
     Returns
     -------
-    ``convergence.TASK.OPTIMIZER.SHORTFALL``: final accuracies, beside those of the whole runs. And for lower precision
+    ``convergence.TASK.OPTIMIZER.SHORTFALL``: final accuracies, next to those of the whole runs. And for lower precision
     ``convergence.SHORTFALL``, see :func:`beside_hook`.
 
     Raises

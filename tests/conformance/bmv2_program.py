@@ -49,7 +49,7 @@ class Layout:
 
 
 def thrift_modules() -> dict[str, Any]:
-    """Import what BMv2 installs beside simple_switch, for whichever Python it was installed."""
+    """Import what BMv2 installs next to simple_switch, for whichever Python it was installed."""
     names = {
         "Standard": "bm_runtime.standard.Standard",
         "types": "bm_runtime.standard.ttypes",

@@ -162,7 +162,7 @@ def on_cpu(rank: int, **shapes) -> dict:
 
 
 def on_gpu(rank: int, **more) -> dict:
-    """Return a step: 10 ms of kernels, the last 4 ms beside NCCL; 20 ms of NCCL alone; 5 ms of kernels."""
+    """Return a step: 10 ms of kernels, the last 4 ms next to NCCL; 20 ms of NCCL alone; 5 ms of kernels."""
     events = [
         slice_of("gemm", "kernel", 0, 6),
         slice_of("gemm", "kernel", 6, 10),

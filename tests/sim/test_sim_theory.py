@@ -185,7 +185,7 @@ def test_budget_is_the_most_that_a_switch_drops():
 
 @pytest.mark.parametrize(("ranks", "servers"), [(4, 1), (8, 0), (8, 4), (8, 8)])
 def test_byteps_loads_all_links_alike(ranks, servers):
-    """Jiang et al., OSDI 2020: t = 2 n (n - 1) M / ((n^2 + k n - 2 k) B) for k servers beside n ranks."""
+    """Jiang et al., OSDI 2020: t = 2 n (n - 1) M / ((n^2 + k n - 2 k) B) for k servers next to n ranks."""
     size, pieces = 80_000_000, 100
     transport = DctcpTransport(packet_bytes=9000)
     topology = Star(hosts=ranks + servers, host_link=LinkSpec(rate_gbps=10.0))

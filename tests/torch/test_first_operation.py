@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.torch.workers import WAYS, launch, values
 
 RANKS, SMALL, LARGE = 3, 10, 30_000
-"""Values: a message beside its header in one packet, and one of many packets that its header announces."""
+"""Values: a message next to its header in one packet, and one of many packets that its header announces."""
 
 
 def a_message(group, rank, size):

@@ -15,7 +15,7 @@ in microseconds, with any origin. ``ingress`` and ``egress`` are generated funct
 
 Objects are found by p4info name, or by a unique suffix of it: ``program.tables["ipv4_route"]``,
 ``program.profiles``, ``program.registers``, ``program.counters``, ``program.meters`` (indirect ones; direct meters
-belong to entries). `tables` and `cells` beside this module have their classes.
+belong to entries). `tables` and `cells` next to this module have their classes.
 
 Use a program from one thread at a time, and change entries between packets or batches; the compiled back end releases
 the GIL during a batch. Changes take effect at the next packet or batch, without recompilation.

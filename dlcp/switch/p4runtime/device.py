@@ -78,7 +78,7 @@ class ForwardingPipeline:
 
     @classmethod
     def of(cls, program: Program, path: Path) -> "ForwardingPipeline":
-        """Return the pipeline of a loaded program, with the p4info beside its file.
+        """Return the pipeline of a loaded program, with the p4info next to its file.
 
         Raises
         ------

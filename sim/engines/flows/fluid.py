@@ -232,7 +232,7 @@ def join_ports(w: r.FlowState, flow: int) -> None:
     if w.messages[f.head].sent > w.transports[f.transport].initial_window_packets:  # otherwise it is sent at once
         f.weight += SHARE_SPREAD * math.sqrt(6.0) * (drawn - 1.0)
     if f.single_use != 0:
-        # Its window begins small. Beside others that fill the path, it grows by a packet in a round trip; this is its
+        # Its window begins small. Next to others that fill the path, it grows by a packet in a round trip; this is its
         # mean while the message is sent.
         first = w.transports[f.transport].initial_window_packets
         mean = (first + math.sqrt(first * first + 2.0 * w.messages[f.head].packets)) / 2.0

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What p4/v1model/dlcp.p4 does not have: the other kinds of match, an indirect meter, an action profile without a
-// selector, constant entries, and actions for entries or for the default only. Compiled files lie beside this one:
+// selector, constant entries, and actions for entries or for the default only. Compiled files lie next to this one:
 //   p4c-bm2-ss --std p4-16 --Werror -o kinds.json --p4runtime-files kinds.p4info.txtpb kinds.p4
 
 #include <core.p4>
