@@ -87,7 +87,7 @@ class Bucket:
         return FULL_BITS if self.whole or self.value_type is ValueType.FLOAT64 else precision
 
     def label(self, start: int, stop: int) -> str:
-        """Name the layers of the values from ``start`` to before ``stop``, for messages."""
+        """Name the layers of the values ``start:stop``, for messages."""
         first, last = (
             self.segments[bisect_right(self.segments, position, key=attrgetter("start")) - 1].layer.name
             for position in (start, stop - 1)
@@ -270,7 +270,7 @@ class ReduceOptions:
         return RELIABLE if bucket.whole else self.bound
 
     def bound_within(self, bucket: Bucket, start: int, stop: int, values_per_packet: int) -> LossBound:
-        """Return the loss bound of a bucket's values from ``start`` to before ``stop``."""
+        """Return the loss bound of a bucket's values ``start:stop``."""
         if bucket.whole:
             return RELIABLE
         return self.layers.bound_of(bucket.segments, start, stop, values_per_packet, self.bound_of(bucket))

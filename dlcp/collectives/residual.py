@@ -102,7 +102,7 @@ class Residual:
         self.add_range(0, values, segments)
 
     def add_range(self, start: int, values: NDArray[np.floating], segments: Sequence[Segment]) -> None:
-        """Keep all of ``values``, which belong at ``start`` of a buffer and after it; they must not change any more."""
+        """Keep all of ``values``, a part of a buffer that begins at ``start``; they must not change any more."""
         for segment in segments:
             first, stop = max(segment.start, start), min(segment.stop, start + len(values))
             if first < stop and not segment.is_beyond:

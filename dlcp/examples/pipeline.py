@@ -2,8 +2,8 @@
 """Train the digits network as a pipeline of replicated stages, on as many processes as there are replicas.
 
 Each process runs one forward and one backward pass in turn (1F1B). Replicas of a stage take microbatches in rotation
-and average their gradients with DistributedDataParallel. As all microbatches of a step end before the optimizer's, the
-losses are those of one process::
+and average their gradients with DistributedDataParallel. Because all microbatches of a step end before the optimizer's
+step, the losses are those of one process::
 
     python -m dlcp.examples.pipeline                                            # one process
     torchrun --nproc-per-node 4 -m dlcp.examples.pipeline --replicas 3-1        # four, over Gloo

@@ -222,7 +222,7 @@ class RankTimeline:
         return cls(path, about, first.values["session"] if first and first.event == "joined" else "")
 
     def notes(self) -> Iterator[Note]:
-        """Yield all notes; a last incomplete line, of a killed process, is left out.
+        """Yield all notes; an incomplete last line, from a killed process, is left out.
 
         Raises
         ------

@@ -200,7 +200,8 @@ int64_t dlcp_reduction_finish(reduction *self, bool rescale);
 
 enum { DROP_CLASSES = 8, BORDERS = 7 };
 
-/* A layer's packets, from `first` to before `stop`; its row of borders; the quantiles that separate its classes. */
+/* A layer's packets, from `first` up to `stop`, excluded; its row of borders; the quantiles that separate its classes.
+ * */
 typedef struct {
     int64_t first, stop, row;
     double quantiles[7];

@@ -116,7 +116,7 @@ class RankSnapshot(TypedDict):
     packets: dict[str, dict[str, int]]
     """Packet counts by receiver and the names in :data:`dlcp.transport.ledger.COUNTS`."""
     layers: list[tuple[int, list[str], int, int, int]]
-    """Position, module names, and packets, lost and encoded ones, of each layer from the model's input on."""
+    """Of each layer, from the input on: its position, its modules' names, and its packets, lost and encoded ones."""
     peers: dict[str, dict[str, Any]]
     """Transport state per peer, see :func:`describe_peer`."""
     slow: SlowRank | None

@@ -28,7 +28,7 @@ SHARD_MESSAGES: Final = 64
 
 CollectiveName = Literal["parameter_server", "byteps", "ring", "direct", "halving_doubling", "tree", "hierarchical"]
 WITH_SERVERS: Final = ("parameter_server", "byteps")
-"""All-reduces with servers; BytePS does without, too."""
+"""All-reduces with servers, although BytePS can do without them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,9 @@ class ModelArchitecture(msgspec.Struct, frozen=True):
     source
         Publication that describes the architecture.
     block, last
-        Layers behind the first ones, which `MODELS` have among ``layers``.
+        The layers that follow the first ones; in `MODELS` they are already part of ``layers``.
     extends, after
-        The model has all layers of this one, too: its own come behind that layer of it.
+        The model that this one extends, and the layer of it that this one's own layers follow.
     """
 
     layers: tuple[ModelLayer, ...]
