@@ -121,7 +121,7 @@ typedef struct {
     int64_t position;
 } receive_request;
 
-/* Packets of a message; all are 0 if it is unknown. Of a received one, none are flying or unsent. */
+/* Packets of a message; all are 0 if it is unknown. In a received message, none are flying or unsent. */
 typedef struct {
     int64_t delivered, flying, unsent, packets;
 } message_progress;

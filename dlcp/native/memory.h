@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Large buffers that are used again, and copies past the caches. */
+/* Reusable large buffers, and copies that bypass the caches. */
 #pragma once
 
 #include <stdint.h>

@@ -54,9 +54,10 @@ static const double KNOWN_AFTER_S = 1, REMIND_S = 0.2;
 enum { PATH_PACKETS = 4, PATH_BURST = 4, PATH_JUDGED = 32 };
 static const double PATH_GAIN = 0.25, PATH_LOSS_GAIN = 0.0625;
 /* A path loses half its weight while it loses more than PATH_LOSSY of its packets and more than PATH_LOSSIER times the
- * other paths' median; part of it while its delay exceeds PATH_SLOW times the best path's plus the deviation of round
- * trips, or while its share of marked packets is higher by PATH_MARKED. Below PATH_LEAST it is abandoned; otherwise it
- * regains PATH_CALM. A path at a quarter of the others' rate is hardly worth waiting for at the end of a message. */
+ * other paths' median. It loses part of it while its delay exceeds PATH_SLOW times the best path's plus the deviation
+ * of round trips, or while its share of marked packets is higher by PATH_MARKED. Below PATH_LEAST it is abandoned;
+ * otherwise it regains PATH_CALM. A path at a quarter of the others' rate is hardly worth waiting for at the end of a
+ * message. */
 static const double PATH_LOSSY = 0.025, PATH_LOSSIER = 2, PATH_SLOW = 2, PATH_MARKED = 0.25;
 static const double PATH_LEAST = 0.25, PATH_CALM = 0.125;
 /* An abandoned path is tried again after PATH_AGAIN_S, then after twice as long each time, up to PATH_AGAIN_MAX_S.

@@ -322,7 +322,7 @@ def _use_route(settings: argparse.Namespace) -> None:
     of the rendezvous its name may resolve to loopback; the address is then that of the only interface with a route out,
     if there is exactly one.
     """
-    from dlcp.session.addresses import listening_host, own_place  # loads the transport, which --help does without
+    from dlcp.session.addresses import listening_host, own_place  # loads the transport, which --help does not need
     from dlcp.session.options import Options
 
     # PyTorch's static rendezvous has separate options for its host.
@@ -342,7 +342,7 @@ def _use_route(settings: argparse.Namespace) -> None:
 
 def set_options(words: Sequence[str]) -> None:
     """Pass ``NAME=VALUE`` options to the ranks through the environment; check them as the ranks do."""
-    from dlcp.session.options import Options  # loads the transport, which --help does without
+    from dlcp.session.options import Options  # loads the transport, which --help does not need
 
     known = configuration.options_of(Options)
     for word in words:

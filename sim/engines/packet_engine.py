@@ -164,7 +164,7 @@ class PacketEngine(Protocol):
         """Return the records of a graph that has not been forgotten, `dlcp.sim.graphs.graph.NODE_RECORD` (n,)."""
 
     def outcomes(self, number: int, nodes: NDArray[np.int64]) -> NDArray[Any]:
-        """Return what became of the packets of messages that are done, `PACKET_OUTCOME`, message after message."""
+        """Return the fate of the packets of finished messages, `PACKET_OUTCOME`, message after message."""
 
     def resize(self, number: int, nodes: NDArray[np.int64], sizes: NDArray[Any]) -> None:
         """Set the sizes of messages that have not begun, `MESSAGE_SIZE` (nodes,). Others keep theirs.

@@ -169,7 +169,7 @@ class _Planner:
         """Sum up times and weights of every span."""
         layers = self.profile.layers
         times = _sums([layer.forward_s + layer.backward_s for layer in layers])
-        self.times = np.where(np.tri(len(times), dtype=bool), np.inf, times)  # spans have a layer at least
+        self.times = np.where(np.tri(len(times), dtype=bool), np.inf, times)  # a span has at least one layer
         self.weights = _sums([layer.parameters * VALUE_BYTES for layer in layers])
         # The bytes that a cut before each layer sends; infinite where the model cannot be cut.
         sizes = [float(layer.output_bytes) or np.inf for layer in layers]

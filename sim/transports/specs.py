@@ -184,7 +184,7 @@ class _Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     may_pull: ClassVar[Any] = staticmethod(never)
     """Return whether a receiver has to queue a PULL, after a packet with the pull target ``wanted``."""
     give_credit: ClassVar[Any] = staticmethod(never)
-    """Count the credit of a PULL that leaves, and return it in packets; a ``spare`` one is credit that nobody asked."""
+    """Count the credit of a PULL that leaves, and return it in packets; a ``spare`` one is unrequested credit."""
     queue_after_pull: ClassVar[Any] = staticmethod(never)
     """Return the queue for a stream's next PULL after one left the queue ``spare``, or -1."""
     credit_ps: ClassVar[Any] = staticmethod(never)

@@ -118,7 +118,7 @@ _PRIMITIVES: Final = {
 class _Reader:
     """Reads one document. Methods take the JSON of an object and, for errors, its place.
 
-    ``parameters`` are those of the action that contains an expression.
+    ``parameters`` are those of the action that contains the expression.
     """
 
     def __init__(self, document: Json) -> None:
