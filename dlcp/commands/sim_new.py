@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return an answer to each question: its option's, that of the person at the terminal, or the default."""
+    """Return an answer to each question: from its option, from the terminal, or the default."""
     from rich.console import Console
 
     from dlcp.inputs.document import DocumentError
@@ -87,7 +87,7 @@ def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ask(question: Any, default: str, answers: dict[str, Any], console: "Console") -> str:
-    """Return the answer of the person at the terminal, who is asked again until it is right."""
+    """Ask at the terminal until the answer is valid, and return it."""
     from rich.text import Text
 
     choices = question.choices(answers)

@@ -316,7 +316,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         at = f"; P4Runtime on {server.address}"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: switch.stop())
-    # All present objects live on; the garbage collector need not visit them while packets wait.
+    # All existing objects stay alive, so the garbage collector need not visit them while packets wait.
     gc.collect()
     gc.freeze()
     print(f"{READY}: ports {', '.join(map(str, sorted(switch.queues)))}{at}", flush=True)

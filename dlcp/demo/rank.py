@@ -40,7 +40,7 @@ _WARM_UP_STEPS: Final = 6
 
 def train(rank: int, mode: str, setup: DemoSetup, channel: Connection) -> Fact:
     """Train, and return this rank's report."""
-    logging.basicConfig(format="%(message)s")  # warnings only: the demo says itself what each run is
+    logging.basicConfig(format="%(message)s")  # warnings only: the demo itself announces each run
     digits = _TASK.data(setup.seed)
     network = _TASK.network(setup.seed)
     group = dist.new_group(list(range(setup.workers)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the demo: train over a congested switch beside background traffic, record each run, and report on all.
+"""Runs of the demo: train over a congested switch next to background traffic, record each run, and report on all.
 
 The network of a run is hosts around a switch, in network namespaces or, without privileges, on loopback addresses.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Five small models and a larger one, on data from installed packages, and how to train them.
 
-Every task is a classification, so that accuracies in points compare: the share of test samples, or of characters, that
-the model gets right. ``python -m tests.bench convergence`` trains them. So do jobs of the simulator with ``learn``,
-except the larger one. The demo trains the first.
+Every task is a classification, so that accuracies can be compared in points: the share of test samples, or of
+characters, that the model gets right. ``python -m tests.bench convergence`` trains them. So do jobs of the simulator
+with ``learn``, except the larger one. The demo trains the first.
 """
 
 import hashlib

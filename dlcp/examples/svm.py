@@ -209,7 +209,7 @@ def squared_norms(samples: Any) -> Values:
 
 
 def free(labels: Values, weights: Values, cost: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return whose product of label and weight may grow, and whose may shrink."""
+    """Return the samples whose product of label and weight may grow, and those whose may shrink."""
     below, above, positive = weights < cost, weights > 0, labels > 0
     return np.where(positive, below, above), np.where(positive, above, below)
 

@@ -380,7 +380,7 @@ class _RankEvents:
         if note.event == "ready":
             self._buckets[which] = [note]
         elif note.event in PHASES:
-            if which in self._buckets:  # other notes are of metadata, or of single hops
+            if which in self._buckets:  # other notes concern metadata or single hops
                 notes = self._buckets[which]
                 if note.event == "applied":
                     del self._buckets[which]

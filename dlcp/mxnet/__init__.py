@@ -102,7 +102,7 @@ class Dist_DLCP(KVStoreBase):  # type: ignore[misc]  # noqa: N801 - MXNet is not
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return False: the store does not update parameters, the only capability that MXNet asks for."""
+        """Return False: the store does not update parameters, the only capability that MXNet asks about."""
         return False
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:

@@ -26,7 +26,7 @@ _NUMPY_TYPES: Final[dict[str, Any]] = {"int64_t": np.int64, f"double[{BORDERS}]"
 LAYER_PACKETS: Final[np.dtype[np.void]] = np.dtype(
     [(name, _NUMPY_TYPES[field.type.cname]) for name, field in ffi.typeof("layer_packets").fields]
 )
-"""A layer's packets, from ``first`` to before ``stop``; its row of borders; the quantiles that separate classes."""
+"""A layer's packets, ``first:stop``; its row of borders; the quantiles that separate classes."""
 
 
 def packet_magnitudes(
