@@ -258,8 +258,8 @@ class ReduceOptions:
     rescale: bool = field(init=False)
     """Whether each sum is divided by the number of its contributions, not of ranks: loss does not shrink it.
 
-    Beside error feedback this would diverge: the next step would subtract what the division had added. If only one of
-    four ranks delivered a packet in every step, its average would change sign and triple from step to step.
+    Together with error feedback this would diverge: the next step would subtract what the division had added. If only
+    one of four ranks delivered a packet in every step, its average would change sign and triple from step to step.
     """
 
     def __post_init__(self) -> None:

@@ -194,7 +194,7 @@ class ShardAccumulator:
     divisor
         Divisor of a streaming sum; None for the number of ranks.
     key
-        The key of the messages if every sender begins with another chunk (:class:`dlcp.values.tags.ChunkOrder`).
+        The key of the messages if every sender begins with a different chunk (:class:`dlcp.values.tags.ChunkOrder`).
     encoded
         The sum of ``own`` and of contributions that are encoded; None if they are not.
 
@@ -700,7 +700,7 @@ class DirectRun(BucketRun):
         self.set_result(self.values)
 
     def _keep_rest(self) -> None:
-        """Make what codes lacked the residual: as one array, if that is the whole bucket's, for one pass later."""
+        """Turn rounding errors into residual: as one array, if it covers the whole bucket, for one pass later."""
         rest, self.rest = self.rest, None
         if rest is None:
             return

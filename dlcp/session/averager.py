@@ -183,7 +183,7 @@ class BucketTable:
                 for each in list(self.buckets.values()):
                     if each.step < pending.step and each.progress is BucketProgress.FINISHED:
                         self._remove(each)
-        if self.meter is not None:  # before the answer, with which the next step may begin
+        if self.meter is not None:  # before the answer, which may begin the next step
             self.meter.on_averaged(pending.step)
         if found:
             pending.answer()

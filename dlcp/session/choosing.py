@@ -171,7 +171,7 @@ class StepChooser:
     Attributes
     ----------
     arms
-        What the ranks choose from.
+        The arms that the ranks choose from.
     arm
         The arm of the step in progress.
     framework_steps

@@ -450,7 +450,7 @@ def _connect(
     )
     transport = options.transport(size, Topology(hosts, server=server_rank))
     endpoint = open_endpoint(membership, options=transport, shared=shared)
-    undo.pop_all()  # the endpoint and joined own the socket, memory and link now
+    undo.pop_all()  # from here on, endpoint and joined own the socket, memory and link
     joined = Joined(endpoint, options, remark, membership, link, remote)
     undo.callback(joined.close, "the ranks have agreed not to use DLCP")
     endpoint.greet(max(1.0, agreement.left_s))

@@ -449,7 +449,7 @@ class TrainingSession:
     def start(self, pending: PendingBucket) -> None:
         """Average an admitted bucket that is on the host, or leave it until the ranks have recovered."""
         assert pending.bucket
-        # Two holds of the lock: callbacks of the averager may run before its start returns, and take the lock, too.
+        # The lock is taken twice: callbacks of the averager may run before its start returns, and take the lock, too.
         with self.table.changed:
             pending.progress = BucketProgress.STARTING if self.phase is SessionPhase.READY else BucketProgress.WAITING
         if pending.progress is BucketProgress.STARTING:
@@ -506,7 +506,7 @@ class TrainingSession:
 
     def _watch_peers(self, watch: PeerWatch) -> None:
         """Leave DLCP when another rank has left it or ended, even if this rank waits for nothing at the moment."""
-        with HangWatchdog(self.options.silence_s) as watchdog:  # says why this rank hangs, once the others name it
+        with HangWatchdog(self.options.silence_s) as watchdog:  # explains why this rank hangs, once the others name it
             while not self._over.wait(WATCH_S):
                 watchdog.postpone()
                 try:

@@ -196,7 +196,7 @@ class Endpoint:
         if not self.flush(self.connection.options.silence_s):
             return
         self.call(lambda: self._engine.remind(time.monotonic()))  # until they acknowledge
-        self.flush(CLOSE_LINGER_S)  # checks after that ran
+        self.flush(CLOSE_LINGER_S)  # runs after the reminder and checks
         end_s = time.monotonic() + CLOSE_LINGER_S
         while not self._ended and not self.connection.settled and time.monotonic() < end_s:
             time.sleep(_POLL_S)

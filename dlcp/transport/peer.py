@@ -377,7 +377,7 @@ class Liveness:
         if header.type is PacketType.ABORT:
             self._on_departure(self._peers[event.peer], payload[:ABORT_BYTES_MAX].decode(errors="replace"))
         elif header.index:  # a probe of the path carries its size there
-            if header.count != header.index:  # a late one, from before the start
+            if header.count != header.index:  # a late packet from before the start
                 self.refused["stale"] += 1
             elif header.type is PacketType.HELLO_ACK and not payload:
                 path = self._narrow.get(event.peer)
@@ -393,7 +393,7 @@ class Liveness:
             self._on_hello(self._peers[event.peer], header.type, payload, event.now_s)
 
     def path_to(self, rank: int) -> NarrowPath:
-        """Return what finds out whether the path to a rank has become too narrow."""
+        """Return the probe that detects whether the path to a rank has become too narrow."""
         if rank not in self._narrow:
             label, flow = f"job {self._membership.job}, rank {rank}", self._peers[rank].flow
             probe = partial(self._probe_size, rank)
@@ -406,7 +406,7 @@ class Liveness:
     def _on_departure(self, peer: Peer, reason: str) -> None:
         if not reason.startswith(FAREWELL):
             error = PeerAbortedError(f"job {self._membership.job}: rank {peer.rank} gave up: {reason}")
-            # Not at once: a peer counts on what arrived in the same batch, since the engine has acknowledged it.
+            # Not at once: a peer relies on packets of the same batch, because the engine has acknowledged them.
             self._call_later(0.0, partial(self._fail, error))
         elif not peer.left:
             peer.left = reason[1:]
