@@ -6,6 +6,7 @@ below state the limits of fields in files; `dlcp.inputs.document` checks them, a
 that follow from several fields, such as the time of a layer on a slow worker, are checked where they are computed.
 """
 
+from pathlib import Path
 from typing import Annotated, Final
 
 import numpy as np
@@ -61,6 +62,15 @@ SEED_MAX: Final = (1 << 46) - 1
 """Largest seed: engines multiply it by 65,537 in 63 bits."""
 MAGNITUDE_MAX: Final = 1e12
 """Largest value of a setting of another package, whose meaning is unknown here."""
+
+_CGROUPS: Final = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+"""Limit and usage of a container's memory, in versions 2 and 1 of control groups."""
 
 Count = Annotated[int, Meta(ge=1, le=STEPS_MAX)]
 Hosts = Annotated[int, Meta(ge=1, le=HOSTS_MAX)]
@@ -120,3 +130,15 @@ def picoseconds(seconds: ArrayLike) -> NDArray[np.int64]:
         check_within("a duration in seconds", float(worst), SECONDS_MAX, "compute less, or on faster workers")
     whole: NDArray[np.int64] = np.rint(times * PS_PER_S).astype(np.int64)
     return whole
+
+
+def available_bytes() -> int:
+    """Return the memory that can still be taken without swapping, also within a container's limit."""
+    about = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = int(about["MemAvailable"].split()[0]) * 1024
+    for limit, used in _CGROUPS:
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):
+            continue  # there is no such group, or no limit ("max")
+    return max(0, free)

@@ -12,6 +12,8 @@ and start your own processes.
 import importlib.util
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,6 +43,32 @@ RecordSink: TypeAlias = Callable[["SubmittedGraph", NDArray[Any]], None]
 
 _SLICE_S, _FIRST_SLICE_PS = 0.1, PS_PER_S // 1000
 """How long a slice between two calls of ``on_progress`` takes, and the simulated time of the first one; not tuned."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepTimes:
+    """When a job began, and when each of its finished steps ended, in picoseconds of the scenario.
+
+    Parameters
+    ----------
+    steps
+        Number of steps that the job is to run.
+    """
+
+    name: str = ""
+    steps: int = 0
+    begin_ps: int = 0
+    end_ps: list[int] = field(default_factory=list)
+
+    @property
+    def bounds_ps(self) -> list[tuple[int, int]]:
+        """Return when each finished step began and ended; each begins where the one before ends."""
+        return list(pairwise([self.begin_ps, *self.end_ps]))
+
+    @property
+    def step_s(self) -> list[float]:
+        """Return the durations of the finished steps in seconds."""
+        return [(end - begin) / 1e12 for begin, end in self.bounds_ps]
 
 
 class SubmittedGraph:

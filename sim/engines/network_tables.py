@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT, PS_PER_US, ps_per_kibibyte
 from dlcp.sim.graphs.graph import row_type
-from dlcp.sim.network.nodes import NetworkTopology
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import NetworkTopology, Routes
 from dlcp.sim.rows import Row, f8, i8
 from dlcp.sim.scenario import SwitchSpec
 from dlcp.sim.transports import specs

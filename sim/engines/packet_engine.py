@@ -18,7 +18,7 @@ from dlcp.sim.arithmetic import path_hashes, slot_owners
 from dlcp.sim.engines.network_tables import EnginePlan, as_rows
 from dlcp.sim.graphs.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.limits import check_packets
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import Routes
 from dlcp.values.planes import FULL_BITS, PlaneLayout
 from dlcp.wire import UDP_PORT_BASE, Queue
 

@@ -51,7 +51,7 @@ from dlcp.sim.engines.packet_engine import (
 )
 from dlcp.sim.graphs.graph import NODE_RECORD, NODE_ROW
 from dlcp.sim.network.disciplines import Admission
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import Routes
 from dlcp.sim.rows import GRAPH_ROW, MESSAGE_ROW, PACKET_ROW, PORT_QUEUES, STREAM_ROW, TRANSMISSION_ROW, Row
 from dlcp.sim.transports.specs import PULL_QUEUED
 from dlcp.switch import DROP_PORT, PROGRAM_PATH, Action, GroupRef, Program, ProgramDef, load_definition, udp_headers

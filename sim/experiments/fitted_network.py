@@ -7,8 +7,7 @@ from typing import Any, Final, get_args
 
 from dlcp.sim.engines.network_tables import LongestPath
 from dlcp.sim.limits import PACKETS_MAX, RATE_MAX_GBPS, check_within
-from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, Routes, TopologyError
 from dlcp.sim.network.topology import (
     Dragonfly,
     FatTree,

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 import dlcp
 from dlcp.convergence import curve
 from dlcp.report.runs import progress_to
+from dlcp.sim.engines.network_tables import EnginePlan, as_rows
 from dlcp.sim.engines.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.experiments.experiment import ExperimentRun
 from dlcp.sim.experiments.recording import AnyProgress, Recorder, RunOver
 from dlcp.sim.experiments.scenario_run import reporting, start, traced_job
-from dlcp.sim.experiments.slowdown import IdealTimes
 from dlcp.sim.graphs.collectives import RESULT_MESSAGE
 from dlcp.sim.jobs.pipeline_training import pipelined_training
 from dlcp.sim.jobs.run_size import check_run_size, pattern_size, training_size
@@ -121,6 +121,39 @@ class TimeDistribution:
             "mean_s": significant(self.mean_s),
             "quantiles_s": [[share, significant(self.quantile_s(share))] for share in QUANTILES],
         }
+
+
+class IdealTimes:
+    """The times that messages take alone, without acknowledgements or windows, on the initial routes.
+
+    The first packet crosses every link; the others follow at the rate of the slowest.
+    """
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan, self._transports = plan, as_rows(plan.transports)
+        self._paths: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def of(self, nodes: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the ideal times of messages, `dlcp.sim.graphs.graph.NODE_ROW` (n,), in picoseconds, int64 (n,)."""
+        payload = self._transports["payload"][nodes["transport"]]
+        header = self._transports["header_bytes"][nodes["transport"]]
+        size = nodes["size_bytes"]
+        first = np.minimum(size, payload) + header
+        rest = size + -(-size // payload) * header - first
+        pairs = zip(nodes["source"].tolist(), nodes["target"].tolist(), strict=True)
+        delay, every, slowest = np.array([self._path(*pair) for pair in pairs], np.int64).reshape(-1, 3).T
+        times: NDArray[np.int64] = delay + (first * every + rest * slowest) // 1024
+        return times
+
+    def _path(self, source: int, target: int) -> tuple[int, int, int]:
+        """Return a path's delay, and the picoseconds that 1,024 bytes take on all its links, and on the slowest."""
+        found = self._paths.get((source, target))
+        if found is None:
+            plan = self._plan
+            links = [plan.links[number] for number in plan.routes.path(plan.topology.links, source, target)]
+            times = [link.kibibyte_ps for link in links]
+            found = self._paths[source, target] = sum(link.delay_ps for link in links), sum(times), max(times)
+        return found
 
 
 @dataclass(slots=True)

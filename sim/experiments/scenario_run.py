@@ -21,7 +21,7 @@ from dlcp.sim.experiments.progress import ProgressBar
 from dlcp.sim.graphs.collectives import AllReduceSpec, all_reduce
 from dlcp.sim.graphs.graph import OWN_LANE, Graph, GraphBuilder, row_type
 from dlcp.sim.limits import FOREVER_PS
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import Routes
 from dlcp.sim.scenario import (
     CollectiveJob,
     FailureSpec,
@@ -31,8 +31,7 @@ from dlcp.sim.scenario import (
     TrafficSpec,
     draw_sizes,
 )
-from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
-from dlcp.sim.step_times import StepTimes
+from dlcp.sim.simulation import Process, Simulation, StepTimes, SubmittedGraph
 from dlcp.sim.traces.traced_jobs import TraceProgress, trace_progress
 
 _BATCH = 512

@@ -27,8 +27,7 @@ from msgspec import Meta
 
 from dlcp.inputs.document import Document
 from dlcp.inputs.error_text import describe, nearest
-from dlcp.sim.limits import SIZE_BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds
-from dlcp.sim.memory import available_bytes
+from dlcp.sim.limits import SIZE_BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds, available_bytes
 
 log = logging.getLogger("dlcp")
 

@@ -14,7 +14,7 @@ from dlcp.sim.graphs.graph import GraphBuilder, Nodes
 from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.step_graph import GradientPiece, pieces_of
 from dlcp.sim.jobs.training import PlacedJob
-from dlcp.sim.memory import available_bytes
+from dlcp.sim.limits import available_bytes
 from dlcp.sim.scenario import FlowPattern
 
 log = logging.getLogger("dlcp")

@@ -25,7 +25,6 @@ from dlcp.sim.jobs.models import (
     step_profile,
     task_profile,
 )
-from dlcp.sim.jobs.precision import Precision
 from dlcp.sim.jobs.stage_planner import parse_replicas
 from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
 from dlcp.sim.network.nodes import NetworkTopology
@@ -34,6 +33,8 @@ from dlcp.sim.simulation import random_of
 from dlcp.values.planes import FULL_BITS
 
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
+Precision = Literal["auto", "fast", 32, 16, 8, 4]
+"""As in `dlcp.policies.arms.PRECISIONS`."""
 LEARNED_LOSS: Final = ("direct", "parameter_server", "byteps")
 """The collectives with which a job may learn and lose packets. In others, a packet holds sums of several ranks."""
 SHARDED_PIECE_BYTES: Final = 4_000_000

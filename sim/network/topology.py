@@ -12,8 +12,7 @@ from dlcp.inputs.document import Document, PlaceError, converted
 from dlcp.inputs.error_text import nearest
 from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, Hosts
 from dlcp.sim.network.infragraph import infrastructure_of, network_of
-from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, Routes, TopologyError
 
 _Name = Annotated[str, Meta(pattern=r"^\S+$")]
 

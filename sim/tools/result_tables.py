@@ -17,7 +17,7 @@ from dlcp.sim.arithmetic import PS_PER_S
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.experiments.recording import AnyProgress, LinkSamples, hosts_of, link_names
 from dlcp.sim.experiments.results import ReportError
-from dlcp.sim.experiments.slowdown import IdealTimes
+from dlcp.sim.experiments.running import IdealTimes
 from dlcp.sim.graphs.collectives import RESULT_MESSAGE
 from dlcp.sim.graphs.graph import row_type
 from dlcp.sim.simulation import Simulation, SubmittedGraph

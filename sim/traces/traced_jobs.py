@@ -19,7 +19,7 @@ from dlcp.inputs.foreign_formats import foreign_format
 from dlcp.sim.graphs.collectives import AllReduceSpec
 from dlcp.sim.jobs.run_size import GraphCounter, PartSize
 from dlcp.sim.scenario import TraceJob, choose_hosts
-from dlcp.sim.step_times import StepTimes
+from dlcp.sim.simulation import StepTimes
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, rank_files, read_chakra
 from dlcp.sim.traces.goal import is_binary_goal, read_goal
 from dlcp.sim.traces.operations import (

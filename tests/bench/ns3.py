@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from dlcp.bench import BenchError, BenchResult, result, say, significant
 from dlcp.inputs.configuration import Range
 from dlcp.sim import Scenario, Simulation
-from dlcp.sim.experiments.running import SLOWDOWN_SIZES
-from dlcp.sim.experiments.slowdown import IdealTimes
+from dlcp.sim.experiments.running import SLOWDOWN_SIZES, IdealTimes
 from dlcp.sim.graphs.graph import NODE_RECORD, OWN_LANE, Graph, GraphBuilder
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star

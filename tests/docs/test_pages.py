@@ -139,7 +139,7 @@ def test_the_site_builds_without_a_warning_and_with_readable_signatures(tmp_path
     for signature in (
         "workers: int = 8",
         "source: ArrayLike",
-        "class dlcp.sim.step_times.StepTimes(\n   *,\n   name: str",
+        "class dlcp.sim.simulation.StepTimes(\n   *,\n   name: str",
     ):
         assert signature in written
     assert not re.search(r"Annotated|Meta\(|_SupportsArray", written)

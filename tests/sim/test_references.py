@@ -10,8 +10,7 @@ import dlcp.sim
 from dlcp.sim import Scenario, Simulation
 from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.results import Claim
-from dlcp.sim.experiments.running import run
-from dlcp.sim.experiments.slowdown import IdealTimes
+from dlcp.sim.experiments.running import IdealTimes, run
 from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import LeafSpine

@@ -6,8 +6,7 @@ import pytest
 
 from dlcp.inputs.document import DocumentError
 from dlcp.sim import CollectiveJob, Scenario, simulate
-from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, TopologyError
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import LinkSpec, NetworkTopology, Routes, TopologyError
 from dlcp.sim.network.topology import (
     Dragonfly,
     FatTree,

@@ -16,10 +16,9 @@ from dlcp.sim.experiments.running import run
 from dlcp.sim.graphs.collectives import RESULT_MESSAGE, AllReduceSpec, all_reduce
 from dlcp.sim.graphs.graph import NODE_RECORD, GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
-from dlcp.sim.jobs.precision import Precision, SimulatedPrecision
 from dlcp.sim.jobs.step_graph import class_shares
-from dlcp.sim.jobs.training import TrainingJob, place_jobs
-from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.jobs.training import Precision, TrainingJob, place_jobs
+from dlcp.sim.jobs.training_run import Progress, SimulatedPrecision, training
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec

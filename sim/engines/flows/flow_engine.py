@@ -20,7 +20,7 @@ from dlcp.sim.engines.network_tables import (
 )
 from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion, Submission
 from dlcp.sim.limits import FOREVER_PS
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import Routes
 from dlcp.sim.rows import PORT_QUEUES
 
 _ENTRIES: Final = 1 << 12

@@ -19,7 +19,7 @@ from dlcp.sim.engines.flows.rates import ENTRY_ROW, UNLIMITED
 from dlcp.sim.engines.kernel.arrays import mix
 from dlcp.sim.engines.network_tables import Discipline, EnginePlan
 from dlcp.sim.jit import call, entry
-from dlcp.sim.network.routing import Routes, cell_of
+from dlcp.sim.network.nodes import Routes, cell_of
 
 DELIVERY_MIN: Final = 0.01
 """A flow that loses more than 99 % of its packets makes no progress."""

@@ -21,7 +21,7 @@ from dlcp.sim.engines.packet_engine import (
     Completion,
     Submission,
 )
-from dlcp.sim.network.routing import Routes
+from dlcp.sim.network.nodes import Routes
 from dlcp.sim.rows import PORT_QUEUES, STREAM_ROW
 
 _POOL: Final = 1 << 12

@@ -18,7 +18,7 @@ from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.engines.rules import is_full, own_admission
 from dlcp.sim.jit import call, inlined
 from dlcp.sim.network.disciplines import Admission
-from dlcp.sim.network.routing import cell_of
+from dlcp.sim.network.nodes import cell_of
 from dlcp.sim.rows import PORT_QUEUES, Row
 from dlcp.sim.transports.specs import EXCESS_QUEUE, URGENT_QUEUE
 
