@@ -21,7 +21,7 @@ from dlcp.inputs.document import Document, DocumentError, PlaceError, Step, Step
 from dlcp.inputs.error_text import nearest
 from dlcp.sim.jobs.pipeline_training import pipeline_of
 from dlcp.sim.jobs.step_graph import check_messages
-from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
+from dlcp.sim.jobs.training import TrainingJob, place_jobs
 from dlcp.sim.limits import SECONDS_MAX, Seed, check_within
 from dlcp.sim.network.topology import build_topology
 from dlcp.sim.scenario import Fidelity, NetworkSetting, TraceJob
@@ -374,7 +374,7 @@ class _ChangedSetting:
             topology = build_topology(setting.topology)
         with self._blamed("training"):
             placed = place_jobs(setting.training, topology.hosts, setting.seed)
-        taken = {host for job in placed for host in (*job.workers, *job.servers)}
+        taken = {host for job in placed for host in job.hosts}
         with self._blamed():
             place_traces(setting.traces, taken, topology.hosts, setting.seed)
         for number, failing in enumerate(setting.failures):
@@ -386,18 +386,18 @@ class _ChangedSetting:
         for number, traffic in enumerate(setting.traffic):
             with self._blamed("traffic", number, "load"):
                 traffic.check_load(topology, setting.transports[traffic.transport])
-        for number, job in enumerate(setting.training):
+        for number, spec in enumerate(setting.training):
+            job = next(each for each in placed if each.spec is spec)
             with self._blamed("training", number, "model"):
-                profile = profile_of(job)
-            with self._blamed("training", number, "stragglers" if job.stragglers else "model"):
-                step_s = job.slowest_step_s(profile)
+                profile = job.profile
+            with self._blamed("training", number, "stragglers" if spec.stragglers else "model"):
+                step_s = spec.slowest_step_s(profile)
                 check_within("the computing time of a step in seconds", step_s, SECONDS_MAX, "make it shorter")
-            own = next(each for each in placed if each.spec is job)
-            if job.pipeline:
+            if spec.pipeline:
                 with self._blamed("training", number, "pipeline"):
-                    pipeline_of(own, profile, topology)
+                    pipeline_of(job, topology)
             with self._blamed("training", number):
-                check_messages(own, profile, setting.transports[job.transport])
+                check_messages(job, setting.transports[spec.transport])
         with self._blamed("engine"):
             setting.check_engine(setting.engine)
         with self._blamed():

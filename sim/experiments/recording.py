@@ -7,11 +7,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.jobs.training_run import Progress
+from dlcp.sim.jobs.training import PlacedJob
 from dlcp.sim.simulation import Simulation, SubmittedGraph
 from dlcp.sim.traces.traced_jobs import TraceProgress
 
-AnyProgress = Progress | TraceProgress
+AnyProgress = PlacedJob | TraceProgress
 FIRST_INTERVAL_PS: Final = 1_000_000
 """A microsecond: about the time of a packet, so that the first intervals of a run, or of a step, lose nothing."""
 SAMPLES_MAX: Final = 1024
@@ -129,4 +129,4 @@ def link_names(simulation: Simulation, hosts: Mapping[int, str] | None = None) -
 
 def hosts_of(job: AnyProgress) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the hosts of a job's workers, rank by rank, and those of its servers."""
-    return (job.hosts, ()) if isinstance(job, TraceProgress) else (job.job.workers, job.job.servers)
+    return (job.hosts, ()) if isinstance(job, TraceProgress) else (job.workers, job.servers)

@@ -29,8 +29,8 @@ from dlcp.sim.jobs.pipeline_training import pipelined_training
 from dlcp.sim.jobs.run_size import check_run_size, pattern_size, training_size
 from dlcp.sim.jobs.skipping import StepSkipper
 from dlcp.sim.jobs.step_graph import class_shares
-from dlcp.sim.jobs.training import place_jobs, profile_of
-from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.jobs.training import PlacedJob, place_jobs
+from dlcp.sim.jobs.training_run import training
 from dlcp.sim.network.topology import FileTopology
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
 from dlcp.sim.traces.traced_jobs import TraceProgress, trace_digest, trace_progress, trace_size
@@ -224,9 +224,9 @@ class MessageMeasures:
         return found
 
 
-def significant(value: float, digits: int = 9) -> float:
-    """Round a number to ``digits`` significant digits, for a file."""
-    return float(f"{value:.{digits}g}")
+def significant(value: float) -> float:
+    """Round a number to nine significant digits, for a file."""
+    return float(f"{value:.9g}")
 
 
 def _rounded(values: Mapping[str, float]) -> dict[str, float]:
@@ -257,9 +257,7 @@ def run(
     there are no metrics of jobs and messages.
     """
     setting = item.setting
-    messages = MessageMeasures(
-        traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.patterns)])
-    )
+    messages = MessageMeasures(traffic=frozenset(each.name for each in (*setting.traffic, *setting.patterns)))
 
     def keep(submitted: SubmittedGraph, records: NDArray[Any]) -> None:
         messages(submitted, records)
@@ -268,13 +266,12 @@ def run(
 
     simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=keep)
     messages.ideal = IdealTimes(simulation.plan)
-    placed = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
-    jobs = [Progress(job, profile_of(job.spec)) for job in placed]
-    taken = {host for job in placed for host in (*job.workers, *job.servers)}
+    jobs = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
+    taken = {host for job in jobs for host in job.hosts}
     traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
     check_run_size(
         [
-            *(training_size(job.job, job.profile) for job in jobs),
+            *(training_size(job) for job in jobs),
             *map(trace_size, traced),
             *(pattern_size(each, simulation.topology.hosts) for each in setting.patterns),
         ]
@@ -282,7 +279,7 @@ def run(
     skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
     skip_steps = skipper.skip_steps if skipper else None
     trained = [
-        pipelined_training(simulation, job) if job.job.spec.pipeline else training(simulation, job, skip_steps)
+        pipelined_training(simulation, job) if job.spec.pipeline else training(simulation, job, skip_steps)
         for job in jobs
     ]
     started = start(simulation, [*trained, *(traced_job(simulation, progress) for progress in traced)])
@@ -363,7 +360,7 @@ def _record(simulation: Simulation, recorder: Recorder) -> Process:
 def _document(
     item: ExperimentRun,
     simulation: Simulation,
-    jobs: list[Progress],
+    jobs: list[PlacedJob],
     traced: list[TraceProgress],
     messages: MessageMeasures,
     ended: RunEnd,
@@ -387,35 +384,35 @@ def _document(
         **({"ended": ended, "unfinished": unfinished} if unfinished else {}),
         "metrics": _rounded(metrics),
         "times": {name: times.as_json() for name, times in messages.times.items() if times.count},
-        "jobs": [
-            {
-                "name": job.job.name,
-                "compute_s": significant(job.profile.compute_s),
-                "step_s": [significant(seconds) for seconds in job.step_s],
-                **({"skipped_steps": job.skipped} if job.skipped else {}),
-                **({"bits": job.bits} if job.bits else {}),
-                **({"pipeline": job.pipeline} if job.pipeline else {}),
-                **({"curve": [_rounded(msgspec.to_builtins(each)) for each in job.curve]} if job.curve else {}),
-                "profile": job.profile.source,
-            }
-            for job in jobs
-        ]
-        + [
-            {
-                "name": progress.job.name,
-                "compute_s": significant(progress.compute_s),
-                "step_s": [significant(seconds) for seconds in progress.step_s],
-                "measured_s": [significant(seconds) for seconds in progress.workload.measured_s],
-                "trace": progress.job.file,
-                **({"note": progress.workload.note} if progress.workload.note else {}),
-            }
-            for progress in traced
-        ],
+        "jobs": [*map(_trained, jobs), *map(_repeated, traced)],
         "counts": counts_by_name(counts),
         "drops_by_class": drops_by_class(counts),
         # JSON has no infinity, such as the end of a failure without end: null stands for it.
         "setting": msgspec.json.decode(msgspec.json.encode(item.setting)),
     }
+
+
+def _trained(job: PlacedJob) -> dict[str, Any]:
+    """Return a training job for the result file."""
+    optional = {
+        "skipped_steps": job.skipped,
+        "bits": job.bits,
+        "pipeline": job.pipeline,
+        "curve": [_rounded(msgspec.to_builtins(each)) for each in job.curve],
+    }
+    return _timed(job) | {name: value for name, value in optional.items() if value} | {"profile": job.profile.source}
+
+
+def _repeated(job: TraceProgress) -> dict[str, Any]:
+    """Return a traced job for the result file."""
+    measured_s, note = job.workload.measured_s, job.workload.note
+    found = {"measured_s": list(map(significant, measured_s)), "trace": job.job.file}
+    return _timed(job) | found | ({"note": note} if note else {})
+
+
+def _timed(job: AnyProgress) -> dict[str, Any]:
+    step_s = list(map(significant, job.step_s))
+    return {"name": job.name, "compute_s": significant(job.compute_s), "step_s": step_s}
 
 
 def steady(steps: list[Number]) -> list[Number]:
@@ -430,7 +427,7 @@ def _counted(simulation: Simulation) -> dict[str, float]:
     return {"simulated_s": simulated_s, "dropped_packets": float(sum(dropped))}
 
 
-def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: MessageMeasures) -> dict[str, float]:
+def _metrics(jobs: list[PlacedJob], traced: list[TraceProgress], messages: MessageMeasures) -> dict[str, float]:
     """Return the metrics for figures and claims of a complete run; see `sim/experiments/README.md`."""
     found: dict[str, float] = {}
     for prefix, times in messages.times.items():
@@ -459,12 +456,12 @@ def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: Messag
         found["slowest_step_s"] = max(every)
     if any(job.step_s for job in jobs):
         found["samples_per_s"] = sum(
-            job.profile.batch * job.job.spec.workers * len(steps) / sum(steps)
+            job.profile.batch * job.spec.workers * len(steps) / sum(steps)
             for job in jobs
             if (steps := counted.get(job.name))
         )
         speeds = [
-            (job.profile.compute_s / fmean(counted[job.job.name]), job.job.spec.workers)
+            (job.profile.compute_s / fmean(counted[job.name]), job.spec.workers)
             for job in jobs
             if job.step_s and job.profile.compute_s
         ]
@@ -480,7 +477,7 @@ def _metrics(jobs: list[Progress], traced: list[TraceProgress], messages: Messag
 
 
 def _convergence(
-    item: ExperimentRun, jobs: list[Progress], messages: MessageMeasures, metrics: Mapping[str, float]
+    item: ExperimentRun, jobs: list[PlacedJob], messages: MessageMeasures, metrics: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the factor on the number of steps due to loss and precision, and the step time multiplied by it.
 
@@ -489,12 +486,12 @@ def _convergence(
     if not jobs or "step_s" not in metrics:
         return {}  # nothing that converges
     factor = curve(item.convergence).steps_factor(messages.ratios[0][0])
-    by_job = [map(job.job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
+    by_job = [map(job.spec.precision_steps_factor, steady(job.bits)) for job in jobs if job.bits]
     factor *= max(map(fmean, by_job), default=1.0)
     return {"steps_factor": factor, "accuracy_step_s": factor * metrics["step_s"]}
 
 
-def _learning(jobs: Sequence[Progress]) -> dict[str, float]:
+def _learning(jobs: Sequence[PlacedJob]) -> dict[str, float]:
     """Return the accuracy of jobs with ``learn``, and when and after how many steps they reached their targets.
 
     These are means over jobs. Those of the target are missing if a job has not held it.
@@ -504,9 +501,9 @@ def _learning(jobs: Sequence[Progress]) -> dict[str, float]:
     found = {"accuracy": fmean(job.curve[-1].accuracy for job in jobs)}
     for name, unit in (("accuracy_s", "seconds"), ("accuracy_steps", "step")):
         reached = [
-            progress_to({"curve": msgspec.to_builtins(job.curve)}, job.job.spec.learn.target, unit)
+            progress_to({"curve": msgspec.to_builtins(job.curve)}, job.spec.learn.target, unit)
             for job in jobs
-            if job.job.spec.learn
+            if job.spec.learn
         ]
         if None not in reached:
             found[name] = fmean(value for value in reached if value is not None)

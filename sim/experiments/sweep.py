@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from dlcp.inputs.document import DocumentError, read_json
-from dlcp.sim.engines.packet_engine import PacketEngineName
 from dlcp.sim.experiments.experiment import ExperimentRun
 from dlcp.sim.experiments.progress import ProgressBar
 from dlcp.sim.experiments.running import digest, run, write
@@ -62,7 +61,6 @@ def sweep(
     *,
     processes: int = 1,
     dask: str | None = None,
-    engine: PacketEngineName = "auto",
     progress: TextIO | None = None,
 ) -> int:
     """Run all runs without results, and write a file for each.
@@ -95,7 +93,7 @@ def sweep(
         if not missing:
             return 0
         bar.update(0, len(missing), "runs")
-        for count, (item, document) in enumerate(_results(missing, processes, dask, engine), 1):
+        for count, (item, document) in enumerate(_results(missing, processes, dask), 1):
             write(document, result_file(folder, item))
             bar.say(f"[{count}/{len(missing)}] {item.name}{_summary(document)}")
             bar.update(count, len(missing), "runs")
@@ -103,18 +101,18 @@ def sweep(
 
 
 def _results(
-    missing: Sequence[ExperimentRun], processes: int, dask: str | None, engine: PacketEngineName
+    missing: Sequence[ExperimentRun], processes: int, dask: str | None
 ) -> Iterator[tuple[ExperimentRun, dict[str, Any]]]:
     """Run everything, in this process if ``processes`` is 1, and yield each result when its run ends."""
     if processes == 1 and not dask:
         for item in missing:
-            document = run(item, engine)
+            document = run(item)
             yield item, document
             if document.get("ended") == "interrupted":
                 raise KeyboardInterrupt
         return
     pool, stop = _dask_pool(dask) if dask else _process_pool(min(processes, len(missing)))
-    waiting = {pool.submit(run, item, engine): item for item in missing}
+    waiting = {pool.submit(run, item): item for item in missing}
     try:
         while waiting:
             done, _ = wait(waiting, WAIT_S, FIRST_COMPLETED)

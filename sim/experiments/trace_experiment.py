@@ -6,14 +6,14 @@ from typing import Any
 
 import yaml
 
-from dlcp.inputs.document import PlaceError, converted
+from dlcp.inputs.document import PlaceError
 from dlcp.inputs.error_text import nearest
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting, changed_fields
 from dlcp.sim.experiments.fitted_network import FittedNetwork
 from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.jobs.run_size import check_run_size, training_size
 from dlcp.sim.jobs.step_graph import training_graph
-from dlcp.sim.jobs.training import place_jobs, profile_of
+from dlcp.sim.jobs.training import place_jobs
 from dlcp.sim.scenario import TraceJob
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, write_chakra
 from dlcp.sim.traces.goal import write_goal
@@ -30,12 +30,11 @@ def trace_experiment(job: TraceJob, network: FittedNetwork, seed: int) -> dict[s
     TraceFormatError
         The trace cannot be used.
     """
-    setting = RunSetting(**network.fields(len(read_trace(job).ranks)), traces=(job,), seed=seed)
     return {
         "name": "trace",
         "title": f"{Path(job.file).name} on a network",
         "question": "How long does the traced job take on this network?",
-        "setting": changed_fields(setting),
+        "setting": changed_fields(_setting(job, network, seed)),
     }
 
 
@@ -47,10 +46,13 @@ def trace_run(job: TraceJob, network: FittedNetwork, seed: int) -> ExperimentRun
     ValueError
         The trace cannot be used, or does not fit the network.
     """
-    described = trace_experiment(job, network, seed)
-    setting = converted(described["setting"], RunSetting)
+    setting = _setting(job, network, seed)
     setting.check_senders("traces")
-    return ExperimentRun(experiment=described["name"], point={}, setting=setting, convergence="published")
+    return ExperimentRun(experiment="trace", point={}, setting=setting, convergence="published")
+
+
+def _setting(job: TraceJob, network: FittedNetwork, seed: int) -> RunSetting:
+    return RunSetting(**network.fields(len(read_trace(job).ranks)), traces=(job,), seed=seed)
 
 
 def write_experiment(described: dict[str, Any], path: Path) -> None:
@@ -103,9 +105,9 @@ def job_graph(setting: RunSetting, name: str | None = None) -> Graph:
             raise PlaceError(
                 f"job {chosen!r} has a pipeline or a precision, which a trace cannot express; leave them out"
             )
-        check_run_size([training_size(job, profile_of(job.spec), at_once=True)])
+        check_run_size([training_size(job, at_once=True)])
         return training_graph(job, topology, numbers[job.spec.transport], setting.seed)
-    taken = {host for job in placed.values() for host in (*job.workers, *job.servers)}
+    taken = {host for job in placed.values() for host in job.hosts}
     traced = trace_progress(setting.traces, taken, topology.hosts, setting.seed, first=len(placed))
     progress = next(each for each in traced if each.job.name == chosen)
     check_run_size([trace_size(progress)])

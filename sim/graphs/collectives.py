@@ -158,7 +158,8 @@ def reduce_scatter(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes, gro
     """
     count = len(spec.hosts)
     if group > 1:
-        return _across_groups(builder, spec, group, _reduce_within(builder, spec, group, after), reduce_scatter)
+        reduced = _within_groups(builder, spec, group, after, result=False)
+        return _across_groups(builder, spec, group, reduced, reduce_scatter)
     return _ring_rounds(builder, spec, after, range(count - 1))
 
 
@@ -169,7 +170,8 @@ def all_gather(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes, group: 
     """
     count = len(spec.hosts)
     if group > 1:
-        return _gather_within(builder, spec, group, _across_groups(builder, spec, group, after, all_gather))
+        gathered = _across_groups(builder, spec, group, after, all_gather)
+        return _within_groups(builder, spec, group, gathered, result=True)
     return _ring_rounds(builder, spec, after, range(count - 1, 2 * (count - 1)))
 
 
@@ -329,22 +331,34 @@ def hierarchical(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: 
     groups = len(hosts) // group
     if groups == 1 or group == 1:
         return (direct if groups == 1 else ring)(builder, spec, after)
-    reduced = _across_groups(builder, spec, group, _reduce_within(builder, spec, group, after), ring)
-    return _gather_within(builder, spec, group, reduced)
+    reduced = _within_groups(builder, spec, group, after, result=False)
+    return _within_groups(builder, spec, group, _across_groups(builder, spec, group, reduced, ring), result=True)
 
 
-def _reduce_within(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: Nodes) -> Nodes:
-    """Add the reduction of each group's shards at their owners in the group; return when each rank has its own."""
-    grid = np.arange(len(spec.hosts)).reshape(-1, group)
+def _within_groups(builder: GraphBuilder, spec: AllReduceSpec, group: int, after: Nodes, *, result: bool) -> Nodes:
+    """Add an exchange within each group: ranks send the shards' owners contributions, or owners send results to all.
+
+    Returns the nodes at which each rank has its own shard reduced, or all shards.
+    """
+    hosts = np.asarray(spec.hosts, np.int64)
+    grid = np.arange(len(hosts)).reshape(-1, group)
     sizes = shard_sizes(spec.size_bytes, group)
-    reduced = builder.delays(np.zeros(len(spec.hosts), np.int64))
-    builder.follow(after, reduced)
+    ends = builder.delays(np.zeros(len(hosts), np.int64))
+    builder.follow(after, ends)
     for offset in range(1, group):
-        owners = np.roll(grid, -offset, axis=1)
-        contributions = _within(builder, spec, grid, owners, sizes, result=False)
-        builder.follow(after[grid].ravel(), contributions)
-        builder.follow(contributions, reduced[owners].ravel())
-    return reduced
+        targets = np.roll(grid, -offset, axis=1)
+        shards = (grid if result else targets) % group
+        messages = spec.messages(
+            builder,
+            hosts[grid].ravel(),
+            hosts[targets].ravel(),
+            sizes[shards].ravel(),
+            sender=(grid * group + shards).ravel() & 0xFFFF,
+            result=result,
+        )
+        builder.follow(after[grid].ravel(), messages)
+        builder.follow(messages, ends[targets].ravel())
+    return ends
 
 
 def _across_groups(
@@ -367,37 +381,6 @@ def _across_groups(
         )
         done[ranks] = exchange(builder, across, after[ranks])
     return done
-
-
-def _gather_within(builder: GraphBuilder, spec: AllReduceSpec, group: int, reduced: Nodes) -> Nodes:
-    """Add the sending of each owner's shard to its group; return when each rank has all shards."""
-    grid = np.arange(len(spec.hosts)).reshape(-1, group)
-    sizes = shard_sizes(spec.size_bytes, group)
-    ends = builder.delays(np.zeros(len(spec.hosts), np.int64))
-    builder.follow(reduced, ends)
-    for offset in range(1, group):
-        targets = np.roll(grid, -offset, axis=1)
-        results = _within(builder, spec, grid, targets, sizes, result=True)
-        builder.follow(reduced[grid].ravel(), results)
-        builder.follow(results, ends[targets].ravel())
-    return ends
-
-
-def _within(
-    builder: GraphBuilder, spec: AllReduceSpec, sources: Nodes, targets: Nodes, sizes: Nodes, *, result: bool
-) -> Nodes:
-    """Add messages within groups: contributions to the shards' owners, or results from them."""
-    hosts = np.asarray(spec.hosts, np.int64)
-    group = sources.shape[1]
-    shards = (sources if result else targets) % group
-    return spec.messages(
-        builder,
-        hosts[sources].ravel(),
-        hosts[targets].ravel(),
-        sizes[shards].ravel(),
-        sender=(sources * group + shards).ravel() & 0xFFFF,
-        result=result,
-    )
 
 
 def all_to_all(builder: GraphBuilder, spec: AllReduceSpec, after: Nodes) -> Nodes:

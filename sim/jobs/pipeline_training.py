@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 
 from dlcp.sim.graphs.collectives import all_reduce
 from dlcp.sim.graphs.graph import OWN_LANE, GraphBuilder, Nodes
-from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.stage_planner import NetworkLevel, PipelinePlan, PipelineStage, parse_replicas, plan_pipeline
 from dlcp.sim.jobs.step_graph import StepGraph, piece_spec, pieces_of
 from dlcp.sim.jobs.training import PLANNED_PIPELINE, PlacedJob, computing_factors
-from dlcp.sim.jobs.training_run import Progress
 from dlcp.sim.limits import picoseconds
 from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.simulation import Process, Simulation
@@ -29,7 +27,7 @@ PASSING_LANE: Final = 8
 """Lane of activations and their gradients, above those of averages, which are queues."""
 
 
-def pipeline_of(job: PlacedJob, profile: StepProfile, topology: NetworkTopology) -> PipelinePlan:
+def pipeline_of(job: PlacedJob, topology: NetworkTopology) -> PipelinePlan:
     """Return the stages of a pipelined job; the planner takes the rate of the workers' slowest link.
 
     Raises
@@ -40,26 +38,25 @@ def pipeline_of(job: PlacedJob, profile: StepProfile, topology: NetworkTopology)
     workers = set(job.workers)
     rate_gbps = min(link.spec.rate_gbps for link in topology.links if link.source in workers)
     named = None if job.spec.pipeline == PLANNED_PIPELINE else parse_replicas(job.spec.pipeline)
-    return plan_pipeline(profile, [NetworkLevel(len(job.workers), rate_gbps * 1e9 / 8)], named)
+    return plan_pipeline(job.profile, [NetworkLevel(len(job.workers), rate_gbps * 1e9 / 8)], named)
 
 
-def pipelined_training(simulation: Simulation, progress: Progress) -> Process:
-    """Run a pipelined job's steps, and record their durations in ``progress``."""
-    job = progress.job
-    plan = pipeline_of(job, progress.profile, simulation.topology)
+def pipelined_training(simulation: Simulation, job: PlacedJob) -> Process:
+    """Run a pipelined job's steps, and note when they end."""
+    plan = pipeline_of(job, simulation.topology)
     # The pipeline drains while it ends; another step keeps it full until the last one that counts.
     factors = computing_factors(simulation.scenario.seed, job)
     factors = np.concatenate([factors, factors[-1:]])
     yield from simulation.until(job.start_s)
-    progress.begin(simulation)
+    job.begin(simulation)
     steps = pipeline_graph(job, plan, factors, simulation.transports[job.spec.transport])
     running = simulation.submit(steps.graph, label=(job.name, 0))
-    progress.minibatches = len(steps.ends) * len(job.workers)
-    progress.pipeline = plan.replicas
+    job.minibatches = len(steps.ends) * len(job.workers)
+    job.pipeline = plan.replicas
     for end in steps.ends:
         yield running.nodes[end]
-        progress.end_step(simulation)
-    del progress.end_ps[job.spec.steps :]
+        job.end_step(simulation)
+    del job.end_ps[job.spec.steps :]
     yield running.closed
 
 

@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from dlcp.sim.graphs.collectives import AllReduceSpec, all_gather, all_reduce, reduce_scatter
 from dlcp.sim.graphs.graph import GraphBuilder, Nodes
-from dlcp.sim.jobs.models import StepProfile
 from dlcp.sim.jobs.step_graph import GradientPiece, pieces_of
 from dlcp.sim.jobs.training import PlacedJob
 from dlcp.sim.limits import available_bytes
@@ -62,7 +61,7 @@ class GraphCounter(GraphBuilder):
         return np.arange(self._count - count, self._count)
 
 
-def step_nodes(job: PlacedJob, profile: StepProfile, parts: Sequence[GradientPiece]) -> int:
+def step_nodes(job: PlacedJob, parts: Sequence[GradientPiece]) -> int:
     """Return the number of nodes in the graph of one step; a pipeline's counts as that of the whole model."""
     spec, workers = job.spec, job.workers
     ready: NDArray[np.int64] = np.arange(len(workers))
@@ -72,10 +71,10 @@ def step_nodes(job: PlacedJob, profile: StepProfile, parts: Sequence[GradientPie
         add(counter, AllReduceSpec(workers, size_bytes, 0))
         return len(counter)
 
-    compute = 2 * len(profile.layers) * len(workers)
+    compute = 2 * len(job.profile.layers) * len(workers)
     if spec.sharding == "fsdp":
         group = spec.sharded_group
-        gathers = (1 + spec.reshard_after_forward) * len(profile.layers)
+        gathers = (1 + spec.reshard_after_forward) * len(job.profile.layers)
         return (
             compute
             + gathers * count(lambda builder, exchange: all_gather(builder, exchange, ready, group), 1)
@@ -127,9 +126,9 @@ class PartSize:
     node_bytes: int = NODE_BYTES
 
 
-def training_size(job: PlacedJob, profile: StepProfile, *, at_once: bool = False) -> PartSize:
+def training_size(job: PlacedJob, *, at_once: bool = False) -> PartSize:
     """Return the size of a training job; ``at_once`` if all of its steps are one graph, which is written."""
-    nodes = step_nodes(job, profile, pieces_of(job.spec, profile.layers))
+    nodes = step_nodes(job, pieces_of(job.spec, job.profile.layers))
     steps = job.spec.steps
     held = steps if at_once else min(steps, steps_per_graph(nodes))
     ways = "`collective: hierarchical`, fewer workers, or larger pieces (`piece_bytes`, with FSDP `unit_bytes`)"

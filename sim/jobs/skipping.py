@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
 from dlcp.sim.jobs.run_size import STEPS_PER_GRAPH
-from dlcp.sim.jobs.training_run import Progress
+from dlcp.sim.jobs.training import PlacedJob
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.scenario import NetworkSetting
 from dlcp.sim.simulation import Simulation
@@ -44,7 +44,7 @@ class StepSkipper:
         All jobs of the simulation.
     """
 
-    def __init__(self, simulation: Simulation, error: float, jobs: Sequence[Progress]) -> None:
+    def __init__(self, simulation: Simulation, error: float, jobs: Sequence[PlacedJob]) -> None:
         self._simulation, self._error, self._jobs = simulation, error, jobs
         self._changes_ps = _changes_ps(simulation.scenario, jobs)
         self._passed = (0, 0)
@@ -54,15 +54,15 @@ class StepSkipper:
         self._to_skip: dict[str, tuple[int, int]] = {}
         """Of jobs that have not made the latest skip yet: how many steps, and how many known ones these repeat."""
 
-    def skip_steps(self, progress: Progress) -> None:
+    def skip_steps(self, job: PlacedJob) -> None:
         """Skip steps of a job between two of its graphs, if it is time."""
         self._note_changes()
         if not self._to_skip:
             self._begin_skip()
-        count, known = self._to_skip.pop(progress.name, (0, 0))
+        count, known = self._to_skip.pop(job.name, (0, 0))
         if count:
-            progress.skip(min(count, progress.steps - len(progress.end_ps)), known)
-            self._first[progress.name] = len(progress.end_ps)
+            job.skip(min(count, job.steps - len(job.end_ps)), known)
+            self._first[job.name] = len(job.end_ps)
 
     def _note_changes(self) -> None:
         passed = (
@@ -76,37 +76,34 @@ class StepSkipper:
     def _begin_skip(self) -> None:
         """Skip as far as all jobs train on and nothing changes, if the means of all running jobs are known."""
         running = [job for job in self._jobs if len(job.end_ps) < job.steps]
-        means = [self._mean_s(job) for job in running]
-        if not running or None in means:
+        means = {job.name: mean for job in running if (mean := self._mean_s(job)) is not None}
+        if not running or len(means) < len(running):
             return
         left_s = [
             # Other jobs have begun up to a graph of steps that they have not ended.
-            mean * (job.steps - len(job.end_ps) - (STEPS_PER_GRAPH if len(running) > 1 else 0))
-            for job, mean in zip(running, means, strict=True)
-            if mean is not None
+            means[job.name] * (job.steps - len(job.end_ps) - (STEPS_PER_GRAPH if len(running) > 1 else 0))
+            for job in running
         ]
         now_ps = self._simulation.now_ps
         change_ps = next((each for each in self._changes_ps if each > now_ps), FOREVER_PS)
         span_ps = min(seconds_to_ps(max(0.0, min(left_s))), change_ps - now_ps)
-        if span_ps >= seconds_to_ps(STEPS_PER_GRAPH * max(mean for mean in means if mean is not None)):
+        if span_ps >= seconds_to_ps(STEPS_PER_GRAPH * max(means.values())):
             self._simulation.skip(span_ps)
             # A change right after the span begins new windows, so all that is needed of these is kept.
             self._to_skip = {
-                job.name: (round(span_ps / PS_PER_S / mean), len(self._window(job)))
-                for job, mean in zip(running, means, strict=True)
-                if mean is not None
+                job.name: (round(span_ps / PS_PER_S / means[job.name]), len(self._window(job))) for job in running
             }
 
-    def _window(self, progress: Progress) -> NDArray[np.float64]:
+    def _window(self, job: PlacedJob) -> NDArray[np.float64]:
         """Return the durations of the steps since the last change in whole batches, without the first quarter."""
-        steps = np.diff([progress.begin_ps, *progress.end_ps][self._first[progress.name] :]) / PS_PER_S
+        steps = np.diff([job.begin_ps, *job.end_ps][self._first[job.name] :]) / PS_PER_S
         batch = 3 * len(steps) // 4 // BATCHES
         return steps[len(steps) - batch * BATCHES :]
 
-    def _mean_s(self, progress: Progress) -> float | None:
+    def _mean_s(self, job: PlacedJob) -> float | None:
         """Return the mean duration of a job's steps; None while it is not known well enough."""
-        window = self._window(progress)
-        if len(window) < max(BATCHES * BATCH_STEPS_MIN, progress.steps // WINDOWS_MAX):
+        window = self._window(job)
+        if len(window) < max(BATCHES * BATCH_STEPS_MIN, job.steps // WINDOWS_MAX):
             return None
         means = window.reshape(BATCHES, -1).mean(1)
         mean = float(means.mean())
@@ -114,9 +111,9 @@ class StepSkipper:
         return mean if half_width <= self._error / 2 * mean else None
 
 
-def _changes_ps(setting: NetworkSetting, jobs: Sequence[Progress]) -> list[int]:
+def _changes_ps(setting: NetworkSetting, jobs: Sequence[PlacedJob]) -> list[int]:
     """Return the moments at which something begins or ends that the setting schedules, in order."""
-    moments = {job.job.start_s for job in jobs} | {pattern.start_s for pattern in setting.patterns}
+    moments = {job.start_s for job in jobs} | {pattern.start_s for pattern in setting.patterns}
     for traffic in setting.traffic:
         moments |= {traffic.start_s, traffic.stop_s}
     for failing in setting.failures:

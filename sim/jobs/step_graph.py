@@ -41,8 +41,8 @@ from dlcp.sim.graphs.collectives import (
     reduce_scatter,
 )
 from dlcp.sim.graphs.graph import OWN_LANE, Graph, GraphBuilder, Nodes
-from dlcp.sim.jobs.models import StepProfile, TimedLayer
-from dlcp.sim.jobs.training import PlacedJob, SchedulerName, TrainingJob, computing_factors, profile_of
+from dlcp.sim.jobs.models import TimedLayer
+from dlcp.sim.jobs.training import PlacedJob, SchedulerName, TrainingJob, computing_factors
 from dlcp.sim.limits import PACKETS_PER_MESSAGE_MAX, PIECES_MAX, check_packets, check_within, picoseconds
 from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.transports.specs import TransportSpec
@@ -135,7 +135,7 @@ def pieces_of(job: TrainingJob, layers: Sequence[TimedLayer], workers: int | Non
     return found
 
 
-def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpec) -> None:
+def check_messages(job: PlacedJob, transport: TransportSpec) -> None:
     """Reject a job whose messages have more packets than engines can count.
 
     Raises
@@ -144,13 +144,13 @@ def check_messages(job: PlacedJob, profile: StepProfile, transport: TransportSpe
         It has such a message, or too many pieces.
     """
     payload = transport.packet_bytes - transport.header_bytes
-    parts = pieces_of(job.spec, profile.layers)
+    parts = pieces_of(job.spec, job.profile.layers)
     largest = max((piece.size_bytes for piece in parts), default=0)
     if largest > PACKETS_PER_MESSAGE_MAX * payload and not job.spec.pipeline:
         # Most collectives cut a piece into shards, whose sizes are in the graph. Few jobs are so large that it is
         # needed.
         factors = np.ones((1, len(job.workers)))
-        largest = int(step_graph(job, profile, parts, factors, 0, 0).graph.nodes["size_bytes"].max())
+        largest = int(step_graph(job, parts, factors, 0, 0).graph.nodes["size_bytes"].max())
     check_packets(largest, payload)
 
 
@@ -218,7 +218,6 @@ class StepGraph:
 
 def step_graph(
     job: PlacedJob,
-    profile: StepProfile,
     parts: list[GradientPiece],
     factors: NDArray[np.float64],
     first_step: int,
@@ -246,7 +245,7 @@ def step_graph(
     ends: list[int] = []
     worker_ends: list[Nodes] = []
     previous: Nodes | None = None
-    steps = _StepBuilder(builder, job, profile, parts, transport, weights)
+    steps = _StepBuilder(builder, job, parts, transport, weights)
     for step, speed in enumerate(factors, first_step):
         previous = steps.add(step, speed, previous)
         worker_ends.append(previous)
@@ -263,7 +262,6 @@ class _StepBuilder:
 
     builder: GraphBuilder
     job: PlacedJob
-    profile: StepProfile
     parts: Sequence[GradientPiece]
     transport: int
     weights: Sequence[float]
@@ -286,7 +284,7 @@ class _StepBuilder:
         by_ranks = job.spec.collective in ("direct", "byteps")
         shards = max(1, len(job.servers) + (len(job.workers) if by_ranks else 0))
         back = self._backward(step, speed, previous)
-        needs: list[list[Nodes]] = [[] for _ in self.profile.layers]
+        needs: list[list[Nodes]] = [[] for _ in self.job.profile.layers]
         for number, piece in enumerate(self.parts):
             done = all_reduce(
                 self.builder,
@@ -318,7 +316,7 @@ class _StepBuilder:
         builder = self.builder
         group = self.job.spec.sharded_group
         shards = group + 1 if group > 1 else 1
-        parameters = parameter_pieces(self.job.spec, self.profile.layers)
+        parameters = parameter_pieces(self.job.spec, self.job.profile.layers)
         count = len(parameters)
 
         def gather(layer: int, waits: Sequence[Nodes], first_message: int) -> Nodes:
@@ -363,12 +361,12 @@ class _StepBuilder:
 
     def _backward(self, step: int, speed: NDArray[np.float64], before: Nodes | None) -> NDArray[np.int64]:
         """Add the backward pass; return the nodes of its layers, from the front on, int64 (layers, workers)."""
-        seconds = np.array([layer.backward_s for layer in reversed(self.profile.layers)])
+        seconds = np.array([layer.backward_s for layer in reversed(self.job.profile.layers)])
         return self._chain(step, seconds, speed, before)[::-1]
 
     def _forward(self, step: int, speed: NDArray[np.float64], before: Nodes | None) -> NDArray[np.int64]:
         """Add the forward pass; return the nodes of its layers, int64 (layers, workers)."""
-        return self._chain(step, np.array([layer.forward_s for layer in self.profile.layers]), speed, before)
+        return self._chain(step, np.array([layer.forward_s for layer in self.job.profile.layers]), speed, before)
 
     def _chain(
         self, step: int, seconds: NDArray[np.float64], speed: NDArray[np.float64], before: Nodes | None
@@ -426,9 +424,8 @@ def training_graph(job: PlacedJob, topology: NetworkTopology, transport: int, se
     Raises
     ------
     ValueError
-        See `profile_of`.
+        See `dlcp.sim.jobs.training.profile_of`.
     """
-    profile = profile_of(job.spec)
     weights = job.spec.shard_weights(job.workers, topology)
     factors = computing_factors(seed, job)
-    return step_graph(job, profile, pieces_of(job.spec, profile.layers), factors, 0, transport, weights=weights).graph
+    return step_graph(job, pieces_of(job.spec, job.profile.layers), factors, 0, transport, weights=weights).graph

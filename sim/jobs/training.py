@@ -3,7 +3,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from dlcp.convergence import COST_OF_PRECISION, curve
 from dlcp.policies.slow_ports import weights_for_rates
 from dlcp.sim.graphs.collectives import WITH_SERVERS, CollectiveName
-from dlcp.sim.jobs.learning import TRAINED_MODEL, LearningSpec
+from dlcp.sim.jobs.learning import TRAINED_MODEL, LearningSpec, TestedAccuracy
 from dlcp.sim.jobs.models import (
     StepProfile,
     bare_profile,
@@ -29,7 +30,7 @@ from dlcp.sim.jobs.stage_planner import parse_replicas
 from dlcp.sim.limits import FACTOR_MAX, HOSTS_MAX, STEPS_MAX, VALUES_MAX, Bytes, BytesOrNone, HostNumber, Hosts, Seconds
 from dlcp.sim.network.nodes import NetworkTopology
 from dlcp.sim.scenario import Placement, choose_hosts
-from dlcp.sim.simulation import random_of
+from dlcp.sim.simulation import Simulation, StepTimes, random_of
 from dlcp.values.planes import FULL_BITS
 
 SchedulerName = Literal["fifo", "p3", "bytescheduler", "dlcp"]
@@ -264,24 +265,81 @@ class TrainingJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return max(1.0, curve(f"{COST_OF_PRECISION}_{self.optimizer}").steps_factor(share))
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedJob:
-    """A copy of a job on its hosts.
+@dataclass(kw_only=True)
+class PlacedJob(StepTimes):
+    """A copy of a job on its hosts, and how far it is. A step includes the forward pass after it.
 
     Parameters
     ----------
-    name
-        Name of this copy.
     number
         Its number among all jobs of the experiment.
+
+    Attributes
+    ----------
+    skipped
+        Steps that were not simulated.
+    skipped_ps
+        How much later a moment of the job is than the engine's time: what this job and others have skipped.
+    bits
+        Bits per value of each step; empty in full precision.
+    minibatches
+        Minibatches that all workers together compute in the simulated steps.
+    pipeline
+        Replicas of each stage; empty if each worker has the whole model.
+    curve
+        Tests of the model that a job with ``learn`` trains.
     """
 
     spec: TrainingJob
-    name: str
     number: int
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     start_s: float
+    bits: list[int] = field(default_factory=list)
+    skipped: int = 0
+    skipped_ps: int = 0
+    minibatches: int = 0
+    pipeline: str = ""
+    curve: list[TestedAccuracy] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Count a minibatch per worker and step."""
+        self.steps = self.spec.steps
+        self.minibatches = self.steps * len(self.workers)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Return the hosts of workers and servers."""
+        return self.workers + self.servers
+
+    @cached_property
+    def profile(self) -> StepProfile:
+        """The computing times of its workers; see `profile_of`."""
+        return profile_of(self.spec)
+
+    @property
+    def compute_s(self) -> float:
+        """Return the computing time of a step."""
+        return self.profile.compute_s
+
+    def begin(self, simulation: Simulation) -> None:
+        """Note that the job begins now."""
+        self.begin_ps, self.skipped_ps = simulation.now_ps, simulation.skipped_ps
+
+    def end_step(self, simulation: Simulation) -> None:
+        """Note that a step ends now."""
+        self.end_ps.append(int(simulation.env.now) + self.skipped_ps)
+
+    def skip(self, count: int, window: int) -> None:
+        """Add ``count`` steps that are like the last ``window`` ones, in turn."""
+        times = np.diff([self.begin_ps, *self.end_ps][-window - 1 :])
+        ends = self.end_ps[-1] + np.cumsum(np.resize(times, count))
+        self.skipped_ps += int(ends[-1]) - self.end_ps[-1]
+        self.end_ps += ends.tolist()
+        if self.bits:
+            self.bits += np.resize(self.bits[-window:], count).tolist()
+        self.skipped += count
+        self.minibatches -= count * len(self.workers)
 
 
 def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[PlacedJob]:
@@ -309,12 +367,12 @@ def place_jobs(jobs: Sequence[TrainingJob], hosts: int, seed: int) -> list[Place
             at = {round((index + 0.5) * size / job.servers) % size for index in range(job.servers)}
             placed.append(
                 PlacedJob(
-                    job,
-                    job.name if job.copies == 1 else f"{job.name}{copy}",
-                    len(placed),
-                    tuple(host for index, host in enumerate(taken) if index not in at),
-                    tuple(host for index, host in enumerate(taken) if index in at),
-                    job.start_s + copy * job.stagger_s,
+                    spec=job,
+                    name=job.name if job.copies == 1 else f"{job.name}{copy}",
+                    number=len(placed),
+                    workers=tuple(host for index, host in enumerate(taken) if index not in at),
+                    servers=tuple(host for index, host in enumerate(taken) if index in at),
+                    start_s=job.start_s + copy * job.stagger_s,
                 )
             )
     return placed

@@ -3,79 +3,18 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.policies.arms import ArmChooser, StepReport, arms_over_dlcp
-from dlcp.sim.jobs.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer, TestedAccuracy
-from dlcp.sim.jobs.models import StepProfile
+from dlcp.sim.jobs.learning import GradientExchange, SimulatedLearning, StepOutcome, TaskTrainer
 from dlcp.sim.jobs.run_size import step_nodes, steps_per_graph
 from dlcp.sim.jobs.step_graph import pieces_of, step_graph
 from dlcp.sim.jobs.training import PlacedJob, Precision, computing_factors
-from dlcp.sim.simulation import Process, Simulation, StepTimes, SubmittedGraph
+from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
 from dlcp.sim.transports.specs import DlcpTransport
 from dlcp.values.planes import FULL_BITS
-
-
-@dataclass(slots=True)
-class Progress(StepTimes):
-    """Progress of a job. A step includes the forward pass after it.
-
-    Attributes
-    ----------
-    skipped
-        Steps that were not simulated.
-    skipped_ps
-        The time that this job and others have skipped, by which the job is ahead of the engine.
-    bits
-        Bits per value of each step; empty in full precision.
-    minibatches
-        Minibatches that all workers together compute in the simulated steps.
-    pipeline
-        Replicas of each stage; empty if each worker has the whole model.
-    curve
-        Tests of the model that a job with ``learn`` trains.
-    """
-
-    job: PlacedJob
-    profile: StepProfile
-    bits: list[int] = field(default_factory=list)
-    skipped: int = 0
-    skipped_ps: int = 0
-    minibatches: int = 0
-    pipeline: str = ""
-    curve: list[TestedAccuracy] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Count a minibatch per worker and step."""
-        self.name, self.steps = self.job.name, self.job.spec.steps
-        self.minibatches = self.steps * len(self.job.workers)
-
-    def begin(self, simulation: Simulation) -> None:
-        """Note that the job begins now."""
-        self.begin_ps, self.skipped_ps = simulation.now_ps, simulation.skipped_ps
-
-    def end_step(self, simulation: Simulation) -> None:
-        """Note that a step ends now."""
-        self.end_ps.append(int(simulation.env.now) + self.skipped_ps)
-
-    def skip(self, count: int, window: int) -> None:
-        """Add ``count`` steps that are like the last ``window`` ones, in turn."""
-        times = np.diff([self.begin_ps, *self.end_ps][-window - 1 :])
-        ends = self.end_ps[-1] + np.cumsum(np.resize(times, count))
-        self.skipped_ps += int(ends[-1]) - self.end_ps[-1]
-        self.end_ps += ends.tolist()
-        if self.bits:
-            self.bits += np.resize(self.bits[-window:], count).tolist()
-        self.skipped += count
-        self.minibatches -= count * len(self.job.workers)
-
-    @property
-    def compute_s(self) -> float:
-        """Return the computing time of a step."""
-        return self.profile.compute_s
 
 
 class SimulatedPrecision:
@@ -137,31 +76,27 @@ class SimulatedPrecision:
         simulation.encode(submitted, self.bits, self._value_bytes)
 
 
-def training(
-    simulation: Simulation, progress: Progress, skip_steps: Callable[[Progress], None] | None = None
-) -> Process:
-    """Run a job's steps, and record their durations in ``progress``.
+def training(simulation: Simulation, job: PlacedJob, skip_steps: Callable[[PlacedJob], None] | None = None) -> Process:
+    """Run a job's steps, and note when they end.
 
     Parameters
     ----------
     skip_steps
         Called after each graph to skip steps; see `dlcp.sim.jobs.skipping`.
     """
-    env, job = simulation.env, progress.job
-    spec = job.spec
-    parts = pieces_of(spec, progress.profile.layers)
+    env, spec = simulation.env, job.spec
+    parts = pieces_of(spec, job.profile.layers)
     factors = computing_factors(simulation.scenario.seed, job)
     weights = spec.shard_weights(job.workers, simulation.topology)
     precision = _precision(simulation, job)
-    learning = _learning(simulation, progress) if spec.learn else None
-    together = steps_per_graph(step_nodes(job, progress.profile, parts))
+    learning = _learning(simulation, job) if spec.learn else None
+    together = steps_per_graph(step_nodes(job, parts))
     yield from simulation.until(job.start_s)
-    progress.begin(simulation)
+    job.begin(simulation)
     first = 0
     while first < spec.steps:
         steps = step_graph(
             job,
-            progress.profile,
             parts,
             factors[first : first + together],
             first,
@@ -174,23 +109,23 @@ def training(
             precision.apply(simulation, running)
         for step, end, worker_ends in zip(itertools.count(first), steps.ends, steps.worker_ends):
             if precision:
-                progress.bits.append(precision.bits)
+                job.bits.append(precision.bits)
                 yield env.any_of([running.nodes[node] for node in worker_ends.tolist()])
-                before_ps = progress.end_ps[-1] if progress.end_ps else progress.begin_ps
-                taken_s = (int(env.now) + progress.skipped_ps - before_ps) / 1e12
-                compute_s = progress.compute_s * float(factors[step].max())
+                before_ps = job.end_ps[-1] if job.end_ps else job.begin_ps
+                taken_s = (int(env.now) + job.skipped_ps - before_ps) / 1e12
+                compute_s = job.compute_s * float(factors[step].max())
                 precision.learn(running, simulation.records(running), step, taken_s, compute_s)
                 precision.apply(simulation, running)
             yield running.nodes[end]
-            progress.end_step(simulation)
+            job.end_step(simulation)
             if learning:
-                outcome = _step_outcome(simulation, running, step, progress.bits[-1] if progress.bits else FULL_BITS)
-                nodes, seconds = running.graph.nodes, (progress.end_ps[-1] - progress.begin_ps) / 1e12
+                outcome = _step_outcome(simulation, running, step, job.bits[-1] if job.bits else FULL_BITS)
+                nodes, seconds = running.graph.nodes, (job.end_ps[-1] - job.begin_ps) / 1e12
                 learning.finish_step(nodes, outcome, step, seconds, last=step + 1 == spec.steps)
         yield running.done
         if skip_steps:
-            skip_steps(progress)
-        first = len(progress.end_ps)
+            skip_steps(job)
+        first = len(job.end_ps)
     yield running.closed
 
 
@@ -207,9 +142,9 @@ def _precision(simulation: Simulation, job: PlacedJob) -> SimulatedPrecision | N
     )
 
 
-def _learning(simulation: Simulation, progress: Progress) -> SimulatedLearning:
+def _learning(simulation: Simulation, job: PlacedJob) -> SimulatedLearning:
     """Return the training of a job."""
-    job, spec = progress.job, progress.job.spec
+    spec = job.spec
     assert spec.learn is not None
     trainer = TaskTrainer(spec.learn, spec.optimizer, spec.workers, spec.steps, simulation.scenario.seed)
     transport = simulation.scenario.transports[spec.transport]
@@ -222,7 +157,7 @@ def _learning(simulation: Simulation, progress: Progress) -> SimulatedLearning:
             payload_bytes=transport.packet_bytes - transport.header_bytes,
             error_feedback=transport.error_feedback,
         )
-    return SimulatedLearning(spec.learn, trainer, job.workers, exchange, progress.curve)
+    return SimulatedLearning(spec.learn, trainer, job.workers, exchange, job.curve)
 
 
 def _step_outcome(simulation: Simulation, running: SubmittedGraph, step: int, bits: int) -> StepOutcome:

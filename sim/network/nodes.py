@@ -3,6 +3,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Annotated, Any
 
 import msgspec
@@ -88,6 +89,11 @@ class NetworkTopology:
             raise TopologyError(f"the topology has more than {LINKS_MAX:,} links; use fewer hosts or switches")
         self.links.append(TopologyLink(one, other, spec))
         self.links.append(TopologyLink(other, one, spec))
+
+    def connect_all(self, ones: Sequence[int], others: Sequence[int], spec: LinkSpec) -> None:
+        """Link each of some nodes with each of others."""
+        for one, other in product(ones, others):
+            self.connect(one, other, spec)
 
     def between(self, one: str, other: str) -> list[int]:
         """Return the links between two nodes, in both directions.

@@ -59,9 +59,7 @@ class LeafSpine(_Spec, frozen=True, tag="leaf_spine"):
         spines = [topology.add_switch(f"spine{i}") for i in range(self.spines)]
         for host in range(topology.hosts):
             topology.connect(host, leaves[host // self.hosts_per_leaf], self.link_of(host))
-        for leaf in leaves:
-            for spine in spines:
-                topology.connect(leaf, spine, self.fabric_link)
+        topology.connect_all(leaves, spines, self.fabric_link)
         return topology
 
 
@@ -94,12 +92,9 @@ class FatTree(_Spec, frozen=True, tag="fat_tree"):
             edge = host // hosts_per_edge
             topology.connect(host, edges[edge // half][edge % half], self.link_of(host))
         for pod in range(self.ports):
-            for edge in edges[pod]:
-                for aggregation in aggregations[pod]:
-                    topology.connect(edge, aggregation, self.fabric_link)
-            for i, aggregation in enumerate(aggregations[pod]):
-                for core in cores[i]:
-                    topology.connect(aggregation, core, self.fabric_link)
+            topology.connect_all(edges[pod], aggregations[pod], self.fabric_link)
+            for aggregation, above in zip(aggregations[pod], cores, strict=True):
+                topology.connect_all([aggregation], above, self.fabric_link)
         return topology
 
 
@@ -167,9 +162,7 @@ class RailOptimised(_Spec, frozen=True, tag="rail_optimised"):
             if rails > 1:  # a server with one GPU needs no switch inside
                 topology.connect(host, servers[server], self.server_link)
         for pod in leaves:
-            for leaf in pod:
-                for spine in spines:
-                    topology.connect(leaf, spine, self.fabric_link)
+            topology.connect_all(pod, spines, self.fabric_link)
         return topology
 
 

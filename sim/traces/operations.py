@@ -32,11 +32,14 @@ from dlcp.sim.graphs import collectives
 from dlcp.sim.graphs.collectives import AllReduceSpec
 from dlcp.sim.graphs.graph import Graph, GraphBuilder, Nodes
 from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, TIME_MAX_PS
+from dlcp.sim.scenario import TraceJob
 
 GOAL_EAGER_BYTES: Final = 65_535
 """Default of LogGOPSim's parameter S, the largest message that is sent eagerly."""
 ALWAYS_EAGER: Final = 1 << 62
 NO_PROCESSOR: Final = -1
+_AS_TRACED: Final = TraceJob(name="trace", file="")
+"""The settings of a job that only repeats its trace."""
 _COLUMN_RANGES: Final[dict[str, tuple[float, float]]] = {
     "queue": (-1, 7),
     "lane": (-1, 511),
@@ -146,8 +149,11 @@ class Workload:
         whole trace is one step.
     measured_s
         Duration of each step when it was traced, if the trace has it.
-    eager_bytes, algorithm
-        Defaults for `TraceTraffic`, by the format.
+    eager_bytes
+        The largest message whose sender does not wait for the receiver.
+    algorithm
+        The all-reduce, unless the job names another. An all-gather and a reduce-scatter are rings, a broadcast and a
+        reduction binomial trees, and a barrier is an all-reduce of a byte along a tree.
     note
         Simplifications of the trace, in a sentence; empty if there are none.
     """
@@ -185,40 +191,6 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceTraffic:
-    """How a traced job uses the network.
-
-    Parameters
-    ----------
-    hosts
-        A host for each rank.
-    transport
-        Number of the transport.
-    job, queue, loss_bound
-        As in `GraphBuilder.messages`; the loss bound is that of contributions to all-reduces.
-    collective
-        The all-reduce; None for the trace's own. An all-gather and a reduce-scatter are rings, a broadcast and a
-        reduction binomial trees, and a barrier is an all-reduce of a byte along a tree.
-    eager_bytes
-        The largest message whose sender does not wait for the receiver; None for the trace's own.
-    compute_factor
-        Factor on the durations of computations.
-    ranks_per_node
-        Consecutive ranks of a node: messages among them take no time, and only the rest crosses the network.
-    """
-
-    hosts: Sequence[int]
-    transport: int
-    job: int = 0
-    queue: int = -1
-    loss_bound: float = 0.0
-    collective: TraceAlgorithm | None = None
-    eager_bytes: int | None = None
-    compute_factor: float = 1.0
-    ranks_per_node: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class TraceGraph:
     """The graph of a traced job.
 
@@ -235,8 +207,21 @@ class TraceGraph:
     serials: int
 
 
-def workload_graph(workload: Workload, traffic: TraceTraffic) -> TraceGraph:
+def workload_graph(
+    workload: Workload, hosts: Sequence[int], transport: int, settings: TraceJob = _AS_TRACED, number: int = 0
+) -> TraceGraph:
     """Return the graph of a traced job.
+
+    Parameters
+    ----------
+    hosts
+        A host for each rank.
+    transport
+        Number of the transport.
+    settings
+        How the job uses the network.
+    number
+        Number of the job in the simulation.
 
     Raises
     ------
@@ -245,7 +230,7 @@ def workload_graph(workload: Workload, traffic: TraceTraffic) -> TraceGraph:
         not exist or names it twice, or a number is too large to simulate.
     """
     with collection_paused():
-        return _Assembly(workload, traffic).graph()
+        return _Assembly(workload, hosts, transport, settings, number).graph()
 
 
 @contextmanager
@@ -263,7 +248,7 @@ def collection_paused() -> Iterator[None]:
 def check_workload(workload: Workload) -> None:
     """Raise `TraceFormatError` if the job cannot run on any network."""
     with collection_paused():
-        _Assembly(workload, TraceTraffic(range(len(workload.ranks)), 0))
+        _Assembly(workload, range(len(workload.ranks)), 0, _AS_TRACED, 0)
 
 
 @dataclass(slots=True)
@@ -280,9 +265,11 @@ class _Row:
 class _Assembly:
     """Assembles the graph of a workload. Operations of all ranks are numbered together, rank by rank."""
 
-    def __init__(self, workload: Workload, traffic: TraceTraffic) -> None:
-        self._workload, self._traffic = workload, traffic
-        self._eager_bytes = workload.eager_bytes if traffic.eager_bytes is None else traffic.eager_bytes
+    def __init__(
+        self, workload: Workload, hosts: Sequence[int], transport: int, settings: TraceJob, number: int
+    ) -> None:
+        self._workload, self._hosts, self._transport = workload, hosts, transport
+        self._settings, self._job = settings, number
         self._operations = list(workload.operations())
         if not self._operations:
             raise TraceFormatError(f"{workload.name}: no rank has an operation")
@@ -338,8 +325,8 @@ class _Assembly:
 
     def _check_numbers(self, number: int, operation: RankOperation) -> None:
         """Reject numbers that no engine can hold, in any format's trace."""
-        if not 0 <= operation.duration_ps * self._traffic.compute_factor <= TIME_MAX_PS:
-            seconds = operation.duration_ps * self._traffic.compute_factor / 1e12
+        if not 0 <= operation.duration_ps * self._settings.compute_factor <= TIME_MAX_PS:
+            seconds = operation.duration_ps * self._settings.compute_factor / 1e12
             raise self.error(number, f"it takes {seconds:.6g} s; 0 to {SECONDS_MAX:,} s can be simulated")
         parts = len(operation.group) if operation.collective == "all_gather" else 1
         if not 0 <= operation.size_bytes * parts <= SIZE_BYTES_MAX:
@@ -352,39 +339,34 @@ class _Assembly:
 
     def _matched_messages(self) -> dict[int, int]:
         """Return the receive of each send."""
-        waiting: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for number, operation in enumerate(self._operations):
             if operation.kind is OperationKind.SEND:
-                waiting[self._ranks[number], operation.peer, operation.tag].append(number)
+                sends[self._ranks[number], operation.peer, operation.tag].append(number)
+            elif operation.kind is OperationKind.RECEIVE:
+                receives[operation.peer, self._ranks[number], operation.tag].append(number)
         matched: dict[int, int] = {}
-        taken: dict[tuple[int, int, int], int] = defaultdict(int)
-        for number, operation in enumerate(self._operations):
-            if operation.kind is not OperationKind.RECEIVE:
-                continue
-            key = operation.peer, self._ranks[number], operation.tag
-            sends, used = waiting.get(key, []), taken[key]
-            if used == len(sends):
+        for source, target, tag in {**sends, **receives}:
+            sent, received = sends[source, target, tag], receives[source, target, tag]
+            if len(sent) < len(received):
                 raise self.error(
-                    number,
-                    f"rank {operation.peer} sends {used} messages with tag {operation.tag} to rank "
-                    f"{self._ranks[number]}, and this is receive number {used + 1}",
+                    received[len(sent)],
+                    f"rank {source} sends {len(sent)} messages with tag {tag} to rank {target}, and this is receive "
+                    f"number {len(sent) + 1}",
                 )
-            send = self._operations[sends[used]]
-            if send.size_bytes > operation.size_bytes:
+            if len(received) < len(sent):
                 raise self.error(
-                    number,
-                    f"it takes {operation.size_bytes} bytes, but {self._name(sends[used])} ({send.place}) sends "
-                    f"{send.size_bytes}",
+                    sent[len(received)],
+                    f"rank {target} has no receive for it: rank {source} sends {len(sent)} messages with tag {tag} to "
+                    f"rank {target}, which receives {len(received)}",
                 )
-            matched[sends[used]] = number
-            taken[key] += 1
-        for key, sends in waiting.items():
-            if taken[key] < len(sends):
-                raise self.error(
-                    sends[taken[key]],
-                    f"rank {key[1]} has no receive for it: rank {key[0]} sends {len(sends)} messages with tag {key[2]} "
-                    f"to rank {key[1]}, which receives {taken[key]}",
-                )
+            for one, other in zip(sent, received, strict=True):
+                size, room = self._operations[one].size_bytes, self._operations[other].size_bytes
+                if size > room:
+                    place = self._operations[one].place
+                    raise self.error(other, f"it takes {room} bytes, but {self._name(one)} ({place}) sends {size}")
+                matched[one] = other
         return matched
 
     def _matched_collectives(self) -> list[list[int]]:
@@ -427,7 +409,7 @@ class _Assembly:
     # Order ----------------------------------------------------------------------------------------------------------
 
     def _is_rendezvous(self, send: int) -> bool:
-        return self._operations[send].size_bytes > self._eager_bytes
+        return self._operations[send].size_bytes > self._workload.eager_bytes
 
     def _waits(self) -> list[list[int]]:
         """Return the predecessors of each event: event 2i is the beginning of operation i, 2i + 1 its end."""
@@ -520,7 +502,7 @@ class _Assembly:
         kinds = (
             self._operations[number].kind is OperationKind.SEND and self._is_rendezvous(number) for number in circle
         )
-        hint = f"; a send of more than {self._eager_bytes} bytes waits for its receive" if any(kinds) else ""
+        hint = f"; a send of more than {self._workload.eager_bytes} bytes waits for its receive" if any(kinds) else ""
         return TraceFormatError(
             f"{self._workload.name}: these operations wait for each other, so the job cannot end: "
             f"{' waits for '.join(shown)}{more}{hint}"
@@ -549,15 +531,15 @@ class _Assembly:
             for step in self._workload.steps
         ]
         graph = builder.build()
-        if self._traffic.ranks_per_node > 1:
+        if self._settings.ranks_per_node > 1:
             self._keep_within_nodes(graph.nodes)
         return TraceGraph(graph, tuple(ends), max(1, self._serials))
 
     def _keep_within_nodes(self, nodes: NDArray[Any]) -> None:
         """Make delays of nothing out of messages between ranks of a node."""
-        hosts = np.asarray(self._traffic.hosts)
+        hosts = np.asarray(self._hosts)
         node_of = np.full(hosts.max() + 1, -1)
-        node_of[hosts] = np.arange(len(hosts)) // self._traffic.ranks_per_node
+        node_of[hosts] = np.arange(len(hosts)) // self._settings.ranks_per_node
         within = (nodes["size_bytes"] > 0) & (node_of[nodes["source"]] == node_of[nodes["target"]])
         nodes["size_bytes"][within] = 0
         nodes["target"][within] = nodes["source"][within]
@@ -580,12 +562,12 @@ class _Assembly:
         match operation.kind:
             case OperationKind.COMPUTE:
                 begin = self._row(_Row()) if needs_begin else None
-                took = round(operation.duration_ps * self._traffic.compute_factor)
-                host = self._traffic.hosts[self._ranks[number]]
+                took = round(operation.duration_ps * self._settings.compute_factor)
+                host = self._hosts[self._ranks[number]]
                 main = self._ends[number] = self._row(_Row(took, host, host))
             case OperationKind.SEND:
                 begin = self._row(_Row()) if needs_begin or number in self._end_followed else None
-                host, target = (self._traffic.hosts[rank] for rank in (self._ranks[number], operation.peer))
+                host, target = (self._hosts[rank] for rank in (self._ranks[number], operation.peer))
                 row = _Row(0, host, target, max(1, operation.size_bytes), operation.columns)
                 main = self._messages[number] = self._row(row)
                 self._ends[number] = main if begin is None or self._is_rendezvous(number) else begin
@@ -622,16 +604,16 @@ class _Assembly:
 
     def _built_rows(self) -> GraphBuilder:
         """Return a graph of the rows. All are added at once, because that is faster; a row without bytes is a delay."""
-        rows, traffic = self._rows, self._traffic
+        rows = self._rows
         sends = np.array([row.size_bytes > 0 for row in rows])
         sources = np.array([row.source for row in rows])
         columns: dict[str, Any] = {
-            "queue": np.full(len(rows), traffic.queue),
+            "queue": np.full(len(rows), self._settings.queue),
             "order": np.zeros(len(rows), np.int64),
             "lane": np.zeros(len(rows), np.int64),
             "loss_bound": np.zeros(len(rows)),
             "class_shares": np.full(len(rows), -1),
-            "job": np.full(len(rows), traffic.job),
+            "job": np.full(len(rows), self._job),
             # Together with the sender, this identifies a message to switches.
             "step": np.cumsum(sends) - 1,
             "message": np.zeros(len(rows), np.int64),
@@ -645,7 +627,7 @@ class _Assembly:
             sources,
             np.array([row.target for row in rows]),
             np.array([row.size_bytes for row in rows], np.int64),
-            transport=traffic.transport,
+            transport=self._transport,
             delay_ps=np.array([row.delay_ps for row in rows], np.int64),
             **columns,
         )
@@ -661,21 +643,21 @@ class _Assembly:
 
     def _add_collective(self, builder: GraphBuilder, operation: RankOperation, after: Nodes) -> Nodes:
         """Add a collective; return each rank's last node."""
-        traffic, group = self._traffic, operation.group
+        settings, group = self._settings, operation.group
         count, kind = len(group), operation.collective
         if count == 1:
             return after
         size = 1 if kind == "barrier" else max(1, operation.size_bytes)
         spec = AllReduceSpec(
-            [traffic.hosts[rank] for rank in group],
+            [self._hosts[rank] for rank in group],
             size * count if kind == "all_gather" else size,
-            traffic.transport,
-            queue=traffic.queue,
-            loss_bound=traffic.loss_bound if kind == "all_reduce" else 0.0,
-            job=traffic.job,
+            self._transport,
+            queue=settings.queue,
+            loss_bound=settings.loss_bound if kind == "all_reduce" else 0.0,
+            job=self._job,
             step=self._serials,
         )
-        algorithm = traffic.collective or self._workload.algorithm
+        algorithm = settings.collective or self._workload.algorithm
         return add_traced(builder, kind, algorithm, spec, group.index(operation.peer) if kind in _ROOTED else 0, after)
 
 

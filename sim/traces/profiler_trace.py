@@ -118,8 +118,21 @@ class _ProfileEvent(msgspec.Struct, frozen=True):
     name: str
     ts: _Moment
     dur: _Duration
+    cat: Any
     tid: int | str | None = None
     args: dict[str, Any] | None = None
+
+    @property
+    def end(self) -> float:
+        """When it ends, in microseconds."""
+        return self.ts + self.dur
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it is a collective of NCCL or Gloo."""
+        if self.cat in _KERNELS:
+            return self.name.startswith("nccl")
+        return self.cat == "user_annotation" and self.name.startswith("gloo:")
 
 
 class _ProfileGroup(msgspec.Struct, frozen=True):
@@ -477,47 +490,41 @@ class _Profile:
             for each in known.pg_config or ()
             if isinstance(each.ranks, list) and each.ranks
         }
-        self._events: list[Event] = [
-            each
+        self._events: list[_ProfileEvent] = [
+            _as(f"{path}: an event", each, _ProfileEvent)
             for each in content["traceEvents"]
             if isinstance(each, dict) and each.get("ph") == "X" and "dur" in each and each.get("cat") in _READ
         ]
-        for each in self._events:
-            _as(f"{path}: an event", each, _ProfileEvent)
 
     def trace(self, count: int, rank: int) -> _RankTrace:
         """Return it as the trace of a rank, which may be another one that does the same."""
-        communication = [each for each in self._events if self._is_exchange(each)]
+        communication = [each for each in self._events if each.is_exchange]
         if not communication:
             raise TraceFormatError(f"{self.path}: it has no collectives of NCCL or Gloo")
-        on_gpu = communication[0]["cat"] in _KERNELS
+        on_gpu = communication[0].cat in _KERNELS
         steps = sorted(
-            (
-                (each["ts"], each["ts"] + each["dur"], each.get("tid"), each["name"])
-                for each in self._events
-                if each["name"].startswith("ProfilerStep#") and each.get("cat") == "user_annotation"
-            ),
-            key=lambda step: step[:2],
+            (each for each in self._events if each.name.startswith("ProfilerStep#") and each.cat == "user_annotation"),
+            key=lambda step: (step.ts, step.end),
         )
-        for (_, end, _, before), (begin, _, _, after) in pairwise(steps):
-            if end - begin > _ROUNDING_US:
+        for before, after in pairwise(steps):
+            if before.end - after.ts > _ROUNDING_US:
                 raise TraceFormatError(
-                    f"{self.path}: {after} begins at {begin} us, before {before} ends at {end} us; give the profile of "
-                    "a single profiler, as it was written"
+                    f"{self.path}: {after.name} begins at {after.ts} us, before {before.name} ends at {before.end} us; "
+                    "give the profile of a single profiler, as it was written"
                 )
         if on_gpu:
-            busy = [each for each in self._events if each.get("cat") in _KERNELS and not self._is_exchange(each)]
+            busy = [each for each in self._events if each.cat in _KERNELS and not each.is_exchange]
         else:
-            main = steps[0][2] if steps else self._busiest_thread()
-            busy = [each for each in self._events if each.get("cat") == "cpu_op" and each.get("tid") == main]
+            main = steps[0].tid if steps else self._busiest_thread()
+            busy = [each for each in self._events if each.cat == "cpu_op" and each.tid == main]
         if not busy:
             raise TraceFormatError(f"{self.path}: it has no computation: profile the CPU, or the GPU with its kernels")
         trace = _RankTrace(str(self.path))
-        spans = _joined((each["ts"], each["ts"] + each["dur"]) for each in busy)
+        spans = _joined((each.ts, each.end) for each in busy)
         if steps:
-            trace.steps = [steps[0][0], *(end for _, end, *_ in steps)]
+            trace.steps = [steps[0].ts, *(step.end for step in steps)]
         else:
-            every = [*spans, *((each["ts"], each["ts"] + each["dur"]) for each in communication)]
+            every = [*spans, *((each.ts, each.end) for each in communication)]
             trace.steps = [min(begin for begin, _ in every), max(end for _, end in every)]
         trace.exchanges = [self._exchange(each, count) for each in self._in_issue_order(communication)]
         if not any(trace.steps[0] <= each.begin_us < trace.steps[-1] for each in trace.exchanges):
@@ -531,43 +538,37 @@ class _Profile:
     def _busiest_thread(self) -> Any:
         times: dict[Any, float] = defaultdict(float)
         for each in self._events:
-            if each.get("cat") == "cpu_op":
-                times[each.get("tid")] += each["dur"]
+            if each.cat == "cpu_op":
+                times[each.tid] += each.dur
         return max(times, key=lambda thread: times[thread], default=None)
 
-    def _is_exchange(self, event: Event) -> bool:
-        name, category = event["name"], event.get("cat")
-        return (category in _KERNELS and name.startswith("nccl")) or (
-            category == "user_annotation" and name.startswith("gloo:")
-        )
-
-    def _in_issue_order(self, communication: Sequence[Event]) -> Sequence[Event]:
+    def _in_issue_order(self, communication: Sequence[_ProfileEvent]) -> Sequence[_ProfileEvent]:
         """Return collectives in the order in which they were issued.
 
         Gloo runs them in several threads, which begin late; the calls of ``c10d`` say when each was issued.
         """
-        ordered = sorted(communication, key=lambda each: each["ts"])
-        if ordered[0].get("cat") in _KERNELS:
+        ordered = sorted(communication, key=lambda each: each.ts)
+        if ordered[0].cat in _KERNELS:
             return ordered
-        calls = sorted(each["ts"] for each in self._events if each["name"].startswith("c10d::"))
+        calls = sorted(each.ts for each in self._events if each.name.startswith("c10d::"))
         if len(calls) != len(ordered):
             return ordered
         return [
-            {**each, "ts": min(call, each["ts"]), "dur": each["ts"] + each["dur"] - min(call, each["ts"])}
+            msgspec.structs.replace(each, ts=min(call, each.ts), dur=each.end - min(call, each.ts))
             for call, each in zip(calls, ordered, strict=True)
         ]
 
-    def _exchange(self, event: Event, count: int) -> _Exchange:
-        name, arguments = event["name"], event.get("args") or {}
+    def _exchange(self, event: _ProfileEvent, count: int) -> _Exchange:
+        name, arguments = event.name, event.args or {}
         described = str(arguments.get("Collective name") or name)
         plain = described.lower().replace("_", "").replace("gloo:", "")
         known = next((each for word, each in _COLLECTIVES.items() if word in plain), None)
-        where = f"{self.path}: {name[:60]} at {event['ts']} us"
+        where = f"{self.path}: {name[:60]} at {event.ts} us"
         if known is None:
             raise TraceFormatError(f"{where}: {described} is not a collective that can be simulated")
         group = self._group(where, arguments, count)
         size = 1 if known == "barrier" else self._size(where, arguments)
-        return _Exchange(name, event["ts"], event["ts"] + event["dur"], known, size, group)
+        return _Exchange(name, event.ts, event.end, known, size, group)
 
     def _group(self, where: str, arguments: Event, count: int) -> tuple[int, ...]:
         size = _as(f"{where}: Group size", arguments.get("Group size", count), Hosts)

@@ -27,7 +27,6 @@ from dlcp.sim.traces.operations import (
     TracedCollective,
     TraceFormatError,
     TraceGraph,
-    TraceTraffic,
     Workload,
     add_traced,
     check_workload,
@@ -242,11 +241,7 @@ class TraceProgress(StepTimes):
 
     def graph(self, transport: int) -> TraceGraph:
         """Return the graph of one turn of the job; ``transport`` is the number of its transport."""
-        job = self.job
-        names = ("queue", "loss_bound", "collective", "eager_bytes", "compute_factor", "ranks_per_node")
-        given = {name: getattr(job, name) for name in names}
-        traffic = TraceTraffic(self.hosts, transport, job=self.number, **given)
-        return workload_graph(self.workload, traffic)
+        return workload_graph(self.workload, self.hosts, transport, self.job, self.number)
 
 
 def trace_progress(

@@ -26,8 +26,8 @@ from dlcp.sim.experiments.experiment import RunSetting
 from dlcp.sim.graphs.graph import GraphBuilder
 from dlcp.sim.jobs.learning import LearningSpec
 from dlcp.sim.jobs.step_graph import class_shares
-from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
-from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.jobs.training import PlacedJob, TrainingJob, place_jobs
+from dlcp.sim.jobs.training_run import training
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
@@ -98,11 +98,10 @@ def setting_of(run: dict[str, Any], target: float) -> RunSetting:
     )
 
 
-def simulated(setting: RunSetting, bursts: list[BackgroundBurst], sources: list[int], flows: int) -> Progress:
-    """Simulate a job next to bursts of background traffic of ``flows`` flows from each source."""
+def simulated(setting: RunSetting, bursts: list[BackgroundBurst], sources: list[int], flows: int) -> PlacedJob:
+    """Simulate a job beside bursts of background traffic of ``flows`` flows from each source."""
     simulation = Simulation(setting, class_shares=class_shares())
-    (placed,) = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
-    progress = Progress(placed, profile_of(placed.spec))
+    (progress,) = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
     job = simulation.process(training(simulation, progress))
     for source, flow in product(sources, range(flows)):
         simulation.process(_background(simulation, bursts, source, flow, job))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from dlcp.sim.graphs.graph import GraphBuilder
 from dlcp.sim.traces import chakra
 from dlcp.sim.traces.chakra import rank_files, read_chakra, write_chakra
-from dlcp.sim.traces.operations import TraceFormatError, TraceTraffic, check_workload, workload_graph
+from dlcp.sim.traces.operations import TraceFormatError, check_workload, workload_graph
 from tests.sim.traced_graphs import HOSTS, end_ps, graphs, step_of_ring
 
 MEMORY, COMPUTE, SEND, RECEIVE, COLLECTIVE = 2, 4, 5, 6, 7
@@ -41,7 +41,7 @@ def trace(folder: Path, *ranks: bytes) -> list[Path]:
 
 def graph_of(files, **more):
     workload = read_chakra(files, **more)
-    return workload_graph(workload, TraceTraffic(range(len(workload.ranks)), 0)).graph
+    return workload_graph(workload, range(len(workload.ranks)), 0).graph
 
 
 def test_a_public_generators_bytes_are_understood(tmp_path):
@@ -194,7 +194,7 @@ def round_trip(graph, path: Path):
 def test_a_graph_ends_at_the_same_picosecond_after_a_round_trip(graph, tmp_path_factory):
     path = tmp_path_factory.mktemp("chakra") / "job"
     workload = read_chakra(write_chakra(graph, path))
-    again = workload_graph(workload, TraceTraffic(range(HOSTS), 0)).graph
+    again = workload_graph(workload, range(HOSTS), 0).graph
     assert end_ps(again) == end_ps(graph)
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from dlcp.sim.graphs.graph import GraphBuilder
+from dlcp.sim.scenario import TraceJob
 from dlcp.sim.traces.goal import read_goal, write_goal
-from dlcp.sim.traces.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
+from dlcp.sim.traces.operations import GOAL_EAGER_BYTES, OperationKind, TraceFormatError, workload_graph
 from tests.sim.traced_graphs import HOSTS, end_ps, graphs, step_of_ring
 
 PING_PONG = """\
@@ -39,8 +40,10 @@ def parsed(text: str, path: Path = Path("job.goal")):
     return read_goal(path, text.encode())
 
 
-def end_of(text: str, **traffic) -> int:
-    return end_ps(workload_graph(parsed(text), TraceTraffic(range(HOSTS), 0, **traffic)).graph)
+def end_of(text: str, eager_bytes: int = GOAL_EAGER_BYTES, **settings) -> int:
+    workload = parsed(text)
+    workload.eager_bytes = eager_bytes
+    return end_ps(workload_graph(workload, range(HOSTS), 0, TraceJob(name="t", file="", **settings)).graph)
 
 
 def ranks(*bodies: str) -> str:
@@ -92,7 +95,7 @@ def test_messages_of_a_tag_belong_together_in_the_order_of_the_file():
         "send 9000b to 1 tag 1\nsend 1440b to 1 tag 2",
         "a: recv 1440b from 0 tag 2\nb: recv 9000b from 0 tag 1\nc: calc 1\nc requires a",
     )
-    graph = workload_graph(parsed(text), TraceTraffic(range(2), 0)).graph
+    graph = workload_graph(parsed(text), range(2), 0).graph
     assert graph.nodes["size_bytes"].tolist() == [9000, 1440, 0]
     (after_small,) = graph.followers[graph.starts[1] : graph.starts[2]].tolist()
     assert after_small == 2
@@ -152,7 +155,7 @@ def test_messages_of_a_tag_belong_together_in_the_order_of_the_file():
 )
 def test_a_wrong_file_is_refused(text, message):
     with pytest.raises(TraceFormatError, match=message):
-        workload_graph(parsed(text), TraceTraffic(range(2), 0))
+        workload_graph(parsed(text), range(2), 0)
 
 
 def test_what_is_not_text_is_refused():
@@ -275,14 +278,14 @@ def written(graph, folder: Path):
 def test_a_step_ends_at_the_same_picosecond_after_a_round_trip(tmp_path):
     graph = step_of_ring()
     _, workload = written(graph, tmp_path)
-    assert end_ps(workload_graph(workload, TraceTraffic(range(HOSTS), 0)).graph) == end_ps(graph)
+    assert end_ps(workload_graph(workload, range(HOSTS), 0).graph) == end_ps(graph)
 
 
 @given(graph=graphs())
 @settings(max_examples=60)
 def test_all_messages_and_computations_are_written(graph, tmp_path_factory):
     path, workload = written(graph, tmp_path_factory.getbasetemp())
-    again = workload_graph(workload, TraceTraffic(range(HOSTS), 0)).graph
+    again = workload_graph(workload, range(HOSTS), 0).graph
     for host in range(HOSTS):
         for column in ("source", "target"):
             sizes = [np.sort(each.nodes["size_bytes"][each.nodes[column] == host]) for each in (graph, again)]
@@ -298,7 +301,7 @@ def test_a_delay_of_a_message_becomes_a_computation(tmp_path):
     builder.messages(0, 1, 1440, transport=0, delay_ps=5_000_000)
     path, workload = written(builder.build(), tmp_path)
     assert "d0: calc 5000\n" in path.read_text()
-    assert end_ps(workload_graph(workload, TraceTraffic(range(HOSTS), 0)).graph) == 5_000_000 + ONE_WAY_PS
+    assert end_ps(workload_graph(workload, range(HOSTS), 0).graph) == 5_000_000 + ONE_WAY_PS
 
 
 def test_what_a_trace_cannot_express_is_refused(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlcp.sim.traces.operations import OperationKind, TraceFormatError, TraceTraffic, workload_graph
+from dlcp.sim.traces.operations import OperationKind, TraceFormatError, workload_graph
 from dlcp.sim.traces.profiler_trace import is_dlcp_trace, read_dlcp_trace, read_pytorch_profiles
 from tests.sim.traced_graphs import end_ps
 
@@ -15,8 +15,8 @@ MS = 1000.0
 
 
 def steps_ms(workload, rate_gbps: float = 10.0) -> list[float]:
-    """Return the duration of each step with a network that takes almost no time, in milliseconds."""
-    graph = workload_graph(workload, TraceTraffic(range(len(workload.ranks)), 0))
+    """Return the duration of each step with a network that takes no time beside a computation, in milliseconds."""
+    graph = workload_graph(workload, range(len(workload.ranks)), 0)
     assert len(graph.ends) == len(workload.steps)
     return [end_ps(graph.graph, rate_gbps) / 1e9]
 
@@ -126,7 +126,7 @@ def test_a_bucket_that_a_rank_lacks_is_named():
     with pytest.raises(
         TraceFormatError, match=r"rank 0: all_reduce .*\(bucket 1 of step 1\): rank 1 does not take part"
     ):
-        workload_graph(workload, TraceTraffic(range(2), 0))
+        workload_graph(workload, range(2), 0)
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------

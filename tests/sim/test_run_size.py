@@ -37,9 +37,10 @@ JOBS = {
 def test_the_nodes_of_a_step_are_counted(fields: dict[str, object]) -> None:
     spec = TrainingJob(name="j", workers=8, transport="t", **fields)
     placed = place_jobs([spec], 16, 1)[0]
+    placed.profile = PROFILE
     parts = pieces_of(spec, PROFILE.layers)
-    built = step_graph(placed, PROFILE, parts, np.ones((1, 8)), 1, 0).graph
-    assert step_nodes(placed, PROFILE, parts) == pytest.approx(len(built), rel=0.15)  # barriers are left out
+    built = step_graph(placed, parts, np.ones((1, 8)), 1, 0).graph
+    assert step_nodes(placed, parts) == pytest.approx(len(built), rel=0.15)  # barriers are left out
 
 
 def setting(**fields: object) -> ExperimentRun:

@@ -12,7 +12,7 @@ from dlcp.sim.graphs.graph import Graph
 from dlcp.sim.jobs.models import StepProfile, TimedLayer, joined_layers, step_profile
 from dlcp.sim.jobs.step_graph import class_shares, parameter_pieces, pieces_of, step_graph
 from dlcp.sim.jobs.training import TrainingJob, place_jobs, profile_of
-from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.jobs.training_run import training
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import LeafSpine, Star, TopologySpec
 from dlcp.sim.scenario import SwitchSpec
@@ -55,8 +55,9 @@ def job(**changes: object) -> TrainingJob:
 
 def graph_of(spec: TrainingJob, given: StepProfile, steps: int = 1) -> Graph:
     placed = place_jobs([spec], WORKERS, 1)[0]
+    placed.profile = given
     parts = pieces_of(spec, given.layers)
-    return step_graph(placed, given, parts, np.ones((steps, WORKERS)), 0, 0).graph
+    return step_graph(placed, parts, np.ones((steps, WORKERS)), 0, 0).graph
 
 
 STAR = Star(hosts=WORKERS, host_link=LinkSpec(rate_gbps=10.0))
@@ -86,7 +87,8 @@ def simulated(
         class_shares=class_shares(),
         on_records=lambda submitted, records: kept.append((submitted.graph.nodes, records)),
     )
-    progress = Progress(place_jobs([spec], WORKERS, 1)[0], given)
+    progress = place_jobs([spec], WORKERS, 1)[0]
+    progress.profile = given
     simulation.process(training(simulation, progress))
     simulation.run()
     simulation.flush_records()

@@ -18,7 +18,7 @@ from dlcp.sim.graphs.graph import NODE_RECORD, GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
 from dlcp.sim.jobs.step_graph import class_shares
 from dlcp.sim.jobs.training import Precision, TrainingJob, place_jobs
-from dlcp.sim.jobs.training_run import Progress, SimulatedPrecision, training
+from dlcp.sim.jobs.training_run import SimulatedPrecision, training
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star
 from dlcp.sim.scenario import SwitchSpec
@@ -56,10 +56,11 @@ class Outcome:
         simulation = Simulation(
             setting, engine=engine, class_shares=class_shares(), on_records=lambda *closed: kept.append(closed)
         )
-        progress = Progress(place_jobs([job], job.workers + job.servers, 1)[0], PROFILE)
+        progress = place_jobs([job], job.workers + job.servers, 1)[0]
+        progress.profile = PROFILE
         simulation.process(training(simulation, progress))
         simulation.run()
-        self.job, self.step_s, self.bits = progress.job, progress.step_s, progress.bits
+        self.job, self.step_s, self.bits = progress, progress.step_s, progress.bits
         self.counts = counts_by_name(simulation.engine.counts)
         self.nodes = np.concatenate([submitted.graph.nodes for submitted, _ in kept])
         self.records = np.concatenate([records for _, records in kept])
@@ -223,7 +224,7 @@ def test_what_has_begun_keeps_its_packets(engine):
     def resize(*packets):
         sizes = running.sizes[: len(packets)].copy()
         sizes["packets"] = packets
-        simulation.resize(running, np.arange(len(packets)), sizes)
+        simulation.engine.resize(running.number, np.arange(len(packets)), sizes)
 
     def resizing():
         yield simulation.env.timeout(500_000)

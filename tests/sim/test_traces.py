@@ -19,7 +19,6 @@ from dlcp.sim.traces.operations import (
     OperationKind,
     RankOperation,
     TraceFormatError,
-    TraceTraffic,
     Workload,
     workload_graph,
 )
@@ -284,7 +283,7 @@ def test_the_folder_of_a_chakra_trace_stands_for_its_files(tmp_path, capsys) -> 
     (tmp_path / "two.goal").write_text(TWO)
     (tmp_path / "ets").mkdir()
     job = TraceJob(name="a", file=str(tmp_path / "two.goal"))
-    graph = workload_graph(read_trace(job), TraceTraffic(range(2), 0)).graph
+    graph = workload_graph(read_trace(job), range(2), 0).graph
     write_chakra(graph, tmp_path / "ets" / "job")
     assert main(["sim", "import", str(tmp_path / "ets")]) == 0
     assert "2 ranks" in capsys.readouterr().out
@@ -331,7 +330,7 @@ def test_only_a_collectives_messages_between_nodes_cross_the_network():
     workload = Workload("job", [[operation]] * 4)
     sent = {}
     for ranks in (1, 2):
-        nodes = workload_graph(workload, TraceTraffic([7, 5, 3, 1], 0, ranks_per_node=ranks)).graph.nodes
+        nodes = workload_graph(workload, [7, 5, 3, 1], 0, TraceJob(name="t", file="", ranks_per_node=ranks)).graph.nodes
         sends = nodes[nodes["size_bytes"] > 0]
         sent[ranks] = sorted(zip(sends["source"].tolist(), sends["target"].tolist(), strict=True))
     assert set(sent[1]) == {(7, 5), (5, 3), (3, 1), (1, 7)}

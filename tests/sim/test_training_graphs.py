@@ -10,7 +10,7 @@ from dlcp.sim.graphs.graph import Graph, GraphBuilder
 from dlcp.sim.jobs.models import StepProfile, TimedLayer
 from dlcp.sim.jobs.step_graph import UNIFORM_PROFILE, class_shares, piece_limit, pieces_of, step_graph
 from dlcp.sim.jobs.training import StragglerSpec, TrainingJob, place_jobs
-from dlcp.sim.jobs.training_run import Progress, training
+from dlcp.sim.jobs.training_run import training
 from dlcp.sim.network.nodes import LinkSpec
 from dlcp.sim.network.topology import Star
 from dlcp.sim.simulation import Simulation
@@ -123,7 +123,8 @@ def test_a_step_waits_for_what_it_needs() -> None:
     job = TrainingJob(name="j", workers=4, scheduler="p3", piece_bytes=4_000_000, transport="t", steps=2)
     placed = place_jobs([job], 4, 1)[0]
     parts = pieces_of(job, LAYERS)
-    steps = step_graph(placed, StepProfile("m", LAYERS, 1, "-"), parts, np.ones((2, 4)), 0, 0)
+    placed.profile = StepProfile("m", LAYERS, 1, "-")
+    steps = step_graph(placed, parts, np.ones((2, 4)), 0, 0)
     before = reached(steps.graph)
     assert len(before[steps.ends[0]]) < len(before[steps.ends[1]])
     sends = set(np.flatnonzero(steps.graph.nodes["size_bytes"] > 0).tolist())
@@ -187,11 +188,12 @@ def steps_of(*jobs: TrainingJob, seed: int = 1) -> dict[str, list[float]]:
     links = Star(hosts=sum((job.workers + job.servers) * job.copies for job in jobs))
     setting = RunSetting(topology=links, transports={"t": DctcpTransport()}, training=jobs, seed=seed)
     simulation = Simulation(setting, engine="reference", class_shares=class_shares())
-    progress = [Progress(placed, profile) for placed in place_jobs(jobs, links.hosts, seed)]
+    progress = place_jobs(jobs, links.hosts, seed)
     for item in progress:
+        item.profile = profile
         simulation.process(training(simulation, item))
     simulation.run()
-    return {item.job.name: item.step_s for item in progress}
+    return {item.name: item.step_s for item in progress}
 
 
 def test_a_straggler_holds_all_up() -> None:
