@@ -92,7 +92,11 @@ Gain = Annotated[float, Meta(gt=0, le=1000)]
 """A coefficient of a congestion control or an optimizer; published ones are below 10."""
 
 
-class LimitError(ValueError):
+class SimulatorError(ValueError):
+    """Something that a user can change; the message says what, and how."""
+
+
+class LimitError(SimulatorError):
     """A number is beyond what an engine can hold; the message names it and the limit."""
 
 

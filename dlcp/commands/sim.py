@@ -46,13 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.set_defaults(action=sim_new.run)
     single = commands.add_parser("run", help="run one combination of an experiment's points and print its numbers")
     _files(single, 1)
-    point = "choose a point of an axis (default: each axis' first)"
-    add(single, "--point", "AXIS=NAME", str, point, action="append", default=[])
+    _point(single)
     _results(single)
     single.set_defaults(action=_run)
     play = commands.add_parser("play", help="simulate one step of a job and write a page that plays it")
     _files(play, 1)
-    add(play, "--point", "AXIS=NAME", str, point, action="append", default=[])
+    _point(play)
     add(play, "--job", "NAME", str, "the job (default: the first)")
     add(play, "--step", "N", whole(0), "the step, from 0 (default: the last)")
     add(play, "--output", "FILE", Path, "page to write", default=Path("step.html"))
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.set_defaults(action=_replay)
     export = commands.add_parser("export", help="write a job of an experiment as a GOAL or Chakra trace")
     _files(export, 1)
-    add(export, "--point", "AXIS=NAME", str, point, action="append", default=[])
+    _point(export)
     add(export, "--job", "NAME", str, "the job (default: the only one)")
     add(export, "--output", "FILE", Path, "NAME.goal, or NAME.et for NAME.RANK.et", required=True)
     export.set_defaults(action=_export)
@@ -110,22 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the actions and return the exit status."""
     from dlcp.inputs.document import DocumentError, PlaceError
-    from dlcp.sim.experiments.results import ReportError
-    from dlcp.sim.experiments.sweep import SweepError
-    from dlcp.sim.jobs.learning import LearningError
-    from dlcp.sim.jobs.models import ProfileError
-    from dlcp.sim.jobs.run_size import RunSizeError
-    from dlcp.sim.limits import LimitError
-    from dlcp.sim.network.nodes import TopologyError
-    from dlcp.sim.traces.operations import TraceFormatError
+    from dlcp.sim.limits import SimulatorError
 
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:
         return action(arguments)
-    except (
-        *(SimUsageError, DocumentError, PlaceError, SweepError, LimitError, TopologyError, RunSizeError),
-        *(ReportError, ProfileError, LearningError, TraceFormatError),
-    ) as error:
+    except (SimUsageError, DocumentError, PlaceError, SimulatorError) as error:
         return refuse("sim", error)
     except MemoryError as error:
         return refuse("sim", f"out of memory: {error}; finished runs are kept", 1)
@@ -160,6 +149,11 @@ def _files(parser: argparse.ArgumentParser, nargs: int | str, default: str = "de
     choices = ("packets", "flows")
     words = "what to simulate: packets, or flows, which approximate many thousand hosts (default: the file's)"
     parser.add_argument("--engine", choices=choices, help=words)
+
+
+def _point(parser: argparse.ArgumentParser) -> None:
+    words = "choose a point of an axis (default: each axis' first)"
+    add(parser, "--point", "AXIS=NAME", str, words, action="append", default=[])
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from dlcp import __version__
 from dlcp.sim.experiments.experiment import Claim, Experiment, ExperimentRun, Figure, PlannedExperiment
 from dlcp.sim.experiments.running import sources_digest
 from dlcp.sim.experiments.sweep import saved
+from dlcp.sim.limits import SimulatorError
 
 Combination: TypeAlias = tuple[tuple[str, str], ...]
 """Points by axis."""
@@ -165,7 +166,7 @@ def _by_seed(values: Mapping[int, float], bases: Mapping[int, float]) -> dict[in
     return {seed: value / bases[seed] for seed, value in values.items() if value and bases.get(seed)}
 
 
-class ReportError(RuntimeError):
+class ReportError(SimulatorError):
     """There are no results to report or to compare."""
 
 

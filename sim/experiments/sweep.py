@@ -19,6 +19,7 @@ from dlcp.inputs.document import DocumentError, read_json
 from dlcp.sim.experiments.experiment import ExperimentRun
 from dlcp.sim.experiments.progress import ProgressBar
 from dlcp.sim.experiments.running import digest, run, write
+from dlcp.sim.limits import SimulatorError
 
 WAIT_S: Final = 24 * 3600.0
 """How long a sweep waits for its next result: far longer than any run takes."""
@@ -29,7 +30,7 @@ DASK_TIMEOUT_S: Final = 20.0
 """How long a Dask scheduler may take to answer; not tuned."""
 
 
-class SweepError(RuntimeError):
+class SweepError(SimulatorError):
     """A sweep cannot run or continue."""
 
 

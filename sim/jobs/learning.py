@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from dlcp.inputs.error_text import nearest
 from dlcp.sim.graphs.collectives import RESULT_MESSAGE
 from dlcp.sim.jobs.models import TASK_LAYERS
-from dlcp.sim.limits import VALUES_MAX, Count, Gain, Moment
+from dlcp.sim.limits import VALUES_MAX, Count, Gain, Moment, SimulatorError
 from dlcp.values.planes import PlaneLayout
 from dlcp.values.tags import TagPolicy
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES
@@ -48,7 +48,7 @@ _CODE_PAYLOAD: Final = 1440
 """Rounding does not depend on the payload of the packets that hold the code."""
 
 
-class LearningError(RuntimeError):
+class LearningError(SimulatorError):
     """A job cannot learn."""
 
 

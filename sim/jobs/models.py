@@ -27,7 +27,15 @@ from msgspec import Meta
 
 from dlcp.inputs.document import Document
 from dlcp.inputs.error_text import describe, nearest
-from dlcp.sim.limits import SIZE_BYTES_MAX, VALUES_MAX, BytesOrNone, LimitError, Seconds, available_bytes
+from dlcp.sim.limits import (
+    SIZE_BYTES_MAX,
+    VALUES_MAX,
+    BytesOrNone,
+    LimitError,
+    Seconds,
+    SimulatorError,
+    available_bytes,
+)
 
 log = logging.getLogger("dlcp")
 
@@ -332,7 +340,7 @@ def write_profile(profile: StepProfile, path: Path) -> None:
 # ------------------------------------------------------------------------------------------- measuring a PyTorch model
 
 
-class ProfileError(RuntimeError):
+class ProfileError(SimulatorError):
     """A model cannot be loaded or measured."""
 
 

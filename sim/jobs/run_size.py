@@ -13,7 +13,7 @@ from dlcp.sim.graphs.collectives import AllReduceSpec, all_gather, all_reduce, r
 from dlcp.sim.graphs.graph import GraphBuilder, Nodes
 from dlcp.sim.jobs.step_graph import GradientPiece, pieces_of
 from dlcp.sim.jobs.training import PlacedJob
-from dlcp.sim.limits import available_bytes
+from dlcp.sim.limits import SimulatorError, available_bytes
 from dlcp.sim.scenario import FlowPattern
 
 log = logging.getLogger("dlcp")
@@ -36,7 +36,7 @@ LONG_S: Final = 3600.0
 """Computing time above which a run begins with a warning; not tuned."""
 
 
-class RunSizeError(ValueError):
+class RunSizeError(SimulatorError):
     """A run needs more memory than there is; the message says what fits."""
 
 

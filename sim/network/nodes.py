@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlcp.inputs.error_text import closest
 from dlcp.sim.jit import shared
-from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, RATE_MAX_GBPS, RATE_MIN_GBPS
+from dlcp.sim.limits import HOSTS_MAX, LINKS_MAX, NODES_MAX, RATE_MAX_GBPS, RATE_MIN_GBPS, SimulatorError
 
 _Name = Annotated[str, Meta(pattern=r"^\S+$")]
 
@@ -34,7 +34,7 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     loss_ratio: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
 
-class TopologyError(ValueError):
+class TopologyError(SimulatorError):
     """A topology cannot be built, or a node or link does not exist."""
 
 

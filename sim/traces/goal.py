@@ -59,8 +59,7 @@ _LABELLED: Final = re.compile(rf"({_LABEL})\s*:\s*(.*)$")
 _REQUIRES: Final = re.compile(rf"({_LABEL})\s+(i?requires)\s+({_LABEL})$")
 _RANK: Final = re.compile(r"rank\s+(\d+)\s*\{$")
 _NUM_RANKS: Final = re.compile(r"num_ranks\s+(\d+)$")
-_UNUSUAL: Final = re.compile(r"[/{}]")
-"""Characters of comments and brackets, which few lines have."""
+_COMMENT: Final = re.compile(r"//[^\n]*|/\*.*?(?:(\*/)|\Z)", re.DOTALL)
 _RANKS_MAX: Final = 1 << 16
 _KINDS: Final = {"calc": OperationKind.COMPUTE, "send": OperationKind.SEND, "recv": OperationKind.RECEIVE}
 _NODE: Final = np.dtype(
@@ -169,30 +168,18 @@ class _Text:
 
     def _statements(self, text: str) -> Iterator[str]:
         """Yield the lines without comments and empty lines."""
-        in_comment = False
-        for number, line in enumerate(text.split("\n"), 1):
+        for number, line in enumerate(_COMMENT.sub(self._newlines, text).split("\n"), 1):
             self._line = number
-            if not in_comment and not _UNUSUAL.search(line):
-                if statement := line.strip():
+            # `rank 0 { ... }` may stand on one line, as far as its statements end there.
+            for part in line.replace("{", "{\n").replace("}", "\n}").split("\n"):
+                if statement := part.strip():
                     yield statement
-                continue
-            rest, kept = line, ""
-            while rest:
-                if in_comment:
-                    _, closed, rest = rest.partition("*/")
-                    in_comment = not closed
-                    continue
-                begins = re.search(r"//|/\*", rest)
-                if begins is None or begins[0] == "//":
-                    kept += rest[: begins.start()] if begins else rest
-                    break
-                kept, rest, in_comment = kept + rest[: begins.start()], rest[begins.end() :], True
-            # `rank 0 { ... }` may stand on one line if its statements end there.
-            for part in re.split(r"(?<=\{)|(?=\})", kept):
-                if part.strip():
-                    yield part.strip()
-        if in_comment:
-            raise self.error("the file ends within a comment")
+
+    def _newlines(self, comment: re.Match[str]) -> str:
+        """Return what replaces a comment, so that lines keep their numbers."""
+        if comment[1] is None and comment[0].startswith("/*"):
+            raise self.error("the file ends within a comment", comment.string.count("\n") + 1)
+        return "\n" * comment[0].count("\n")
 
     def _begin(self, rank: int, count: int) -> None:
         if self._rank >= 0:

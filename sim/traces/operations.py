@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from dlcp.sim.graphs import collectives
 from dlcp.sim.graphs.collectives import AllReduceSpec
 from dlcp.sim.graphs.graph import Graph, GraphBuilder, Nodes
-from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, TIME_MAX_PS
+from dlcp.sim.limits import SECONDS_MAX, SIZE_BYTES_MAX, TIME_MAX_PS, SimulatorError
 from dlcp.sim.scenario import TraceJob
 
 GOAL_EAGER_BYTES: Final = 65_535
@@ -60,7 +60,7 @@ TraceAlgorithm = Literal["ring", "direct", "tree"]
 """All-reduces for any number of ranks, without parameters of their own."""
 
 
-class TraceFormatError(ValueError):
+class TraceFormatError(SimulatorError):
     """A trace cannot be used; the message names the file, the rank, the operation and the reason."""
 
 

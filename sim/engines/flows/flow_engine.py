@@ -77,18 +77,8 @@ class FlowEngine(CompiledEngine):
         """Start a graph. A node without predecessors begins after its delay."""
         graph = submission.graph
         self._add_flows(submission)
-        slot, nodes, edges = self._place(submission)
+        slot, nodes = self._place(submission, self._flow_of)
         self._a.graphs[slot] = (len(graph), len(graph) + np.count_nonzero(submission.sizes["packets"]))
-        rows = self._a.messages[nodes]
-        serials, inverse = np.unique(submission.streams, return_inverse=True)
-        rows["flow"] = np.array([self._flow_of[serial] for serial in serials.tolist()], np.int32)[inverse]
-        rows["graph"], rows["waits"] = slot, graph.waits
-        rows["followers"], rows["follower_count"] = edges.start + graph.starts[:-1], np.diff(graph.starts)
-        rows["begin"] = rows["end"] = -1
-        rows["delay"], rows["order"] = graph.nodes["delay_ps"], graph.nodes["order"]
-        rows["queue"], rows["watched"] = submission.queue, graph.nodes["watched"]
-        rows["missing"] = rows["dropped"] = rows["sent"] = rows["congested"] = 0
-        self._set_sizes(rows, slice(None), submission.sizes)
         self._resize_scratch()
         first = np.flatnonzero(graph.waits == 0)
         begin_nodes(self._state, submission.now_ps + graph.nodes["delay_ps"][first], first + nodes.start)

@@ -133,16 +133,16 @@ def begin_node(w: r.FlowState, node: int) -> None:
     if m.packets == 0:
         complete_node(w, node)
         return
-    f = w.flows[m.flow]
+    f = w.flows[m.stream]
     if f.head < 0:
         f.head = node
         f.tail = node
         f.active = 1
         f.rate = 0.0
         f.finish = FOREVER_PS
-        r.add_to_heap(w, m.flow)
-        start_sending(w, m.flow)
-        join_ports(w, m.flow)
+        r.add_to_heap(w, m.stream)
+        start_sending(w, m.stream)
+        join_ports(w, m.stream)
     elif w.messages[f.tail].order <= m.order:
         w.messages[f.tail].next = node
         f.tail = node

@@ -40,12 +40,12 @@ WEIGHTS_CHANGED: Final = 2
 """Value of a level's ``stale`` if weights have changed, and not only rates: 1 then."""
 
 FLUID_MESSAGE_ROW: Final = row_type(
-    (i4, "flow packets last_bytes next waits graph follower_count allowed droppable"),
+    (i4, "stream packets last_bytes next waits graph follower_count allowed droppable"),
     (i8, "followers begin end delay order sent"),
     (i4, "missing dropped"),
     (i1, "queue watched congested"),
 )
-"""A node of a graph. ``flow`` is its stream's row, -1 for a node that sends nothing. ``next`` waits after it in its
+"""A node of a graph. ``stream`` is its stream's row, -1 for a node that sends nothing. ``next`` waits after it in its
 stream. ``allowed`` packets may stay lost; ``droppable`` of these are in classes that a congested switch drops, and
 ``dropped`` is how many it has dropped."""
 

@@ -27,8 +27,6 @@ from dlcp.sim.rows import PORT_QUEUES, STREAM_ROW
 _POOL: Final = 1 << 12
 """Initial room for packets, transmissions and events; not tuned, because arrays double when they are full."""
 _COMPLETIONS: Final = 1 << 12
-_ROWS_AT_ONCE: Final = 2048
-"""Nodes of a graph that are written at once: their rows fit in the second-level cache."""
 
 
 class KernelEngine(CompiledEngine):
@@ -103,42 +101,14 @@ class KernelEngine(CompiledEngine):
         segment = self._segments[submission.number] = self._state_room.take(int(submission.sizes["packets"].sum()))
         self._a.states = enlarged(self._a.states, segment.stop)
         self._a.states[segment] = 0
-        slot, nodes, edges = self._place(submission)
+        slot, nodes = self._place(submission, self._stream_rows)
         _refuse_beyond(nodes.stop, "messages in flight")
         self._a.graphs[slot] = (len(graph), len(graph))
-        self._fill_messages(submission, slot, nodes, segment.start, edges.start)
+        packets = submission.sizes["packets"]
+        self._a.messages["offset"][nodes] = segment.start + np.cumsum(packets) - packets
         self._w["followers_max"] = max(self._w["followers_max"], np.diff(graph.starts).max())
         first = np.flatnonzero(graph.waits == 0)
         self._begin(first + nodes.start, submission.now_ps + graph.nodes["delay_ps"][first])
-
-    def _fill_messages(self, submission: Submission, slot: int, nodes: slice, segment: int, edge: int) -> None:
-        """Write the rows of a graph's nodes, whose packets and followers begin at ``segment`` and ``edge``.
-
-        The rows are written in blocks. Writing thirty columns over more rows than fit in the caches takes three times
-        as long as everything else for a graph of millions of nodes.
-        """
-        graph = submission.graph
-        packets = submission.sizes["packets"]
-        offsets = segment + np.cumsum(packets) - packets
-        count = len(graph)
-        for start in range(0, count, _ROWS_AT_ONCE):
-            part = slice(start, min(start + _ROWS_AT_ONCE, count))
-            described = graph.nodes[part]
-            serials, inverse = np.unique(submission.streams[part], return_inverse=True)
-            streams = np.array([self._stream_rows[serial] for serial in serials.tolist()], np.int32)[inverse]
-            rows = self._a.messages[nodes.start + part.start : nodes.start + part.stop]
-            rows.view(np.uint8)[:] = 0
-            rows["begin"] = rows["end"] = -1
-            rows["offset"], rows["stream"] = offsets[part], streams
-            rows["graph"], rows["waits"] = slot, graph.waits[part]
-            rows["followers"] = edge + graph.starts[part]
-            rows["follower_count"] = graph.starts[part.start + 1 : part.stop + 1] - graph.starts[part]
-            self._set_sizes(rows, slice(None), submission.sizes[part])
-            for name in ("owner", "salt", "queue", "bounded"):
-                rows[name] = getattr(submission, name)[part]
-            for name in ("order", "step", "transport", "watched"):
-                rows[name] = described[name]
-            rows["delay"] = described["delay_ps"]
 
     def _begin(self, nodes: NDArray[np.int64], times: NDArray[np.int64]) -> None:
         self._grow_events(int(self._w["events_waiting"]) + len(nodes) + k.SPARE_ROWS)
