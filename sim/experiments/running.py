@@ -257,7 +257,9 @@ def run(
     there are no metrics of jobs and messages.
     """
     setting = item.setting
-    messages = MessageMeasures(traffic=frozenset(each.name for each in (*setting.traffic, *setting.patterns)))
+    messages = MessageMeasures(
+        traffic=frozenset([*(each.name for each in setting.traffic), *(each.name for each in setting.patterns)])
+    )
 
     def keep(submitted: SubmittedGraph, records: NDArray[Any]) -> None:
         messages(submitted, records)
