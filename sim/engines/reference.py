@@ -172,7 +172,8 @@ def data_packet(sent: Transmission, retransmission: bool) -> SimulatedPacket:
 
 
 def control_packet(message: Message, kind: PacketKind, *, back: bool, **more: Any) -> SimulatedPacket:
-    """Return a control packet of a message's stream, to its target or ``back`` to its source."""
+    """Return a new control packet of a message's stream, to its target or ``back`` to its source."""
+    message.refs += 1
     stream, transport = message.stream, message.transport
     fields = {"rank": -1, **more, "size": transport.ack_bytes, "queue": transport.control_queue, "ecn": transport.ecn}
     target, path_hash = (stream.source, stream.reverse_path_hash) if back else (stream.target, stream.path_hash)
@@ -208,6 +209,16 @@ class LinkEnd:
             engine.drop(packet, EngineCounter.DROPS_LINK)
         else:
             engine.at(self.busy_ps + link.delay_ps, engine.arrive, link.target, packet)
+
+    def await_link(self) -> None:
+        """Schedule `free` for when the link is free, unless that is scheduled."""
+        if not self.pending:
+            self.pending = True
+            self.engine.at(self.busy_ps, self.free)
+
+    def free(self) -> None:
+        """Send the next packet, now that the link is free."""
+        raise NotImplementedError
 
 
 class ReferenceSwitch:
@@ -284,9 +295,7 @@ class SwitchPort(LinkEnd):
             return
         packet.enqueued_us, packet.enqueued_depth = now // PS_PER_US, len(self.queues[queue])
         self._put(queue, packet)
-        if not self.pending:
-            self.pending = True
-            self.engine.at(self.busy_ps, self.free)
+        self.await_link()
         if victim is not None:
             self.engine.drop(victim, EngineCounter.DROPS_TAIL)
 
@@ -378,8 +387,7 @@ class SwitchPort(LinkEnd):
             self._mark(packet)
         self.send(packet)
         if any(self.queues):
-            self.pending = True
-            self.engine.at(self.busy_ps, self.free)
+            self.await_link()
 
 
 # ------------------------------------------------------------------------------------------------------- the P4 program
@@ -743,7 +751,6 @@ class MessageStream(Row, fields=STREAM_ROW):
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def _probe(self, message: Message, interface: "HostInterface", **fields: Any) -> None:
-        message.refs += 1
         self.engine.count(EngineCounter.PROBES)
         interface.control.append(control_packet(message, PacketKind.PROBE, back=False, **fields))
 
@@ -870,10 +877,10 @@ class HostInterface(LinkEnd):
                 return
             self.send(packet)
         if self.control or any(self.ready):
-            self.pending = True
-            self.engine.at(self.busy_ps, self._free)
+            self.await_link()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Send the next packet, now that the link is free."""
         self.pending = False
         self.kick()
 
@@ -921,9 +928,10 @@ class HostInterface(LinkEnd):
                 self.engine.complete_node(message)
         kind = PacketKind.NACK if packet.trimmed else PacketKind.ACK
         answered = {"index": packet.index, "transmission": packet.transmission, "ecn_echo": packet.ecn == 3}
-        self._answer(message, kind, satisfied=message.done and message.missing > 0, **answered)
+        satisfied = message.done and message.missing > 0
+        self.control.append(control_packet(message, kind, back=True, satisfied=satisfied, **answered))
         if rules.may_pull(message.stream, message.transport, message, packet.credit, packet.trimmed):
-            self._queue_pull(0, message)
+            self.pulls[0].append(control_packet(message, PacketKind.PULL, back=True))
             if not self.pulling:
                 self.pulling = True
                 self.engine.at(max(self.engine.now_ps, self.pull_next_ps), self._send_pull)
@@ -934,15 +942,7 @@ class HostInterface(LinkEnd):
         message.probed = True
         if not message.done and rules.has_enough(message):
             self.engine.complete_node(message)
-        self._answer(message, PacketKind.PROBE_REPLY, satisfied=message.done)
-
-    def _answer(self, message: Message, kind: PacketKind, **fields: Any) -> None:
-        message.refs += 1
-        self.control.append(control_packet(message, kind, back=True, **fields))
-
-    def _queue_pull(self, queue: int, message: Message) -> None:
-        message.refs += 1
-        self.pulls[queue].append(control_packet(message, PacketKind.PULL, back=True))
+        self.control.append(control_packet(message, PacketKind.PROBE_REPLY, back=True, satisfied=message.done))
 
     def _send_pull(self) -> None:
         """Send the first PULL. The next one follows after the serialization time of the requested packets.
@@ -965,7 +965,7 @@ class HostInterface(LinkEnd):
             self.control.append(pull)
             queue = rules.queue_after_pull(stream, transport, is_spare)
             if queue >= 0:
-                self._queue_pull(queue, pull.message)
+                self.pulls[queue].append(control_packet(pull.message, PacketKind.PULL, back=True))
         self.pulling = bool(wanted or spare)
         if self.pulling:
             self.engine.at(self.pull_next_ps, self._send_pull)
