@@ -19,10 +19,11 @@ from typing import Any, Final
 from dlcp.inputs.document import Document, DocumentError
 
 _INSTALL: Final = "pip install 'dlcp[infragraph]'"
-_GBPS: Final = {"Gbps": 1.0, "GBps": 8.0}
-_MICROSECONDS: Final = {"ms": 1e3, "us": 1.0, "ns": 1e-3}
-
-
+_UNITS: Final = {
+    "bandwidth": ("rate_gbps", {"Gbps": 1.0, "GBps": 8.0}, "give it in gigabits_per_second, after encoding"),
+    "latency": ("delay_us", {"ms": 1e3, "us": 1.0, "ns": 1e-3}, "give ms, us or ns"),
+}
+"""Of what an edge has: the field of a link, the units' factors, and what to do about others."""
 _COMPONENTS_MAX: Final = 1 << 20
 """Most components that are expanded: 16 for each of the most hosts. InfraGraph takes a minute for them."""
 
@@ -161,15 +162,10 @@ def _names(parts: list[list[str]]) -> list[str]:
 def _link(document: Document, edge: dict[str, str]) -> dict[str, float]:
     """Return the rate and the delay of an edge, {"bandwidth": "100 Gbps", "latency": "5 ns"}, as far as it has them."""
     link = {}
-    if "bandwidth" in edge:
-        rate, _, unit = edge["bandwidth"].partition(" ")
-        if unit not in _GBPS:
-            problem = f"link {edge['link']!r} has a bandwidth in {unit}: give it in gigabits_per_second, after encoding"
-            raise DocumentError(f"{document.path}: {problem}")
-        link["rate_gbps"] = float(rate) * _GBPS[unit]
-    if "latency" in edge:
-        delay, _, unit = edge["latency"].partition(" ")
-        if unit not in _MICROSECONDS:
-            raise DocumentError(f"{document.path}: link {edge['link']!r} has a latency in {unit}: give ms, us or ns")
-        link["delay_us"] = float(delay) * _MICROSECONDS[unit]
+    for name, (field, factors, advice) in _UNITS.items():
+        if name in edge:
+            value, _, unit = edge[name].partition(" ")
+            if unit not in factors:
+                raise DocumentError(f"{document.path}: link {edge['link']!r} has a {name} in {unit}: {advice}")
+            link[field] = float(value) * factors[unit]
     return link
