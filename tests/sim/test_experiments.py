@@ -125,7 +125,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(swept, tmp_path, monkeypatch) ->
 
     calls = []
 
-    def interrupted(item, engine):
+    def interrupted(item):
         calls.append(item.name)
         if len(calls) == 2:
             raise KeyboardInterrupt
