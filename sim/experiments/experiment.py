@@ -374,9 +374,8 @@ class _ChangedSetting:
             topology = build_topology(setting.topology)
         with self._blamed("training"):
             placed = place_jobs(setting.training, topology.hosts, setting.seed)
-        taken = {host for job in placed for host in job.hosts}
         with self._blamed():
-            place_traces(setting.traces, taken, topology.hosts, setting.seed)
+            place_traces(setting.traces, placed, topology.hosts, setting.seed)
         for number, failing in enumerate(setting.failures):
             with self._blamed("failures", number, "nodes"):
                 topology.between(*failing.nodes)

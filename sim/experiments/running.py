@@ -33,7 +33,7 @@ from dlcp.sim.jobs.training import PlacedJob, place_jobs
 from dlcp.sim.jobs.training_run import training
 from dlcp.sim.network.topology import FileTopology
 from dlcp.sim.simulation import Process, Simulation, SubmittedGraph
-from dlcp.sim.traces.traced_jobs import TraceProgress, trace_digest, trace_progress, trace_size
+from dlcp.sim.traces.traced_jobs import TraceProgress, place_traces, trace_digest, trace_size
 from dlcp.switch import PROGRAM_PATH
 
 Number = TypeVar("Number", int, float)
@@ -269,8 +269,7 @@ def run(
     simulation = Simulation(setting, engine=engine, class_shares=class_shares(), on_records=keep)
     messages.ideal = IdealTimes(simulation.plan)
     jobs = place_jobs(setting.training, simulation.topology.hosts, setting.seed)
-    taken = {host for job in jobs for host in job.hosts}
-    traced = trace_progress(setting.traces, taken, simulation.topology.hosts, setting.seed, first=len(jobs))
+    traced = place_traces(setting.traces, jobs, simulation.topology.hosts, setting.seed)
     check_run_size(
         [
             *(training_size(job) for job in jobs),
@@ -278,8 +277,7 @@ def run(
             *(pattern_size(each, simulation.topology.hosts) for each in setting.patterns),
         ]
     )
-    skipper = StepSkipper(simulation, setting.skip_steady, jobs) if setting.skip_steady else None
-    skip_steps = skipper.skip_steps if skipper else None
+    skip_steps = StepSkipper(simulation, setting.skip_steady, jobs).skip_steps if setting.skip_steady else None
     trained = [
         pipelined_training(simulation, job) if job.spec.pipeline else training(simulation, job, skip_steps)
         for job in jobs

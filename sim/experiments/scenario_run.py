@@ -32,7 +32,7 @@ from dlcp.sim.scenario import (
     draw_sizes,
 )
 from dlcp.sim.simulation import Process, Simulation, StepTimes, SubmittedGraph
-from dlcp.sim.traces.traced_jobs import TraceProgress, trace_progress
+from dlcp.sim.traces.traced_jobs import TraceProgress, place_traces
 
 _BATCH = 512
 """Background flows that are drawn and submitted at once; each begins at its own time. Not tuned."""
@@ -285,8 +285,7 @@ def simulate(scenario: Scenario, *, engine: EngineName = "auto", keep_messages: 
 
     simulation = Simulation(scenario, engine=engine, on_records=keep if keep_messages else None)
     steps = [StepTimes(name=job.name, steps=job.steps) for job in scenario.jobs]
-    taken = {host for job in scenario.jobs for host in job.hosts}
-    traced = trace_progress(scenario.traces, taken, simulation.topology.hosts, scenario.seed, first=len(steps))
+    traced = place_traces(scenario.traces, scenario.jobs, simulation.topology.hosts, scenario.seed)
     jobs = [
         collective_job(simulation, job, number, times)
         for number, (job, times) in enumerate(zip(scenario.jobs, steps, strict=True))

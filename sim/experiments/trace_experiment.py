@@ -18,7 +18,7 @@ from dlcp.sim.scenario import TraceJob
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, write_chakra
 from dlcp.sim.traces.goal import write_goal
 from dlcp.sim.traces.operations import OperationKind, Workload
-from dlcp.sim.traces.traced_jobs import read_trace, trace_progress, trace_size
+from dlcp.sim.traces.traced_jobs import place_traces, read_trace, trace_size
 from dlcp.values.planes import FULL_BITS
 
 
@@ -107,8 +107,7 @@ def job_graph(setting: RunSetting, name: str | None = None) -> Graph:
             )
         check_run_size([training_size(job, at_once=True)])
         return training_graph(job, topology, numbers[job.spec.transport], setting.seed)
-    taken = {host for job in placed.values() for host in job.hosts}
-    traced = trace_progress(setting.traces, taken, topology.hosts, setting.seed, first=len(placed))
+    traced = place_traces(setting.traces, [*placed.values()], topology.hosts, setting.seed)
     progress = next(each for each in traced if each.job.name == chosen)
     check_run_size([trace_size(progress)])
     return progress.graph(numbers[progress.job.transport]).graph

@@ -5,7 +5,7 @@
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,7 +18,8 @@ from dlcp.inputs.document import Document, DocumentError, PlaceError
 from dlcp.inputs.foreign_formats import foreign_format
 from dlcp.sim.graphs.collectives import AllReduceSpec
 from dlcp.sim.jobs.run_size import GraphCounter, PartSize
-from dlcp.sim.scenario import TraceJob, choose_hosts
+from dlcp.sim.jobs.training import PlacedJob
+from dlcp.sim.scenario import CollectiveJob, TraceJob, choose_hosts
 from dlcp.sim.simulation import StepTimes
 from dlcp.sim.traces.chakra import SUFFIX_PATTERN, rank_files, read_chakra
 from dlcp.sim.traces.goal import is_binary_goal, read_goal
@@ -36,6 +37,7 @@ from dlcp.sim.traces.operations import (
 )
 from dlcp.sim.traces.profiler_trace import is_dlcp_trace, read_dlcp_trace, read_pytorch_profiles
 
+_OtherJob = PlacedJob | CollectiveJob
 OPERATION_BYTES: Final = 1_500
 """Memory of an operation: a ring of 128 ranks as GOAL took 0.30 GB for 131,000."""
 _PROFILES: Final = ("*.json", "*.json.gz")
@@ -164,54 +166,6 @@ def _chrome(file: Path, content: bytes) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- simulating
 
 
-def place_traces(traces: Sequence[TraceJob], taken: Collection[int], hosts: int, seed: int) -> list[tuple[int, ...]]:
-    """Return the hosts of each traced job, rank by rank.
-
-    Parameters
-    ----------
-    taken
-        Hosts with other jobs, which jobs without ``hosts`` of their own leave alone.
-
-    Raises
-    ------
-    PlaceError
-        A trace cannot be used, or the hosts do not fit its ranks; ``steps`` lead to its place.
-    """
-    used = set(taken).union(*(job.hosts for job in traces))
-    placed = []
-    for number, job in enumerate(traces):
-        try:
-            count = len(read_trace(job).ranks)
-        except TraceFormatError as error:
-            raise PlaceError(str(error), "traces", number, "file") from None
-        if count > 1 and job.ranks_per_node >= count:
-            raise PlaceError(
-                f"{job.file} has {count} ranks, all on one node: nothing would cross the network; make nodes smaller",
-                *("traces", number, "ranks_per_node"),
-            )
-        if not job.hosts:
-            free = [host for host in range(hosts) if host not in used]
-            if len(free) < count:
-                raise PlaceError(
-                    f"{job.file} has {count} ranks, and {len(free)} of {hosts} hosts are free; use a larger topology",
-                    *("traces", number),
-                )
-            placed.append(
-                tuple(choose_hosts(free, count, job.placement, np.random.default_rng([seed, 0x7ACE, number])))
-            )
-            used.update(placed[-1])
-            continue
-        beyond = [host for host in job.hosts if host >= hosts]
-        if len(job.hosts) != count or len(set(job.hosts)) < count or beyond:
-            wrong = f"host {beyond[0]} does not exist" if beyond else f"{len(set(job.hosts))} different ones are given"
-            raise PlaceError(
-                f"{job.file} has {count} ranks, and needs as many hosts from 0 to {hosts - 1}; {wrong}",
-                *("traces", number, "hosts"),
-            )
-        placed.append(job.hosts)
-    return placed
-
-
 @dataclass(slots=True)
 class TraceProgress(StepTimes):
     """Progress of a traced job; a trace without steps is one step.
@@ -244,14 +198,50 @@ class TraceProgress(StepTimes):
         return workload_graph(self.workload, self.hosts, transport, self.job, self.number)
 
 
-def trace_progress(
-    traces: Sequence[TraceJob], taken: Collection[int], hosts: int, seed: int, first: int
-) -> list[TraceProgress]:
-    """Return traced jobs before they begin; ``first`` is the number of the first one, otherwise see `place_traces`."""
-    return [
-        TraceProgress(job, read_trace(job), placed, first + number)
-        for number, (job, placed) in enumerate(zip(traces, place_traces(traces, taken, hosts, seed), strict=True))
-    ]
+def place_traces(traces: Sequence[TraceJob], others: Sequence[_OtherJob], hosts: int, seed: int) -> list[TraceProgress]:
+    """Return traced jobs on their hosts, numbered behind the other jobs.
+
+    Parameters
+    ----------
+    others
+        Jobs whose hosts are left alone by traced jobs without ``hosts`` of their own.
+
+    Raises
+    ------
+    PlaceError
+        A trace cannot be used, or the hosts do not fit its ranks; ``steps`` lead to its place.
+    """
+    used = set[int]().union(*(job.hosts for job in (*others, *traces)))
+    placed: list[TraceProgress] = []
+    for number, job in enumerate(traces):
+        try:
+            workload = read_trace(job)
+        except TraceFormatError as error:
+            raise PlaceError(str(error), "traces", number, "file") from None
+        count, chosen = len(workload.ranks), job.hosts
+        if count > 1 and job.ranks_per_node >= count:
+            raise PlaceError(
+                f"{job.file} has {count} ranks, all on one node: nothing would cross the network; make nodes smaller",
+                *("traces", number, "ranks_per_node"),
+            )
+        if not chosen:
+            free = [host for host in range(hosts) if host not in used]
+            if len(free) < count:
+                raise PlaceError(
+                    f"{job.file} has {count} ranks, and {len(free)} of {hosts} hosts are free; use a larger topology",
+                    *("traces", number),
+                )
+            chosen = tuple(choose_hosts(free, count, job.placement, np.random.default_rng([seed, 0x7ACE, number])))
+            used.update(chosen)
+        beyond = [host for host in chosen if host >= hosts]
+        if len(chosen) != count or len(set(chosen)) < count or beyond:
+            wrong = f"host {beyond[0]} does not exist" if beyond else f"{len(set(chosen))} different ones are given"
+            raise PlaceError(
+                f"{job.file} has {count} ranks, and needs as many hosts from 0 to {hosts - 1}; {wrong}",
+                *("traces", number, "hosts"),
+            )
+        placed.append(TraceProgress(job, workload, chosen, len(others) + number))
+    return placed
 
 
 def trace_size(progress: TraceProgress) -> PartSize:

@@ -13,7 +13,7 @@ from dlcp.sim import simulate
 from dlcp.sim.experiments.experiment import ExperimentRun, RunSetting, read
 from dlcp.sim.experiments.running import digest, run
 from dlcp.sim.experiments.trace_experiment import job_graph, write_trace
-from dlcp.sim.scenario import TraceJob
+from dlcp.sim.scenario import CollectiveJob, TraceJob
 from dlcp.sim.traces.chakra import write_chakra
 from dlcp.sim.traces.operations import (
     OperationKind,
@@ -47,13 +47,19 @@ def test_a_scenario_repeats_a_trace(goal):
     assert again.steps == result.steps
 
 
+def hosts_of(jobs, others, hosts):
+    return [job.hosts for job in place_traces(jobs, others, hosts, seed=1)]
+
+
+def others(*hosts):
+    return [CollectiveJob(name="other", hosts=hosts, size_bytes=1)]
+
+
 def test_traces_and_jobs_get_hosts_of_their_own(goal):
     jobs = [TraceJob(name=str(number), file=str(goal)) for number in range(2)]
-    assert place_traces(jobs, {1}, 5, seed=1) == [(0, 2), (3, 4)]
-    placed = place_traces([TraceJob(name="a", file=str(goal), hosts=(2, 1)), jobs[0]], set(), 4, seed=1)
-    assert placed == [(2, 1), (0, 3)]
-    spread = place_traces([TraceJob(name="a", file=str(goal), placement="spread")], set(), 8, seed=1)
-    assert spread == [(0, 4)]
+    assert hosts_of(jobs, others(1), 5) == [(0, 2), (3, 4)]
+    assert hosts_of([TraceJob(name="a", file=str(goal), hosts=(2, 1)), jobs[0]], (), 4) == [(2, 1), (0, 3)]
+    assert hosts_of([TraceJob(name="a", file=str(goal), placement="spread")], (), 8) == [(0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -67,12 +73,12 @@ def test_traces_and_jobs_get_hosts_of_their_own(goal):
 )
 def test_a_job_that_cannot_be_placed_is_refused(goal, more, message):
     with pytest.raises(ValueError, match=message):
-        place_traces([TraceJob(**{"name": "a", "file": str(goal), **more})], set(), 4, seed=1)
+        place_traces([TraceJob(**{"name": "a", "file": str(goal), **more})], (), 4, seed=1)
 
 
 def test_too_few_hosts_are_refused(goal):
     with pytest.raises(ValueError, match="has 2 ranks, and 1 of 4 hosts are free; use a larger topology"):
-        place_traces([TraceJob(name="a", file=str(goal))], {0, 1, 2}, 4, seed=1)
+        place_traces([TraceJob(name="a", file=str(goal))], others(0, 1, 2), 4, seed=1)
 
 
 def test_formats_are_recognized(tmp_path, goal):
