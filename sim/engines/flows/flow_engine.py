@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import DRAW_LIMIT
 from dlcp.sim.engines.flows import rates as r
-from dlcp.sim.engines.flows.fluid import begin_nodes, relist, run, update_rates
-from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, new_entries, trace
+from dlcp.sim.engines.flows.fluid import begin_nodes, relist, run
+from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, trace
 from dlcp.sim.engines.growing import CompiledEngine, Room, enlarged
 from dlcp.sim.engines.network_tables import (
     Discipline,
@@ -35,7 +35,7 @@ class FlowEngine(CompiledEngine):
         a = SimpleNamespace(numbers=numbers, counts=np.zeros(COUNTER_CELLS, np.int64), transports=transports)
         super().__init__(plan, a)
         a.messages, a.graphs = np.zeros(0, r.FLUID_MESSAGE_ROW), np.zeros(0, r.FLUID_GRAPH_ROW)
-        a.flows, a.entries, a.ports = np.zeros(0, r.FLOW_ROW), new_entries(0), np.zeros(0, r.FLUID_PORT_ROW)
+        a.flows, a.entries, a.ports = np.zeros(0, r.FLOW_ROW), np.zeros(0, r.ENTRY_ROW), np.zeros(0, r.FLUID_PORT_ROW)
         a.followers, a.finishing, a.touched, a.due = (np.zeros(0, np.int32) for _ in range(4))
         a.event_times, a.event_nodes, a.completions = (np.zeros(0, np.int64) for _ in range(3))
         self._n = numbers[0]
@@ -138,7 +138,7 @@ class FlowEngine(CompiledEngine):
         active = np.flatnonzero(self._a.flows["active"]).tolist()
         for flow in active:
             relist(self._state, flow, 0)
-        update_rates(self._state)
+        r.compute_rates(self._state)
         if routes is not None:
             self._set_ports(routes)
             self._entry_room = Room()
@@ -150,7 +150,7 @@ class FlowEngine(CompiledEngine):
         self._resize_scratch()
         for flow in active:
             relist(self._state, flow, 1)
-        update_rates(self._state)
+        r.compute_rates(self._state)
 
     def _set_ports(self, routes: Routes) -> None:
         """Make the ports of these routes; all links of a port have the same rate."""
@@ -178,7 +178,7 @@ class FlowEngine(CompiledEngine):
         even_acks = int(len(self._map.size) < len(self.plan.links))
         found, room = -1, _ENTRIES
         while found < 0:
-            entries, room = new_entries(room), 2 * room
+            entries, room = np.zeros(room, r.ENTRY_ROW), 2 * room
             sprayed = self._a.transports["sprayed"]
             found = trace(entries, self._a.flows[flows], sprayed, self._network, even_acks)
         own = self._entry_room.take(found)

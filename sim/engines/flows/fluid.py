@@ -386,12 +386,6 @@ def begin_nodes(w: r.FlowState, times: NDArray[np.int64], nodes: NDArray[np.int6
 
 
 @entry
-def update_rates(w: r.FlowState) -> None:
-    """Compute rates at once, after links or routes have changed."""
-    r.compute_rates(w)
-
-
-@entry
 def relist(w: r.FlowState, flow: int, add: int) -> None:
     """Remove an active flow from the levels of its path, or add it, when its path changes."""
     if add:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.flows.rates import ENTRY_ROW, UNLIMITED
+from dlcp.sim.engines.flows.rates import UNLIMITED
 from dlcp.sim.engines.kernel.arrays import mix
 from dlcp.sim.engines.network_tables import Discipline, EnginePlan
 from dlcp.sim.jit import call, entry
@@ -229,8 +229,3 @@ def network_of(plan: EnginePlan, routes: Routes, ports: PortMap) -> tuple[Any, .
         plan.switches.discipline == Discipline.DLCP,
         plan.hosts,
     )
-
-
-def new_entries(count: int) -> NDArray[Any]:
-    """Return unused entries."""
-    return np.zeros(count, ENTRY_ROW)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.graphs.graph import row_type
-from dlcp.sim.jit import call
+from dlcp.sim.jit import call, entry
 from dlcp.sim.limits import FOREVER_PS
 from dlcp.sim.rows import PORT_QUEUES
 
@@ -341,7 +341,7 @@ def update_level(w: FlowState, level: int) -> None:
     q.stale = 0
 
 
-@call
+@entry
 def compute_rates(w: FlowState) -> None:
     """Update all stale levels, then put the goals of all touched flows in force."""
     n = w.numbers[0]
