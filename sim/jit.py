@@ -22,7 +22,7 @@ _COMPILED: Final = ("engines/flows", "engines/kernel")
 _SHARED: Final = (
     *(
         f"dlcp.sim.{name}"
-        for name in ("arithmetic", "jit", "rows", "graphs.graph", "network.nodes", "transports.specs")
+        for name in ("arithmetic", "jit", "limits", "rows", "graphs.graph", "network.nodes", "transports.specs")
     ),
     *(f"dlcp.sim.engines.{name}" for name in ("network_tables", "packet_engine", "rules")),
     "dlcp.wire.header",
