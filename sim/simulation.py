@@ -205,6 +205,11 @@ class Simulation:
         ends = np.cumsum(records["packets"][lacking])[:-1]
         return dict(zip(lacking.tolist(), np.split(found, ends), strict=True)) if len(lacking) else {}
 
+    def resize(self, submitted: SubmittedGraph, nodes: Nodes, sizes: NDArray[Any]) -> None:
+        """Set the sizes of messages that have not begun, `dlcp.sim.engines.packet_engine.MESSAGE_SIZE` (nodes,)."""
+        if submitted.last_records is None:
+            self.engine.resize(submitted.number, nodes, sizes)
+
     def encode(self, submitted: SubmittedGraph, bits: int, value_bytes: int) -> None:
         """Set the precision of messages that have not begun.
 
@@ -218,8 +223,7 @@ class Simulation:
         waiting = np.flatnonzero((submitted.packets > 0) & (self.records(submitted)["begin_ps"] < 0))
         sizes = self._submitter.sizes(submitted.graph.nodes[waiting], bits, value_bytes)
         submitted.sizes[waiting] = sizes
-        if submitted.last_records is None:
-            self.engine.resize(submitted.number, waiting, sizes)
+        self.resize(submitted, waiting, sizes)
 
     @property
     def now_ps(self) -> int:

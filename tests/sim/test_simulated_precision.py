@@ -224,7 +224,7 @@ def test_what_has_begun_keeps_its_packets(engine):
     def resize(*packets):
         sizes = running.sizes[: len(packets)].copy()
         sizes["packets"] = packets
-        simulation.engine.resize(running.number, np.arange(len(packets)), sizes)
+        simulation.resize(running, np.arange(len(packets)), sizes)
 
     def resizing():
         yield simulation.env.timeout(500_000)
