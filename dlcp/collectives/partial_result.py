@@ -5,6 +5,9 @@ At any moment a packet of a bucket is, on each rank, either final (the average, 
 contributions: the rank's own, or at an owner those that have arrived. Only final packets are sent on. So while a packet
 is final nowhere, every contribution still exists: at its rank, in an owner's sum, or both. Adding the right parts over
 all ranks completes the average.
+
+If ranks have ended, the others complete what is left: a packet that is final at one of them is that. Any other becomes
+the average of the contributions that the survivors hold: their own, and those of the ended ranks that had arrived.
 """
 
 import math
@@ -79,6 +82,11 @@ class PartialResult:
         own = {rank: np.ones(packets, np.bool_)}
         return cls(values, values_per_packet, np.zeros(packets, np.bool_), own)
 
+    @classmethod
+    def of_average(cls, values: NDArray[np.floating]) -> "PartialResult":
+        """Return the state of a rank that has the whole average."""
+        return cls(values, max(1, len(values)), np.ones(min(1, len(values)), np.bool_))
+
 
 class ContributionMap(NamedTuple):
     """A :class:`PartialResult` without its values, for the other ranks. Bitmaps are packed."""
@@ -99,12 +107,14 @@ class RecoveryPlan(NamedTuple):
     """The sources of each packet of ``values_per_packet`` values: the largest that divides the packets of all ranks.
 
     ``source`` is the rank whose average is used, or ``NOWHERE``. ``gives`` has the ranks whose sums are added if there
-    is none. ``left_out`` has the ranks whose contribution an average lacks. Shapes (packets,).
+    is none, and ``contributions`` the number of ranks whose gradients these hold. ``left_out`` has the ranks whose
+    contribution an average lacks. Shapes (packets,).
     """
 
     values_per_packet: int
     source: NDArray[np.int32]
     gives: dict[int, NDArray[np.bool_]]
+    contributions: NDArray[np.int32]
     left_out: dict[int, NDArray[np.bool_]]
 
 
@@ -124,7 +134,7 @@ def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> Re
     maps
         The state of all ranks that hold a part of the bucket.
     contributors
-        The ranks that the average includes.
+        The ranks that the average must include. Those of ended ranks are in it where a sum holds them.
 
     Raises
     ------
@@ -149,16 +159,21 @@ def plan(maps: Mapping[int, ContributionMap], contributors: Sequence[int]) -> Re
     source = np.full(packets, NOWHERE, np.int32)
     for rank in sorted(maps, reverse=True):
         source[final[rank]] = rank
-    gives = _cover(included, source == NOWHERE, contributors)
-    return RecoveryPlan(unit, source, gives, _left_out(included, final, contributors, packets))
+    gives, contributions = _cover(included, source == NOWHERE, contributors)
+    return RecoveryPlan(unit, source, gives, contributions, _left_out(included, final, contributors, packets))
 
 
 def _cover(
     included: Mapping[int, Mapping[int, NDArray[np.bool_]]], wanted: NDArray[np.bool_], contributors: Sequence[int]
-) -> dict[int, NDArray[np.bool_]]:
-    """Choose sums that hold each contribution exactly once: the largest first, then others that do not overlap."""
+) -> tuple[dict[int, NDArray[np.bool_]], NDArray[np.int32]]:
+    """Choose sums that hold each contribution exactly once: the largest first, then others that do not overlap.
+
+    Returns
+    -------
+    By rank, the packets whose sum it gives; and how many contributions each packet has then.
+    """
     packets = len(wanted)
-    covered = {rank: np.zeros(packets, np.bool_) for rank in contributors}
+    covered = {rank: np.zeros(packets, np.bool_) for rank in _named(included, contributors)}
     sizes = {rank: sum((bits.astype(np.int32) for bits in parts.values()), start=np.zeros(packets, np.int32))
              for rank, parts in included.items()}  # fmt: skip
     gives = {rank: np.zeros(packets, np.bool_) for rank in included}
@@ -170,12 +185,16 @@ def _cover(
             for peer, bits in included[rank].items():
                 covered[peer] |= bits & chosen
             gives[rank] |= chosen
-    for rank, bits in covered.items():
-        if not bits[wanted].all():
-            raise UnrecoverableError(
-                f"the contribution of rank {rank} to {int((wanted & ~bits).sum())} packets is lost"
-            )
-    return gives
+    for rank in contributors:
+        lost = wanted & ~covered[rank]
+        if lost.any():
+            raise UnrecoverableError(f"the contribution of rank {rank} to {int(lost.sum())} packets is lost")
+    return gives, sum((bits.astype(np.int32) for bits in covered.values()), start=np.zeros(packets, np.int32))
+
+
+def _named(included: Mapping[int, Mapping[int, NDArray[np.bool_]]], contributors: Sequence[int]) -> set[int]:
+    """Return the contributors, and the ended ranks whose contributions they may hold."""
+    return {*contributors, *(peer for parts in included.values() for peer in parts)}
 
 
 def _left_out(
@@ -186,7 +205,7 @@ def _left_out(
 ) -> dict[int, NDArray[np.bool_]]:
     """Return the contributions that averages lack, as reported by the ranks that computed them."""
     known = np.zeros(packets, np.bool_)
-    folded = {rank: np.zeros(packets, np.bool_) for rank in contributors}
+    folded = {rank: np.zeros(packets, np.bool_) for rank in _named(included, contributors)}
     for rank, parts in included.items():
         for peer, bits in parts.items():
             folded[peer] |= bits & final[rank]
@@ -230,14 +249,15 @@ def recover(
     values = np.zeros(count, kind) if mine is None else mine.values
     nothing: NDArray[np.bool_] = np.zeros(len(decided.source), np.bool_)
 
-    def by_value(packets: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def by_value(packets: NDArray[Any]) -> NDArray[Any]:
         return np.repeat(packets, decided.values_per_packet)[:count]
 
     result = np.zeros(count, kind)
     summed, copied = by_value(decided.source == NOWHERE), by_value(decided.source != NOWHERE)
     if summed.any():
         given = by_value(decided.gives.get(rank, nothing))
-        result[summed] = channel.add(np.where(given, values, 0).astype(kind)[summed]) / kind.type(len(contributors))
+        total = channel.add(np.where(given, values, 0).astype(kind)[summed])
+        result[summed] = total / by_value(decided.contributions)[summed].astype(kind)
     if copied.any():
         # Added as integers: one rank gives the average, the others 0, so the sum has exactly its bits.
         given = by_value(decided.source == rank)

@@ -7,7 +7,7 @@ import shutil
 
 from dlcp.commands.common import add, refuse, whole
 from dlcp.host.processes import JobLayout, Processes
-from dlcp.inputs.configuration import short
+from dlcp.inputs.configuration import STORE_VARIABLE, short
 from dlcp.inputs.error_text import ipv4_only, is_ipv6
 
 
@@ -16,24 +16,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dlcp launch -n PROCESSES [options] command [its arguments]"
     parser.epilog = (
         "Each process finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
-        "environment. When one fails, the others are ended and its exit status is returned. On several machines, run "
-        "it on each with the same --nodes and --master, and its own --node."
+        "environment. When one fails, the others are ended and its exit status is returned; with --elastic they go on "
+        "without it. On several machines, run it on each with the same --nodes and --master, and its own --node."
     )
     parser.add_argument("-n", "--processes", type=whole(1, 100_000), required=True, help="processes on this machine")
     parser.add_argument("--nodes", type=whole(1, 1_000_000), default=1, help="machines (default: 1)")
     parser.add_argument("--node", type=whole(0), default=0, help="index of this machine (default: 0)")
+    parser.add_argument(
+        "--elastic",
+        type=whole(1, 65535),
+        metavar="RANKS",
+        help="go on if processes end, as long as so many ranks are left (DLCP_ELASTIC)",
+    )
     add(parser, "--master", "HOST:PORT", str, "address of rank 0 (default for one machine: a free port)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the processes; return the exit status of the first that failed, or 0."""
+    environment = dict(os.environ)
     try:
         layout = _layout(arguments)
         command = _command(arguments)
-    except ValueError as error:
+        if arguments.elastic:
+            environment |= {"DLCP_ELASTIC": str(arguments.elastic), STORE_VARIABLE: "1"}
+            if layout.node == 0:
+                _serve_store(layout)
+    except (ValueError, OSError) as error:
         return refuse("launch", error)
-    with Processes(layout, command, os.environ) as processes:
+    with Processes(layout, command, environment, elastic=bool(arguments.elastic)) as processes:
         return processes.run()
+
+
+def _serve_store(layout: JobLayout) -> None:
+    """Serve the store in this process, so that it outlives each rank."""
+    from dlcp.session.options import Options  # loads gRPC, as the next ones: only for elastic jobs
+    from dlcp.session.secret import job_secret
+    from dlcp.session.store import serve
+
+    options = Options.from_environment()
+    serve((layout.host, layout.port), job_secret(options), options.tls)
 
 
 def _layout(arguments: argparse.Namespace) -> JobLayout:

@@ -354,7 +354,7 @@ class JobLayout:
     here, nodes, node
         Number of processes per machine, number of machines, and index of this machine.
     host, port
-        Address of the store, which rank 0 serves.
+        Address of the store, which rank 0 serves, or the launcher of an elastic job.
     """
 
     here: int
@@ -393,9 +393,14 @@ class Processes(Closing):
         The command of each process.
     environment
         Their environment, to which the variables of the layout are added.
+    elastic
+        Whether the others go on if one fails.
     """
 
-    def __init__(self, layout: JobLayout, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, layout: JobLayout, command: Sequence[str], environment: Mapping[str, str], *, elastic: bool = False
+    ) -> None:
+        self._elastic = elastic
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._children: list[subprocess.Popen[bytes]] = []
         self._over: list[threading.Event] = []
@@ -431,18 +436,27 @@ class Processes(Closing):
         self._signals.close()
 
     def run(self) -> int:
-        """Wait until all have ended, one has failed, or a signal arrives; return the exit status of the job."""
+        """Wait until all have ended, one has failed that the others need, or a signal arrives.
+
+        Returns
+        -------
+        The exit status of the job: 0 if all have ended so, or one of an elastic job; else that of the first failure.
+        """
+        failed, done = 0, False
         for _ in self._children:
             local_rank, status = self._ended.get()
             if local_rank < 0:
                 self.stop(signal.Signals(status))
                 return 128 + status
             if status:
-                rank = self._first_rank + local_rank
-                print(f"dlcp launch: rank {rank} {_words(status)}; ending the others", file=sys.stderr, flush=True)
-                self.stop(signal.SIGTERM)
-                return status if status > 0 else 128 - status
-        return 0
+                rank, failed = self._first_rank + local_rank, failed or (status if status > 0 else 128 - status)
+                then = "the others may go on" if self._elastic else "ending the others"
+                print(f"dlcp launch: rank {rank} {_words(status)}; {then}", file=sys.stderr, flush=True)
+                if not self._elastic:
+                    self.stop(signal.SIGTERM)
+                    break
+            done |= not status
+        return 0 if self._elastic and done else failed
 
     def stop(self, first: signal.Signals) -> None:
         """End the running processes and their descendants: with ``first``, and after a deadline with SIGKILL."""

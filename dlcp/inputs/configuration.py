@@ -30,6 +30,8 @@ FILE_VARIABLE: Final = "DLCP_CONFIG"
 SECRET_VARIABLE: Final = "DLCP_SECRET"
 _INTERNAL: Final = ("DLCP_IN_", "DLCP_TRAIN_")
 """Prefixes of internal variables, which DLCP's processes set for each other."""
+STORE_VARIABLE: Final = "DLCP_IN_LAUNCHERS_STORE"
+"""Set if the launcher serves the ranks' store, and not rank 0."""
 DEFAULT_FILE: Final = "dlcp.toml"
 LOSS_BOUND: Final = 0.1
 """The default loss bound: it does not harm convergence (DLCP, arXiv 2008.08445)."""

@@ -67,6 +67,8 @@ class PendingBucket:
         What has become of it.
     run
         Its run; None before the averager has it, and without DLCP.
+    is_recovered
+        Whether its values are the average because the ranks have recovered.
     """
 
     step: int
@@ -77,6 +79,7 @@ class PendingBucket:
     bucket: Bucket | None = None
     progress: BucketProgress = BucketProgress.COMING
     run: BucketRun | None = None
+    is_recovered: bool = False
     _answering: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -140,6 +143,10 @@ class BucketTable:
         """Forget what belonged to the last session; the step in progress begins anew."""
         self.buckets.clear()
         self._has_begun, self.meter = False, None
+
+    def begin_epoch(self) -> None:
+        """Let the step in progress begin anew, with other ranks; hold ``changed``."""
+        self._has_begun = False
 
     def begin_step(self, step: int) -> bool:
         """Begin a step with its first bucket; return False if it has begun."""

@@ -2,6 +2,7 @@
 """A group of ranks that averages gradients of any framework: parameters by name, values as NumPy arrays."""
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType
@@ -52,6 +54,8 @@ _registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
 """Parameter names of each group with a :class:`GraphAverager`, because a group registers only one model's."""
 
 CALL: Final = "dlcp.session.join"
+REGROUP_POLL_S: Final = 0.02
+"""Interval in which survivors look who else has come to go on; a look takes a few queries of the store."""
 FAREWELL_S: Final = 3.0
 """If rank 0 gives up, it keeps its store open up to this long, so that the other ranks can read the reason. They look
 every 0.25 s (:data:`dlcp.session.training_session.WATCH_S`)."""
@@ -73,32 +77,80 @@ class StoreWatch(PeerWatch):
         The ranks' store. It records when a rank has ended.
     membership
         The ranks.
-    deadline_s
-        Time limit of each exchange over the store, in seconds.
+    options
+        The session's options.
+    master
+        The host that serves the store.
     """
 
-    def __init__(self, store: Store, membership: Membership, deadline_s: float) -> None:
-        self._store, self._membership, self._deadline_s = store, membership, deadline_s
+    def __init__(self, store: Store, membership: Membership, options: Options, master: str) -> None:
+        self._store, self._options, self._master = store, options, master
+        self._attend(membership)
+
+    def _attend(self, membership: Membership) -> None:
+        self._membership = membership
         self._others = [ended_key(other) for other in membership.ranks if other != membership.rank]
+        self._left = f"{LEFT}/{membership.epoch}"
         self._channels: dict[str, StoreChannel] = {}
 
     def channel(self, topic: str = "recovery") -> StoreChannel:
         """Return this rank's channel named ``topic``."""
         if topic not in self._channels:
-            members = self._membership.rank, self._membership.ranks
-            self._channels[topic] = StoreChannel(self._store, topic, *members, self._deadline_s)
+            members = self._membership
+            name, deadline_s = f"{topic}/{members.epoch}", self._options.deadline_s
+            over = [self._left] if self._options.elastic else []  # else ranks that have left recover over it
+            self._channels[topic] = StoreChannel(self._store, name, members.rank, members.ranks, deadline_s, over)
         return self._channels[topic]
+
+    def regroup(self, reason: str) -> Agreement | None:
+        """Let the store decide who goes on: the ranks that have come here once all others have ended, or are silent.
+
+        There is one store, so two groups of survivors never both go on. Who cannot reach it ends.
+        """
+        least, members = self._options.elastic, self._membership
+        if not least:
+            return None
+        self.publish_left(reason)
+        epoch = members.epoch + 1
+        store = self._store.under(f"epoch-{epoch}")
+        store.set(f"here/{members.rank}", b"")
+        came, end_s = self._come(store), time.monotonic() + self._options.silence_s
+        while len(came) + len(self._ended()) < len(members.ranks) and time.monotonic() < end_s:
+            time.sleep(REGROUP_POLL_S)
+            came = self._come(store)
+        decided: list[int] = json.loads(store.compare_set("ranks", "", json.dumps(came)))
+        if members.rank not in decided:
+            raise RankEndedError(f"ranks {decided} have gone on without rank {members.rank}, which did not answer them")
+        if len(decided) < least:
+            raise RankEndedError(f"{reason}; {len(decided)} ranks are left, fewer than elastic={least}")
+        survivors = replace(members, ranks=tuple(decided), epoch=epoch, peers={}, hosts={})
+        self._attend(survivors)
+        return Agreement(
+            store, survivors.rank, 0, self._options.meet_s, host=self._master, membership=survivors, gone=self._gone
+        )
+
+    def _come(self, store: Store) -> list[int]:
+        """Return the ranks that have come to form the next epoch and have not ended since."""
+        ended = self._ended()
+        return [rank for rank in self._membership.ranks if rank not in ended and store.check([f"here/{rank}"])]
+
+    def _ended(self) -> list[int]:
+        return [rank for rank in self._membership.ranks if self._store.check([ended_key(rank)])]
+
+    def _gone(self) -> str | None:
+        ended = self._ended()
+        return f"rank {ended[0]} has ended" if ended else None
 
     def check_peers(self, where: str) -> BaseException | None:
         """Look in the store for a rank that has left DLCP or ended."""
         try:
-            found = self._store.first([LEFT, *self._others], 0)
+            found = self._store.first([self._left, *self._others], 0)
         except StoreError as error:
             return RankEndedError(f"{error}; {where}")
         if found is None:
             return None
         key, text = found[0], found[1].decode()
-        if key == LEFT:
+        if key == self._left:
             return PeerAbortedError(f"another rank has left DLCP: {text}")
         if text == CLOSED:
             self._others.remove(key)
@@ -107,13 +159,13 @@ class StoreWatch(PeerWatch):
 
     def publish_left(self, reason: str) -> None:
         """Write into the store that a rank has left DLCP."""
-        self._store.compare_set(LEFT, "", reason)
+        self._store.compare_set(self._left, "", reason)
 
     def publish_failed(self, reason: str) -> None:
         """Write into the store that this rank has ended, so that the others stop waiting for it."""
         with contextlib.suppress(StoreError):
             self._store.set(ended_key(self._membership.rank), reason)
-            self._store.compare_set(LEFT, "", reason)
+            self._store.compare_set(self._left, "", reason)
 
 
 def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
@@ -145,14 +197,15 @@ class Group:
 
     Attributes
     ----------
-    rank, size
-        This rank, and the number of ranks.
+    rank
+        This rank.
     options, ledger
         The options in force, and the record of packets sent, delivered and lost.
     """
 
-    def __init__(self, options: Options, rank: int, size: int, store: Store | None) -> None:
-        self.options, self.rank, self.size = options, rank, size
+    def __init__(self, options: Options, rank: int, size: int, store: Store | None, *, serves: bool = False) -> None:
+        self.options, self.rank, self._serves_store = options, rank, serves
+        self._at_first = tuple(range(size))
         self.ledger = Ledger(options.job)
         self._table = BucketTable()
         self._store = store
@@ -182,8 +235,8 @@ class Group:
         """
         assert self._store
         options, feedback = self.options, Residual()
-        agreement = Agreement(self._store.under("joining"), self.rank, self.size, options.meet_s, host=master)
-        self._watch = StoreWatch(self._store, agreement.membership, options.deadline_s)
+        agreement = Agreement(self._store.under("joining"), self.rank, len(self._at_first), options.meet_s, host=master)
+        self._watch = StoreWatch(self._store, agreement.membership, options, master)
         averager = StepAverager(
             options,
             agreement.membership,
@@ -198,6 +251,16 @@ class Group:
             self.close(str(problem))
             raise
         self.options = self._session.options
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of all ranks that are there, in ascending order. Without ``elastic``, they do not change."""
+        return self._session.membership.ranks if self._session else self._at_first
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that are there."""
+        return len(self.ranks)
 
     @property
     def step(self) -> int:
@@ -241,9 +304,8 @@ class Group:
         if twice or not listed:
             raise ValueError(f"parameter {twice[0]} is registered twice" if twice else "no parameters to register")
         self._check_idle("registering parameters")
-        if self._watch:
-            for rank, theirs in sorted(self._watch.channel(RANKS).gather(listed).items()):
-                _compare_names(listed, theirs, self.rank, rank)
+        for rank, theirs in sorted(self._gather(listed).items()):
+            _compare_names(listed, theirs, self.rank, rank)
         self._buckets = Buckets(layers_in_order(listed))
 
     def average(self, gradients: Mapping[str, NDArray[Any]]) -> None:
@@ -455,12 +517,14 @@ class Group:
         Raises
         ------
         ValueError
-            The array is not contiguous or not writable.
+            The array is not contiguous or not writable, or the root is not there.
         RuntimeError
             A step is under way.
         TransportError
             A rank was not reached, or not in time; the message names it.
         """
+        if root not in self.ranks:
+            raise ValueError(f"rank {root}, whose values are to be copied, is not among the ranks {self.ranks}")
         if not values.flags.c_contiguous or not values.flags.writeable:
             raise ValueError("an array to broadcast must be contiguous and writable")
         with self._lock:
@@ -470,7 +534,7 @@ class Group:
             if self._session is None or not len(data):
                 return
             if self.active and self.endpoint and not self.options.server:  # its workers have no path to each other
-                broadcast(self.endpoint, self.size, self.step, data, root, self.options.deadline_s)
+                broadcast(self.endpoint, self.ranks, self.step, data, root, self.options.deadline_s)
                 self._table.end_step()
             elif self._watch:
                 self._watch.channel(RANKS).broadcast(data, root)
@@ -484,13 +548,23 @@ class Group:
             A rank has ended, or did not call it within ``options.deadline_s``; the message names it.
         """
         self._check_open()
-        if self._watch:
-            self._watch.channel(RANKS).gather(None)
+        self._gather(None)
+
+    def _gather(self, item: Any) -> dict[int, Any]:
+        """Return the items of all ranks that are there, by rank."""
+        while self._session and self._watch:
+            epoch = self._session.membership.epoch
+            try:
+                return self._watch.channel(RANKS).gather(item)
+            except RankEndedError as error:  # it has given nothing, so all others fail here, too
+                if not self._session.wait_for_next_epoch(epoch, error):
+                    raise
+        return {}
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.
 
-        Rank 0, whose process serves the store, waits until the others have left too, for up to ``options.deadline_s``;
+        The rank that serves the store waits until the others have left too, for up to ``options.deadline_s``;
         with a ``reason``, for up to :data:`FAREWELL_S`, so that they can read it.
         """
         if self._exit.is_fork:  # a forked child lacks the threads, and must not act for the rank
@@ -508,7 +582,7 @@ class Group:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)
             self._session.close(reason)
-            if self.rank == 0:
+            if self._serves_store:
                 self._let_others_leave(self._store, reason)
             self._store.close()
         self._writer.shutdown(wait=True)
@@ -519,7 +593,7 @@ class Group:
         end_s = time.monotonic() + patience_s
         with contextlib.suppress(StoreError):
             store.set(ended_key(0), reason or CLOSED)
-            for rank in range(1, self.size):
+            for rank in self.ranks[1:]:
                 store.first([ended_key(rank)], max(0.0, end_s - time.monotonic()))
 
     def _at_exit(self) -> None:
@@ -587,15 +661,17 @@ def _compare_names(mine: list[str], theirs: list[str], rank: int, other: int) ->
             )
 
 
-def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8], root: int, deadline_s: float) -> None:
+def broadcast(
+    endpoint: Endpoint, ranks: Sequence[int], step: int, data: NDArray[np.uint8], root: int, deadline_s: float
+) -> None:
     """Copy the root's ``data`` into that of all ranks, along a binomial tree.
 
     Returns when this rank has the data, and when its children in the tree have it.
 
     Parameters
     ----------
-    endpoint, size
-        This rank's endpoint, and the number of ranks.
+    endpoint, ranks
+        This rank's endpoint, and all ranks.
     step
         Number of a step in which nothing else is sent.
     data
@@ -612,7 +688,8 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
     TransportError
         A rank did not answer, or not in time; the message names it.
     """
-    parent, children = binomial_tree(endpoint.connection.rank, root, size)
+    size = len(ranks)
+    parent, children = binomial_tree(ranks.index(endpoint.connection.rank), ranks.index(root), size)
     label = f"broadcast of rank {root}"
     parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
     if parts:
@@ -621,16 +698,18 @@ def broadcast(endpoint: Endpoint, size: int, step: int, data: NDArray[np.uint8],
     if parent is not None:
         for index, part in enumerate(parts):
             key = MessageKey(step, broadcast_number(index, parent.hop, size))
-            arriving.append(endpoint.receive(ReceiveRequest(parent.rank, key, len(part), RELIABLE, label, into=part)))
+            arriving.append(
+                endpoint.receive(ReceiveRequest(ranks[parent.rank], key, len(part), RELIABLE, label, into=part))
+            )
     sending = []
     for index, part in enumerate(parts):
         if parent is not None:
-            _await(arriving[index], step, f"rank {parent.rank}", label, deadline_s)
+            _await(arriving[index], step, f"rank {ranks[parent.rank]}", label, deadline_s)
         tags = plain_tags(-(-len(part) // endpoint.connection.options.payload_bytes))
         for child in children:
             key = MessageKey(step, broadcast_number(index, child.hop, size))
-            request = SendRequest(child.rank, key, memoryview(part.data), tags, RELIABLE, label)
-            sending.append((child.rank, endpoint.send(request)))
+            request = SendRequest(ranks[child.rank], key, memoryview(part.data), tags, RELIABLE, label)
+            sending.append((ranks[child.rank], endpoint.send(request)))
     for receiver, sent in sending:
         _await(sent, step, f"rank {receiver}", label, deadline_s)
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.inputs.configuration import STORE_VARIABLE
 from dlcp.session.group import Group
 from dlcp.session.joining import next_number
 from dlcp.session.options import Options
@@ -63,13 +64,14 @@ def join(
     host, _, port = (master or _master()).rpartition(":")
     address = host, int(port)
     secret = job_secret(options)
-    if rank == 0:
+    serves = rank == 0 and STORE_VARIABLE not in os.environ
+    if serves:
         serve(address, secret, options.tls)
     store = Store(address, options.meet_s, secret, options.tls)
     try:
         store = store.under(f"dlcp/{next_number(store.under('dlcp'), rank)}")
         store.leave(ended_key(rank), "its process ended, or its connection broke")
-        group = Group(options, rank, size, store)
+        group = Group(options, rank, size, store, serves=serves)
         group.join(host)
     except BaseException:
         store.close()
@@ -169,7 +171,7 @@ def mean_over_ranks(values: NDArray[Any], group: Group) -> NDArray[np.float64]:
         A rank was not reached, or not in time; the message names it.
     """
     total = np.zeros(values.shape)
-    for rank in range(group.size):
+    for rank in group.ranks:
         theirs = np.array(values, np.float64, order="C")
         group.broadcast(theirs, rank)
         total += theirs

@@ -59,13 +59,17 @@ class Agreement:
     store
         The store through which the ranks agree. Values are never deleted.
     rank, size
-        This rank, and the number of ranks.
+        This rank, and the number of ranks, which are numbered from 0.
     deadline_s
         Time limit of the whole agreement, in seconds from now on.
     secret
         The job's secret, for a store that strangers can write to: only values with proof of it count.
     host
         The host that serves the store; by default ``MASTER_ADDR``. A rank's route to it gives the rank's own address.
+    membership
+        Instead of ``rank`` and ``size``: the ranks that go on with a session that has begun.
+    gone
+        Returns why a rank will not take part any more, or None; the others then do not wait for it.
 
     Attributes
     ----------
@@ -86,12 +90,15 @@ class Agreement:
         deadline_s: float,
         secret: bytes | None = None,
         host: str | None = None,
+        membership: Membership | None = None,
+        gone: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self._gone = gone
         self._sealed = None if secret is None else SealedStore(store, secret)
         self._secret = secret
         self.store = self._sealed or store
         self.token = 0
-        self.membership = Membership(rank, ranks=tuple(range(size)))
+        self.membership = membership or Membership(rank, ranks=tuple(range(size)))
         self.host = host
         self.deadline_s = deadline_s
         self._end_s = time.monotonic() + deadline_s
@@ -219,6 +226,8 @@ class Agreement:
         With a secret, it is also None before the ranks have met. Without the session key, a verdict could be a replay
         from another session of the same secret.
         """
+        if reason := self._gone():
+            self.decide(reason)
         if (self._sealed and not self.token) or not self.store.check([self.VERDICT]):
             return None
         return bytes(self.store.get(self.VERDICT)).decode()
@@ -428,7 +437,7 @@ def _connect(
         for peer, entry in entries.items()
         if peer != rank
     }
-    token = agreement.token or entries[0]["token"]
+    token = agreement.token or entries[agreement.ranks[0]]["token"]
     # Ranks share a network port if they share a host name and an address. Network namespaces of one machine have
     # different addresses.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
@@ -559,12 +568,14 @@ def _collect_from_all(
 
 
 def _compare_terms(entries: dict[int, Any]) -> None:
-    first = entries[0]["terms"]
+    lowest = min(entries)
+    first = entries[lowest]["terms"]
     for rank, entry in sorted(entries.items()):
         for name, value in entry["terms"].items():
             if value != first[name]:
                 raise NotJoinedError(
-                    f"rank 0 has {name}={first[name]!r} and rank {rank} {name}={value!r}; give all ranks the same"
+                    f"rank {lowest} has {name}={first[name]!r} and rank {rank} {name}={value!r}; give all ranks the "
+                    "same"
                 )
 
 

@@ -86,6 +86,11 @@ class Options:
     fallback
         If DLCP cannot be used, at the start or later, continue with the framework's own all-reduce, or in a group with
         its store. If off, that is an error.
+    elastic
+        The fewest ranks with which training goes on without those that have ended: 2 lets it end if just one is left.
+        With 0, the default, a rank that ends also ends the others. Averages are then those of the ranks that are left.
+        It needs ``fallback``, and goes neither with a parameter server nor with ``samples``, ``compression`` or another
+        ``combine`` than ``average``.
     route
         Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
         reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.policies.arms`).
@@ -142,6 +147,7 @@ class Options:
     deadline_s: Seconds = 120.0
     meet_s: Seconds = 30.0
     fallback: Annotated[bool, AGREED] = True
+    elastic: Annotated[int, Range(0, (1 << 16) - 1), AGREED, Trait.WITHOUT_TORCH] = 0
     route: Annotated[str, OneOf(ROUTES), AGREED] = AUTO_ROUTE
     tag_policy: TagPolicy = field(default_factory=TagPolicy)
     samples: Annotated[int, SET_ALIKE, WHOLE_STEP] = 0
@@ -179,6 +185,13 @@ class Options:
             votes = self.compression == "signsgd"
             what = "compression 'signsgd', which counts votes" if votes else f"combine {self.combine!r}"
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
+        if self.elastic:
+            fixed = self.given(WHOLE_STEP) + ["collective"] * bool(self.server) + ["fallback"] * (not self.fallback)
+            if fixed:
+                raise ValueError(
+                    f"elastic lets training go on without ranks that have ended, which {', '.join(fixed)} does not "
+                    "allow: omit one of the two"
+                )
         if self.route == FRAMEWORK_ROUTE:
             without_effect = self.given(WHOLE_STEP) + ["collective"] * bool(self.server)
             without_effect += [f"precision {self.precision}"] * self.is_coarse
@@ -259,7 +272,8 @@ class Options:
         """Return the options of a worker's endpoint in a session of that many ``workers``."""
         declared = configuration.options_of(Options)
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
-        shared["flow_weight"] = flow_weight(self.algorithm, range(workers), topology)
+        ranks = sorted(topology.hosts) if topology else range(workers)
+        shared["flow_weight"] = flow_weight(self.algorithm, ranks, topology)
         shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
         if self.advertise:  # behind an address translation, peers see ports other than this rank's
             shared["paths"] = 1

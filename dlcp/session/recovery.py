@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import ClassVar, Final
@@ -21,6 +22,7 @@ from typing import ClassVar, Final
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.inputs.error_text import describe
 from dlcp.session.averager import BucketId, BucketProgress, BucketTable, PendingBucket, StepAverager
+from dlcp.session.joining import Agreement
 from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 
@@ -59,6 +61,25 @@ class PeerWatch(ABC):
     def publish_left(self, reason: str) -> None:
         """Announce to the others' :meth:`check_peers` that this rank has left DLCP."""
 
+    def regroup(self, reason: str) -> Agreement | None:
+        """Agree with the ranks that are left who goes on, and from then on watch and reach only these.
+
+        Parameters
+        ----------
+        reason
+            Why this rank has left DLCP.
+
+        Returns
+        -------
+        How the ranks of the next epoch join each other; None if no rank has ended, or none may go on without one.
+
+        Raises
+        ------
+        RankEndedError
+            Too few ranks are left, or the others have gone on without this one.
+        """
+        return None
+
     def publish_failed(self, reason: str) -> None:  # noqa: B027  # not all watches need it
         """Announce that this rank has failed for good."""
 
@@ -77,10 +98,14 @@ class Recovery:
         Size of a packet's payload.
     watch
         How the ranks reach each other.
+    ranks
+        The ranks that are there.
     """
 
-    def __init__(self, averager: StepAverager, table: BucketTable, payload_bytes: int, watch: PeerWatch) -> None:
-        self._averager, self._table, self._watch = averager, table, watch
+    def __init__(
+        self, averager: StepAverager, table: BucketTable, payload_bytes: int, watch: PeerWatch, ranks: Sequence[int]
+    ) -> None:
+        self._averager, self._table, self._watch, self._ranks = averager, table, watch, ranks
         self._payload_bytes, self._deadline_s = payload_bytes, averager.options.deadline_s
         self._channel = self._watch.channel()
 
@@ -104,7 +129,6 @@ class Recovery:
             A rank, possibly this one, did not reach a bucket in time; all ranks raise it.
         """
         table = self._table
-        self._watch.publish_left(describe(error))
         with table.changed:
             unfinished = table.unfinished()
             begun = [
@@ -112,8 +136,8 @@ class Recovery:
             ]
             routed = [each.id for each in unfinished if each.progress is BucketProgress.BY_FRAMEWORK]
             table.changed.wait_for(lambda: all(each.is_decided for each in begun), self._deadline_s)
-            runs = {which: pending.run for which, pending in table.buckets.items() if pending.run is not None}
-        held = {which: partial for which, run in runs.items() if (partial := run.partial_result()) is not None}
+            buckets = list(table.buckets.values())
+        held = {each.id: partial for each in buckets if (partial := _held(each)) is not None}
         hopeless, secondhand = isinstance(error, MessageMismatchError), isinstance(error, PeerAbortedError)
         views = self._channel.gather(([each.id for each in begun], routed, hopeless, secondhand, describe(error)))
         for _, _, hopeless, _, reason in views.values():
@@ -131,12 +155,13 @@ class Recovery:
         pending = self._wait_for_all(which)
         if pending and pending.run is None:
             mine = self._untouched(pending)
-        members = averager.membership
-        recovered = recover(self._channel, members.rank, members.ranks, mine, finished=pending is None)
+        rank = averager.membership.rank
+        recovered = recover(self._channel, rank, self._ranks, mine, finished=pending is None)
         if pending and pending.bucket and recovered:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
             if recovered.residual is not None and averager.options.error_feedback:
                 averager.feedback.add(recovered.residual, pending.segments)
+            pending.is_recovered = True
             self._table.finish(pending)
 
     def _untouched(self, pending: PendingBucket) -> PartialResult:
@@ -168,6 +193,14 @@ class Recovery:
                 f"{WAIT_SHARE * self._deadline_s:g} s after others left DLCP over it; its log says where it hangs"
             )
         return pending
+
+
+def _held(pending: PendingBucket) -> PartialResult | None:
+    """Return what this rank holds of a bucket, if anything of use."""
+    if pending.is_recovered:  # its run knows no more what the values are
+        assert pending.bucket
+        return PartialResult.of_average(pending.bucket.value_type.widen(pending.bucket.values))
+    return pending.run.partial_result() if pending.run is not None else None
 
 
 _NO_FILE: Final = (AttributeError, OSError, ValueError, RuntimeError, io.UnsupportedOperation)

@@ -572,10 +572,14 @@ class StoreChannel:
         This rank, and all ranks.
     deadline_s
         Time limit of one call, in seconds.
+    over
+        Keys that have a value once another rank takes part no more.
     """
 
-    def __init__(self, store: Store, topic: str, rank: int, ranks: Sequence[int], deadline_s: float) -> None:
-        self.rank, self.ranks, self.deadline_s = rank, sorted(ranks), deadline_s
+    def __init__(
+        self, store: Store, topic: str, rank: int, ranks: Sequence[int], deadline_s: float, over: Sequence[str] = ()
+    ) -> None:
+        self.rank, self.ranks, self.deadline_s, self._over = rank, sorted(ranks), deadline_s, over
         self._store = store
         self._topic = topic
         self._round = 0
@@ -661,9 +665,11 @@ class StoreChannel:
 
     def _take(self, name: str, rank: int, end_s: float) -> bytes:
         key = f"{self._topic}/{self._round}/{name}"
-        found = self._store.first([key, ended_key(rank)], max(0.0, end_s - time.monotonic()))
+        found = self._store.first([key, ended_key(rank), *self._over], max(0.0, end_s - time.monotonic()))
         if found is None:
             raise DeadlineError(f"rank {self.rank} has waited {self.deadline_s:g} s for rank {rank} ({self._topic})")
+        if found[0] in self._over:
+            raise RankEndedError(f"another rank has left: {found[1].decode()} ({self._topic})")
         if found[0] != key:
             raise RankEndedError(f"rank {rank} has ended: {found[1].decode()} ({self._topic})")
         return found[1]

@@ -16,6 +16,9 @@ The phases of a session, and what leads from one to the next::
                                                            |  no fallback                         |
                                                            +---------------> FAILED <-------------+
 
+With ``elastic``, ``RECOVERING`` leads back to ``READY``: the ranks that are left complete the open buckets, and join
+each other again as the next epoch of the session.
+
 :meth:`TrainingSession.close` leads from each phase to ``CLOSED``. A session keeps no more of a phase than its
 :class:`Situation`. What is built for one membership (endpoint, reducers, chooser) ends with ``RECOVERING``; the step,
 its buckets, the residual and the options do not.
@@ -269,14 +272,17 @@ class TrainingSession:
         self.chooser = self._make_chooser(joined)
         self._enter(phase=SessionPhase.READY)
         if watch is not None:
-            self._watcher = threading.Thread(target=self._watch_peers, args=(watch,), name="dlcp-watch", daemon=True)
+            self._watcher = threading.Thread(
+                target=self._watch_peers, args=(watch, self._over), name="dlcp-watch", daemon=True
+            )
             self._watcher.start()
 
     def _make_chooser(self, joined: Joined) -> StepChooser:
         framework, endpoint = self.fallback.route, joined.endpoint
         arms = arms_of(self.options, framework is not None, remote=joined.remote)
         exchange = ReportExchange(endpoint, joined.membership.ranks, self.options) if len(arms) > 1 else None
-        self.averager.number_buckets(beside_reports=exchange is not None)
+        if not joined.membership.epoch:  # some buckets of the step in progress may have their numbers
+            self.averager.number_buckets(beside_reports=exchange is not None)
         return StepChooser(arms, framework, exchange, self.table, endpoint, remote=joined.remote)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
@@ -504,10 +510,10 @@ class TrainingSession:
 
     # Leaving DLCP -----------------------------------------------------------------------------------------------------
 
-    def _watch_peers(self, watch: PeerWatch) -> None:
+    def _watch_peers(self, watch: PeerWatch, over: threading.Event) -> None:
         """Leave DLCP when another rank has left it or ended, even if this rank waits for nothing at the moment."""
         with HangWatchdog(self.options.silence_s) as watchdog:  # explains why this rank hangs, once the others name it
-            while not self._over.wait(WATCH_S):
+            while not over.wait(WATCH_S):
                 watchdog.postpone()
                 try:
                     error = watch.check_peers(self._where()) or self._overdue()
@@ -560,20 +566,95 @@ class TrainingSession:
             self.timeline.note("left", self.table.latest_step, 0, describe(error))
         try:
             self._leave_peers(describe(error))  # nothing is written into any bucket after this
-            if not self._recoverable or isinstance(error, RankEndedError | PeerLeftError):
+            watch = self.fallback.watch
+            if self._recoverable and watch and self._go_on_without_ended(watch, error):
+                return
+            if not self._recoverable or watch is None or isinstance(error, RankEndedError | PeerLeftError):
                 self.fail(describe(error))
                 return
-            assert self.endpoint
-            assert self.fallback.watch
-            payload_bytes = self.endpoint.connection.options.payload_bytes
-            recovery = Recovery(self.averager, self.table, payload_bytes, self.fallback.watch)
-            self._hand_over(recovery.complete_buckets(error))
+            watch.publish_left(describe(error))
+            self._hand_over(self._complete_buckets(watch, error))
         except PeerHangsError as hanging:  # the cause of the error, whatever the error says
             self.fail(str(hanging))
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
             why, problem_text = describe(error), describe(problem)
             self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
+
+    def _complete_buckets(self, watch: PeerWatch, error: BaseException) -> str:
+        assert self.endpoint
+        payload_bytes = self.endpoint.connection.options.payload_bytes
+        recovery = Recovery(self.averager, self.table, payload_bytes, watch, self.membership.ranks)
+        return recovery.complete_buckets(error)
+
+    def _go_on_without_ended(self, watch: PeerWatch, error: BaseException) -> bool:
+        """Complete the open buckets with the ranks that are left, and go on; return False if none has ended."""
+        began_s, before, cause = time.monotonic(), self.membership.ranks, describe(error)
+        joined: Joined | None = None
+        while joined is None:
+            there = self.membership
+            agreement = watch.regroup(cause)
+            if agreement is None:
+                return False
+            members = self.averager.membership = agreement.membership
+            try:
+                cause = self._complete_buckets(watch, error)
+                if len(members.ranks) == 1:
+                    self._hand_over(f"{cause}; no other rank is left")
+                    return True
+                on_message = self.table.meter.on_message if self.table.meter else None
+                joined = join(self.options, agreement, call="it again", on_message=on_message)
+            except RankEndedError as problem:
+                cause = describe(problem)
+            except NotJoinedError as problem:
+                cause = describe(problem)
+                if there.epoch and members.ranks == there.ranks:  # they have tried that already
+                    self._hand_over(cause)
+                    return True
+        self._resume(joined)
+        if self.rank == members.ranks[0]:
+            log.warning(
+                "DLCP: %s. Training goes on after %.2f s in step %d with %d of %d ranks: %s.",
+                *(cause, time.monotonic() - began_s, self.table.step, len(members.ranks), len(before)),
+                ", ".join(map(str, members.ranks)),
+            )
+        return True
+
+    def wait_for_next_epoch(self, epoch: int, error: BaseException) -> bool:
+        """Let the ranks go on without one that has ended; return whether they did.
+
+        Parameters
+        ----------
+        epoch
+            The epoch in which the error occurred.
+        error
+            What says that a rank has ended.
+        """
+        if not self.options.elastic:
+            return False
+        if self.membership.epoch == epoch:
+            self.leave(error)
+        with self.table.changed:
+            return (
+                self.table.changed.wait_for(
+                    lambda: self.phase is not SessionPhase.RECOVERING, DEADLINE_FACTOR * self.options.deadline_s
+                )
+                and self.membership.epoch > epoch
+            )
+
+    def _resume(self, joined: Joined) -> None:
+        """Average with the ranks that have joined again, beginning with the buckets that have come meanwhile."""
+        table = self.table
+        self.averager.close()
+        self.averager.join(joined)
+        with table.changed:
+            table.begin_epoch()
+            waiting = [each for each in table.unfinished() if each.progress is BucketProgress.WAITING]
+            self._over = threading.Event()
+            self._begin(joined)
+        for pending in waiting:
+            self.route_of(pending.step)
+            self.start(pending)
 
     def _leave_peers(self, reason: str | None) -> None:
         if self._joined:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.autograd import profiler
 
-from dlcp.inputs.configuration import Trait
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.choosing import FrameworkRoute
 from dlcp.session.joining import Agreement, join, next_number
@@ -85,10 +84,10 @@ def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _secret_of(options: Options) -> bytes | None:
-    if names := options.given(Trait.WITHOUT_TORCH):
-        raise ValueError(
-            f"PyTorch's store, where these ranks meet, has no TLS: omit {', '.join(names)}, and set secret_file"
-        )
+    if options.elastic:
+        raise ValueError("PyTorch's process groups keep their ranks: omit elastic, which dlcp.session.join has")
+    if options.tls:
+        raise ValueError("PyTorch's store, where these ranks meet, has no TLS: omit tls, and set secret_file")
     return configured_secret(options)
 
 

@@ -121,8 +121,8 @@ def test_a_gigabyte_reaches_a_thousand_ranks_and_what_does_not_fit_is_refused_in
 
     monkeypatch.setattr(whole, "PART_BYTES", 1)
     parts, ranks = 64, 1024
-    whole.broadcast(Endpoint(), ranks, 3, np.zeros(parts, np.uint8), 0, 1.0)
+    whole.broadcast(Endpoint(), range(ranks), 3, np.zeros(parts, np.uint8), 0, 1.0)
     assert len({key.message for key in keys}) == len(keys) == parts * 10
     assert max(key.message for key in keys) < numbers.MESSAGES_PER_STEP
     with pytest.raises(ValueError, match="1024 ranks"):
-        whole.broadcast(Endpoint(), ranks, 4, np.zeros(7000, np.uint8), 0, 1.0)
+        whole.broadcast(Endpoint(), range(ranks), 4, np.zeros(7000, np.uint8), 0, 1.0)

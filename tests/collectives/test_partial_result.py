@@ -78,6 +78,32 @@ def test_what_an_average_lacks_is_owed_by_those_who_still_have_it(ranks, values,
         np.testing.assert_array_equal(owed, np.where(lacking, broken.given[rank], 0))
 
 
+@settings(max_examples=60)
+@given(st.integers(2, 5), st.integers(1, 90), st.integers(0, 10**6), st.data())
+def test_without_an_ended_rank_the_others_agree_on_the_average_of_what_they_hold(ranks, values, seed, data):
+    broken = Broken(ranks, values, seed)
+    ended = data.draw(st.integers(0, ranks - 1))
+    left = [rank for rank in range(ranks) if rank != ended]
+    results = together(
+        len(left), lambda channel, place: recover(channel, place, range(len(left)), renamed(broken, left, place))
+    )
+    known = broken.arrived[left].any(axis=0)
+    has_ended_one = (broken.owner != ended) & broken.folded[ended]
+    total = sum(broken.given[rank] for rank in left) + np.where(broken.by_value(has_ended_one), broken.given[ended], 0)
+    of_survivors = total / (len(left) + broken.by_value(has_ended_one)).astype(np.float32)
+    for recovered in results:
+        np.testing.assert_array_equal(recovered.values, np.where(broken.by_value(known), broken.exact, of_survivors))
+        np.testing.assert_array_equal(recovered.values.view(np.uint32), results[0].values.view(np.uint32))
+
+
+def renamed(broken, left, place):
+    """What a survivor holds, with ranks numbered so that the survivors are the first ones."""
+    partial = broken.held_by(left[place])
+    places = [*left, *(rank for rank in range(broken.ranks) if rank not in left)]
+    partial.included = {places.index(rank): bits for rank, bits in partial.included.items()}
+    return partial
+
+
 def test_a_rank_that_has_finished_takes_part_with_nothing():
     given = [np.full(12, 1.0, np.float32), np.full(12, 4.0, np.float32), np.full(12, 7.0, np.float32)]
     average = np.full(12, 4.0, np.float32)
