@@ -168,7 +168,7 @@ def test_what_would_take_all_memory_or_the_whole_stack_is_refused(tmp_path, text
     began_s = time.process_time()
     with pytest.raises(DocumentError, match=says):
         read(tmp_path, text, name)
-    assert time.process_time() - began_s < 2
+    assert time.process_time() - began_s < 2, "processor time: a busy machine does not lengthen it"
 
 
 def test_nesting_and_aliases_within_the_bounds_are_read(tmp_path):

@@ -175,4 +175,4 @@ def test_random_bytes_are_refused_fast():
         receiver.on_datagram(data, 0, ("10.0.0.0", 53696), 0.0)
     assert receiver.refused.total() == 10_000
     assert not receiver.counters()
-    assert time.process_time() - began_s < 5
+    assert time.process_time() - began_s < 5, "processor time: a busy machine does not lengthen it"

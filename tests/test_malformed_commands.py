@@ -206,7 +206,7 @@ def test_what_cannot_work_is_refused_in_a_few_words(line, files):
     assert said.strip(), "it says why"
     assert "Traceback" not in out.getvalue() + said
     assert len(said) < 8000
-    assert time.monotonic() - began_s < 60
+    assert time.monotonic() - began_s < 60, "nothing is waited for; the rest is for a busy machine"
 
 
 def test_the_lines_without_their_mistakes_are_taken(files, capsys):

@@ -93,5 +93,5 @@ def test_bursts_fill_the_ports_of_hosts():
         time.sleep(0.1)  # the passing of time is tested: the bursts are over
         assert received() - after < 200
         with BackgroundBursts(path, path.router, 0.0, seed=1):
-            time.sleep(0.1)
+            time.sleep(0.1)  # nothing comes: that is what is tested
         assert received() - after < 200

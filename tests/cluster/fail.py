@@ -33,7 +33,7 @@ while os.path.exists(sys.argv[1]):
     for packet in sys.argv[2:]:
         for port in range({UDP_PORT_BASE}, {UDP_PORT_BASE + UDP_PORT_COUNT}):
             sock.sendto(bytes.fromhex(packet), ("{HOST}", port))
-    time.sleep(0.05)
+    time.sleep(0.05)  # a pace
 """
 
 
@@ -70,7 +70,7 @@ def held_by_ranks():
 
 
 def hang_here():
-    time.sleep(600)
+    time.sleep(600)  # until torchrun kills it
 
 
 def main(how, rank, step, folder, script, *arguments):

@@ -47,7 +47,7 @@ def test_a_wait_that_is_cancelled_just_when_the_answer_comes_is_cancelled(answer
             return await came
 
         waiting = asyncio.ensure_future(within(answer(), 5))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # it waits by then, however it has come to
         came.set_result(7)
         for _ in range(answered_first):  # the answer is there, and the waiter has not been told yet
             await asyncio.sleep(0)

@@ -204,6 +204,7 @@ def test_the_moment_at_which_it_breaks_makes_no_difference(broken, moment):
         assert result.active[-1] is False
 
 
+NARROW_DEADLINE_S = 40.0
 NARROW = {
     "direct": ({}, Weather(swallow_over=600)),
     "ring": ({"collective": "ring"}, Weather(swallow_over=1300)),
@@ -221,7 +222,7 @@ def narrower_in_the_middle(worker):
             if step == 1:
                 change(worker, weather)
 
-        chosen = options_of(worker, **{"loss_bound": 0.0, "precision": 32, "deadline_s": 20.0} | fields)
+        chosen = options_of(worker, **{"loss_bound": 0.0, "precision": 32, "deadline_s": NARROW_DEADLINE_S} | fields)
         results[name] = train(worker, chosen, STEPS, before_step=narrow_at_one, said=said)
     change(worker, Weather())
     return results
@@ -243,7 +244,7 @@ def test_a_path_that_becomes_too_narrow_is_crossed_in_pieces(narrower, name):
         assert result.same_on_all
         assert name == "bounded" or result.error_max < EXACT
         assert result.missing < 1e-4
-        assert result.seconds[1] < 10, "some timeouts, and not the deadline"
+        assert result.seconds[1] < NARROW_DEADLINE_S / 2, "some timeouts, and not the deadline"
         said = [message for message in result.said if "no longer arrive" in message]
         assert said
         assert all(f"packets of {result.payload_bytes} bytes" in message for message in said)
@@ -399,4 +400,4 @@ def test_a_rank_lost_for_good_is_an_error_that_names_it(how, gloo, way):
         assert "parts." in message, "the layers"
         assert "TransportError" in message, "DDP shows what the hook's future failed with"
         assert "the framework's own all-reduce cannot take over" in message
-        assert seconds < 25
+        assert seconds < 25, "Gloo's own timeout, of 30 s, is not waited for"

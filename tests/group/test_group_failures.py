@@ -35,7 +35,7 @@ with dlcp.session.join(dlcp.session.Options(silence_s=float(sys.argv[3]), deadli
         group.average({"front": np.ones(50_000, np.float32), "back": np.ones(9, np.float32)})
         if step == 3:
             print("three", flush=True)
-        time.sleep(0.002)
+        time.sleep(0.002)  # a pace
 """
 
 
@@ -267,7 +267,7 @@ def test_rank_0_keeps_the_store_until_the_others_have_left():
 import time, dlcp.session
 from dlcp.session.store import StoreChannel
 def take_late(channel, name, rank, end_s, take=StoreChannel._take):
-    time.sleep(0.4 * channel.rank)
+    time.sleep(0.4 * channel.rank)  # who comes so late is what is tested
     return take(channel, name, rank, end_s)
 group = dlcp.session.join()
 StoreChannel._take = take_late
@@ -288,7 +288,7 @@ group.register(["w"])
 group.average({"w": np.ones(50_000, np.float32)})
 group.barrier()
 if group.rank == 1:
-    time.sleep(2)
+    time.sleep(2)  # passing time is what is tested
     print(group.active, group.reason)
 """
     port = free_port()
@@ -308,7 +308,7 @@ group.register(["w"])
 group.average({"w": np.ones(5, np.float32)})
 if group.rank == 0:
     raise ZeroDivisionError("out of luck")
-time.sleep(0.8)
+time.sleep(0.8)  # rank 0 gives up meanwhile; asking would be hearing of it
 group.average({"w": np.ones(5, np.float32)})
 """
     port = free_port()

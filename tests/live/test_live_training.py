@@ -36,7 +36,7 @@ if __name__ == "__main__":
     over = torch.zeros(1)
     while not over:
         if dist.get_rank() == 1:
-            time.sleep(0.1)  # the straggler, for the test to find
+            time.sleep(0.1)  # the slow rank, for the test to find
         model(torch.ones(4, 500)).square().mean().backward()
         over[0] = pathlib.Path(sys.argv[1]).exists()
         dist.all_reduce(over, dist.ReduceOp.MIN)

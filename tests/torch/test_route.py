@@ -222,7 +222,7 @@ def while_gloo_fails(complete, session):
             error = RuntimeError("Connection closed by peer")
             for pending in session.table.unfinished():
                 threading.Thread(target=session.settle, args=(pending, error)).start()
-            time.sleep(0.5)
+            time.sleep(0.5)  # holds the moment open that is tested
 
     return called
 

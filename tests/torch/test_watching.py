@@ -165,7 +165,7 @@ def ending(worker, reason):
     exchange = watching.StepWatch._exchange
 
     def slowly(watch, closing):
-        time.sleep(0.5)
+        time.sleep(0.5)  # so that the end comes during one
         return exchange(watch, closing)
 
     watching.StepWatch._exchange = slowly
@@ -173,7 +173,7 @@ def ending(worker, reason):
     before = os.listdir("/proc/self/task")
     watch = dlcp.torch.watch(model)
     assert len(os.listdir("/proc/self/task")) > len(before)
-    time.sleep(0.2)
+    time.sleep(0.2)  # an exchange has begun, and lasts
     watch.close(reason)
     until(lambda: not set(os.listdir("/proc/self/task")) - set(before))
 

@@ -147,7 +147,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(64, 8))
 for step in range(1000):
     model(torch.ones(4, 64)).sum().backward()
-    time.sleep(0.1)
+    time.sleep(0.1)  # a pace: the signal comes while it trains
     if step == 25 and dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGTERM)
 """

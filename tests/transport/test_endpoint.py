@@ -211,7 +211,8 @@ def test_what_is_called_from_the_endpoint_s_own_thread_runs_at_once(pair):
         began_s = time.monotonic()
         pair[0].call(lambda: call_again(began_s))
 
-    for _ in range(5):
+    # On a busy machine most may be late; if only the engine's own waking up ran them, all would be.
+    while min(took_s, default=1) >= 0.02 and len(took_s) < 50:
         done.clear()
         pair[0].call(lambda: pair[0].connection.call_later(0.01, from_a_callback))
         assert done.wait(LIMIT_S)

@@ -11,6 +11,7 @@ import pytest
 
 from dlcp.transport.path_mtu import (
     PAYLOAD_LEAST,
+    TRIES,
     PathProbe,
     candidate_payloads,
     first_hop_mtu,
@@ -45,7 +46,7 @@ class Path:
                 try:
                     datagram = self.doors[door].recv(65536)
                 except BlockingIOError:
-                    time.sleep(0.0005)
+                    time.sleep(0.0005)  # a pace: nothing is waited for
                     continue
                 if self.passes(len(datagram)):
                     self.doors[back].sendto(datagram, self.ends[target].getsockname())
@@ -84,9 +85,9 @@ def test_the_first_hop_of_loopback_is_large():
 
 
 def test_a_clean_path_takes_the_largest_at_once():
-    began_s = time.monotonic()
-    assert found(lambda size: True) == [(8936, True, [])] * 2
-    assert time.monotonic() - began_s < 2
+    sizes = []
+    assert found(lambda size: sizes.append(size) or True) == [(8936, True, [])] * 2
+    assert sizes.count(max(sizes)) < TRIES, "nobody has tried for as long as where something is lost"
 
 
 @pytest.mark.parametrize(("largest", "payload"), [(1472, 1440), (1472 - 50, 1384), (1000, 512), (100, PAYLOAD_LEAST)])
