@@ -17,9 +17,19 @@ from dlcp.cli import main, parse
 from dlcp.commands import bench as command
 from dlcp.host.processes import JobLayout
 from tests.cluster.nodes import Nodes, finished
+from tests.train import forked
+from tests.train.preloaded import Preloaded
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(110)
-COMMAND = [sys.executable, "-m", "dlcp.cli", "bench", "allreduce"]
+COMMAND = ["-m", "dlcp.cli", "bench", "allreduce"]
+
+
+@pytest.fixture(scope="module")
+def python():
+    """Words that stand for ``python``: ranks import PyTorch."""
+    with Preloaded() as words:
+        yield words
 
 
 def test_ranks_of_this_machine_measure_every_size(capfd):
@@ -42,11 +52,11 @@ def test_ranks_of_this_machine_measure_every_size(capfd):
             assert details[f"{prefix}busbw_gb_per_s"] == pytest.approx(bandwidth * 2 * (ranks - 1) / ranks, rel=0.01)
 
 
-def test_under_a_launcher_every_rank_is_a_member_of_its_job(tmp_path):
+def test_under_a_launcher_every_rank_is_a_member_of_its_job(python, tmp_path):
     file = tmp_path / "found.json"
     words = ["--sizes", "40KB", "--iterations", "2", "--option", "shared_memory=0", "--json", str(file)]
     launch = [sys.executable, "-m", "dlcp.cli", "launch", "-n", "2", "--"]
-    done = subprocess.run([*launch, *COMMAND, *words], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*launch, *python, *COMMAND, *words], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads(file.read_text())["results"]
     assert (entry["name"], entry["details"]["through"]) == ("allreduce.n2.40000B", "sockets")
@@ -66,11 +76,11 @@ def test_rounded_values_are_not_wrong(capfd, monkeypatch):
     assert err.count("100% of DLCP's packets rounded") == 1
 
 
-def test_ranks_of_two_hosts_meet_over_their_network(tmp_path):
+def test_ranks_of_two_hosts_meet_over_their_network(python, tmp_path):
     addresses = {"node0": "10.7.0.1", "node1": "10.7.0.2"}
     interfaces = {name: {"eth0": address} for name, address in addresses.items()}
     launch = [sys.executable, "-m", "dlcp.cli", "launch", "-n", "2", "--nodes", "2", "--master", "10.7.0.1:29717"]
-    words = [*COMMAND, "--sizes", "40KB", "--iterations", "2"]
+    words = [*python, *COMMAND, "--sizes", "40KB", "--iterations", "2"]
     with Nodes(tmp_path, interfaces, lambda name: f"{addresses[name]} {name}\n") as nodes:
         agents = [nodes.popen(f"node{number}", [*launch, "--node", number, "--", *words]) for number in range(2)]
         first, second = finished(agents)
@@ -84,32 +94,21 @@ def test_ranks_of_two_hosts_meet_over_their_network(tmp_path):
 def test_a_rank_that_dies_or_stalls_ends_the_others_with_an_error(number):
     layout = JobLayout.local(2)
     limits = ["--option", "deadline_s=5", "--option", "silence_s=3"]
-    ranks = [
-        subprocess.Popen(
-            [*COMMAND, "--sizes", "8", "40MB", "--iterations", "60", *limits, "--json"],
-            env={**os.environ, **layout.environment(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    survivor, victim = ranks
-    try:
-        assert any(line.startswith("     8 B") for line in survivor.stderr), "the ranks do not meet"
+    words = [*COMMAND, "--sizes", "8", "40MB", "--iterations", "60", *limits, "--json"]
+    with (
+        forked.Launcher(words, **layout.environment(0)) as survivor,
+        forked.Launcher(words, **layout.environment(1)) as victim,
+    ):
+        until(lambda: "\n     8 B" in survivor.errors.read_text(), "the ranks do not meet")
         victim.send_signal(number)
-        _, said = survivor.communicate(timeout=60)
-    finally:
-        for each in ranks:
-            each.kill()
-            each.communicate()
-    assert survivor.returncode == 1
-    assert "dlcp bench: rank 0: " in said
-    assert "check that every rank is still running" in said
+        done = survivor.finish(60)
+    assert done.returncode == 1
+    assert "dlcp bench: rank 0: " in done.stderr
+    assert "check that every rank is still running" in done.stderr
 
 
 def test_a_job_of_one_rank_is_refused():
-    environment = {**os.environ, **JobLayout.local(1).environment(0)}
-    done = subprocess.run([*COMMAND, "--sizes", "8"], env=environment, capture_output=True, text=True, timeout=100)
+    done = forked.run([*COMMAND, "--sizes", "8"], **JobLayout.local(1).environment(0))
     assert done.returncode == 1
     assert "a job of one rank has nothing to exchange" in done.stderr
 

@@ -10,6 +10,7 @@ from dlcp.session import addresses
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, own_addresses, own_place
 from dlcp.session.options import Options
 from tests.cluster.nodes import Nodes, finished
+from tests.train.preloaded import Preloaded
 
 AVERAGE = """
 import json, sys
@@ -147,19 +148,9 @@ def test_the_network_of_the_rendezvous_is_used_where_names_lead_to_another(tmp_p
     def hosts(_):
         return "".join(f"{addresses['slow']} {name}\n" for name, addresses in interfaces.items())
 
-    with Nodes(tmp_path, interfaces, hosts) as nodes:
-        words = [
-            sys.executable,
-            "-m",
-            "dlcp.cli",
-            "train",
-            "--option",
-            "precision=32",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "1",
-        ]
+    with Preloaded() as python, Nodes(tmp_path, interfaces, hosts) as nodes:
+        words = [*python, "-m", "dlcp.cli", "train", "--option", "precision=32", "--nnodes", "2"]
+        words += ["--nproc-per-node", "1"]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.72.0.1:{PORT}", "--rdzv-id", "x"]
         running = [
             nodes.popen(name, [*words, "--rdzv-conf", f"is_host={name == 'node-a'}", "--", tmp_path / "script.py"])

@@ -13,6 +13,7 @@ import pytest
 
 from dlcp import cli, wire
 from tests.cluster.nodes import ROOT, Nodes, started
+from tests.train.preloaded import Preloaded
 
 pytestmark = pytest.mark.timeout(500)
 EXAMPLES = ROOT / "dlcp" / "examples" / "cluster"
@@ -195,11 +196,18 @@ def nodes(tmp_path):
         yield made
 
 
-def programs(folder, **scripts):
+@pytest.fixture(scope="module")
+def python():
+    """Words that stand for ``python``, for programs that import PyTorch."""
+    with Preloaded() as words:
+        yield words
+
+
+def programs(folder, python, **scripts):
     """Write programs; return an environment that has them, and the ``dlcp`` of this checkout, on its PATH."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
-    scripts["dlcp"] = f'exec {shlex.quote(sys.executable)} -m dlcp.cli "$@"'
+    scripts["dlcp"] = f'exec {shlex.join(python)} -m dlcp.cli "$@"'
     for name, text in scripts.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_folder / name).chmod(0o755)
@@ -232,7 +240,7 @@ def assert_trained(done, checkpoint, folder):
 TRAINING = ["-m", "dlcp.examples.resumable", "--steps", "20", "--save-every", "10", "--checkpoint"]
 
 
-def test_the_batch_script_trains_on_two_nodes(nodes, tmp_path):
+def test_the_batch_script_trains_on_two_nodes(nodes, python, tmp_path):
     """With stand-ins for Slurm's own programs, which take what those take."""
     srun = f"""
 set -e
@@ -244,7 +252,7 @@ done
 for one in $running; do wait $one; done
 """
     scontrol = '[[ "$*" == "show hostnames node-[a-b]" ]] && printf "node-a\\nnode-b\\n"'
-    environment = programs(tmp_path, srun=srun, scontrol=scontrol)
+    environment = programs(tmp_path, python, srun=srun, scontrol=scontrol)
     environment |= {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "1234567", "SLURM_JOB_NUM_NODES": "2"}
     environment |= {"SLURM_SUBMIT_DIR": str(tmp_path), "RANKS_PER_NODE": "1"}
     checkpoint = tmp_path / "digits.pt"
@@ -260,9 +268,9 @@ exec {folder}/on-$host sh -c "$*"
 """
 
 
-def test_the_ssh_script_trains_on_two_hosts(nodes, tmp_path):
+def test_the_ssh_script_trains_on_two_hosts(nodes, python, tmp_path):
     """With a stand-in for ssh that runs commands in the hosts' network namespaces."""
-    environment = programs(tmp_path, ssh=SSH.format(folder=tmp_path))
+    environment = programs(tmp_path, python, ssh=SSH.format(folder=tmp_path))
     checkpoint = tmp_path / "it's here" / "digits.pt"
     checkpoint.parent.mkdir()
     done = run(["sh", EXAMPLES / "ssh.sh", "node-a node-b", "1", *TRAINING, checkpoint], environment, tmp_path)
@@ -273,7 +281,7 @@ def test_the_ssh_script_trains_on_two_hosts(nodes, tmp_path):
 def test_the_ssh_script_ends_everything_when_a_host_fails(tmp_path):
     """The second host has no dlcp; the first one would wait for it."""
     ssh = '[[ "$*" == *"exec dlcp"* ]] || exit 0\n[[ "$*" == *node-b* ]] && exit 127\nexec sleep 600'
-    environment = programs(tmp_path, ssh=ssh)
+    environment = programs(tmp_path, [sys.executable], ssh=ssh)
     done = run(["sh", EXAMPLES / "ssh.sh", "node-a node-b", "1", "script.py"], environment, tmp_path)
     assert done.returncode == 1, done.stderr
     for arguments in ([], ["node-a"], ["node-a", "1"]):

@@ -88,6 +88,10 @@ class Launcher:
         self.kill()
         self._folder.cleanup()
 
+    def send_signal(self, number):
+        """Send a signal to the launcher alone."""
+        os.kill(self._process.pid, number)
+
     def kill(self):
         """Kill the launcher and its ranks at once, as when a node loses power."""
         for pid in (self._process.pid, *descendants(self._process.pid)):
