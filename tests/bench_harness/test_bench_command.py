@@ -32,7 +32,8 @@ def python():
         yield words
 
 
-def test_ranks_of_this_machine_measure_every_size(capfd):
+def test_ranks_of_this_machine_measure_every_size(python, capfd, monkeypatch):
+    monkeypatch.setattr(command, "python_command", lambda module, *words: [*python, "-m", module, *words])
     words = ["--sizes", "8", "60KB", "--ranks", "2", "3", "--iterations", "3", "--warm-up", "1", "--seed", "5"]
     assert main(["bench", "allreduce", *words]) == 0
     document = json.loads(capfd.readouterr().out)

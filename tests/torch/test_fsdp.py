@@ -65,6 +65,13 @@ class _Unsynchronised:
         self.net.set_requires_gradient_sync(True)
 
 
+CLEAN = ["fp32", "bf16", "fp16", "float64", "accumulate", "offload"]
+
+
+def all_clean(worker):
+    return [clean(worker, case) for case in CLEAN]
+
+
 def clean(worker, case):
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -82,10 +89,15 @@ def clean(worker, case):
     return theirs, ours, state.step, state.ledger.summary()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", ["fp32", "bf16", "fp16", "float64", "accumulate", "offload"])
-def test_on_a_clean_network_training_is_the_same_to_the_bit(case, way):
-    for theirs, ours, steps, summary in values(launch(2, clean, case, environment=WAYS[way])):
+@pytest.fixture(scope="module", params=WAYS)
+def clean_runs(request):
+    """What each of two ranks found in all cases."""
+    return values(launch(2, all_clean, environment=WAYS[request.param]))
+
+
+@pytest.mark.parametrize("case", CLEAN)
+def test_on_a_clean_network_training_is_the_same_to_the_bit(case, clean_runs):
+    for theirs, ours, steps, summary in (found[CLEAN.index(case)] for found in clean_runs):
         assert steps == STEPS
         assert summary["delivered"] > 0
         assert summary["lost"] == 0

@@ -4,6 +4,8 @@
 Workers are forked from a process that has imported PyTorch once, so that starting them takes no seconds.
 """
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -12,6 +14,7 @@ import pickle
 import runpy
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -136,7 +139,7 @@ def values(outcomes):
     return [outcome.value for outcome in outcomes]
 
 
-def start_python(words, environment, output, errors=None, prepare=None):
+def start_python(words, environment, output, errors=None, prepare=None, *, tears_down=True):
     """Start ``python words``, but from a process that has imported PyTorch; write what it prints to files.
 
     Parameters
@@ -147,26 +150,30 @@ def start_python(words, environment, output, errors=None, prepare=None):
         Paths for standard output and standard error; by default the same one.
     prepare
         An importable function that the process calls first.
+    tears_down
+        See :func:`run_as_interpreter`.
     """
-    process = CONTEXT.Process(target=_run_python, args=(words, environment, output, errors, prepare))
+    process = CONTEXT.Process(target=_run_python, args=(words, environment, output, errors, prepare, tears_down))
     process.start()
     return process
 
 
-def _run_python(words, environment, output, errors, prepare):
+def _run_python(words, environment, output, errors, prepare, tears_down):
     gc.freeze()
     with open(output, "a") as out, open(errors or output, "a") as err:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
     if prepare:
         prepare()
-    run_as_interpreter(words, environment)
+    run_as_interpreter(words, environment, tears_down=tears_down)
 
 
-def run_as_interpreter(words, environment):
+def run_as_interpreter(words, environment, *, tears_down=True):
     """Make of this process the one that ``python words`` would be, to its end.
 
-    The words begin with ``-c text``, ``-m module`` or a script, and the environment is a whole one.
+    The words begin with ``-c text``, ``-m module`` or a script, and the environment is a whole one. At its end it waits
+    for threads and calls atexit's functions, and then tears its modules down, if ``tears_down``: that takes 0.3 s of
+    processor time with PyTorch's, and ``test_leaving.py`` tests it.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -190,5 +197,12 @@ def run_as_interpreter(words, environment):
         sys.excepthook(*sys.exc_info())
         status = 1
     # End as an interpreter does, with atexit's functions and after all threads, which multiprocessing would skip.
+    if not tears_down:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
     ctypes.pythonapi.Py_Exit(status)
     del kept  # until then, as a main module's variables

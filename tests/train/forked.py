@@ -42,7 +42,7 @@ class Rank(subprocess.Popen):
             signal.signal(number, signal.SIG_DFL)
         weakref.finalize._registry.clear()  # else the rank would remove the launcher's temporary folders as it ends
         gc.freeze()
-        run_as_interpreter([word for word in words[1:] if word != "-u"], self.environment)
+        run_as_interpreter([word for word in words[1:] if word != "-u"], self.environment, tears_down=False)
 
 
 def fork_ranks():
@@ -79,7 +79,7 @@ class Launcher:
         self._output, self.errors = (Path(self._folder.name) / name for name in ("out", "err"))
         self.errors.touch()
         words = [*map(str, words)] if str(words[0]).startswith("-") else [*DLCP, *map(str, words)]
-        self._process = start_python(words, kept | variables, self._output, self.errors, prepare=fork_ranks)
+        self._process = start_python(words, kept | variables, self._output, self.errors, fork_ranks, tears_down=False)
 
     def __enter__(self):
         return self

@@ -98,4 +98,4 @@ def _become(asked, files, caller_pid):
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.chdir(folder)
     fork_ranks()
-    run_as_interpreter([word for word in words if word != "-u"], environment)
+    run_as_interpreter([word for word in words if word != "-u"], environment, tears_down=False)
