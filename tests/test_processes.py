@@ -171,7 +171,7 @@ def run_installed(installed, checkout, *words):
 
 @pytest.mark.timeout(200)
 def test_ranks_in_a_checkout_train_with_the_installed_dlcp(installed, checkout):
-    words = ["--nproc-per-node", "2", "--", "-m", "dlcp.examples.image_classifier", "--help"]
+    words = ["--nproc-per-node", "1", "--", "-m", "dlcp.examples.image_classifier", "--help"]
     done = run_installed(installed, checkout, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "usage: " in done.stdout

@@ -14,6 +14,7 @@ from sklearn.svm import SVC
 
 import dlcp.session
 from dlcp.examples import svm
+from tests.train.preloaded import Preloaded
 
 pytestmark = pytest.mark.timeout(120)
 OPTIONS = {"loss_bound": 0.0, "precision": "32", "combine": "sum", "fallback": False}
@@ -43,14 +44,15 @@ def test_elimination_saves_work_and_is_undone():
 
 def test_four_ranks_find_what_one_finds(monkeypatch, capsys):
     launcher = [sys.executable, "-m", "dlcp.cli", "launch", "-n", "4", "--"]
-    done = subprocess.run(
-        [*launcher, sys.executable, "-m", "dlcp.examples.svm", "--data", "digits"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        timeout=100,
-    )
+    with Preloaded() as python:
+        done = subprocess.run(
+            [*launcher, *python, "-m", "dlcp.examples.svm", "--data", "digits"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+            timeout=100,
+        )
     assert done.returncode == 0, done.stderr
     four = json.loads(done.stdout.splitlines()[-1])
     monkeypatch.setattr("sys.argv", ["svm", "--data", "digits"])
