@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlcp.host import netlab
 from dlcp.switch import SwitchProcess
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
-from tests.waiting import until
+from tests.waiting import gone, until
 
 GRPC, METRICS = "127.0.0.1:9559", "127.0.0.1:9464"
 DEADLINE_S = 60
@@ -44,7 +44,7 @@ def test_a_killed_switch_is_restored_while_hosts_go_on_and_all_counters_agree(ne
         with switch_of(network) as switch:
             until_delivered(one, two)
             subprocess.run(["kill", "-KILL", str(switch.pid)], check=True)
-            switch._process.wait(10)
+            until(lambda: gone(switch.pid))
         with switch_of(network) as switch:
             delivered = until_delivered(one, two)
             for number in range(SENT):  # one by one: a busy machine's sockets have room for few at once

@@ -36,7 +36,7 @@ class BuiltIn:
         self.address = f"127.0.0.1:{free_port()}"
         self.host = _free_host()
         self._arguments = [*(["--insecure"] if insecure else []), *more]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     @staticmethod
     def missing() -> str:
@@ -45,22 +45,22 @@ class BuiltIn:
     def start(self) -> None:
         command = [sys.executable, "-m", "dlcp.cli", "switch", "--port", f"{self.host}=loopback"]
         command += ["--p4runtime", self.address, "--device-id", str(DEVICE_ID), *self._arguments]
-        self._process = subprocess.Popen(mortal(command), stdout=subprocess.PIPE)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode()
+        self.process = subprocess.Popen(mortal(command), stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().decode()
         assert line == f"switch ready: ports {self.host}; P4Runtime on {self.address}\n"
 
     def kill(self) -> None:
         """End at once, as in a crash."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate(timeout=STOP_DEADLINE_S)
+        assert self.process is not None
+        self.process.kill()
+        self.process.communicate(timeout=STOP_DEADLINE_S)
 
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.communicate(timeout=STOP_DEADLINE_S)
-            assert self._process.returncode == 0
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.communicate(timeout=STOP_DEADLINE_S)
+            assert self.process.returncode == 0
 
 
 class Bmv2:

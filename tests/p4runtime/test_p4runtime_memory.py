@@ -48,14 +48,14 @@ def test_what_a_backup_sends_and_never_reads_answers_to_is_not_kept():
         with Control(switch.address) as control:
             control.arbitrate(1)
             control.set_pipeline(config())
-            before = peak_bytes(switch._process.pid)
+            before = peak_bytes(switch.process.pid)
             with grpc.insecure_channel(switch.address) as channel:
                 call = p4r_grpc.P4RuntimeStub(channel).StreamChannel(requests())
                 ended = threading.Event()
                 call.add_done_callback(ended.set)
                 while not (sent.wait(0.05) or ended.is_set()):
                     pass
-            assert peak_bytes(switch._process.pid) - before < 300e6
+            assert peak_bytes(switch.process.pid) - before < 300e6
             control.read()  # and the primary is served as before
     finally:
         switch.stop()

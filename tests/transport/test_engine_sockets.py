@@ -43,10 +43,10 @@ def bytes_of(size, seed=0):
 
 @pytest.fixture
 def pair():
-    """Rank 0 is an endpoint, rank 1 a bare socket."""
+    """Rank 0 is an endpoint, rank 1 a bare socket; the last one is the endpoint's own."""
     bare, sock = bind_socket("127.0.0.1", [0]), bind_socket("127.0.0.1", [0])
     with closing(bare), closing(Endpoint(Membership(0, {1: bare.getsockname()}, token=TOKEN), sock)) as endpoint:
-        yield endpoint, bare
+        yield endpoint, bare, sock
         endpoint.close("the test is over")  # with a reason, for nobody would confirm anything
 
 
@@ -69,7 +69,7 @@ def data(index, payload, *, count, message=0, token=TOKEN, step=0):
 
 
 def test_packets_leave_with_their_type_of_service(pair):
-    endpoint, bare = pair
+    endpoint, bare, _ = pair
     endpoint.send(SendRequest(1, KEY, memoryview(bytes(5000)), plain_tags(4), LossBound(0.5), "layer"))
     # Queue 4, droppable, ECN-capable: DSCP 100 1 11, ECN 10.
     assert {tos for _, tos in packets(bare, PacketType.DATA, 4)} == {0b10011110}
@@ -80,9 +80,9 @@ def test_packets_leave_with_their_type_of_service(pair):
 
 
 def test_marks_on_the_way_are_counted_and_echoed(pair):
-    endpoint, bare = pair
+    endpoint, bare, own = pair
     arrival = endpoint.receive(ReceiveRequest(1, KEY, 100 * 1440, RELIABLE, "layer"))
-    target = endpoint._socket.getsockname()
+    target = own.getsockname()
     for index in range(10):
         tos = CONGESTED if index < 4 else 2
         ancillary = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))]
@@ -146,8 +146,8 @@ def segments_go(sender, receiver):
 @pytest.mark.parametrize("seed", range(3))
 def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
     """A burst of several messages, duplicates, strangers' packets and a short one at its end."""
-    endpoint, bare = pair
-    if not segments_go(bare, endpoint._socket):
+    endpoint, bare, own = pair
+    if not segments_go(bare, own):
         pytest.skip("this kernel does not know UDP_SEGMENT")
     rng = np.random.default_rng(seed)
     payloads = [bytes_of(30 * 1440 + 17, seed), bytes_of(40 * 1440, seed + 10), bytes_of(8 * 1440 + 1, seed + 20)]
@@ -170,7 +170,7 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
         while datagrams and len(burst) < 40 and (not burst or len(burst[-1]) == 1472):
             burst.append(datagrams.pop(0))
         segment = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("H", 1472))] if len(burst[0]) == 1472 else []
-        bare.sendmsg([b"".join(burst)], segment, 0, endpoint._socket.getsockname())
+        bare.sendmsg([b"".join(burst)], segment, 0, own.getsockname())
         time.sleep(0.002)  # a pace: the socket's buffer is small
     until(lambda: endpoint.connection.counters()["data"] == 80)
     arrivals.append(endpoint.receive(ReceiveRequest(1, MessageKey(0, 2), len(payloads[2]), RELIABLE, "layer")))
@@ -185,8 +185,8 @@ def test_bursts_that_the_kernel_joined_are_taken_apart(pair, seed):
 
 
 def test_an_empty_datagram_is_only_malformed(pair):
-    endpoint, bare = pair
-    bare.sendto(b"", endpoint._socket.getsockname())
+    endpoint, bare, own = pair
+    bare.sendto(b"", own.getsockname())
     until(lambda: endpoint.connection.refused["malformed"] == 1)
 
 
