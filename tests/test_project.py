@@ -193,4 +193,4 @@ def test_the_files_that_the_architecture_page_names_exist():
 def test_continuous_integration_runs_what_the_readme_says():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert re.search(r"\n(?:DLCP_APT=1 )?make test\n", script.read_text())
+    assert re.search(r"\nmake test 2>&1 \| tee out/test.log \|\| status=\$\?\n", script.read_text())

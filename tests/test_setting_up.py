@@ -108,6 +108,19 @@ def test_whoever_sets_up_or_runs_uses_this_script_alone():
     assert os.access(PACKAGES, os.X_OK)
 
 
+@pytest.mark.parametrize("status", [0, 2])
+def test_continuous_integration_says_at_its_end_what_was_skipped(tmp_path, status):
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    make = tmp_path / "make"
+    make.write_text(f"#!/bin/sh\necho 'SKIPPED [2] tests/test_x.py:3: no tool'\necho 9 passed\nexit {status}\n")
+    make.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DLCP_NO_APT": "1"}
+    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == status
+    skipped = "SKIPPED [2] tests/test_x.py:3: no tool\n"
+    assert done.stdout == f"{skipped}9 passed\nSkipped, and why:\n{skipped}"
+
+
 def test_nothing_is_set_up_without_a_compiler(tmp_path):
     programs, folder = tmp_path / "bin", tmp_path / "venv"
     programs.mkdir()
