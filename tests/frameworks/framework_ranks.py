@@ -69,7 +69,9 @@ def switch(folder, udp_port, *, hosts=2, rate_bps, depth_packets):
             process.wait(30)
 
 
-def run_ranks(module, *arguments, count=2, environments=None, environment=None, limit_s=LIMIT_S):
+def run_ranks(
+    module, *arguments, count=2, environments=None, environment=None, limit_s=LIMIT_S, python=(sys.executable,)
+):
     """Run a module on every rank and wait for all; whoever is not done at the limit is killed."""
     port = free_port()
     plain = {key: value for key, value in os.environ.items() if not key.startswith("DLCP_")}
@@ -87,7 +89,7 @@ def run_ranks(module, *arguments, count=2, environments=None, environment=None, 
             own = {} if environments is None else environments[rank]
             output, errors = (stack.enter_context((folder / f"{rank}.{end}").open("w+")) for end in ("out", "err"))
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, arguments)],
+                [*python, "-m", module, *map(str, arguments)],
                 cwd=ROOT,
                 env={**plain, **where, **own, **(environment or {})},
                 stdout=output,

@@ -8,6 +8,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("msgspec", reason="the switch needs it")
 
 from tests.frameworks.framework_ranks import PATIENT, SEEDS, assert_learnt_alike, run_ranks, switch
+from tests.train.preloaded import Preloaded
 
 pytestmark = pytest.mark.timeout(1500)
 RANK = "tests.frameworks.torch_digits_rank"
@@ -15,8 +16,9 @@ UDP_PORT = 53698  # others take other ports of DLCP's block
 
 
 def test_the_digits_are_learnt_as_with_ddps_own_all_reduce(tmp_path):
-    with switch(tmp_path, UDP_PORT, rate_bps=50_000_000, depth_packets=12) as environments:
+    behind_switch = switch(tmp_path, UDP_PORT, rate_bps=50_000_000, depth_packets=12)
+    with behind_switch as environments, Preloaded() as python:
         environment = {**PATIENT, "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = run_ranks(RANK, *SEEDS, environments=environments, environment=environment)
+        ranks = run_ranks(RANK, *SEEDS, environments=environments, environment=environment, python=python)
     assert_learnt_alike(ranks, "gloo")
     assert all(run["steps"] == 8 * 18 for rank in ranks for run in rank.result["dlcp"])
