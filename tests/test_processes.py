@@ -24,6 +24,9 @@ sys.stdin.read()
 """
 
 
+BEGIN_S = 120
+"""How long a demo may take to begin, on a machine with much else to do."""
+
 # A demo's switch has a fixed address: other tests that run beside may use it, too.
 OWN_LOOPBACK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"] if os.geteuid() == 0 else []
 
@@ -90,9 +93,9 @@ def test_a_demo_that_is_ended_leaves_no_process(tmp_path, short_folder, number):
     argv = [*OWN_LOOPBACK, sys.executable, "-m", "dlcp.cli", *words]
     with Marked(argv, short_folder, stdout=subprocess.DEVNULL, cwd=REPOSITORY) as marked:
         # Its switch, and ranks that have begun: what there is then has to end.
-        until(lambda: any(b"switch" in command for command in marked.commands()))
-        until(lambda: any(path.name.startswith("dlcp-demo-") for path in short_folder.iterdir()))
-        until(lambda: len(marked.pids()) > 8)
+        until(lambda: any(b"switch" in command for command in marked.commands()), deadline_s=BEGIN_S)
+        until(lambda: any(path.name.startswith("dlcp-demo-") for path in short_folder.iterdir()), deadline_s=BEGIN_S)
+        until(lambda: len(marked.pids()) > 8, lambda: f"only {marked.commands()}", BEGIN_S)
         marked.process.send_signal(number)
         assert marked.process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
         until(lambda: not marked.pids(), lambda: f"{marked.commands()} are left")

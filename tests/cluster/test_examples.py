@@ -154,7 +154,7 @@ def test_the_image_is_built_of_files_that_there_are_and_starts_dlcp():
         assert "image" not in service, "services that are built at once under one name collide"
     assert dockerfile.strip().endswith('ENTRYPOINT ["dlcp"]')
     (torch,) = re.findall(r"^ARG TORCH=torch==(.*)", dockerfile, re.MULTILINE)
-    assert f"torch={torch}\n" in (ROOT / ".ci" / "set-up").read_text()
+    assert f"\ntorch=${{TORCH:-{torch}}}\n" in (ROOT / ".ci" / "set-up").read_text()
 
 
 def test_compose_accepts_the_file_with_a_secret_alone():

@@ -23,7 +23,9 @@ from tests.torch.workers import WAYS, launch, values
 from tests.transport.free_ports import free_udp_ports
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(230)
+LIMIT_S = 200
+"""For several trainings in a row on a busy machine."""
 RANKS = 3
 EXACT = 2e-6
 """Rounding of an average of three numbers of size 1."""
@@ -83,7 +85,9 @@ def through_all_weather(worker):
 def weathered():
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports, seed=5) as network:
-        results = values(launch(RANKS, through_all_weather, ports=ports, environment=network.environment()))
+        results = values(
+            launch(RANKS, through_all_weather, ports=ports, environment=network.environment(), limit_s=LIMIT_S)
+        )
         assert min(network.seen[what] for what in ("lost", "duplicated", "reordered", "forged")) > 50, network.seen
     return results
 
@@ -172,7 +176,9 @@ def broken_in_the_middle(worker):
 def broken():
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports, seed=6) as network:
-        return values(launch(RANKS, broken_in_the_middle, ports=ports, environment=network.environment()))
+        return values(
+            launch(RANKS, broken_in_the_middle, ports=ports, environment=network.environment(), limit_s=LIMIT_S)
+        )
 
 
 def assert_fell_back(results, what, steps_with_dlcp):
@@ -232,7 +238,9 @@ def narrower_in_the_middle(worker):
 def narrower():
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports, seed=8) as network:
-        return values(launch(RANKS, narrower_in_the_middle, ports=ports, environment=network.environment()))
+        return values(
+            launch(RANKS, narrower_in_the_middle, ports=ports, environment=network.environment(), limit_s=LIMIT_S)
+        )
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -281,7 +289,9 @@ def unfit_from_the_start(worker):
 def unfit():
     ports = free_udp_ports(RANKS)
     with BadNetwork(ports, seed=7) as network:
-        return values(launch(RANKS, unfit_from_the_start, ports=ports, environment=network.environment()))
+        return values(
+            launch(RANKS, unfit_from_the_start, ports=ports, environment=network.environment(), limit_s=LIMIT_S)
+        )
 
 
 def test_an_mtu_black_hole_is_found_before_training(unfit):
