@@ -6,6 +6,7 @@ import io
 import os
 import re
 import runpy
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -43,8 +44,17 @@ def image_classifier(checkpoint):
     return ["--nproc-per-node", "2", "--", str(EXAMPLES / "image_classifier.py"), "--epochs", "3", "--save", checkpoint]
 
 
+def torchrun(checkpoint):
+    """Not forked: PyTorch's own threads then sometimes keep a rank from ending."""
+    words = [*forked.TORCHRUN, *image_classifier(checkpoint)]
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110, check=False)
+
+
 def test_the_image_classifier_learns_the_same_with_torchrun_and_with_dlcp_train(tmp_path):
-    told = {"torchrun": forked.run([*forked.TORCHRUN, *image_classifier(tmp_path / "torchrun.pt")])}
+    told = {"torchrun": torchrun(tmp_path / "torchrun.pt")}
+    # On a busy machine PyTorch's own threads sometimes abort a rank that ends, whether or not there is DLCP.
+    if "terminate called without an active exception" in told["torchrun"].stderr:
+        told["torchrun"] = torchrun(tmp_path / "torchrun.pt")
     told["dlcp"] = forked.run(["train", "--option", "loss_bound=0", *image_classifier(tmp_path / "dlcp.pt")])
     for done in told.values():
         assert done.returncode == 0, done.stderr
