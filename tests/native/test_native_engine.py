@@ -12,17 +12,18 @@ import pytest
 from tests.native.compiled import LIMIT_S, LOAD, ROOT, build, can_compile, compiler
 
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
-TESTS = [
-    "transport/test_engine_sending.py",
-    "transport/test_engine_feedback.py",
-    "transport/test_engine_receiving.py",
-    "transport/test_engine_reduction.py",
-    "transport/test_engine_sockets.py",
-    "transport/test_refusals.py",
-    "transport/test_shared_memory.py",
-    "transport/test_endpoint.py",
-    "collectives/test_direct_in_place.py",
-]
+TESTS = {
+    "an engine alone": [
+        "transport/test_engine_sending.py",
+        "transport/test_engine_feedback.py",
+        "transport/test_engine_receiving.py",
+        "transport/test_engine_reduction.py",
+        "transport/test_engine_sockets.py",
+        "transport/test_refusals.py",
+    ],
+    "endpoints": ["transport/test_shared_memory.py", "transport/test_endpoint.py"],
+    "collectives": ["collectives/test_direct_in_place.py"],
+}
 THREADED = ["transport/test_endpoint.py", "transport/test_shared_memory.py"]
 RUN = f"""{LOAD}
 import pytest
@@ -81,9 +82,10 @@ def run(checked, *arguments):
     )
 
 
-@pytest.mark.parametrize("name", TESTS)  # each by itself: with checks all of them take minutes on a busy machine
-def test_no_access_is_out_of_bounds(checked, name):
-    done = run(checked, "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", "not stage", str(ROOT / "tests" / name))
+@pytest.mark.parametrize("names", TESTS.values(), ids=TESTS)  # apart: all of them take minutes on a busy machine
+def test_no_access_is_out_of_bounds(checked, names):
+    files = [str(ROOT / "tests" / name) for name in names]
+    done = run(checked, "-q", "-x", "-s", "-p", "no:cacheprovider", "-k", "not stage", *files)
     assert str(checked[0]) in done.stdout
     told = done.stdout + done.stderr
     fault = max(told.find("ERROR: "), told.find("runtime error: "))
