@@ -21,7 +21,7 @@ import simpy
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import PS_PER_S, seconds_to_ps
-from dlcp.sim.engines.network_tables import EnginePlan, make_plan
+from dlcp.sim.engines.network_tables import NetworkTables, make_plan
 from dlcp.sim.engines.packet_engine import (
     Completion,
     CompletionKind,
@@ -323,7 +323,7 @@ def random_of(seed: int, *concern: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, 0x51D, *concern]))
 
 
-def make_engine(plan: EnginePlan, name: EngineName = "auto") -> PacketEngine:
+def make_engine(plan: NetworkTables, name: EngineName = "auto") -> PacketEngine:
     """Return an engine by name; see `dlcp.sim.engines.packet_engine.EngineName`."""
     if name == "flows":
         from dlcp.sim.engines.flows.flow_engine import FlowEngine  # needs Numba

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.layout import HostPlan, Layout
+from dlcp.controller.testbed.layout import HostLayout, Layout
 from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.switch import QUEUES, EventCount
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType, Queue
@@ -140,7 +140,7 @@ class Accounts:
     idle: float = 1.0
 
 
-def nic_counts(host: HostPlan) -> NicCount:
+def nic_counts(host: HostLayout) -> NicCount:
     """Return the kernel's counters of a host's interface."""
     # /proc/net shows the namespace of the process's main thread; /proc/thread-self/net that of this thread.
     text = NamedNamespace(host.namespace).call(lambda: Path("/proc/thread-self/net/dev").read_text(encoding="ascii"))
@@ -164,7 +164,7 @@ def tail_drops(counters: Mapping[str, Any]) -> dict[tuple[int, int], int]:
     }
 
 
-def settle(hosts: Iterable[HostPlan]) -> dict[str, NicCount]:
+def settle(hosts: Iterable[HostLayout]) -> dict[str, NicCount]:
     """Wait until the hosts' counters stop changing, and return them by the name of the host.
 
     Raises
@@ -189,7 +189,7 @@ def settle(hosts: Iterable[HostPlan]) -> dict[str, NicCount]:
 class RateWatch:
     """Samples in a thread the rates at which hosts receive; a context manager."""
 
-    def __init__(self, hosts: tuple[HostPlan, ...]) -> None:
+    def __init__(self, hosts: tuple[HostLayout, ...]) -> None:
         self._hosts = hosts
         self._busiest: Counter[str] = Counter()
         self._stopped = threading.Event()
@@ -230,7 +230,7 @@ class _Look(NamedTuple):
     octets: int
 
     @classmethod
-    def at(cls, host: HostPlan) -> "_Look":
+    def at(cls, host: HostLayout) -> "_Look":
         began_s = time.monotonic()
         octets = nic_counts(host).received_bytes
         return cls(began_s, time.monotonic(), octets)
@@ -284,13 +284,13 @@ def _carried(layout: Layout, queues: int) -> PortRate:
     return PortRate(queues, asked_bps, 8 * after.since(before).received_bytes / (ended_s - began_s))
 
 
-def _bound(host: HostPlan) -> socket.socket:
+def _bound(host: HostLayout) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.bind((host.address, UDP_PORT_BASE))
     return sock
 
 
-def _flood(source: socket.socket, to: HostPlan, queues: int, rate_bps: float, stopped: threading.Event) -> None:
+def _flood(source: socket.socket, to: HostLayout, queues: int, rate_bps: float, stopped: threading.Event) -> None:
     """Send at a rate until stopped, the packets in turn into the lowest ``queues`` queues."""
     packets = [_packet(queue) for queue in range(queues)]
     per_s = rate_bps / (8 * FRAME_BYTES)
@@ -408,7 +408,7 @@ def uncounted_tails(layout: Layout, accounts: Accounts) -> int | None:
     return sent - _at_hosts(hosts, accounts, "FORWARDED") - _dropped(accounts.switches.values())
 
 
-def _received(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
+def _received(hosts: list[HostLayout], accounts: Accounts) -> Comparison:
     """Compare for each host the frames received with those that the program forwarded to its port."""
     received = {host.name: accounts.nics[host.name].received for host in hosts}
     forwarded = {host.name: accounts.switches[host.switch].count("FORWARDED", ports=[host.port]) for host in hosts}
@@ -427,7 +427,7 @@ def _received(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     )
 
 
-def _sent(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
+def _sent(hosts: list[HostLayout], accounts: Accounts) -> Comparison:
     """Compare the frames that hosts sent with those forwarded to hosts or dropped on the way."""
     sent = sum(accounts.nics[host.name].sent for host in hosts)
     forwarded = _at_hosts(hosts, accounts, "FORWARDED")
@@ -444,7 +444,7 @@ def _sent(hosts: list[HostPlan], accounts: Accounts) -> Comparison:
     return Comparison(what, f"{sent:,}", f"{counted}, {full:,} at a full queue", sent == forwarded + dropped + full)
 
 
-def _gradients(hosts: list[HostPlan], accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
+def _gradients(hosts: list[HostLayout], accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
     """Compare the data packets of the ledgers with those of the switches.
 
     Each packet is counted once: as forwarded to a host, or as dropped by policy or at a full queue anywhere on its way.
@@ -508,7 +508,7 @@ def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Compari
     )
 
 
-def _rate(layout: Layout, hosts: list[HostPlan], accounts: Accounts) -> Comparison:
+def _rate(layout: Layout, hosts: list[HostLayout], accounts: Accounts) -> Comparison:
     """Check that no port has carried more than its rate."""
     asked = {host.name: layout.port_of(host).rate_bps for host in hosts}
     name = max(asked, key=lambda name: accounts.busiest_bps[name] / asked[name])
@@ -530,7 +530,7 @@ def _tails(accounts: Accounts, queues: Collection[int] | None = None) -> int | N
     return None if None in found else sum(tail for tail in found if tail is not None)
 
 
-def _at_hosts(hosts: Iterable[HostPlan], accounts: Accounts, event: str) -> int:
+def _at_hosts(hosts: Iterable[HostLayout], accounts: Accounts, event: str) -> int:
     return sum(accounts.switches[host.switch].count(event, ports=[host.port]) for host in hosts)
 
 

@@ -38,13 +38,13 @@ from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.layout import (
     KEEPER_READY,
     LOOPBACK,
-    HostPlan,
+    HostLayout,
     Layout,
-    PortPlan,
+    PortLayout,
     ProcessId,
     StartedSwitch,
     StateFile,
-    SwitchPlan,
+    SwitchLayout,
     TestbedState,
 )
 from dlcp.controller.testbed.requirements import mininet_network
@@ -212,7 +212,7 @@ class SwitchProgram(ABC):
         The testbed's files, for its log.
     """
 
-    def __init__(self, plan: SwitchPlan, files: StateFile) -> None:
+    def __init__(self, plan: SwitchLayout, files: StateFile) -> None:
         self.plan = plan
         self.log = files.path(f".{plan.name}.log")
         self._files = files
@@ -357,7 +357,7 @@ class Network:
         TestbedError
             A part could not be created.
         """
-        plans: list[SwitchPlan | HostPlan] = [*self._layout.switches, *self._layout.hosts]
+        plans: list[SwitchLayout | HostLayout] = [*self._layout.switches, *self._layout.hosts]
         nodes = {plan.name: self._add_node(plan) for plan in plans}
         for host in self._layout.hosts:
             port = self._layout.port_of(host)
@@ -396,7 +396,7 @@ class Network:
         program.start()
         self._files.update_switch(name, StartedSwitch(ProcessId.of(program.pid), self._restarts[name]))
 
-    def _add_node(self, plan: SwitchPlan | HostPlan) -> Any:
+    def _add_node(self, plan: SwitchLayout | HostLayout) -> Any:
         # No address here: Mininet would set it with ifconfig, which cannot choose the route.
         node = self._mininet.addHost(plan.name, ip=None)
         namespace = NamedNamespace(plan.namespace)
@@ -407,7 +407,7 @@ class Network:
     def _add_link(self, first: Any, interface: str, second: Any, other_interface: str) -> None:
         self._mininet.addLink(first, second, intfName1=interface, intfName2=other_interface)
 
-    def _introduce(self, host: HostPlan) -> None:
+    def _introduce(self, host: HostLayout) -> None:
         """Set a host's address, routes and neighbours, so that no ARP crosses the switches."""
         namespace = NamedNamespace(host.namespace)
         commands = [
@@ -425,7 +425,7 @@ class Network:
         namespace.ip(*commands)
         namespace.turn_off_offloads(HOST_INTERFACE)
 
-    def _prepare_port(self, switch: SwitchPlan, port: PortPlan) -> None:
+    def _prepare_port(self, switch: SwitchLayout, port: PortLayout) -> None:
         namespace = NamedNamespace(switch.namespace)
         namespace.ip(f"link set {port.interface} mtu {self._layout.mtu_bytes} up")
         namespace.turn_off_offloads(port.interface)

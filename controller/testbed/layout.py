@@ -30,7 +30,7 @@ INTERFACE_NAME_MAX: Final = 15
 
 
 @dataclass(frozen=True)
-class PortPlan:
+class PortLayout:
     """One port of a switch: its interface in the switch's namespace, its rate, and the depth of its queues."""
 
     number: int
@@ -40,7 +40,7 @@ class PortPlan:
 
 
 @dataclass(frozen=True)
-class SwitchPlan:
+class SwitchLayout:
     """One switch: its namespace, its ports, and the ports of this machine's loopback for its P4Runtime and Thrift."""
 
     name: str
@@ -48,11 +48,11 @@ class SwitchPlan:
     namespace: str
     control_port: int
     thrift_port: int
-    ports: tuple[PortPlan, ...]
+    ports: tuple[PortLayout, ...]
 
 
 @dataclass(frozen=True)
-class HostPlan:
+class HostLayout:
     """One host: its namespace, its addresses, and its switch port."""
 
     name: str
@@ -81,8 +81,8 @@ class Layout:
 
     name: str
     kind: SwitchKind
-    switches: tuple[SwitchPlan, ...]
-    hosts: tuple[HostPlan, ...]
+    switches: tuple[SwitchLayout, ...]
+    hosts: tuple[HostLayout, ...]
     trunks: tuple[tuple[Port, Port], ...] = ()
     mtu_bytes: int = 1500
 
@@ -91,21 +91,21 @@ class Layout:
         """Names of all network namespaces."""
         return [*(switch.namespace for switch in self.switches), *(host.namespace for host in self.hosts)]
 
-    def switch(self, name: str) -> SwitchPlan:
+    def switch(self, name: str) -> SwitchLayout:
         """Return the switch of this name."""
         return next(switch for switch in self.switches if switch.name == name)
 
-    def port_of(self, host: HostPlan) -> PortPlan:
+    def port_of(self, host: HostLayout) -> PortLayout:
         """Return the switch port of a host."""
         return self.port(host.switch, host.port)
 
-    def port(self, switch: str, number: int) -> PortPlan:
+    def port(self, switch: str, number: int) -> PortLayout:
         """Return a port of a switch."""
         return next(port for port in self.switch(switch).ports if port.number == number)
 
-    def spread(self, count: int) -> tuple[HostPlan, ...]:
+    def spread(self, count: int) -> tuple[HostLayout, ...]:
         """Return ``count`` hosts, taken from each switch in turn, so that their traffic crosses the fabric."""
-        by_switch: dict[str, list[HostPlan]] = {}
+        by_switch: dict[str, list[HostLayout]] = {}
         for host in self.hosts:
             by_switch.setdefault(host.switch, []).append(host)
         turns = zip_longest(*by_switch.values())
@@ -122,7 +122,7 @@ def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
     """
     free = iter(free_ports(2 * len(fabric.switches)))
     switches = tuple(
-        SwitchPlan(
+        SwitchLayout(
             switch.name,
             index + 1,
             f"{name}-{switch.name}",
@@ -137,7 +137,7 @@ def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
     )
     at = fabric.attachments
     hosts = tuple(
-        HostPlan(host.name, f"{name}-{host.name}", host.address, host.mac, at[host.name].switch, at[host.name].number)
+        HostLayout(host.name, f"{name}-{host.name}", host.address, host.mac, at[host.name].switch, at[host.name].number)
         for host in fabric.hosts
     )
     ends = [(as_port(link.a), as_port(link.b)) for link in fabric.links]
@@ -152,7 +152,7 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def _port(fabric: Fabric, port: Port, interface: str) -> PortPlan:
+def _port(fabric: Fabric, port: Port, interface: str) -> PortLayout:
     queueing = fabric.queueing_at(port)
     if len(interface) > INTERFACE_NAME_MAX:
         raise TestbedError(
@@ -162,7 +162,7 @@ def _port(fabric: Fabric, port: Port, interface: str) -> PortPlan:
         raise TestbedError(f"{port} has no rate, so no packet would ever queue there; give its link a rate_bps")
     if len(set(queueing.depths())) > 1:
         raise TestbedError(f"{port}: a testbed's queues must be equally deep; give a single depth_packets")
-    return PortPlan(port.number, interface, queueing.rate_bps, queueing.depths()[0])
+    return PortLayout(port.number, interface, queueing.rate_bps, queueing.depths()[0])
 
 
 KEEPER_DEADLINE_S: Final = 15.0

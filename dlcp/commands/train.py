@@ -13,7 +13,7 @@ from typing import Any
 from dlcp.commands import trace
 from dlcp.commands.common import add, add_option, add_steps, check_writable, refuse, write_late
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import Report, TrainPlan, UsageError, failures, launch, temporary_folder
+from dlcp.train.launcher import Report, UsageError, WorkerTask, failures, launch, temporary_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                 options.append(f"trace={folder}")
             if arguments.live:
                 options.append(f"live={_serve(arguments.live, stack)}")
-            plan = TrainPlan(backend=arguments.backend, watch_only=arguments.watch_only)
+            plan = WorkerTask(backend=arguments.backend, watch_only=arguments.watch_only)
             status, reports = launch(arguments.torchrun, arguments.script, options, plan)
         except UsageError as error:
             return refuse("train", error)
@@ -117,7 +117,7 @@ def measure(
 ) -> int:
     """Measure the share of communication in a script's steps for a command; return the exit status."""
     try:
-        plan = TrainPlan(measure_steps=headroom.checked_steps(steps))
+        plan = WorkerTask(measure_steps=headroom.checked_steps(steps))
         status, reports = launch(torchrun, script, options, plan)
     except ValueError as error:
         return refuse(command, error)

@@ -593,7 +593,11 @@ class TrainingSession:
         joined: Joined | None = None
         while joined is None:
             there = self.membership
-            agreement = watch.regroup(cause)
+            try:
+                agreement = watch.regroup(cause)
+            except RankEndedError as final:
+                self.fail(describe(final))
+                return True
             if agreement is None:
                 return False
             members = self.averager.membership = agreement.membership

@@ -37,7 +37,7 @@ _VARIABLE: Final = "DLCP_TRAIN_PLAN"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainPlan:
+class WorkerTask:
     """A worker's task beyond running the script.
 
     Parameters
@@ -62,7 +62,7 @@ class TrainPlan:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TrainPlan":
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "WorkerTask":
         """Return the launcher's plan; without a launcher, the default one."""
         environment = os.environ if environment is None else environment
         return cls(**json.loads(environment.get(_VARIABLE, "{}")))
@@ -133,7 +133,7 @@ class UsageError(ValueError):
 
 
 def launch(
-    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: TrainPlan
+    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: WorkerTask
 ) -> tuple[int, list[Report]]:
     """Run a script; return its exit status, as a shell would, and the reports of this machine's ranks.
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dlcp.torch
 from dlcp.torch.hook import sparse_parameter, unsupported
 from dlcp.torch.watching import StepWatch, note_collectives
-from dlcp.train.launcher import Report, TrainPlan, report_path, write_report
+from dlcp.train.launcher import Report, WorkerTask, report_path, write_report
 from dlcp.train.measurement import Measurement, MeasurementDoneError
 
 NOTE_EVERY_S: Final = 1.0
@@ -106,7 +106,7 @@ class ScriptSession:
         The launcher's plan.
     """
 
-    def __init__(self, plan: TrainPlan) -> None:
+    def __init__(self, plan: WorkerTask) -> None:
         self.plan = plan
         self.models: list[Model] = []
         self._process = os.getpid()
@@ -403,7 +403,7 @@ def main(argv: Sequence[str]) -> None:
     """Run a script or a module to its end. Its exceptions, including ``SystemExit``, propagate."""
     if not faulthandler.is_enabled():  # prints the stacks of a rank that crashes, or hangs in C
         faulthandler.enable()
-    with ScriptSession(TrainPlan.from_environment()):
+    with ScriptSession(WorkerTask.from_environment()):
         if argv[0] == "-m":
             sys.argv = list(argv[1:])
             sys.path[0] = str(Path.cwd())

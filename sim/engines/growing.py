@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dlcp.sim.engines.network_tables import EnginePlan
+from dlcp.sim.engines.network_tables import NetworkTables
 from dlcp.sim.engines.packet_engine import Completion, CompletionKind, Submission
 from dlcp.sim.graphs.graph import NODE_RECORD
 
@@ -84,7 +84,7 @@ class CompiledEngine(ABC):
         ``graphs``, ``completions`` (a kind and a number, in turn) and ``counts``.
     """
 
-    def __init__(self, plan: EnginePlan, arrays: SimpleNamespace) -> None:
+    def __init__(self, plan: NetworkTables, arrays: SimpleNamespace) -> None:
         self.plan, self._a = plan, arrays
         self._message_room, self._follower_room, self._graph_room = Room(), Room(), Room()
         self._places: dict[int, tuple[int, slice, slice]] = {}

@@ -293,7 +293,7 @@ class LinkRules:
 
 
 @dataclass(slots=True)
-class EnginePlan:
+class NetworkTables:
     """Everything that stays constant during a run, and the initial routes.
 
     Attributes
@@ -332,7 +332,7 @@ def make_plan(
     transports: Mapping[str, specs.TransportSpec],
     class_shares: Sequence[Sequence[float]],
     seed: int,
-) -> EnginePlan:
+) -> NetworkTables:
     """Return the plan of a network; ``seed`` feeds one random stream per node and per link.
 
     Raises
@@ -367,7 +367,7 @@ def make_plan(
         TransportRules.of(spec, topology, routes, switches, len(class_shares) + dlcp.index(spec) if spec in dlcp else 0)
         for spec in transports.values()
     )
-    return EnginePlan(
+    return NetworkTables(
         topology,
         links,
         routes,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.sim.arithmetic import path_hashes, slot_owners
-from dlcp.sim.engines.network_tables import EnginePlan, as_rows
+from dlcp.sim.engines.network_tables import NetworkTables, as_rows
 from dlcp.sim.graphs.graph import OWN_LANE, Graph, row_type
 from dlcp.sim.limits import check_packets
 from dlcp.sim.network.nodes import Routes
@@ -141,7 +141,7 @@ class Submission:
 class PacketEngine(Protocol):
     """Carries packets through the network."""
 
-    plan: EnginePlan
+    plan: NetworkTables
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -193,7 +193,7 @@ def source_port(serial: NDArray[np.int64]) -> NDArray[np.int64]:
 class Submitter:
     """Prepares graphs for an engine, and keeps track of the streams."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: NetworkTables) -> None:
         self.plan = plan
         self._transports = as_rows(plan.transports)
         self._streams: dict[int, int] = {}

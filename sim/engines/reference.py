@@ -31,7 +31,7 @@ from dlcp.sim.engines.network_tables import (
     ROUTE_MEMBERS_SIZE,
     TRIMMED_BYTES,
     Discipline,
-    EnginePlan,
+    NetworkTables,
     PacketKind,
     PathChoice,
     TransportRules,
@@ -401,7 +401,7 @@ _EVENTS = 8
 _MAC = "00:00:00:00:00:00"
 
 
-def chooses_paths(plan: EnginePlan) -> bool:
+def chooses_paths(plan: NetworkTables) -> bool:
     """Return whether switches choose paths as the program does: by hash, and DLCP's packets one by one."""
     dlcp = [transport for transport in plan.transports if transport.is_dlcp]
     return plan.switches.path_choice == PathChoice.HASH and all(transport.sprayed for transport in dlcp)
@@ -978,7 +978,7 @@ class HostInterface(LinkEnd):
 class ReferenceEngine:
     """Runs a plan; see `dlcp.sim.engines.packet_engine.PacketEngine`."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: NetworkTables) -> None:
         self.plan = plan
         self.env = simpy.Environment(0)
         self.tally = np.zeros(COUNTER_CELLS, np.int64)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import dlcp
 from dlcp.convergence import curve
 from dlcp.report.runs import progress_to
-from dlcp.sim.engines.network_tables import EnginePlan, as_rows
+from dlcp.sim.engines.network_tables import NetworkTables, as_rows
 from dlcp.sim.engines.packet_engine import PacketEngineName, counts_by_name, drops_by_class
 from dlcp.sim.experiments.experiment import ExperimentRun
 from dlcp.sim.experiments.recording import AnyProgress, Recorder, RunOver
@@ -129,7 +129,7 @@ class IdealTimes:
     The first packet crosses every link; the others follow at the rate of the slowest.
     """
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: NetworkTables) -> None:
         self._plan, self._transports = plan, as_rows(plan.transports)
         self._paths: dict[tuple[int, int], tuple[int, int, int]] = {}
 

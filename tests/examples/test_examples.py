@@ -71,7 +71,7 @@ def train_both_ways(worker, folder):
     """Run the language model as torchrun does, then as ``dlcp train`` does; return what it printed."""
     import torch.distributed as dist
 
-    from dlcp.train.launcher import TrainPlan
+    from dlcp.train.launcher import WorkerTask
     from dlcp.train.worker import ScriptSession
 
     os.environ.update({"RANK": str(worker.rank), "WORLD_SIZE": str(worker.count), "DLCP_BIND": ""})
@@ -82,7 +82,7 @@ def train_both_ways(worker, folder):
     for name in ("plain", "dlcp"):
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (Path(folder) / name).read_text()})
         sys.argv = [script, "--epochs", "2", "--steps", "12", "--log-interval", "4", "--width", "64"]
-        session = ScriptSession(TrainPlan())
+        session = ScriptSession(WorkerTask())
         with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
             if name == "dlcp":
                 with session:

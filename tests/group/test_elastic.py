@@ -125,6 +125,11 @@ def test_a_rank_that_stands_still_is_left_out_and_ends_when_it_wakes():
     assert "have gone on without rank 1" in ends[1][1] or "rank 0" in ends[1][1]
 
 
+def test_while_nobody_ends_it_changes_nothing():
+    outputs = {output for least in (0, 1) for output, _ in survivors_of(2, [7], least=least)[1]}
+    assert len(outputs) == 1, outputs
+
+
 def test_too_few_ranks_end():
     processes, ends = survivors_of(3, [1], least=3)
     assert processes[0].returncode == processes[2].returncode == 1

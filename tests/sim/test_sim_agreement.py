@@ -140,7 +140,7 @@ def test_events_are_numbered_anew_before_their_numbers_are_used_up(monkeypatch):
     late: list[KernelEngine] = []
 
     class LateEngine(KernelEngine):
-        def __init__(self, described: network_tables.EnginePlan) -> None:
+        def __init__(self, described: network_tables.NetworkTables) -> None:
             super().__init__(described)
             self._w["sequence"] = SEQUENCE_MAX - 500
             late.append(self)

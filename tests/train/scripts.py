@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from dlcp.train.launcher import TrainPlan, read_reports
+from dlcp.train.launcher import WorkerTask, read_reports
 
 STEPS = 4
 
@@ -55,7 +55,7 @@ def in_session(worker, script, plan=None, folder=None, **environment):
     with tempfile.TemporaryDirectory() as own:
         path = Path(folder or own)
         try:
-            with ScriptSession(replace(plan or TrainPlan(), reports=str(path))):
+            with ScriptSession(replace(plan or WorkerTask(), reports=str(path))):
                 value = script(worker)
         except BaseException as error:
             value = error

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.train import worker
-from dlcp.train.launcher import TrainPlan, read_reports
+from dlcp.train.launcher import WorkerTask, read_reports
 from tests.train import forked
 
 SCRIPT = """
@@ -85,7 +85,7 @@ def test_a_disk_that_fills_while_a_rank_reports_leaves_no_report_and_no_error(mo
         return written(path, text, *arguments, **named)
 
     monkeypatch.setattr(Path, "write_text", full)
-    with worker.ScriptSession(TrainPlan(reports=str(tmp_path))):
+    with worker.ScriptSession(WorkerTask(reports=str(tmp_path))):
         assert len(read_reports(tmp_path)) == 1
     assert read_reports(tmp_path) == []
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,7 @@
 import pytest
 
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import TrainPlan, _note_ends, read_reports, write_report
+from dlcp.train.launcher import WorkerTask, _note_ends, read_reports, write_report
 
 ProcessFailure = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors").ProcessFailure
 
@@ -296,9 +296,9 @@ def test_reports_of_the_last_start_count(tmp_path):
 
 
 def test_a_plan_travels_in_the_environment(tmp_path):
-    for plan in (TrainPlan(), TrainPlan(backend=True), TrainPlan(measure_steps=60, reports=str(tmp_path))):
-        assert TrainPlan.from_environment(plan.as_environment()) == plan
-    assert TrainPlan.from_environment({}) == TrainPlan()
+    for plan in (WorkerTask(), WorkerTask(backend=True), WorkerTask(measure_steps=60, reports=str(tmp_path))):
+        assert WorkerTask.from_environment(plan.as_environment()) == plan
+    assert WorkerTask.from_environment({}) == WorkerTask()
 
 
 def measured(none, framework, whole=(), coarse=(), *, factor=1.0, why_not=None):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from dlcp.train import headroom
-from dlcp.train.launcher import TrainPlan, read_reports
+from dlcp.train.launcher import WorkerTask, read_reports
 from dlcp.train.worker import ScriptSession
 from tests.torch.workers import launch, values
 from tests.train.scripts import in_session, make, plain_script, train
@@ -94,7 +94,7 @@ def sparse(worker):
 
 
 def sparse_measured(worker):
-    return in_session(worker, sparse, TrainPlan(measure_steps=6))
+    return in_session(worker, sparse, WorkerTask(measure_steps=6))
 
 
 def joining(worker, **how):
@@ -302,7 +302,7 @@ def on_the_backend(worker, port):
     dist.barrier()  # nobody leaves while another still connects
     dist.destroy_process_group()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return in_session(worker, script, TrainPlan(backend=True), DLCP_LOSS_BOUND="0", **where)
+    return in_session(worker, script, WorkerTask(backend=True), DLCP_LOSS_BOUND="0", **where)
 
 
 def test_a_script_that_asks_for_gloo_gets_the_backend(ranks):
@@ -330,7 +330,7 @@ def measuring(worker):
         return "never reached"
 
     os.environ |= {"DLCP_PRECISION": "auto", "DLCP_ROUTE": "auto"}
-    return in_session(worker, script, TrainPlan(measure_steps=16))
+    return in_session(worker, script, WorkerTask(measure_steps=16))
 
 
 def test_a_script_that_fails_is_reported_and_its_error_goes_on():
@@ -347,7 +347,7 @@ def falling_back(worker):
 
 
 def test_a_fork_that_ends_leaves_the_report_to_the_rank(tmp_path):
-    with ScriptSession(TrainPlan(reports=str(tmp_path))) as session:
+    with ScriptSession(WorkerTask(reports=str(tmp_path))) as session:
         child = os.fork()
         if not child:
             try:
@@ -365,7 +365,7 @@ def test_a_fork_that_ends_leaves_the_report_to_the_rank(tmp_path):
 def test_a_script_that_changes_its_local_rank_reports_where_it_began(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with ScriptSession(TrainPlan(reports=str(tmp_path))):
+    with ScriptSession(WorkerTask(reports=str(tmp_path))):
         os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU
     (report,) = read_reports(tmp_path)
     assert (report["local_rank"], report["error"]) == (1, None)

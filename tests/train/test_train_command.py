@@ -16,7 +16,7 @@ from dlcp.cli import main
 from dlcp.commands import train as command
 from dlcp.host.interfaces import only_way_out
 from dlcp.train import launcher
-from dlcp.train.launcher import TrainPlan
+from dlcp.train.launcher import WorkerTask
 from tests.train import forked
 
 pytest.importorskip("torch")
@@ -177,7 +177,7 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
     monkeypatch.setattr(command, "launch", launch)
     words = ["--steps", "12", "--json", "--nproc-per-node", "2", "--", "script.py", "--steps", "7"]
     assert main(["doctor", *words]) == 0
-    assert asked == [(["--nproc-per-node", "2"], ["script.py", "--steps", "7"], TrainPlan(measure_steps=12))]
+    assert asked == [(["--nproc-per-node", "2"], ["script.py", "--steps", "7"], WorkerTask(measure_steps=12))]
     found = json.loads(capsys.readouterr().out)
     assert found["ways"]["8 bits"] == {"step_s": 0.08, "spread_s": 0.0, "steps": 4}
     assert found["speedup"] == pytest.approx(1.25)

@@ -15,7 +15,7 @@ from dlcp.sim.engines.flows.paths import PortMap, measure_paths, network_of, tra
 from dlcp.sim.engines.growing import CompiledEngine, Room, enlarged
 from dlcp.sim.engines.network_tables import (
     Discipline,
-    EnginePlan,
+    NetworkTables,
     as_rows,
 )
 from dlcp.sim.engines.packet_engine import COUNTER_CELLS, PORT_BYTES, Completion, Submission
@@ -30,7 +30,7 @@ _ENTRIES: Final = 1 << 12
 class FlowEngine(CompiledEngine):
     """Carries messages as fluid; see `dlcp.sim.engines.packet_engine.PacketEngine`."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: NetworkTables) -> None:
         numbers, transports = np.zeros(1, r.NUMBERS), as_rows(plan.transports)
         a = SimpleNamespace(numbers=numbers, counts=np.zeros(COUNTER_CELLS, np.int64), transports=transports)
         super().__init__(plan, a)
@@ -230,7 +230,7 @@ class FlowEngine(CompiledEngine):
         self._state = r.FlowState(**vars(a))
 
 
-def _droppable_shares(plan: EnginePlan) -> NDArray[np.float64]:
+def _droppable_shares(plan: NetworkTables) -> NDArray[np.float64]:
     """Return the share of packets in classes that a queue drops before it marks, by drop-class profile."""
     rules = plan.switches
     if rules.discipline != Discipline.DLCP:

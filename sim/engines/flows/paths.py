@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dlcp.sim.engines.flows.rates import UNLIMITED
 from dlcp.sim.engines.kernel.arrays import mix
-from dlcp.sim.engines.network_tables import Discipline, EnginePlan
+from dlcp.sim.engines.network_tables import Discipline, NetworkTables
 from dlcp.sim.jit import call, entry
 from dlcp.sim.network.nodes import Routes, cell_of
 
@@ -44,7 +44,7 @@ class PortMap:
     size: NDArray[np.int64]
 
     @classmethod
-    def of(cls, plan: EnginePlan, routes: Routes) -> "PortMap":
+    def of(cls, plan: NetworkTables, routes: Routes) -> "PortMap":
         """Return the ports of a network: bundles if all packets are sprayed, otherwise links."""
         links, nodes = plan.links, len(plan.topology.names)
         if not all(rules.sprayed for rules in plan.transports):
@@ -63,7 +63,7 @@ class PortMap:
         return cls(np.array(port, np.int32), np.array(agent, np.int32), np.bincount(port))
 
 
-def _colours(plan: EnginePlan, label: list[Any]) -> list[int]:
+def _colours(plan: NetworkTables, label: list[Any]) -> list[int]:
     """Refine the nodes' colours until nodes of one colour have the same links to each colour."""
     nodes, hosts = len(plan.topology.names), plan.hosts
     colour, known = [min(node, hosts) for node in range(nodes)], 0
@@ -219,7 +219,7 @@ def measure_paths(
             f.loss_limit = max(1.0, window) * whole / f.round_trip
 
 
-def network_of(plan: EnginePlan, routes: Routes, ports: PortMap) -> tuple[Any, ...]:
+def network_of(plan: NetworkTables, routes: Routes, ports: PortMap) -> tuple[Any, ...]:
     """Return the arrays from which `trace` finds paths."""
     return (
         *(routes.row, routes.cells, routes.first, routes.targets, routes.choices),

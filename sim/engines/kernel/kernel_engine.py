@@ -12,7 +12,7 @@ from dlcp.sim.engines.growing import CompiledEngine, Room, aligned_zeros, enlarg
 from dlcp.sim.engines.kernel import arrays as k
 from dlcp.sim.engines.kernel.events import BUCKETS_PER_WORD, TIME_BUCKETS
 from dlcp.sim.engines.kernel.loop import begin_nodes, run
-from dlcp.sim.engines.network_tables import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, EnginePlan, as_rows
+from dlcp.sim.engines.network_tables import SLOT_REGISTER_SIZE, SWITCH_RULES_ROW, Discipline, NetworkTables, as_rows
 from dlcp.sim.engines.packet_engine import (
     COUNTER_CELLS,
     PACKET_OUTCOME,
@@ -32,7 +32,7 @@ _COMPLETIONS: Final = 1 << 12
 class KernelEngine(CompiledEngine):
     """Runs a plan in the compiled kernel; see `dlcp.sim.engines.packet_engine.PacketEngine`."""
 
-    def __init__(self, plan: EnginePlan) -> None:
+    def __init__(self, plan: NetworkTables) -> None:
         a = self._a = SimpleNamespace(**{name: np.zeros(0, row) for name, row in k.ARRAYS.items()})
         super().__init__(plan, a)
         self._world = np.zeros(1, k.WORLD)
@@ -231,7 +231,7 @@ class KernelEngine(CompiledEngine):
         setattr(self._a, f"{pool}s", larger)
 
 
-def _make_ports(plan: EnginePlan) -> NDArray[Any]:
+def _make_ports(plan: NetworkTables) -> NDArray[Any]:
     ports = aligned_zeros(len(plan.links), np.zeros(0, k.PORT_ROW))
     columns = {"node": "source", "target": "target", "kibibyte_ps": "kibibyte_ps", "delay": "delay_ps"}
     for column, name in {**columns, "loss": "loss", "random": "random"}.items():
@@ -241,7 +241,7 @@ def _make_ports(plan: EnginePlan) -> NDArray[Any]:
     return ports
 
 
-def _bucket_shift(plan: EnginePlan) -> int:
+def _bucket_shift(plan: NetworkTables) -> int:
     """Return the base-2 logarithm of the width of a time bucket in picoseconds.
 
     A bucket has about eight events when every link is busy, which is not tuned. All buckets together span more than a
