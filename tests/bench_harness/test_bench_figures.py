@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dlcp.bench import median, results, spread
+from dlcp import bench
+from dlcp.bench import median, spread
 from tests.bench import harness, reduction
 from tests.bench.harness import Turns
 
@@ -57,17 +58,17 @@ def test_spread_is_the_interquartile_range_over_the_median():
 def test_ratio_is_the_median_of_ratios_within_rounds_and_more_is_better():
     # The machine is ten times slower in the last two rounds: the ratio of medians would be 100 / 20.
     ours, peer = [10, 10, 20, 100, 100], [20, 20, 100, 200, 200]
-    assert results.result("x", "ms", ours, peer).ratio == 2
-    assert results.result("x", "packets/s", ours, peer, smaller_is_better=False).ratio == 0.5
-    alone = results.result("x", "ms", ours)
+    assert bench.result("x", "ms", ours, peer).ratio == 2
+    assert bench.result("x", "packets/s", ours, peer, smaller_is_better=False).ratio == 0.5
+    alone = bench.result("x", "ms", ours)
     assert (alone.value, alone.peer, alone.ratio, alone.runs) == (20, None, None, 5)
 
 
 def test_sides_of_different_length_are_refused():
     with pytest.raises(ValueError, match=r"some\.name: 2 values and 1 of the peer"):
-        results.result("some.name", "ms", [1, 2], [1])
+        bench.result("some.name", "ms", [1, 2], [1])
     with pytest.raises(ValueError, match="0 values"):
-        results.result("x", "ms", [])
+        bench.result("x", "ms", [])
 
 
 def test_the_peer_counts_at_its_best():
@@ -80,10 +81,10 @@ def test_the_peer_counts_at_its_best():
 
 def test_a_document_has_the_promised_form():
     entries = [
-        results.result("a.b", "ms", [1.23456, 1.23456], [2, 2]),
-        results.BenchResult("c", 7.0, "ms", None, None, 1, 0),
+        bench.result("a.b", "ms", [1.23456, 1.23456], [2, 2]),
+        bench.BenchResult("c", 7.0, "ms", None, None, 1, 0),
     ]
-    document = json.loads(json.dumps(results.document(entries, seed=3)))
+    document = json.loads(json.dumps(bench.document(entries, seed=3)))
     assert set(document) == {"machine", "command", "seed", "results"}
     assert document["seed"] == 3
     fields = ["name", "value", "unit", "peer", "ratio", "runs", "spread"]
@@ -102,7 +103,7 @@ def test_a_document_has_the_promised_form():
 
 @pytest.mark.parametrize(("value", "rounded"), [(123456.7, 123457), (1234.56, 1235), (0.00123456, 0.001235), (0, 0)])
 def test_figures_have_four_digits(value, rounded):
-    assert results.significant(value) == rounded
+    assert bench.significant(value) == rounded
 
 
 @pytest.mark.parametrize("values", [48, 1000, 250_001])

@@ -22,7 +22,7 @@ with dlcp.session.join(options) as group:
     group.register(["w"])
     values = np.full(100_000, group.rank, np.float32)
     group.average({"w": values})
-    peers = {rank: host for rank, (host, _) in group.endpoint._addresses.items()}
+    peers = {rank: host for rank, (host, _) in group.endpoint.connection.membership.peers.items()}
     found = {"mean": float(values.mean()), "peers": peers, "bound": group.endpoint._socket.getsockname()[0]}
     group.barrier()
 print(json.dumps(found))

@@ -15,7 +15,7 @@ class MirrorGroup:
     """
 
     def __init__(self, theirs=lambda name, ours: ours, root_values=None, size=2):
-        self.rank, self.size = 0, size
+        self.rank, self.size, self.ranks = 0, size, range(size)
         self.options = Options()
         self.names = None
         self.steps = []
