@@ -186,7 +186,7 @@ def decoded_part(
     content: NDArray[np.uint8],
     verdict: NDArray[np.bool_],
 ) -> Values:
-    """Return the values of a rank's content of which the verdict's packets count, laid out as in ``encoded``."""
+    """Decode a rank's content, laid out as in ``encoded``; only packets that the verdict includes count."""
     present = None if verdict.all() else np.repeat(verdict, units_per_packet)[: encoded.units]
     return compressor.decode(encoded, content, present)
 

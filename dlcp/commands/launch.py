@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elastic",
         type=whole(1, 65535),
         metavar="RANKS",
-        help="go on if processes end, as long as so many ranks are left (DLCP_ELASTIC)",
+        help="when processes end, go on as long as at least this many ranks are left (DLCP_ELASTIC)",
     )
     add(parser, "--master", "HOST:PORT", str, "address of rank 0 (default for one machine: a free port)")
 

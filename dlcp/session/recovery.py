@@ -71,7 +71,7 @@ class PeerWatch(ABC):
 
         Returns
         -------
-        How the ranks of the next epoch join each other; None if no rank has ended, or none may go on without one.
+        How the ranks of the next epoch join each other; None if no rank may go on without another.
 
         Raises
         ------
@@ -197,7 +197,7 @@ class Recovery:
 
 def _held(pending: PendingBucket) -> PartialResult | None:
     """Return what this rank holds of a bucket, if anything of use."""
-    if pending.is_recovered:  # its run knows no more what the values are
+    if pending.is_recovered:  # its run does not know that the values have become the average
         assert pending.bucket
         return PartialResult.of_average(pending.bucket.value_type.widen(pending.bucket.values))
     return pending.run.partial_result() if pending.run is not None else None

@@ -108,7 +108,7 @@ class Situation:
     recovery
         The thread that recovers, or has recovered; None before.
     error
-        What averaging has failed with for good; None if it has not.
+        The error that ended averaging for good; None if there was none.
     is_closing
         Whether the session is about to be closed.
     """
@@ -296,7 +296,7 @@ class TrainingSession:
             log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
 
     def _enter(self, **changes: Any) -> None:
-        """Change the situation, and notify whoever waits for that."""
+        """Change the situation, and wake the threads that wait for a change."""
         with self.table.changed:
             situation = self.situation = replace(self.situation, **changes)
             self.table.changed.notify_all()
@@ -588,7 +588,7 @@ class TrainingSession:
         return recovery.complete_buckets(error)
 
     def _go_on_without_ended(self, watch: PeerWatch, error: BaseException) -> bool:
-        """Complete the open buckets with the ranks that are left, and go on; return False if none has ended."""
+        """Complete the open buckets with the ranks that are left, and go on; return False if the options forbid it."""
         began_s, before, cause = time.monotonic(), self.membership.ranks, describe(error)
         joined: Joined | None = None
         while joined is None:

@@ -23,7 +23,7 @@ _UNITS: Final = {
     "bandwidth": ("rate_gbps", {"Gbps": 1.0, "GBps": 8.0}, "give it in gigabits_per_second, after encoding"),
     "latency": ("delay_us", {"ms": 1e3, "us": 1.0, "ns": 1e-3}, "give ms, us or ns"),
 }
-"""Of what an edge has: the field of a link, the units' factors, and what to do about others."""
+"""For each property of an edge: the link's field, the factor of each unit, and what to do about other units."""
 _COMPONENTS_MAX: Final = 1 << 20
 """Most components that are expanded: 16 for each of the most hosts. InfraGraph takes a minute for them."""
 

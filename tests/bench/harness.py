@@ -2,7 +2,7 @@
 """How every benchmark declares itself, lets its contenders take turns, and compares them.
 
 Contenders take turns, so that other load on the machine affects all of them alike. The document has one ``machine``,
-and ``results`` with ratios of which more is better.
+and ``results`` whose ratios are better the higher they are.
 """
 
 import argparse

@@ -46,7 +46,7 @@ with dlcp.session.join(options) as group:
 
 
 def survivors_of(size, dead, how="SIGKILL", at=5, least=1, steps=40, silence_s=20, **variables):
-    """Train with ``size`` ranks, of which the ``dead`` ones end one step after another."""
+    """Train with ``size`` ranks; those in ``dead`` end one after another, a step apart."""
     port, variables = free_port(), {"DLCP_PRECISION": "32", **variables}
     names = ",".join(map(str, dead))
     processes = [

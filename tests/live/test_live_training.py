@@ -158,7 +158,7 @@ def test_after_a_fall_back_steps_go_on_to_be_counted_and_the_reason_is_told(tmp_
 
 
 def unwatched(worker):
-    """Train without the option; return its traces, of which there should be none."""
+    """Train without the option; return the traces it leaves, which should be none."""
     import threading
 
     import torch

@@ -87,7 +87,7 @@ def _check_nesting(slices):
 
 
 def training(worker, folder):
-    """Train with DDP and with FSDP2, of which packets get lost; return the ledgers, and the profiler's events."""
+    """Train with DDP and with FSDP2 over a path that loses packets; return the ledgers and the profiler's events."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
