@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
                 options.append(f"trace={folder}")
             if arguments.live:
                 options.append(f"live={_serve(arguments.live, stack)}")
-            plan = WorkerTask(backend=arguments.backend, watch_only=arguments.watch_only)
-            status, reports = launch(arguments.torchrun, arguments.script, options, plan)
+            task = WorkerTask(backend=arguments.backend, watch_only=arguments.watch_only)
+            status, reports = launch(arguments.torchrun, arguments.script, options, task)
         except UsageError as error:
             return refuse("train", error)
         if arguments.trace:
@@ -117,8 +117,8 @@ def measure(
 ) -> int:
     """Measure the share of communication in a script's steps for a command; return the exit status."""
     try:
-        plan = WorkerTask(measure_steps=headroom.checked_steps(steps))
-        status, reports = launch(torchrun, script, options, plan)
+        task = WorkerTask(measure_steps=headroom.checked_steps(steps))
+        status, reports = launch(torchrun, script, options, task)
     except ValueError as error:
         return refuse(command, error)
     found = headroom.evaluate(reports)

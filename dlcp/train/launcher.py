@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run an unchanged training script under torchrun, with DLCP switched on from within each rank.
 
-The launcher passes its plan to the ranks in an environment variable; they write their reports to files.
+The launcher passes its task to the ranks in an environment variable; they write their reports to files.
 """
 
 import argparse
@@ -33,7 +33,7 @@ torchrun has restarted them), ``final`` (False for a note taken while the script
 launcher: the signal that ended ``dlcp train`` and its ranks, or None), ``traceback`` (of its exception, or ""), ``log``
 (torchrun's file of its standard error, or ""), ``backend`` (None without ``--backend``), ``models`` (a list), and
 ``measured`` (None without ``--measure``)."""
-_VARIABLE: Final = "DLCP_TRAIN_PLAN"
+_VARIABLE: Final = "DLCP_TRAIN_TASK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class WorkerTask:
     reports: str = ""
 
     def as_environment(self) -> dict[str, str]:
-        """Return the environment variable that passes this plan to a worker."""
+        """Return the environment variable that passes this task to a worker."""
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "WorkerTask":
-        """Return the launcher's plan; without a launcher, the default one."""
+        """Return the launcher's task; without a launcher, the default one."""
         environment = os.environ if environment is None else environment
         return cls(**json.loads(environment.get(_VARIABLE, "{}")))
 
@@ -133,7 +133,7 @@ class UsageError(ValueError):
 
 
 def launch(
-    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], plan: WorkerTask
+    torchrun: Sequence[str], script: Sequence[str], options: Sequence[str], task: WorkerTask
 ) -> tuple[int, list[Report]]:
     """Run a script; return its exit status, as a shell would, and the reports of this machine's ranks.
 
@@ -145,7 +145,7 @@ def launch(
         The script, or ``-m`` and a module, and its arguments.
     options
         Options of DLCP, as ``NAME=VALUE``.
-    plan
+    task
         The ranks' task beyond running the script.
 
     Raises
@@ -164,7 +164,7 @@ def launch(
 
     status, failed, stopped_by = 0, None, None
     with temporary_folder("dlcp-train-") as folder:
-        os.environ.update(replace(plan, reports=folder).as_environment())
+        os.environ.update(replace(task, reports=folder).as_environment())
         try:
             record(run)(settings)
         except ChildFailedError as error:

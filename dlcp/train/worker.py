@@ -102,12 +102,12 @@ class ScriptSession:
 
     Parameters
     ----------
-    plan
-        The launcher's plan.
+    task
+        The launcher's task.
     """
 
-    def __init__(self, plan: WorkerTask) -> None:
-        self.plan = plan
+    def __init__(self, task: WorkerTask) -> None:
+        self.task = task
         self.models: list[Model] = []
         self._process = os.getpid()
         self._measurement: Measurement | None = None
@@ -123,13 +123,13 @@ class ScriptSession:
         self._over = threading.Event()
         self._failed_at_s: float | None = None
         self._traceback = ""
-        self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if plan.backend else None)
+        self._watch = watch(self.ready, self.hooked, dlcp.torch.BACKEND if task.backend else None)
 
     def __enter__(self) -> "ScriptSession":
-        if self.plan.backend:
+        if self.task.backend:
             _say(f"every process group of the script uses the backend {dlcp.torch.BACKEND}")
-        if self.plan.reports:
-            self._begin_report(Path(self.plan.reports))
+        if self.task.reports:
+            self._begin_report(Path(self.task.reports))
         note_collectives()
         self._watch.__enter__()
         return self
@@ -156,9 +156,9 @@ class ScriptSession:
 
     def _write_report(self, failure: str | None, *, final: bool = True) -> None:
         """Write the report. A full disk must not fail the training, so errors are only warnings."""
-        if not self.plan.reports:
+        if not self.task.reports:
             return
-        folder = Path(self.plan.reports)
+        folder = Path(self.task.reports)
         try:
             write_report(folder, self._report(failure, final))
         except OSError as error:
@@ -176,14 +176,14 @@ class ScriptSession:
         """Write notes while models train. A failed one leaves the last; the final report's failure is a warning."""
         while True:
             with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the training thread changes what is read
-                write_report(Path(self.plan.reports), self._report(None, final=False))
+                write_report(Path(self.task.reports), self._report(None, final=False))
             if self._over.wait(NOTE_EVERY_S):
                 return
 
     def ready(self, model: torch.nn.Module) -> None:
         """Switch DLCP on, or measure a step; called on all ranks, see :func:`watch`."""
         known = next((entry for entry in self.models if entry.wrapped is model), None)
-        if self.plan.measure_steps:
+        if self.task.measure_steps:
             if not isinstance(model, DistributedDataParallel):
                 note = "FSDP2 models cannot be measured, only those of DistributedDataParallel"
                 self._enter(Model(model, None, note))
@@ -199,18 +199,18 @@ class ScriptSession:
                     self._enter(Model(model, None, why))
                     return
                 with self._own_hook():
-                    self._measurement = Measurement(model, self.plan.measure_steps)
+                    self._measurement = Measurement(model, self.task.measure_steps)
             if model.require_backward_grad_sync:
                 self._measurement.before_step(model)
             return
         if known is None:
-            known = self._watch_only(model) if self.plan.watch_only else self._switch_on(model)
+            known = self._watch_only(model) if self.task.watch_only else self._switch_on(model)
         if known.watch is None and known not in self._unwatched:
             self._compare(known)
 
     def hooked(self, model: torch.nn.Module, state: object) -> None:
         """Record what averages a model's gradients; called before a hook is registered, or when FSDP2 uses DLCP."""
-        if self._hooking or (self.plan.watch_only and not isinstance(state, dlcp.torch.State)):
+        if self._hooking or (self.task.watch_only and not isinstance(state, dlcp.torch.State)):
             return
         if isinstance(state, dlcp.torch.State):
             self._enter(Model(model, state, "switched on by the script"))
@@ -256,11 +256,11 @@ class ScriptSession:
 
     def _enter(self, entry: Model) -> Model:
         self.models.append(entry)
-        if self._noting is None and self.plan.reports:
+        if self._noting is None and self.task.reports:
             self._noting = threading.Thread(target=self._note, name="dlcp-notes", daemon=True)
             self._noting.start()
         what = f"{entry.name} ({entry.parameters:,} parameters)"
-        if self.plan.watch_only and isinstance(entry.wrapped, DistributedDataParallel):
+        if self.task.watch_only and isinstance(entry.wrapped, DistributedDataParallel):
             _say(f"watches {what}, {entry.note}")
         elif entry.state is None:
             _say(f"leaves {what} alone: {entry.note}")
@@ -278,7 +278,7 @@ class ScriptSession:
             "failed_at_s": self._failed_at_s,
             "traceback": self._traceback,
             "log": _log(),
-            "backend": dlcp.torch.BACKEND if self.plan.backend else None,
+            "backend": dlcp.torch.BACKEND if self.task.backend else None,
             "models": [model.report(final=final) for model in self.models],
             "measured": self._measurement.report() if self._measurement else None,
         }

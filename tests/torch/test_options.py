@@ -251,4 +251,4 @@ def test_a_mistyped_option_is_an_error_with_a_suggestion():
         Options(lossbound=0.1)
     with pytest.raises(ValueError, match=r"DLCP_LOSSBOUND is set, .* did you mean DLCP_LOSS_BOUND\?"):
         Options.from_environment({"DLCP_LOSSBOUND": "0.1"})
-    assert Options.from_environment({"DLCP_SECRET": "x", "DLCP_TRAIN_PLAN": "{}"}) == Options()
+    assert Options.from_environment({"DLCP_SECRET": "x", "DLCP_TRAIN_TASK": "{}"}) == Options()

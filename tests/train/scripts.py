@@ -44,7 +44,7 @@ def digest(model):
     return dlcp.torch.parameter_digest(model)
 
 
-def in_session(worker, script, plan=None, folder=None, **environment):
+def in_session(worker, script, task=None, folder=None, **environment):
     """Run a script in a session; return what it returned or raised, and this rank's report."""
     from dlcp.train.worker import ScriptSession
 
@@ -55,7 +55,7 @@ def in_session(worker, script, plan=None, folder=None, **environment):
     with tempfile.TemporaryDirectory() as own:
         path = Path(folder or own)
         try:
-            with ScriptSession(replace(plan or WorkerTask(), reports=str(path))):
+            with ScriptSession(replace(task or WorkerTask(), reports=str(path))):
                 value = script(worker)
         except BaseException as error:
             value = error

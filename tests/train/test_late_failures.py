@@ -14,7 +14,7 @@ from tests.train import forked
 
 SCRIPT = """
 import json, os, shutil, sys
-reports = json.loads(os.environ["DLCP_TRAIN_PLAN"])["reports"]
+reports = json.loads(os.environ["DLCP_TRAIN_TASK"])["reports"]
 what, path, status = sys.argv[1:]
 if what == "no reports":
     shutil.rmtree(reports)

@@ -296,8 +296,8 @@ def test_reports_of_the_last_start_count(tmp_path):
 
 
 def test_a_plan_travels_in_the_environment(tmp_path):
-    for plan in (WorkerTask(), WorkerTask(backend=True), WorkerTask(measure_steps=60, reports=str(tmp_path))):
-        assert WorkerTask.from_environment(plan.as_environment()) == plan
+    for task in (WorkerTask(), WorkerTask(backend=True), WorkerTask(measure_steps=60, reports=str(tmp_path))):
+        assert WorkerTask.from_environment(task.as_environment()) == task
     assert WorkerTask.from_environment({}) == WorkerTask()
 
 

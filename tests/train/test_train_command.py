@@ -170,8 +170,8 @@ def test_head_room_is_asked_of_the_same_launcher_and_told_as_json(monkeypatch, c
     measured["steps_factors"] = {"8 bits": 1.0}
     asked = []
 
-    def launch(torchrun, script, options, plan):
-        asked.append((torchrun, script, plan))
+    def launch(torchrun, script, options, task):
+        asked.append((torchrun, script, task))
         return 0, [{"rank": 0, "ranks": 1, "restarts": 0, "error": None, "models": [], "measured": measured}]
 
     monkeypatch.setattr(command, "launch", launch)
