@@ -45,6 +45,18 @@ with dlcp.session.join(options) as group:
 """
 
 
+MEETING = """
+import os, signal
+import dlcp.session
+with dlcp.session.join(dlcp.session.Options(elastic=1, deadline_s=60)) as group:
+    group.register(["front"])
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.barrier()
+    print(*group.ranks)
+"""
+
+
 def survivors_of(size, dead, how="SIGKILL", at=5, least=1, steps=40, silence_s=20, **variables):
     """Train with ``size`` ranks; those in ``dead`` end one after another, a step apart."""
     port, variables = free_port(), {"DLCP_PRECISION": "32", **variables}
@@ -123,6 +135,14 @@ def test_a_rank_that_stands_still_is_left_out_and_ends_when_it_wakes():
     assert ends[0][0] == ends[2][0]
     assert ends[0][0].startswith("0 2 ")
     assert "ranks [0, 2] have gone on without rank 1" in ends[1][1]
+
+
+def test_a_barrier_holds_without_a_rank_that_ends_before_it():
+    port = free_port()
+    processes = [start_process(rank, 3, port, MEETING) for rank in range(3)]
+    ends = ends_of(processes)
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0], ends
+    assert ends[0][0] == ends[2][0] == "0 2\n"
 
 
 def test_while_nobody_ends_it_changes_nothing():
