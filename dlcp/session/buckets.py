@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters are sent together: buckets in the order in which backward produces gradients, as DDP does."""
 
+import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,24 @@ class BucketPlan:
             for segment in bucket.segments
         }
         return cls(tuple(buckets), slots)
+
+    def described(self) -> list[tuple[str, list[int], str]]:
+        """Return name, shape and format of each parameter, in forward order; see :meth:`from_description`."""
+        return [
+            (segment.layer.name, list(segment.layer.shape), bucket.value_type.value)
+            for bucket in reversed(self.buckets)
+            for segment in reversed(bucket.segments)
+        ]
+
+    @classmethod
+    def from_description(
+        cls, described: Iterable[tuple[str, list[int], str]], layers: Mapping[str, Layer]
+    ) -> "BucketPlan":
+        """Return another rank's plan."""
+        return cls.of(
+            (replace(layers[name], shape=tuple(shape)), math.prod(shape), _BY_NAME[kind])
+            for name, shape, kind in described
+        )
 
 
 class FillingBucket:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType
@@ -27,20 +27,20 @@ from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.host.closing import ExitCallback
 from dlcp.inputs.error_text import closest
-from dlcp.session.averager import BucketTable, PendingBucket, StepAverager
-from dlcp.session.buckets import Buckets, FillingBucket, Gradient
-from dlcp.session.joining import Agreement, NotJoinedError
+from dlcp.session.admission import Admission
+from dlcp.session.averager import BucketTable, StepAverager
+from dlcp.session.buckets import BucketPlan, Buckets, FillingBucket, Gradient
+from dlcp.session.joining import NotJoinedError, join
 from dlcp.session.options import Options
-from dlcp.session.recovery import PeerWatch
-from dlcp.session.store import Store, StoreChannel, StoreError, ended_key
-from dlcp.session.training_session import DEADLINE_FACTOR, LEFT, Fallback, TrainingSession, reason_of, reason_of_exit
+from dlcp.session.store import Store, StoreError, ended_key
+from dlcp.session.store_watch import CLOSED, StoreWatch, store_fallback
+from dlcp.session.training_session import CALL, DEADLINE_FACTOR, TrainingSession, reason_of, reason_of_exit
 from dlcp.transport import (
     RELIABLE,
     DeadlineError,
     Endpoint,
     Membership,
     MessageKey,
-    PeerAbortedError,
     RankEndedError,
     ReceiveRequest,
     SendRequest,
@@ -53,14 +53,9 @@ log = logging.getLogger("dlcp")
 _registered: "WeakKeyDictionary[Group, list[str]]" = WeakKeyDictionary()
 """Parameter names of each group with a :class:`GraphAverager`, because a group registers only one model's."""
 
-CALL: Final = "dlcp.session.join"
-REGROUP_POLL_S: Final = 0.02
-"""Interval in which survivors look who else has come to go on; a look takes a few queries of the store."""
 FAREWELL_S: Final = 3.0
 """If rank 0 gives up, it keeps its store open up to this long, so that the other ranks can read the reason. They look
 every 0.25 s (:data:`dlcp.session.training_session.WATCH_S`)."""
-CLOSED: Final = "it has left the group"
-"""The reason that a rank leaves in the store when it closes its group normally."""
 RANKS: Final = "ranks"
 """Name of the channel for collective operations between steps."""
 PART_BYTES: Final = 1 << 24
@@ -68,128 +63,42 @@ PART_BYTES: Final = 1 << 24
 receive is posted. Not tuned."""
 
 
-class StoreWatch(PeerWatch):
-    """Watches the other ranks through the store that rank 0 serves, and recovers over that store.
+Save = Callable[[], bytes]
+Load = Callable[[bytes], object]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What the lowest rank tells new ranks before it sends them the state.
 
     Parameters
     ----------
-    store
-        The ranks' store. It records when a rank has ended.
-    membership
-        The ranks.
-    options
-        The session's options.
-    master
-        The host that serves the store.
+    step
+        The number of the first step with them.
+    names
+        The parameters, in forward order.
+    shapes
+        Name, shape and format of those that have gradients.
+    nbytes
+        The size of the state.
+    problem
+        Why there is no state; ``""`` if there is one.
     """
 
-    def __init__(self, store: Store, membership: Membership, options: Options, master: str) -> None:
-        self._store, self._options, self._master = store, options, master
-        self._attend(membership)
+    step: int
+    names: list[str]
+    shapes: list[tuple[str, list[int], str]]
+    nbytes: int
+    problem: str = ""
 
-    def _attend(self, membership: Membership) -> None:
-        self._membership = membership
-        self._others = [ended_key(other) for other in membership.ranks if other != membership.rank]
-        self._left = f"{LEFT}/{membership.epoch}"
-        self._channels: dict[str, StoreChannel] = {}
+    @classmethod
+    def from_json(cls, text: bytes) -> "SavedState":
+        """Return what :meth:`to_json` has written."""
+        return cls(**json.loads(text))
 
-    def channel(self, topic: str = "recovery") -> StoreChannel:
-        """Return this rank's channel named ``topic``."""
-        if topic not in self._channels:
-            members = self._membership
-            name, deadline_s = f"{topic}/{members.epoch}", self._options.deadline_s
-            over = [self._left] if self._options.elastic else []  # else ranks that have left recover over it
-            self._channels[topic] = StoreChannel(self._store, name, members.rank, members.ranks, deadline_s, over)
-        return self._channels[topic]
-
-    def regroup(self, reason: str) -> Agreement | None:
-        """Let the store decide who goes on: the ranks that have come here once all others have ended, or are silent.
-
-        There is one store, so two groups of survivors never both go on. Who cannot reach it ends.
-        """
-        least, members = self._options.elastic, self._membership
-        if not least:
-            return None
-        self.publish_left(reason)
-        epoch = members.epoch + 1
-        store = self._store.under(f"epoch-{epoch}")
-        store.set(f"here/{members.rank}", b"")
-        came, end_s = self._come(store), time.monotonic() + self._options.silence_s
-        while len(came) + len(self._ended()) < len(members.ranks) and time.monotonic() < end_s:
-            time.sleep(REGROUP_POLL_S)
-            came = self._come(store)
-        decided: list[int] = json.loads(store.compare_set("ranks", "", json.dumps(came)))
-        if members.rank not in decided:
-            raise RankEndedError(f"ranks {decided} have gone on without rank {members.rank}, which did not answer them")
-        if len(decided) < least:
-            raise RankEndedError(f"{reason}; {len(decided)} ranks are left, fewer than elastic={least}")
-        survivors = replace(members, ranks=tuple(decided), epoch=epoch, peers={}, hosts={})
-        self._attend(survivors)
-        return Agreement(
-            store, survivors.rank, 0, self._options.meet_s, host=self._master, membership=survivors, gone=self._gone
-        )
-
-    def _come(self, store: Store) -> list[int]:
-        """Return the ranks that have come to form the next epoch and have not ended since."""
-        ended = self._ended()
-        return [rank for rank in self._membership.ranks if rank not in ended and store.check([f"here/{rank}"])]
-
-    def _ended(self) -> list[int]:
-        return [rank for rank in self._membership.ranks if self._store.check([ended_key(rank)])]
-
-    def _gone(self) -> str | None:
-        ended = self._ended()
-        return f"rank {ended[0]} has ended" if ended else None
-
-    def check_peers(self, where: str) -> BaseException | None:
-        """Look in the store for a rank that has left DLCP or ended."""
-        try:
-            found = self._store.first([self._left, *self._others], 0)
-        except StoreError as error:
-            return RankEndedError(f"{error}; {where}")
-        if found is None:
-            return None
-        key, text = found[0], found[1].decode()
-        if key == self._left:
-            return PeerAbortedError(f"another rank has left DLCP: {text}")
-        if text == CLOSED:
-            self._others.remove(key)
-            return None
-        return RankEndedError(f"rank {key.rpartition('/')[2]} has ended: {text}; {where}")
-
-    def publish_left(self, reason: str) -> None:
-        """Write into the store that a rank has left DLCP."""
-        self._store.compare_set(self._left, "", reason)
-
-    def publish_failed(self, reason: str) -> None:
-        """Write into the store that this rank has ended, so that the others stop waiting for it."""
-        with contextlib.suppress(StoreError):
-            self._store.set(ended_key(self._membership.rank), reason)
-            self._store.compare_set(self._left, "", reason)
-
-
-def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
-    """Return the fallback of a group: rank 0 sums gradients over the store, which is slow but lossless."""
-
-    def add_up(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
-        assert pending.bucket
-        bucket = pending.bucket
-        try:
-            values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
-            feedback.apply(values, bucket.segments)  # the store loses nothing, so no new residual arises
-            channel = watch.channel(f"average of bucket {pending.sequence}")
-            total = channel.add(values)
-            bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(len(channel.ranks)))
-        except Exception as problem:
-            done(problem)
-        else:
-            done(None)
-
-    def average(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
-        # In its own thread, because ranks need not reach buckets in the same order.
-        threading.Thread(target=add_up, args=(pending, done), name="dlcp-store-add", daemon=True).start()
-
-    return Fallback("the store, which is slow", average, watch)
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
 
 
 class Group:
@@ -219,6 +128,8 @@ class Group:
         self._limit_s = DEADLINE_FACTOR * options.deadline_s
         self._writer = ThreadPoolExecutor(1, "dlcp-group")
         self._exit = ExitCallback(self._at_exit)
+        self._save: Save | None = None
+        self._master = ""
 
     def join(self, master: str) -> None:
         """Join the other ranks, and open this rank's endpoint; called by :func:`dlcp.session.join`.
@@ -234,23 +145,30 @@ class Group:
             Not all ranks can use DLCP, and ``options.fallback`` is off.
         """
         assert self._store
-        options, feedback = self.options, Residual()
-        agreement = Agreement(self._store.under("joining"), self.rank, len(self._at_first), options.meet_s, host=master)
-        self._watch = StoreWatch(self._store, agreement.membership, options, master)
-        averager = StepAverager(
-            options,
-            agreement.membership,
-            ledger=self.ledger,
-            feedback=feedback,
-            tagger=Tagger(options.tag_policy),
-        )
-        self._session = TrainingSession(averager, store_fallback(self._watch, feedback), self._table)
+        session, watch = self._open_session(Membership(self.rank, ranks=self._at_first), master)
+        agreement = watch.first_agreement()
         try:
-            self._session.join(agreement, call=CALL)
+            session.join(agreement, call=CALL)
         except NotJoinedError as problem:
             self.close(str(problem))
             raise
-        self.options = self._session.options
+        self.options = session.options
+
+    def join_later(self, master: str) -> None:
+        """Prepare to join ranks that train; :meth:`register` does it. Called by :func:`dlcp.session.join`."""
+        self._at_first, self._master = (self.rank,), master
+
+    def _open_session(
+        self, membership: Membership, master: str, *, is_new: bool = False
+    ) -> tuple[TrainingSession, StoreWatch]:
+        assert self._store
+        options, feedback = self.options, Residual()
+        watch = self._watch = StoreWatch(self._store, membership, options, master, is_new=is_new)
+        averager = StepAverager(
+            options, membership, ledger=self.ledger, feedback=feedback, tagger=Tagger(options.tag_policy)
+        )
+        session = self._session = TrainingSession(averager, store_fallback(watch, feedback), self._table)
+        return session, watch
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -284,13 +202,22 @@ class Group:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def register(self, names: Iterable[str]) -> None:
+    def register(self, names: Iterable[str], *, save: "Save | None" = None, load: "Load | None" = None) -> None:
         """Register the model's parameters. All ranks must call this between two steps, with the same names.
+
+        With ``elastic``, a rank that comes back, or comes later, gets the state of the training here: it waits until
+        the others let it in, and returns at the beginning of a step, whose number is :attr:`step`.
 
         Parameters
         ----------
         names
             The parameters' names in forward order, which determines how their packets are tagged.
+        save
+            Returns all that a new rank must know, as bytes: parameters, the optimizer's state, and whatever else must
+            be equal on all ranks. It is called on the lowest rank, at the beginning of the first step with new ranks.
+            Without it, no rank can come later.
+        load
+            Takes over such a state; called here on new ranks.
 
         Raises
         ------
@@ -298,15 +225,80 @@ class Group:
             A name occurs twice, there are none, or the ranks registered different names; the message says which.
         RuntimeError
             A step is under way.
+        TransportError
+            The others have ended, or do not let this rank in; the message says why.
         """
         listed = list(names)
         twice = [name for name, count in Counter(listed).items() if count > 1]
         if twice or not listed:
             raise ValueError(f"parameter {twice[0]} is registered twice" if twice else "no parameters to register")
         self._check_idle("registering parameters")
+        self._save = save
+        if self._master:
+            self._get_state(listed, load)
+            return
         for rank, theirs in sorted(self._gather(listed).items()):
             _compare_names(listed, theirs, self.rank, rank)
         self._buckets = Buckets(layers_in_order(listed))
+
+    def begin_step(self) -> None:
+        """Begin the next step, which its first gradient does otherwise.
+
+        Call it at the top of the training loop, so that ranks that are let in compute their gradients while the others
+        do. Everything between it and the end of the step is then common to all :attr:`ranks`.
+        """
+        with self._lock:
+            self._check_open()
+            if self._session:
+                self._session.route_of(self.step)
+
+    def _get_state(self, names: list[str], load: "Load | None") -> None:
+        """Join ranks that train, and take over their state."""
+        assert self._store
+        if load is None:
+            raise ValueError("this rank joins others that train already: give register() functions to save and load")
+        session, watch = self._open_session(Membership(self.rank, ranks=(self.rank,)), self._master, is_new=True)
+        try:
+            admission = watch.apply()
+            admission.joined = joined = join(self.options, admission.agreement, call=CALL)
+            state = SavedState.from_json(admission.wait_for("state"))
+            if state.problem:
+                raise TransportError(f"rank {self.rank} cannot take part: {state.problem}")
+            _compare_names(names, state.names, self.rank, admission.old[0])
+            data = np.zeros(state.nbytes, np.uint8)
+            among = admission.old[0], *admission.new
+            broadcast(joined.endpoint, among, state.step - 1, data, admission.old[0], self.options.deadline_s)
+            load(data.tobytes())
+            admission.first_step = state.step
+            watch.attend(joined.membership)
+            session.enter(admission)
+        except BaseException as problem:
+            self.close(f"rank {self.rank} cannot take part: {problem}")
+            raise
+        self.options, self._master = session.options, ""
+        self._buckets = Buckets(layers_in_order(names))
+        self._buckets.plan = BucketPlan.from_description(state.shapes, self._buckets.layers)
+
+    def _give_state(self, admission: Admission) -> None:
+        """Give new ranks the state, while this rank trains on."""
+        buckets, step = self._registered([]), self.step
+        problem, data = "", b""
+        assert buckets.plan
+        if self._save is None:
+            problem = f"rank {self.rank} gave register() no function to save"
+        else:
+            data = self._save()
+        state = SavedState(step, list(buckets.layers), buckets.plan.described(), len(data), problem)
+        admission.publish("state", state.to_json())
+        if data and self.endpoint:
+            arguments = self.endpoint, (self.rank, *admission.new), step - 1, np.frombuffer(data, np.uint8)
+            threading.Thread(target=self._send_state, args=arguments, name="dlcp-state", daemon=True).start()
+
+    def _send_state(self, endpoint: Endpoint, ranks: Sequence[int], step: int, data: NDArray[np.uint8]) -> None:
+        try:
+            broadcast(endpoint, ranks, step, data, self.rank, self.options.deadline_s)
+        except TransportError as error:  # a rank has ended, which the session notices, too
+            log.warning("DLCP: new ranks did not get the state: %s", error)
 
     def average(self, gradients: Mapping[str, NDArray[Any]]) -> None:
         """Average the gradients of a whole step over all ranks, in place; return when all averages have arrived.
@@ -483,6 +475,8 @@ class Group:
             buckets.end_step()
             self._started.clear()
             self._table.end_step()
+            if self._session and self.options.elastic:
+                self._session.on_let_in = self._give_state
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:
@@ -534,6 +528,7 @@ class Group:
             if self._session is None or not len(data):
                 return
             if self.active and self.endpoint and not self.options.server:  # its workers have no path to each other
+                self._session.reach(self.step)
                 broadcast(self.endpoint, self.ranks, self.step, data, root, self.options.deadline_s)
                 self._table.end_step()
             elif self._watch:

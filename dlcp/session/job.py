@@ -5,6 +5,7 @@ The rank, the number of ranks and the address of rank 0's store come from the en
 """
 
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlcp.inputs.configuration import STORE_VARIABLE
 from dlcp.session.group import Group
-from dlcp.session.joining import next_number
+from dlcp.session.joining import next_number, running_number
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret
 from dlcp.session.store import Store, ended_key, serve
@@ -39,7 +40,8 @@ def join(
         By default ``Options()``.
     rank, size
         This rank, and the number of ranks; by default ``RANK`` and ``WORLD_SIZE``. If neither is set, the group has one
-        rank.
+        rank. With ``elastic``, a process whose rank has begun before, or is not below ``size``, comes later: it gets
+        the next free number, and takes part once it has called :meth:`Group.register`.
     master
         Address ``host:port`` of the store that rank 0 serves; by default ``MASTER_ADDR:MASTER_PORT``.
 
@@ -58,8 +60,8 @@ def join(
         Not all ranks can use DLCP, and ``options.fallback`` is off.
     """
     options = options or Options()
-    rank, size = _who(rank, size)
-    if size == 1:
+    rank, size = _who(rank, size, may_be_later=options.elastic > 0)
+    if size == 1 and rank == 0:
         return Group(options, 0, 1, None)
     host, _, port = (master or _master()).rpartition(":")
     address = host, int(port)
@@ -69,17 +71,39 @@ def join(
         serve(address, secret, options.tls)
     store = Store(address, options.meet_s, secret, options.tls)
     try:
-        store = store.under(f"dlcp/{next_number(store.under('dlcp'), rank)}")
+        jobs = store.under("dlcp")
+        running = _running(jobs, options, rank, size)
+        store = jobs.under(str(next_number(jobs, rank) if running is None else running))
+        if running is not None:
+            rank = _new_number(store, size)
         store.leave(ended_key(rank), "its process ended, or its connection broke")
         group = Group(options, rank, size, store, serves=serves)
-        group.join(host)
+        if running is None:
+            group.join(host)
+        else:
+            group.join_later(host)
     except BaseException:
         store.close()
         raise
     return group
 
 
-def _who(rank: int | None, size: int | None) -> tuple[int, int]:
+def _running(jobs: Store, options: Options, rank: int, size: int) -> int | None:
+    """Return the number of the group that trains without this process; None if all ranks are to join now."""
+    if not options.elastic:
+        return None
+    return int(jobs.get("newest", options.meet_s)) if rank >= size else running_number(jobs, rank)
+
+
+def _new_number(store: Store, size: int) -> int:
+    """Return a number for a rank that comes later: a number belongs to one process, so that what ended stays so."""
+    rank, mine = size, secrets.token_hex(8)
+    while store.compare_set(f"number/{rank}", "", mine) != mine.encode():
+        rank += 1
+    return rank
+
+
+def _who(rank: int | None, size: int | None, *, may_be_later: bool) -> tuple[int, int]:
     """Return rank and size as given, or from the environment."""
     found: dict[str, int] = {}
     for what, given, variable in (("rank", rank, "RANK"), ("size", size, "WORLD_SIZE")):
@@ -96,7 +120,7 @@ def _who(rank: int | None, size: int | None) -> tuple[int, int]:
     for what in ("rank", "size"):
         if what not in found:
             raise ValueError(f"the {what} is unknown: set RANK and WORLD_SIZE, or start with `dlcp launch`")
-    if not 0 <= found["rank"] < found["size"]:
+    if found["rank"] < 0 or (found["rank"] >= found["size"] and not may_be_later):
         raise ValueError(f"the rank must be in 0..{found['size'] - 1}, got {found['rank']}")
     return found["rank"], found["size"]
 

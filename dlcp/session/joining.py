@@ -93,7 +93,7 @@ class Agreement:
         membership: Membership | None = None,
         gone: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._gone = gone
+        self.gone = gone
         self._sealed = None if secret is None else SealedStore(store, secret)
         self._secret = secret
         self.store = self._sealed or store
@@ -226,7 +226,7 @@ class Agreement:
         With a secret, it is also None before the ranks have met. Without the session key, a verdict could be a replay
         from another session of the same secret.
         """
-        if reason := self._gone():
+        if reason := self.gone():
             self.decide(reason)
         if (self._sealed and not self.token) or not self.store.check([self.VERDICT]):
             return None
@@ -262,6 +262,18 @@ _PROCESS: Final = secrets.token_hex(8)
 """Distinguishes the successive processes of one rank."""
 
 
+def running_number(store: KeyValueStore, rank: int) -> int | None:
+    """Return the number of the newest agreement if a former process of this rank has opened it; otherwise None."""
+    if not store.check([f"opened/{rank}"]):
+        return None
+    number_text, opener = store.get(f"opened/{rank}").decode().split()
+    return None if opener == _process() or number_text != store.get("newest").decode() else int(number_text)
+
+
+def _process() -> str:
+    return f"{os.getpid()}-{_PROCESS}"  # a fork has the same text, but another ID
+
+
 def next_number(store: KeyValueStore, rank: int) -> int:
     """Return the number of a rank's next agreement in a store; all ranks must open them in the same order.
 
@@ -269,7 +281,7 @@ def next_number(store: KeyValueStore, rank: int) -> int:
     also takes part in a failed agreement that another one's process has outlived, so that the same calls still meet.
     It skips agreements that only ended processes have opened, where it would meet nobody.
     """
-    key, process = f"opened/{rank}", f"{os.getpid()}-{_PROCESS}"  # a fork has the same text, but another ID
+    key, process = f"opened/{rank}", _process()
     last, opener = -1, ""
     if store.check([key]):
         number_text, opener = store.get(key).decode().split()

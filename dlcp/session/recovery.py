@@ -21,9 +21,10 @@ from typing import ClassVar, Final
 
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.inputs.error_text import describe
+from dlcp.session.admission import Admission
 from dlcp.session.averager import BucketId, BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.session.joining import Agreement
-from dlcp.transport import MessageMismatchError, PeerAbortedError, PeerHangsError
+from dlcp.transport import Membership, MessageMismatchError, PeerAbortedError, PeerHangsError
 from dlcp.transport.messages import at_step
 
 WAIT_SHARE: Final = 0.9
@@ -78,6 +79,16 @@ class PeerWatch(ABC):
         RankEndedError
             Too few ranks are left, or the others have gone on without this one.
         """
+        return None
+
+    is_new = False
+    """Whether this rank has joined others and not completed a step with them."""
+
+    def attend(self, membership: Membership) -> None:  # noqa: B027  # not all memberships change
+        """Watch and reach these ranks from now on."""
+
+    def newcomers(self) -> Admission | None:
+        """Return the ranks that are to be let in; None if there are none."""
         return None
 
     def publish_failed(self, reason: str) -> None:  # noqa: B027  # not all watches need it

@@ -7,6 +7,8 @@ hides the ranks' data from eavesdroppers.
 
 Each rank keeps one call open while it lives. When that call ends, because the rank closed its connection, its process
 ended or its host no longer answers, the store writes the rank's last will: the values that it deposited for this case.
+It does the same for a rank that has asked for a lease and is not heard from any more: its process stands still, or its
+network is down. How long that takes to be sure is learned from the intervals in which the rank was heard before.
 """
 
 import ast
@@ -25,9 +27,11 @@ import secrets
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -72,10 +76,16 @@ HANDSHAKE_S: Final = 5.0
 keep connections. Not tuned."""
 STOP_S: Final = 5.0
 """Time limit for closing a store's connections, so that it cannot keep a process from ending. Not tuned."""
+BEAT_S: Final = 0.15
+"""Interval in which a rank with a lease shows that it lives. It takes about 0.5 ms of processor time on both sides."""
+LEASE_S_MIN: Final = 0.6
+"""A lease is never shorter: a rank whose process a busy machine has not run for this long is common."""
 SPARE_DESCRIPTORS: Final = 4
 """Connections leave one in this many of the process's free file descriptors to the training. Not tuned."""
 CHUNK_BYTES: Final = 1 << 22
 """Longer arrays are added in parts of this size, so that no request occupies the store for long. Not tuned."""
+STANDS_STILL: Final = "stands still, or its network is down"
+"""In the reason that the store gives for a rank whose lease has expired."""
 ENDED: Final = "ended"
 """Prefix of the keys under which the store keeps the reasons why ranks have ended."""
 SERVICE: Final = "/dlcp.Store/"
@@ -148,6 +158,8 @@ class StoreServer(grpc.GenericRpcHandler):
         self._values: dict[str, bytes] = {}
         self._bytes = 0
         self._last_wills: dict[bytes, dict[str, bytes]] = {}
+        self._leases: dict[bytes, Lease] = {}
+        self._watching: set[asyncio.Future[None]] = set()
         self._loop = _event_loop()
         port = asyncio.run_coroutine_threadsafe(self._listen(address), self._loop).result()
         self.address: Address = (address[0], port)
@@ -227,10 +239,27 @@ class StoreServer(grpc.GenericRpcHandler):
             yield proof(self._secret, b"answer", given)
             await asyncio.Event().wait()
         finally:
-            for key, value in self._last_wills.pop(rank, {}).items():
-                self._set(key, value)
-            # Not awaited, because this coroutine is being cancelled.
-            self._notifying = asyncio.ensure_future(self._notify())
+            self._leases.pop(rank, None)
+            self._execute_will(rank)
+
+    def _execute_will(self, rank: bytes, why: str = "") -> None:
+        for key, value in self._last_wills.pop(rank, {}).items():
+            self._set(key, why.encode() or value)
+        # Not awaited, because the calling coroutine may be being cancelled.
+        self._notifying = asyncio.ensure_future(self._notify())
+
+    async def _watch_lease(self, rank: bytes) -> None:
+        """Execute the will of a rank once its lease has expired."""
+        looked_s = time.monotonic()
+        while lease := self._leases.get(rank):
+            await asyncio.sleep(BEAT_S / 3)
+            now_s = time.monotonic()
+            if now_s - looked_s > BEAT_S:  # this process itself has not run: beats from the meantime are still unread
+                lease.renew(now_s)
+            elif silent_s := lease.expired(now_s):
+                del self._leases[rank]
+                self._execute_will(rank, f"it {STANDS_STILL} ({silent_s:.1f} s without a sign of life)")
+            looked_s = now_s
 
     async def _answer(self, name: str, call: bytes, given: bytes, request: bytes, context: Any) -> bytes:
         rank, _, digest = _CALL_HEAD.unpack(call)
@@ -248,6 +277,8 @@ class StoreServer(grpc.GenericRpcHandler):
             answer = all(key in self._values for key in keys)
         elif name == "leave":
             self._last_wills[rank][keys[0]] = value
+        elif name == "beat":
+            answer = self._renew(rank, head["most_s"])
         elif name == "set":
             self._set(keys[0], value)
             await self._notify()
@@ -263,6 +294,18 @@ class StoreServer(grpc.GenericRpcHandler):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"unknown store call {name!r}")
         packed = _pack(answer, found)
         return proof(self._secret, b"answer", given, packed) + packed
+
+    def _renew(self, rank: bytes, most_s: float) -> bool:
+        """Renew a rank's lease, which begins with the first call; return False if it has expired."""
+        now_s, lease = time.monotonic(), self._leases.get(rank)
+        if lease is not None:
+            lease.renew(now_s)
+        elif rank in self._last_wills:
+            self._leases[rank] = Lease(min(LEASE_S_MIN, most_s), most_s, now_s)
+            task = asyncio.ensure_future(self._watch_lease(rank))
+            self._watching.add(task)
+            task.add_done_callback(self._watching.discard)
+        return rank in self._last_wills
 
     async def _first(self, keys: list[str], wait_s: float) -> tuple[Any, bytes]:
         async with self._changed:
@@ -288,6 +331,46 @@ class StoreServer(grpc.GenericRpcHandler):
         if value and (len(self._values) >= KEYS_MAX or self._bytes + len(value) > TOTAL_BYTES_MAX):
             return f"the store is full: it holds {len(self._values)} keys and {self._bytes} bytes"
         return ""
+
+
+class Lease:
+    """When a rank was heard from last, and how long it may be silent: learned from the intervals so far.
+
+    Parameters
+    ----------
+    least_s, most_s
+        The limit lies between these.
+    now_s
+        The time (monotonic).
+    """
+
+    INTERVALS: Final = 256
+    """The number of intervals that the limit is learned from: about a minute of :data:`BEAT_S`."""
+    DEVIATIONS: Final = 20.0
+    """The limit's distance from the median, in median absolute deviations. MEASURE"""
+
+    def __init__(self, least_s: float, most_s: float, now_s: float) -> None:
+        self._least_s, self._most_s = least_s, most_s
+        self._intervals: deque[float] = deque(maxlen=self.INTERVALS)
+        self._heard_s = now_s
+
+    def renew(self, now_s: float) -> None:
+        """Note that the rank was heard from."""
+        self._intervals.append(now_s - self._heard_s)
+        self._heard_s = now_s
+
+    def expired(self, now_s: float) -> float:
+        """Return how long the rank has been silent, in seconds, if that is longer than it may be; otherwise 0."""
+        silent_s = now_s - self._heard_s
+        return silent_s if silent_s > self._least_s and silent_s > self.limit_s() else 0.0
+
+    def limit_s(self) -> float:
+        """Return how long the rank may be silent, in seconds."""
+        if not self._intervals:
+            return self._most_s
+        middle = median(self._intervals)
+        spread = median(abs(each - middle) for each in self._intervals)
+        return min(self._most_s, max(self._least_s, middle + self.DEVIATIONS * spread))
 
 
 class ReplayWindow:
@@ -459,6 +542,15 @@ class Store:
     def leave(self, key: str, value: str) -> None:
         """Deposit a value that the store writes when this connection ends, for whatever reason."""
         self._link.call("leave", self._head([key]), value.encode())
+
+    def beat(self, most_s: float) -> bool:
+        """Show that this rank lives; the first call begins its lease, of at most ``most_s`` seconds.
+
+        Returns
+        -------
+        False if the lease has expired: the store has written the rank's last will, and the others take it for dead.
+        """
+        return bool(self._link.call("beat", {**self._head([]), "most_s": most_s})[0])
 
     def close(self) -> None:
         """Close the connection, which all views of the store share."""

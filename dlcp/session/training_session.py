@@ -17,7 +17,8 @@ The phases of a session, and what leads from one to the next::
                                                            +---------------> FAILED <-------------+
 
 With ``elastic``, ``RECOVERING`` leads back to ``READY``: the ranks that are left complete the open buckets, and join
-each other again as the next epoch of the session.
+each other again as the next epoch of the session. New ranks get in while it is ``READY``: the next epoch begins with a
+step (:mod:`dlcp.session.admission`).
 
 :meth:`TrainingSession.close` leads from each phase to ``CLOSED``. A session keeps no more of a phase than its
 :class:`Situation`. What is built for one membership (endpoint, reducers, chooser) ends with ``RECOVERING``; the step,
@@ -45,6 +46,7 @@ from dlcp.collectives import Bucket, Reducer
 from dlcp.host.closing import ExitCallback, ending_error, exiting
 from dlcp.inputs.error_text import describe
 from dlcp.policies.arms import Route
+from dlcp.session.admission import Admission
 from dlcp.session.averager import BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
@@ -69,6 +71,8 @@ if TYPE_CHECKING:  # loaded when options ask for it
 
 log = logging.getLogger("dlcp")
 
+CALL: Final = "dlcp.session.join"
+"""The function with which ranks join a group, for messages."""
 LEFT: Final = "left"
 """The topic under which ranks announce that they have left DLCP."""
 WEIGHTED: Final = "weighted"
@@ -182,11 +186,15 @@ class TrainingSession:
         Chooses each step's arm; None before the ranks have joined, and without DLCP.
     compared
         Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
+    on_let_in
+        Called on the lowest rank, at the beginning of the first step with new ranks, to give them the state.
     """
 
     def __init__(self, averager: StepAverager, fallback: Fallback, table: BucketTable | None = None) -> None:
         self.averager, self.fallback = averager, fallback
         self.situation = Situation()
+        self._asked = averager.options
+        """The options as given, before anything was measured: ranks that come later have only these."""
         self._over = threading.Event()
         """Set once DLCP averages no more."""
         self.table = table or BucketTable()
@@ -199,6 +207,9 @@ class TrainingSession:
         self._metadata: Future[NDArray[np.generic]] | None = None
         """All ranks' metadata of this step, until it has been read."""
         self._watcher: threading.Thread | None = None
+        self._admission: Admission | None = None
+        """New ranks, until a step with them is complete."""
+        self.on_let_in: Callable[[Admission], None] | None = None
         self._close_lock = threading.RLock()
         """Held while closing: a second thread that closes returns after that. A signal handler may close again."""
         self._snapshots: SnapshotWriter | None = None
@@ -246,12 +257,18 @@ class TrainingSession:
             self.table.meter = self._snapshots.meter if self._snapshots else None
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
-        try:
-            on_message = self.table.meter.on_message if self.table.meter else None
-            joined = join(self.options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
-        except NotJoinedError as problem:
-            self._train_without(agreement, problem)
-            return
+        on_message = self.table.meter.on_message if self.table.meter else None
+        joined: Joined | None = None
+        while joined is None:
+            try:
+                joined = join(self.options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
+            except NotJoinedError as problem:
+                watch = self.fallback.watch
+                left = watch.regroup(str(problem)) if watch and agreement.gone() else None
+                if left is None:
+                    self._train_without(agreement, problem)
+                    return
+                agreement = left
         if joined.remark and self.rank == self.membership.ranks[0]:
             log.warning("DLCP: %s", joined.remark)
         if self._snapshots:
@@ -264,12 +281,18 @@ class TrainingSession:
         self.averager.reducer = reducer
         self._begin(Joined(endpoint, self.options, "", self.membership, link=None, remote=True))
 
+    def enter(self, admission: Admission) -> None:
+        """Average with ranks that have let this one in, from the step that they have chosen."""
+        assert admission.joined
+        assert admission.first_step is not None
+        self.averager.join(admission.joined)
+        self.table.step, self._admission, admission.has_begun = admission.first_step, admission, True
+        self._begin(admission.joined)
+
     def _begin(self, joined: Joined) -> None:
-        self._joined, self.endpoint = joined, joined.endpoint
-        self.hosts = len(joined.topology.ranks_by_host(joined.membership.ranks))
         watch = self.fallback.watch
         self._recoverable = watch is not None and self.options.fallback and watch.open()
-        self.chooser = self._make_chooser(joined)
+        self._exchange_with(joined)
         self._enter(phase=SessionPhase.READY)
         if watch is not None:
             self._watcher = threading.Thread(
@@ -277,12 +300,17 @@ class TrainingSession:
             )
             self._watcher.start()
 
+    def _exchange_with(self, joined: Joined) -> None:
+        self._joined, self.endpoint = joined, joined.endpoint
+        self.hosts = len(joined.topology.ranks_by_host(joined.membership.ranks))
+        self.chooser = self._make_chooser(joined)
+
     def _make_chooser(self, joined: Joined) -> StepChooser:
         framework, endpoint = self.fallback.route, joined.endpoint
         arms = arms_of(self.options, framework is not None, remote=joined.remote)
         exchange = ReportExchange(endpoint, joined.membership.ranks, self.options) if len(arms) > 1 else None
-        if not joined.membership.epoch:  # some buckets of the step in progress may have their numbers
-            self.averager.number_buckets(beside_reports=exchange is not None)
+        # The numbers must not change with the ranks: a step in progress goes on with others.
+        self.averager.number_buckets(beside_reports=exchange is not None or self.options.elastic > 0)
         return StepChooser(arms, framework, exchange, self.table, endpoint, remote=joined.remote)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
@@ -383,10 +411,13 @@ class TrainingSession:
 
         It is the same on all ranks, also on those that have left DLCP: there the step waits until all have.
         """
+        begins = self.table.begin_step(step)
+        if begins:
+            self.reach(step, trains=True)
         chooser = self.chooser
         if chooser is None:
             return Route.DLCP
-        if self.table.begin_step(step):
+        if begins:
             try:
                 chooser.begin_step(step, listen=self.phase is SessionPhase.READY)
             except TransportError as error:
@@ -517,11 +548,92 @@ class TrainingSession:
                 watchdog.postpone()
                 try:
                     error = watch.check_peers(self._where()) or self._overdue()
+                    admission = None if error or self._admission or not self.on_let_in else watch.newcomers()
                 except RuntimeError as problem:
                     log.debug("the other ranks cannot be watched any more: %s", problem)
                     return
                 if error:
                     self.leave(error)
+                elif admission:
+                    self._admission = admission
+                    threading.Thread(target=self._let_in, args=(admission,), name="dlcp-let-in", daemon=True).start()
+
+    # Letting ranks in -------------------------------------------------------------------------------------------------
+
+    def _let_in(self, admission: Admission) -> None:
+        """Join new ranks, beside training, and agree on the first step with them."""
+        table = self.table
+
+        def choose() -> int:
+            with table.changed:
+                admission.first_step = table.step + 2
+            return admission.first_step
+
+        try:
+            admission.joined = join(self._asked, admission.agreement, call=CALL)
+            if self._admission is admission:
+                admission.agree(choose)
+            else:  # ranks have ended meanwhile
+                admission.close()
+        except NotJoinedError as problem:
+            log.warning("DLCP: ranks %s are not let in: %s", list(admission.new), problem)
+            self._admission = None
+        except TransportError as error:
+            self.leave(error)
+        with table.changed:
+            table.changed.notify_all()
+
+    def reach(self, step: int, *, trains: bool = False) -> None:
+        """Do what a step that begins needs if ranks are being let in: nothing, or wait, or begin the next epoch.
+
+        Parameters
+        ----------
+        trains
+            Whether gradients are averaged in it: new ranks do not take part in anything else.
+        """
+        admission = self._admission
+        if admission is None:
+            return
+        first = admission.first_step
+        if first is None or step < first - 1:
+            return
+        if admission.is_lowest and not admission.is_agreed:
+            with self.table.changed:
+                self.table.changed.wait_for(
+                    lambda: admission.is_agreed or self.phase is not SessionPhase.READY, self.options.deadline_s
+                )
+        if not trains or step < first:
+            return
+        if not admission.has_begun:
+            self._begin_epoch(admission, step)
+        elif step > first:
+            self._admission = None
+            admission.complete()
+            if self.fallback.watch:
+                self.fallback.watch.is_new = False
+
+    def _begin_epoch(self, admission: Admission, step: int) -> None:
+        """Average with the new ranks from this step on."""
+        watch, reducer = self.fallback.watch, self.averager.reducer
+        assert watch
+        assert reducer
+        assert self._joined
+        with self.table.changed:
+            if self.phase is not SessionPhase.READY or self._admission is not admission:
+                return
+            joined = admission.begin((self._joined, reducer))
+            admission.first_step = step
+            self.averager.join(joined)
+            watch.attend(joined.membership)
+            self._exchange_with(joined)
+        if admission.is_lowest:
+            log.warning(
+                "DLCP: ranks %s take part from step %d on; there are now %d ranks: %s.",
+                *(", ".join(map(str, admission.new)), step, len(joined.membership.ranks)),
+                ", ".join(map(str, joined.membership.ranks)),
+            )
+            if self.on_let_in:
+                self.on_let_in(admission)
 
     def _overdue(self) -> BaseException | None:
         """Return an error if the framework takes longer for a bucket than DLCP may."""
@@ -607,7 +719,7 @@ class TrainingSession:
                     self._hand_over(f"{cause}; no other rank is left")
                     return True
                 on_message = self.table.meter.on_message if self.table.meter else None
-                joined = join(self.options, agreement, call="it again", on_message=on_message)
+                joined = join(self._asked, agreement, call="it again", on_message=on_message)
             except RankEndedError as problem:
                 cause = describe(problem)
             except NotJoinedError as problem:
@@ -661,6 +773,9 @@ class TrainingSession:
             self.start(pending)
 
     def _leave_peers(self, reason: str | None) -> None:
+        admission, self._admission = self._admission, None
+        if admission:
+            admission.close(reason)
         if self._joined:
             self._joined.close(reason)
 

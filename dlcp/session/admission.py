@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How new ranks get into a session that trains.
+
+All ranks, old and new, join each other as the session's next epoch, while the old ones train on in the present one.
+Then the lowest old rank chooses the first step of the new epoch, two ahead of its own. It contributes to the step
+before only once all old ranks know the choice. No rank can complete that step without its contribution, so none begins
+the chosen one unprepared. In the usual case nobody waits.
+
+The old epoch's endpoints stay open until the chosen step is complete: until then, another rank may lack averages of the
+step before. If a rank ends meanwhile, the old ranks go on without it and without the new ones.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from dlcp.collectives import Reducer
+from dlcp.session.joining import Agreement, Joined
+from dlcp.transport import DeadlineError, RankEndedError
+
+if TYPE_CHECKING:  # it needs gRPC, which sessions over PyTorch's store do not
+    from dlcp.session.store import Store
+
+CANCELLED: Final = "the new ranks have not been let in, because ranks have ended"
+"""Why ranks leave the endpoints of an epoch that never began."""
+
+
+class Admission:
+    """New ranks on their way into a session, as one rank sees it.
+
+    Parameters
+    ----------
+    store
+        The group's store.
+    agreement
+        How all ranks join each other as the next epoch.
+    old, new
+        The ranks of the present epoch, and those that are let in.
+    over
+        Returns the keys of which one has a value once a rank has ended, or old ranks go on without one.
+    deadline_s
+        How long old ranks wait for each other, in seconds.
+
+    Attributes
+    ----------
+    first_step
+        The first step of the next epoch, or one that is no training step shortly before it; None while it is not
+        chosen.
+    joined
+        The next epoch's endpoint and addresses; None before the ranks have joined.
+    former
+        The present epoch's, once the next has begun on an old rank.
+    is_agreed, has_begun
+        Whether all old ranks know the first step; whether the next epoch has begun on this rank.
+    """
+
+    def __init__(
+        self,
+        store: "Store",
+        agreement: Agreement,
+        old: Sequence[int],
+        new: Sequence[int],
+        over: Callable[[], list[str]],
+        deadline_s: float,
+    ) -> None:
+        self.agreement, self.old, self.new = agreement, tuple(old), tuple(new)
+        self.first_step: int | None = None
+        self.joined: Joined | None = None
+        self.former: tuple[Joined, Reducer] | None = None
+        self.is_agreed = self.has_begun = False
+        self._store, self._over, self._deadline_s = store, over, deadline_s
+        self._prefix = f"admission-{agreement.membership.epoch}"
+
+    @property
+    def is_lowest(self) -> bool:
+        """Whether this rank chooses the step, and has the state for the new ranks."""
+        return self.agreement.rank == self.old[0]
+
+    def agree(self, choose: Callable[[], int]) -> None:
+        """Agree with the other old ranks on :attr:`first_step`.
+
+        Parameters
+        ----------
+        choose
+            Sets it, on the lowest rank, so that no step before it begins unnoticed; returns it.
+
+        Raises
+        ------
+        RankEndedError
+            An old rank has ended, or has left this epoch.
+        DeadlineError
+            An old rank does not answer.
+        """
+        rank = self.agreement.rank
+        if self.is_lowest:
+            self.publish("first step", str(choose()))
+            for other in self.old[1:]:
+                self.wait_for(f"knows/{other}")
+        else:
+            self.first_step = int(self.wait_for("first step"))
+            self.publish(f"knows/{rank}", "")
+        self.is_agreed = True
+
+    def publish(self, name: str, value: str) -> None:
+        """Write a value for the ranks that are concerned."""
+        self._store.set(f"{self._prefix}/{name}", value)
+
+    def wait_for(self, name: str) -> bytes:
+        """Wait for such a value.
+
+        Raises
+        ------
+        RankEndedError, DeadlineError
+            See :meth:`agree`.
+        """
+        key = f"{self._prefix}/{name}"
+        found = self._store.first([key, *self._over()], self._deadline_s)
+        if found is None:
+            raise DeadlineError(f"ranks {list(self.new)} cannot join: no {name!r} in {self._deadline_s:g} s")
+        if found[0] != key:
+            raise RankEndedError(f"{CANCELLED}: {found[0]}: {found[1].decode()}")
+        return found[1]
+
+    def begin(self, former: tuple[Joined, Reducer]) -> Joined:
+        """Note that the next epoch begins on this rank; return what it has joined."""
+        assert self.joined
+        self.former, self.has_begun = former, True
+        return self.joined
+
+    def complete(self) -> None:
+        """Leave the former epoch, in a thread: no rank needs this one's packets of it any more."""
+        if self.former:
+            threading.Thread(target=self.close, name="dlcp-former-epoch", daemon=True).start()
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the epoch that does not average: the former one, or the next if that has not begun."""
+        if self.former:
+            joined, reducer = self.former
+            joined.close(reason)
+            reducer.close()
+        elif self.joined:
+            self.joined.close(reason or CANCELLED)

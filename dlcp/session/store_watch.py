@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a group watch each other through its store, and who takes part when ranks end or come.
+
+Who takes part is decided in the store, by a sequence of numbered decisions. Each either lets the ranks that are left go
+on without others (:meth:`StoreWatch.regroup`), or lets new ranks in (:meth:`StoreWatch.newcomers`). There is one store,
+so two groups of survivors never both go on: a rank that cannot reach it ends. The number of a decision is that of the
+epoch that follows from it. If new ranks could not join after all, none does, and the number is skipped.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from dlcp.collectives import Residual
+from dlcp.session.admission import Admission
+from dlcp.session.averager import PendingBucket
+from dlcp.session.joining import Agreement
+from dlcp.session.options import Options
+from dlcp.session.recovery import PeerWatch
+from dlcp.session.store import BEAT_S, Store, StoreChannel, StoreError, ended_key
+from dlcp.session.training_session import DEADLINE_FACTOR, LEFT, Fallback
+from dlcp.transport import DeadlineError, Membership, PeerAbortedError, RankEndedError
+
+log = logging.getLogger("dlcp")
+
+REGROUP_POLL_S: Final = 0.02
+"""Interval in which survivors look who else has come to go on; a look takes a few queries of the store."""
+APPLY_POLL_S: Final = 0.5
+"""Interval in which a rank that wants to take part looks whether there is still a rank to let it in."""
+CLOSED: Final = "it has left the group"
+"""The reason that a rank leaves in the store when it closes its group normally."""
+NEW: Final = "new"
+"""What a rank says that has joined, but not completed a step: it cannot go on without the rank that has its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who takes part from now on.
+
+    Parameters
+    ----------
+    ranks
+        All ranks.
+    new
+        Those of them that join; none if ranks go on without others.
+    applications
+        How many applications have been decided on.
+    """
+
+    ranks: tuple[int, ...]
+    new: tuple[int, ...] = ()
+    applications: int = 0
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Decision":
+        """Return the decision that :meth:`to_json` has written."""
+        read = json.loads(text)
+        return cls(tuple(read["ranks"]), tuple(read["new"]), read["applications"])
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+
+class StoreWatch(PeerWatch):
+    """Watches the other ranks through the group's store, and recovers over it.
+
+    Parameters
+    ----------
+    store
+        The ranks' store. It records when a rank has ended.
+    membership
+        The ranks.
+    options
+        The session's options.
+    master
+        The host that serves the store.
+    is_new
+        Whether this rank joins others that have begun.
+
+    Attributes
+    ----------
+    is_new
+        The same, until it has completed a step.
+    """
+
+    def __init__(
+        self, store: Store, membership: Membership, options: Options, master: str, *, is_new: bool = False
+    ) -> None:
+        self._store, self._options, self._master = store, options, master
+        self.is_new = is_new
+        self._decisions = membership.epoch
+        self._applications = 0
+        self._closing = threading.Event()
+        self._beating: threading.Thread | None = None
+        self.attend(membership)
+
+    def attend(self, membership: Membership) -> None:
+        """Watch and reach these ranks from now on."""
+        self._membership = membership
+        self._others = [ended_key(other) for other in membership.ranks if other != membership.rank]
+        self._over = self._lefts()
+        self._channels: dict[str, StoreChannel] = {}
+
+    def _lefts(self) -> list[str]:
+        # Ranks that have agreed to let others in may differ for one step in which epoch they are.
+        return [f"{LEFT}/{epoch}" for epoch in sorted({self._membership.epoch, self._decisions})]
+
+    def channel(self, topic: str = "recovery") -> StoreChannel:
+        """Return this rank's channel named ``topic``."""
+        if topic not in self._channels:
+            members = self._membership
+            name, deadline_s = f"{topic}/{members.epoch}", self._options.deadline_s
+            over = self._over if self._options.elastic else []  # else ranks that have left recover over it
+            self._channels[topic] = StoreChannel(self._store, name, members.rank, members.ranks, deadline_s, over)
+        return self._channels[topic]
+
+    def first_agreement(self) -> Agreement:
+        """Return how the ranks join each other at first."""
+        if self._options.elastic:
+            self._decide(0, Decision(self._membership.ranks))  # ranks that come later read it
+        return self._agreement(self._membership)
+
+    # Watching ---------------------------------------------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Begin to show that this rank lives, where the others would go on without it."""
+        if self._options.elastic and self._beating is None:
+            self._beating = threading.Thread(target=self._beat, name="dlcp-beat", daemon=True)
+            self._beating.start()
+        return True
+
+    def _beat(self) -> None:
+        # What comes of an expired lease is up to the thread that watches: this rank, too, is then among the ended.
+        with contextlib.suppress(StoreError):
+            while self._store.beat(self._options.silence_s) and not self._closing.wait(BEAT_S):
+                pass
+
+    def close(self) -> None:
+        """Stop showing that this rank lives."""
+        self._closing.set()
+
+    def check_peers(self, where: str) -> BaseException | None:
+        """Look in the store for a rank that has left DLCP or ended."""
+        mine = [ended_key(self._membership.rank)] if self._options.elastic else []
+        try:
+            found = self._store.first([*self._over, *mine, *self._others], 0)
+        except StoreError as error:
+            return RankEndedError(f"{error}; {where}")
+        if found is None:
+            return None
+        key, text = found[0], found[1].decode()
+        if key in self._over:
+            return PeerAbortedError(f"another rank has left DLCP: {text}")
+        if text == CLOSED:
+            self._others.remove(key)
+            return None
+        return RankEndedError(f"rank {key.rpartition('/')[2]} has ended: {text}; {where}")
+
+    def publish_left(self, reason: str) -> None:
+        """Write into the store that a rank has left DLCP."""
+        for key in self._lefts():
+            self._store.compare_set(key, "", reason)
+
+    def publish_failed(self, reason: str) -> None:
+        """Write into the store that this rank has ended, so that the others stop waiting for it."""
+        with contextlib.suppress(StoreError):
+            self._store.set(ended_key(self._membership.rank), reason)
+            self.publish_left(reason)
+
+    # Going on without ranks -------------------------------------------------------------------------------------------
+
+    def regroup(self, reason: str) -> Agreement | None:
+        """Let the store decide who goes on: the ranks that have come here once all others have ended, or are silent."""
+        least, members = self._options.elastic, self._membership
+        if not least:
+            return None
+        self.publish_left(reason)
+        decision = self._decide_without_ended()
+        if members.rank not in decision.ranks:
+            raise RankEndedError(
+                f"ranks {list(decision.ranks)} have gone on without rank {members.rank}, which "
+                + ("had not completed a step with them: start it again" if self.is_new else "did not answer them")
+            )
+        if len(decision.ranks) < least:
+            raise RankEndedError(f"{reason}; {len(decision.ranks)} ranks are left, fewer than elastic={least}")
+        survivors = replace(members, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
+        self.attend(survivors)
+        return self._agreement(survivors)
+
+    def _decide_without_ended(self) -> Decision:
+        while True:
+            number = self._decisions + 1
+            self._store.set(f"here/{number}/{self._membership.rank}", NEW if self.is_new else "")
+            answered, came = self._answers(number)
+            end_s = time.monotonic() + self._options.silence_s
+            while answered < len(self._membership.ranks) and time.monotonic() < end_s:
+                if self._store.check([f"decided/{number}"]):
+                    break
+                time.sleep(REGROUP_POLL_S)
+                answered, came = self._answers(number)
+            if not came and not self._store.check([f"decided/{number}"]):
+                return Decision(())  # this rank has ended, or only ranks that have not completed a step are left
+            decision = self._decide(number, Decision(came, applications=self._applications))
+            self._note(number, decision)
+            if not decision.new:
+                return decision
+
+    def _answers(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """Return how many ranks have ended or come to decide, and which of them can go on."""
+        ended = self._ended()
+        here = {rank: f"here/{number}/{rank}" for rank in self._membership.ranks if rank not in ended}
+        came = {rank: self._store.first([key], 0) for rank, key in here.items()}
+        can = tuple(rank for rank, found in came.items() if found is not None and found[1] != NEW.encode())
+        return len(ended) + sum(found is not None for found in came.values()), can
+
+    def _ended(self) -> list[int]:
+        return [rank for rank in self._membership.ranks if self._store.check([ended_key(rank)])]
+
+    # Letting ranks in -------------------------------------------------------------------------------------------------
+
+    def newcomers(self) -> Admission | None:
+        """Look in the store for ranks that are to be let in; the lowest rank decides that when they apply.
+
+        Raises
+        ------
+        StoreError
+            The store does not answer.
+        """
+        if not self._options.elastic:
+            return None
+        number, rank = self._decisions + 1, self._membership.rank
+        if not self._store.check([f"decided/{number}"]):
+            if rank != self._membership.ranks[0] or not (new := self._applicants()):
+                return None
+            ranks = tuple(sorted({*self._membership.ranks, *new}))
+            self._decide(number, Decision(ranks, new, self._applications))
+        decision = Decision.from_json(self._store.get(f"decided/{number}"))
+        if not decision.new:  # others go on without a rank; check_peers notices
+            return None
+        self._note(number, decision)
+        return self._admission(decision)
+
+    def apply(self) -> Admission:
+        """Apply to take part in a session of others, and wait until they let this rank in.
+
+        Raises
+        ------
+        RankEndedError
+            All ranks of the session have ended.
+        DeadlineError
+            They have not let this rank in.
+        """
+        rank, place, limit_s = self._membership.rank, 0, DEADLINE_FACTOR * self._options.deadline_s
+        while self._store.compare_set(f"applied/{place}", "", str(rank)) != str(rank).encode():
+            place += 1
+        end_s = time.monotonic() + limit_s
+        number, ranks = 0, self._membership.ranks
+        while time.monotonic() < end_s:
+            found = self._store.first([f"decided/{number}"], APPLY_POLL_S)
+            if found is not None:
+                decision = Decision.from_json(found[1])
+                self._membership = replace(self._membership, epoch=number)
+                self._note(number, decision)
+                if rank in decision.new:
+                    return self._admission(decision)
+                number, ranks = number + 1, decision.ranks
+            elif all(self._store.check([ended_key(rank)]) for rank in ranks):
+                raise RankEndedError(
+                    f"rank {rank} comes too late: ranks {list(ranks)}, which it wanted to join, have ended"
+                )
+        raise DeadlineError(f"rank {rank} has waited {limit_s:g} s for ranks {list(ranks)} to let it take part")
+
+    def _admission(self, decision: Decision) -> Admission:
+        rank = self._membership.rank
+        old = [each for each in decision.ranks if each not in decision.new]
+        ended = [ended_key(each) for each in old if each != rank]
+        members = replace(self._membership, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
+        return Admission(
+            self._store,
+            self._agreement(members),
+            old,
+            decision.new,
+            lambda: [*self._over, *ended],
+            self._options.deadline_s,
+        )
+
+    def _applicants(self) -> tuple[int, ...]:
+        new = []
+        while found := self._store.first([f"applied/{self._applications}"], 0):
+            self._applications += 1
+            rank = int(found[1])
+            if not self._store.check([ended_key(rank)]):
+                new.append(rank)
+        return tuple(new)
+
+    # Deciding ---------------------------------------------------------------------------------------------------------
+
+    def _decide(self, number: int, proposal: Decision) -> Decision:
+        """Propose a decision; return the one in force, which is the first that any rank proposed."""
+        return Decision.from_json(self._store.compare_set(f"decided/{number}", "", proposal.to_json()))
+
+    def _note(self, number: int, decision: Decision) -> None:
+        self._decisions, self._applications = number, decision.applications
+        self._over[:] = self._lefts()  # in place: channels hold it, too
+
+    def _agreement(self, members: Membership) -> Agreement:
+        def gone() -> str | None:
+            if not self._options.elastic:
+                return None
+            ended = [rank for rank in members.ranks if self._store.check([ended_key(rank)])]
+            return f"rank {ended[0]} has ended" if ended else None
+
+        store = self._store.under(f"epoch-{members.epoch}")
+        return Agreement(store, members.rank, 0, self._options.meet_s, host=self._master, membership=members, gone=gone)
+
+
+def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
+    """Return the fallback of a group: rank 0 sums gradients over the store, which is slow but lossless."""
+
+    def add_up(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
+        assert pending.bucket
+        bucket = pending.bucket
+        try:
+            values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
+            feedback.apply(values, bucket.segments)  # the store loses nothing, so no new residual arises
+            channel = watch.channel(f"average of bucket {pending.sequence}")
+            total = channel.add(values)
+            bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(len(channel.ranks)))
+        except Exception as problem:
+            done(problem)
+        else:
+            done(None)
+
+    def average(pending: PendingBucket, done: Callable[[BaseException | None], None]) -> None:
+        # In its own thread, because ranks need not reach buckets in the same order.
+        threading.Thread(target=add_up, args=(pending, done), name="dlcp-store-add", daemon=True).start()
+
+    return Fallback("the store, which is slow", average, watch)
