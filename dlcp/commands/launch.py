@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS",
         help="when processes end, go on as long as at least this many ranks are left (DLCP_ELASTIC)",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --elastic, start a process that has failed again; its script must give register() save and load",
+    )
     add(parser, "--master", "HOST:PORT", str, "address of rank 0 (default for one machine: a free port)")
 
 
@@ -43,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
                 _serve_store(layout)
     except (ValueError, OSError) as error:
         return refuse("launch", error)
-    with Processes(layout, command, environment, elastic=bool(arguments.elastic)) as processes:
+    elastic, restart = bool(arguments.elastic), arguments.restart
+    with Processes(layout, command, environment, elastic=elastic, restart=restart) as processes:
         return processes.run()
 
 
@@ -76,6 +82,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     command = list(arguments.script)
     if not command:
         raise ValueError("no command: dlcp launch -n 4 python script.py")
+    if arguments.restart and not arguments.elastic:
+        raise ValueError("--restart needs --elastic: otherwise one process that fails ends the others")
     if shutil.which(command[0]) is None:
         raise ValueError(f"there is no program {command[0]}")
     return command

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Final
 
@@ -382,6 +382,30 @@ class JobLayout:
         }
 
 
+class Attempts:
+    """How often a process has failed in a row, and when it may start again."""
+
+    LIVED_S: Final = 30.0
+    """A process that has lived this long had not failed at its start."""
+    WAIT_S: Final = 1.0
+    """Time until the second start; it doubles with each failure in a row."""
+    MOST: Final = 5
+    """After this many failures in a row, a process is not started again."""
+
+    def __init__(self) -> None:
+        self._failures, self._began_s = 0, 0.0
+
+    def begin(self) -> None:
+        """Note that the process starts."""
+        self._began_s = time.monotonic()
+
+    def wait_s(self) -> float | None:
+        """Note that the process has failed; return the seconds until it may start again, or None for never."""
+        lived = time.monotonic() - self._began_s >= self.LIVED_S
+        self._failures = 1 if lived else self._failures + 1
+        return self.WAIT_S * 2 ** (self._failures - 1) if self._failures < self.MOST else None
+
+
 class Processes(Closing):
     """A job's processes on this machine; a context manager that leaves none behind.
 
@@ -395,39 +419,55 @@ class Processes(Closing):
         Their environment, to which the variables of the layout are added.
     elastic
         Whether the others go on if one fails.
+    restart
+        Whether one that fails is started again then, as long as others run.
     """
 
     def __init__(
-        self, layout: JobLayout, command: Sequence[str], environment: Mapping[str, str], *, elastic: bool = False
+        self,
+        layout: JobLayout,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        elastic: bool = False,
+        restart: bool = False,
     ) -> None:
-        self._elastic = elastic
+        self._elastic, self._restart = elastic, restart
+        self._layout, self._command, self._environment = layout, list(command), environment
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._over: list[threading.Event] = []
-        self._first_rank = layout.node * layout.here
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        """By local rank, as all below."""
+        self._over: dict[int, threading.Event] = {}
+        self._attempts: dict[int, Attempts] = {}
         # From here on, because a signal that arrives between the starts of two processes must end both.
         self._signals = contextlib.ExitStack()
         self._signals.enter_context(_signals(self._ended))
         try:
             for local_rank in range(layout.here):
-                variables = {**environment, **layout.environment(local_rank)}
-                # In a session of its own, so that its descendants can be ended with it.
-                child = subprocess.Popen(
-                    list(command), env=variables, start_new_session=True, preexec_fn=killed_with_parent()
-                )
-                self._children.append(child)
-                self._over.append(threading.Event())
-                threading.Thread(target=self._await, args=(local_rank, child.pid), daemon=True).start()
+                self._start(local_rank)
         except BaseException:
             self.stop(signal.SIGKILL)
             self._signals.close()
             raise
 
-    def _await(self, local_rank: int, pid: int) -> None:
+    def _start(self, local_rank: int) -> None:
+        if before := self._children.get(local_rank):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(before.pid, signal.SIGKILL)  # what it has left behind
+            before.wait()
+        variables = {**self._environment, **self._layout.environment(local_rank)}
+        # In a session of its own, so that its descendants can be ended with it.
+        child = subprocess.Popen(self._command, env=variables, start_new_session=True, preexec_fn=killed_with_parent())
+        self._children[local_rank], over = child, threading.Event()
+        self._over[local_rank] = over
+        self._attempts.setdefault(local_rank, Attempts()).begin()
+        threading.Thread(target=self._await, args=(local_rank, child.pid, over), daemon=True).start()
+
+    def _await(self, local_rank: int, pid: int, over: threading.Event) -> None:
         # WNOWAIT keeps it a zombie: stop() kills its process group by number, which must not be reused before then.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         status = 0 if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        self._over[local_rank].set()
+        over.set()
         self._ended.put((local_rank, status))
 
     def close(self) -> None:
@@ -443,31 +483,51 @@ class Processes(Closing):
         The exit status of the job: 0 if all have ended so, or one of an elastic job; else that of the first failure.
         """
         failed, done = 0, False
-        for _ in self._children:
-            local_rank, status = self._ended.get()
+        running, due = set(self._children), dict[int, float]()
+        # If none runs any more, there is nothing to come back to, unless there is on another machine.
+        while running or (due and self._layout.nodes > 1):
+            try:
+                local_rank, status = self._ended.get(timeout=min(due.values()) - time.monotonic() if due else None)
+            except (Empty, ValueError):  # a start is due, or overdue
+                local_rank = min(due, key=lambda each: due[each])
+                del due[local_rank]
+                self._start(local_rank)
+                running.add(local_rank)
+                continue
+            running.discard(local_rank)
             if local_rank < 0:
                 self.stop(signal.Signals(status))
                 return 128 + status
             if status:
-                rank, failed = self._first_rank + local_rank, failed or (status if status > 0 else 128 - status)
-                then = "the others may go on" if self._elastic else "ending the others"
-                print(f"dlcp launch: rank {rank} {_words(status)}; {then}", file=sys.stderr, flush=True)
+                failed = failed or (status if status > 0 else 128 - status)
+                wait_s = self._attempts[local_rank].wait_s() if self._restart and not done else None
+                self._report(local_rank, status, wait_s)
                 if not self._elastic:
                     self.stop(signal.SIGTERM)
                     break
-            done |= not status
+                if wait_s is not None:
+                    due[local_rank] = time.monotonic() + wait_s
+            if not status:
+                done = True
+                due.clear()
         return 0 if self._elastic and done else failed
+
+    def _report(self, local_rank: int, status: int, wait_s: float | None) -> None:
+        rank = self._layout.environment(local_rank)["RANK"]
+        then = "the others may go on" if self._elastic else "ending the others"
+        then += f"; it starts again in {wait_s:g} s" if wait_s is not None else ""
+        print(f"dlcp launch: rank {rank} {_words(status)}; {then}", file=sys.stderr, flush=True)
 
     def stop(self, first: signal.Signals) -> None:
         """End the running processes and their descendants: with ``first``, and after a deadline with SIGKILL."""
         for number in (first, signal.SIGKILL):
-            for child in self._children:
+            for child in self._children.values():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, number)
             end_s = time.monotonic() + _STOP_DEADLINE_S
-            for over in self._over:
+            for over in self._over.values():
                 over.wait(max(0.0, end_s - time.monotonic()))
-        for child in self._children:
+        for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_STOP_DEADLINE_S)
         self._children.clear()

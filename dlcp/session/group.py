@@ -259,25 +259,41 @@ class Group:
             raise ValueError("this rank joins others that train already: give register() functions to save and load")
         session, watch = self._open_session(Membership(self.rank, ranks=(self.rank,)), self._master, is_new=True)
         try:
-            admission = watch.apply()
-            admission.joined = joined = join(self.options, admission.agreement, call=CALL)
-            state = SavedState.from_json(admission.wait_for("state"))
-            if state.problem:
-                raise TransportError(f"rank {self.rank} cannot take part: {state.problem}")
-            _compare_names(names, state.names, self.rank, admission.old[0])
-            data = np.zeros(state.nbytes, np.uint8)
-            among = admission.old[0], *admission.new
-            broadcast(joined.endpoint, among, state.step - 1, data, admission.old[0], self.options.deadline_s)
-            load(data.tobytes())
-            admission.first_step = state.step
-            watch.attend(joined.membership)
-            session.enter(admission)
+            entered = None
+            while entered is None:
+                entered = self._try_to_enter(names, session, watch)
+            state, plan = entered
+            load(state)
         except BaseException as problem:
             self.close(f"rank {self.rank} cannot take part: {problem}")
             raise
         self.options, self._master = session.options, ""
         self._buckets = Buckets(layers_in_order(names))
-        self._buckets.plan = BucketPlan.from_description(state.shapes, self._buckets.layers)
+        self._buckets.plan = plan
+
+    def _try_to_enter(
+        self, names: list[str], session: TrainingSession, watch: StoreWatch
+    ) -> tuple[bytes, BucketPlan] | None:
+        """Join ranks that train, and return their state and plan; None if ranks have ended meanwhile."""
+        admission = watch.apply()
+        try:
+            admission.joined = join(self.options, admission.agreement, call=CALL)
+            state = SavedState.from_json(admission.wait_for("state"))
+            if state.problem:
+                raise ValueError(f"rank {self.rank} cannot take part: {state.problem}")
+            _compare_names(names, state.names, self.rank, admission.old[0])
+            data = np.zeros(state.nbytes, np.uint8)
+            among = admission.old[0], *admission.new
+            broadcast(admission.joined.endpoint, among, state.step - 1, data, admission.old[0], self.options.deadline_s)
+        except (NotJoinedError, TransportError) as problem:
+            log.warning("DLCP: rank %d was not let in, and tries again: %s", self.rank, problem)
+            admission.close()
+            return None
+        admission.first_step = state.step
+        watch.attend(admission.joined.membership)
+        session.enter(admission)
+        plan = BucketPlan.from_description(state.shapes, layers_in_order(names))
+        return data.tobytes(), plan
 
     def _give_state(self, admission: Admission) -> None:
         """Give new ranks the state, while this rank trains on."""

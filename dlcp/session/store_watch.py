@@ -100,6 +100,8 @@ class StoreWatch(PeerWatch):
         self._applications = 0
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
+        # Of a rank that applies: the next decision, the place of the next application, and who takes part so far.
+        self._next, self._place, self._there = 0, 0, membership.ranks
         self.attend(membership)
 
     def attend(self, membership: Membership) -> None:
@@ -249,7 +251,7 @@ class StoreWatch(PeerWatch):
         return self._admission(decision)
 
     def apply(self) -> Admission:
-        """Apply to take part in a session of others, and wait until they let this rank in.
+        """Apply to take part in a session of others, and wait until they let this rank in; again if that failed.
 
         Raises
         ------
@@ -258,25 +260,24 @@ class StoreWatch(PeerWatch):
         DeadlineError
             They have not let this rank in.
         """
-        rank, place, limit_s = self._membership.rank, 0, DEADLINE_FACTOR * self._options.deadline_s
-        while self._store.compare_set(f"applied/{place}", "", str(rank)) != str(rank).encode():
-            place += 1
+        rank, limit_s = self._membership.rank, DEADLINE_FACTOR * self._options.deadline_s
+        while True:  # an earlier application of this rank was decided on
+            place, self._place = self._place, self._place + 1
+            if self._store.compare_set(f"applied/{place}", "", str(rank)) == str(rank).encode():
+                break
         end_s = time.monotonic() + limit_s
-        number, ranks = 0, self._membership.ranks
         while time.monotonic() < end_s:
-            found = self._store.first([f"decided/{number}"], APPLY_POLL_S)
+            found = self._store.first([f"decided/{self._next}"], APPLY_POLL_S)
             if found is not None:
                 decision = Decision.from_json(found[1])
-                self._membership = replace(self._membership, epoch=number)
-                self._note(number, decision)
+                self._membership = replace(self._membership, epoch=self._next)
+                self._note(self._next, decision)
+                self._next, self._there = self._next + 1, decision.ranks
                 if rank in decision.new:
                     return self._admission(decision)
-                number, ranks = number + 1, decision.ranks
-            elif all(self._store.check([ended_key(rank)]) for rank in ranks):
-                raise RankEndedError(
-                    f"rank {rank} comes too late: ranks {list(ranks)}, which it wanted to join, have ended"
-                )
-        raise DeadlineError(f"rank {rank} has waited {limit_s:g} s for ranks {list(ranks)} to let it take part")
+            elif all(self._store.check([ended_key(each)]) for each in self._there if each != rank):
+                raise RankEndedError(f"rank {rank} comes too late: ranks {list(self._there)} have ended")
+        raise DeadlineError(f"rank {rank} has waited {limit_s:g} s for ranks {list(self._there)} to let it take part")
 
     def _admission(self, decision: Decision) -> Admission:
         rank = self._membership.rank

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dlcp.cli import main
-from dlcp.host.processes import JobLayout, Processes
+from dlcp.host.processes import Attempts, JobLayout, Processes
 from tests.waiting import gone, until
 
 LIMIT_S = 40
@@ -97,7 +97,7 @@ def test_a_signal_that_comes_between_two_processes_ends_both(monkeypatch):
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     before = signal.getsignal(signal.SIGINT)
     with Processes(JobLayout.local(2), command, os.environ) as processes:
-        started = [child.pid for child in processes._children]
+        started = [child.pid for child in processes._children.values()]
         assert processes.run() == 128 + signal.SIGINT
     assert all(map(gone, started))
     assert signal.getsignal(signal.SIGINT) is before
@@ -111,6 +111,37 @@ def test_a_killed_process_is_told(tmp_path):
     assert "rank 1 was killed by SIGKILL" in errors
 
 
+ONCE = """
+import os, pathlib, sys, time
+mark = pathlib.Path(sys.argv[1], os.environ["RANK"])
+if os.environ["RANK"] == "1":
+    if not mark.exists():
+        mark.touch()
+        sys.exit(7)
+    pathlib.Path(sys.argv[1], "again").touch()
+    time.sleep(60)
+while not pathlib.Path(sys.argv[1], "again").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_a_process_that_fails_starts_again_while_others_run(tmp_path):
+    words = ["-n", "2", "--elastic", "1", "--restart", "--", sys.executable, "-c", ONCE, tmp_path]
+    with launch(*words, stderr=subprocess.PIPE, text=True) as job:
+        until((tmp_path / "again").exists, "it did not start again")
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert "rank 1 ended with status 7; the others may go on; it starts again in 1 s" in job.stderr.read()
+
+
+def test_a_process_that_fails_at_each_start_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(Attempts, "WAIT_S", 0.01)
+    code = "import os, sys, time; time.sleep(2 * (os.environ['RANK'] == '0')); sys.exit(3 * int(os.environ['RANK']))"
+    with Processes(JobLayout.local(2), [sys.executable, "-c", code], os.environ, elastic=True, restart=True) as job:
+        assert job.run() == 0
+        assert job._attempts[1].wait_s() is None
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -119,6 +150,7 @@ def test_a_killed_process_is_told(tmp_path):
         (["--nodes", "2", "--", "true"], "several machines need --master"),
         (["--node", "1", "--", "true"], r"--node must lie in 0..0, got 1"),
         (["--master", "here", "--", "true"], "--master takes HOST:PORT, got 'here'"),
+        (["--restart", "--", "true"], "--restart needs --elastic"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words, problem, capsys):
