@@ -4,6 +4,7 @@
 import argparse
 import os
 import shutil
+from collections.abc import Sequence
 
 from dlcp.commands.common import add, refuse, whole
 from dlcp.host.processes import JobLayout, Processes
@@ -38,18 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the processes; return the exit status of the first that failed, or 0."""
-    environment = dict(os.environ)
     try:
-        layout = _layout(arguments)
-        command = _command(arguments)
+        layout, command = _layout(arguments), _command(arguments)
         if arguments.elastic:
-            environment |= {"DLCP_ELASTIC": str(arguments.elastic), STORE_VARIABLE: "1"}
-            if layout.node == 0:
-                _serve_store(layout)
+            return run_elastic(layout, command, arguments.elastic, restart=arguments.restart)
     except (ValueError, OSError) as error:
         return refuse("launch", error)
-    elastic, restart = bool(arguments.elastic), arguments.restart
-    with Processes(layout, command, environment, elastic=elastic, restart=restart) as processes:
+    with Processes(layout, command, os.environ) as processes:
+        return processes.run()
+
+
+def run_elastic(layout: JobLayout, command: Sequence[str], least: int, *, restart: bool) -> int:
+    """Run the processes of a job that goes on while ``least`` of them are left; return its exit status.
+
+    Raises
+    ------
+    OSError
+        The store cannot be served.
+    """
+    environment = {**os.environ, "DLCP_ELASTIC": str(least), STORE_VARIABLE: "1"}
+    if layout.node == 0:
+        _serve_store(layout)
+    with Processes(layout, command, environment, elastic=True, restart=restart) as processes:
         return processes.run()
 
 

@@ -8,12 +8,26 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from dlcp.commands import launch as launch_command
 from dlcp.commands import trace
 from dlcp.commands.common import add, add_option, add_steps, check_writable, refuse, write_late
+from dlcp.host.processes import JobLayout
+from dlcp.inputs.configuration import short
 from dlcp.train import headroom, summary
-from dlcp.train.launcher import Report, UsageError, WorkerTask, failures, launch, temporary_folder
+from dlcp.train.launcher import (
+    Report,
+    UsageError,
+    WorkerTask,
+    failures,
+    launch,
+    set_options,
+    target_of,
+    temporary_folder,
+)
+
+ELASTIC_MAX: Final = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts ... Instead of script.py, `-m module` runs a module."
     )
     add_option(parser)
+    elastic = "train with MIN to MAX processes of this machine, which come and go; the script uses dlcp.torch.Elastic"
+    add(parser, "--elastic", "MIN:MAX", str, elastic)
     parser.add_argument(
         "--backend",
         action="store_true",
@@ -58,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         check_writable("--trace", arguments.trace)
         check_writable("--summary", arguments.summary)
+        elastic = _elastic(arguments)
     except ValueError as error:
         return refuse("train", error)
     with ExitStack() as stack:
@@ -68,6 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
                 options.append(f"trace={folder}")
             if arguments.live:
                 options.append(f"live={_serve(arguments.live, stack)}")
+            if elastic:
+                set_options(options)
+                command = [sys.executable, "-u", *target_of(arguments.script)]
+                return launch_command.run_elastic(JobLayout.local(elastic[1]), command, elastic[0], restart=True)
             task = WorkerTask(backend=arguments.backend, watch_only=arguments.watch_only)
             status, reports = launch(arguments.torchrun, arguments.script, options, task)
         except UsageError as error:
@@ -80,6 +101,29 @@ def run(arguments: argparse.Namespace) -> int:
         write_late("train", arguments.summary, json.dumps(found, indent=2) + "\n")
     _print(summary.as_lines(found))
     return status
+
+
+def _elastic(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    """Return the least and the most processes of an elastic job; None if the job is not elastic.
+
+    Raises
+    ------
+    ValueError
+        They make no sense, or another option does not go with them.
+    """
+    if arguments.elastic is None:
+        return None
+    least, _, most = arguments.elastic.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most) and 2 <= int(most) <= ELASTIC_MAX):
+        raise ValueError(f"--elastic takes MIN:MAX, such as 2:4, got {short(arguments.elastic)}")
+    with_it = ("backend", "watch_only", "measure", "trace", "summary")
+    unsupported = [f"--{name.replace('_', '-')}" for name in with_it if getattr(arguments, name)]
+    if unsupported := unsupported + list(arguments.torchrun):
+        raise ValueError(
+            f"--elastic starts the processes itself, on this machine, and does not know {' '.join(unsupported)}: omit "
+            "that; on several machines use `dlcp launch --elastic`"
+        )
+    return int(least), int(most)
 
 
 def _keep_log(found: dict[str, Any], reports: Sequence[Report]) -> None:

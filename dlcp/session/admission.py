@@ -10,16 +10,21 @@ The old epoch's endpoints stay open until the chosen step is complete: until the
 step before. If a rank ends meanwhile, the old ranks go on without it and without the new ones.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives import Reducer
+from dlcp.session.averager import BucketTable
+from dlcp.session.division import Division
 from dlcp.session.joining import Agreement, Joined
 from dlcp.transport import DeadlineError, RankEndedError
 
 if TYPE_CHECKING:  # it needs gRPC, which sessions over PyTorch's store do not
     from dlcp.session.store import Store
+
+log = logging.getLogger("dlcp")
 
 CANCELLED: Final = "the new ranks have not been let in, because ranks have ended"
 """Why ranks leave the endpoints of an epoch that never began."""
@@ -38,6 +43,8 @@ class Admission:
         The ranks of the present epoch, and those that are let in.
     over
         Returns the keys of which one has a value once a rank has ended, or old ranks go on without one.
+    division
+        Who divides the data of each step.
     deadline_s
         How long old ranks wait for each other, in seconds.
 
@@ -61,6 +68,7 @@ class Admission:
         old: Sequence[int],
         new: Sequence[int],
         over: Callable[[], list[str]],
+        division: Division,
         deadline_s: float,
     ) -> None:
         self.agreement, self.old, self.new = agreement, tuple(old), tuple(new)
@@ -68,7 +76,7 @@ class Admission:
         self.joined: Joined | None = None
         self.former: tuple[Joined, Reducer] | None = None
         self.is_agreed = self.has_begun = False
-        self._store, self._over, self._deadline_s = store, over, deadline_s
+        self._store, self._over, self._division, self._deadline_s = store, over, division, deadline_s
         self._prefix = f"admission-{agreement.membership.epoch}"
 
     @property
@@ -76,13 +84,13 @@ class Admission:
         """Whether this rank chooses the step, and has the state for the new ranks."""
         return self.agreement.rank == self.old[0]
 
-    def agree(self, choose: Callable[[], int]) -> None:
+    def agree(self, table: BucketTable) -> None:
         """Agree with the other old ranks on :attr:`first_step`.
 
         Parameters
         ----------
-        choose
-            Sets it, on the lowest rank, so that no step before it begins unnoticed; returns it.
+        table
+            Has the step in progress.
 
         Raises
         ------
@@ -93,13 +101,24 @@ class Admission:
         """
         rank = self.agreement.rank
         if self.is_lowest:
-            self.publish("first step", str(choose()))
+            with table.changed:  # no step begins meanwhile
+                self._choose(table.step + 2 + self._division.ahead)
+            self.publish("first step", str(self.first_step))
             for other in self.old[1:]:
                 self.wait_for(f"knows/{other}")
         else:
-            self.first_step = int(self.wait_for("first step"))
+            self._choose(int(self.wait_for("first step")))
             self.publish(f"knows/{rank}", "")
         self.is_agreed = True
+
+    def _choose(self, first_step: int) -> None:
+        self.first_step = first_step
+        if self._division.drawn > first_step:
+            log.warning(
+                "DLCP: rank %d has drawn data for step %d, from which on ranks %s take part: some of it is used twice",
+                *(self.agreement.rank, self._division.drawn - 1, list(self.new)),
+            )
+        self._division.change(first_step, self.agreement.membership.ranks)
 
     def publish(self, name: str, value: str) -> None:
         """Write a value for the ranks that are concerned."""

@@ -30,6 +30,7 @@ from dlcp.inputs.error_text import closest
 from dlcp.session.admission import Admission
 from dlcp.session.averager import BucketTable, StepAverager
 from dlcp.session.buckets import BucketPlan, Buckets, FillingBucket, Gradient
+from dlcp.session.division import Division
 from dlcp.session.joining import NotJoinedError, join
 from dlcp.session.options import Options
 from dlcp.session.store import Store, StoreError, ended_key
@@ -110,11 +111,14 @@ class Group:
         This rank.
     options, ledger
         The options in force, and the record of packets sent, delivered and lost.
+    division
+        Among which ranks the data of each step is divided, also of steps to come.
     """
 
     def __init__(self, options: Options, rank: int, size: int, store: Store | None, *, serves: bool = False) -> None:
         self.options, self.rank, self._serves_store = options, rank, serves
         self._at_first = tuple(range(size))
+        self.division = Division(self._at_first)
         self.ledger = Ledger(options.job)
         self._table = BucketTable()
         self._store = store
@@ -163,7 +167,7 @@ class Group:
     ) -> tuple[TrainingSession, StoreWatch]:
         assert self._store
         options, feedback = self.options, Residual()
-        watch = self._watch = StoreWatch(self._store, membership, options, master, is_new=is_new)
+        watch = self._watch = StoreWatch(self._store, membership, options, master, self.division, is_new=is_new)
         averager = StepAverager(
             options, membership, ledger=self.ledger, feedback=feedback, tagger=Tagger(options.tag_policy)
         )
@@ -286,11 +290,14 @@ class Group:
             among = admission.old[0], *admission.new
             broadcast(admission.joined.endpoint, among, state.step - 1, data, admission.old[0], self.options.deadline_s)
         except (NotJoinedError, TransportError) as problem:
-            log.warning("DLCP: rank %d was not let in, and tries again: %s", self.rank, problem)
             admission.close()
+            if isinstance(problem, NotJoinedError) and not admission.agreement.gone():
+                raise  # it would fail again
+            log.warning("DLCP: rank %d was not let in, and tries again: %s", self.rank, problem)
             return None
         admission.first_step = state.step
         watch.attend(admission.joined.membership)
+        watch.division.change(state.step, admission.joined.membership.ranks)
         session.enter(admission)
         plan = BucketPlan.from_description(state.shapes, layers_in_order(names))
         return data.tobytes(), plan
@@ -366,8 +373,11 @@ class Group:
         TransportError
             Averaging has failed before.
         """
+        return self.start_gradient(name, Gradient.of(name, values))
+
+    def start_gradient(self, name: str, gradient: Gradient) -> "Future[NDArray[Any]]":
+        """Start to average a gradient of any format; see :meth:`start`."""
         buckets = self._registered([name])
-        gradient = Gradient.of(name, values)
         with self._lock:
             self._check_open()
             self._start(buckets, name, gradient)
@@ -549,6 +559,31 @@ class Group:
                 self._table.end_step()
             elif self._watch:
                 self._watch.channel(RANKS).broadcast(data, root)
+
+    def share(self, data: bytes) -> bytes:
+        """Return the bytes that the lowest rank gave, over the store; all ranks must call this between two steps.
+
+        It holds without ranks that end during it, unlike a broadcast.
+
+        Raises
+        ------
+        TransportError
+            A rank did not call it in time; the message names it.
+        """
+        while self._session and self._watch:
+            epoch, channel, root = self._session.membership.epoch, self._watch.channel(RANKS), self.ranks[0]
+            try:
+                shared = np.zeros(channel.gather(len(data))[root], np.uint8)
+                if self.rank == root:
+                    shared[:] = np.frombuffer(data, np.uint8)
+                channel.broadcast(shared, root)
+                channel.gather(None)  # none has it unless all do: else some would do this again, and others not
+            except RankEndedError as error:
+                if not self._session.wait_for_next_epoch(epoch, error):
+                    raise
+            else:
+                return shared.tobytes()
+        return data
 
     def barrier(self) -> None:
         """Wait until all ranks have called this.

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dlcp.collectives import Residual
 from dlcp.session.admission import Admission
 from dlcp.session.averager import PendingBucket
+from dlcp.session.division import Division
 from dlcp.session.joining import Agreement
 from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
@@ -52,17 +53,20 @@ class Decision:
         Those of them that join; none if ranks go on without others.
     applications
         How many applications have been decided on.
+    drawn
+        If ranks go on without others: the first step for which none of them has drawn data.
     """
 
     ranks: tuple[int, ...]
     new: tuple[int, ...] = ()
     applications: int = 0
+    drawn: int = 0
 
     @classmethod
     def from_json(cls, text: bytes) -> "Decision":
         """Return the decision that :meth:`to_json` has written."""
         read = json.loads(text)
-        return cls(tuple(read["ranks"]), tuple(read["new"]), read["applications"])
+        return cls(tuple(read["ranks"]), tuple(read["new"]), read["applications"], read["drawn"])
 
     def to_json(self) -> str:
         """Return it as text."""
@@ -82,6 +86,8 @@ class StoreWatch(PeerWatch):
         The session's options.
     master
         The host that serves the store.
+    division
+        Who divides the data of each step.
     is_new
         Whether this rank joins others that have begun.
 
@@ -89,19 +95,29 @@ class StoreWatch(PeerWatch):
     ----------
     is_new
         The same, until it has completed a step.
+    division
+        The same.
     """
 
     def __init__(
-        self, store: Store, membership: Membership, options: Options, master: str, *, is_new: bool = False
+        self,
+        store: Store,
+        membership: Membership,
+        options: Options,
+        master: str,
+        division: Division,
+        *,
+        is_new: bool = False,
     ) -> None:
         self._store, self._options, self._master = store, options, master
         self.is_new = is_new
+        self.division = division
         self._decisions = membership.epoch
         self._applications = 0
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
         # Of a rank that applies: the next decision, the place of the next application, and who takes part so far.
-        self._next, self._place, self._there = 0, 0, membership.ranks
+        self._next, self._place, self._there, self._founders = 0, 0, membership.ranks, 0
         self.attend(membership)
 
     def attend(self, membership: Membership) -> None:
@@ -193,6 +209,7 @@ class StoreWatch(PeerWatch):
             )
         if len(decision.ranks) < least:
             raise RankEndedError(f"{reason}; {len(decision.ranks)} ranks are left, fewer than elastic={least}")
+        self.division.change(decision.drawn, decision.ranks)
         survivors = replace(members, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
         self.attend(survivors)
         return self._agreement(survivors)
@@ -200,7 +217,7 @@ class StoreWatch(PeerWatch):
     def _decide_without_ended(self) -> Decision:
         while True:
             number = self._decisions + 1
-            self._store.set(f"here/{number}/{self._membership.rank}", NEW if self.is_new else "")
+            self._store.set(f"here/{number}/{self._membership.rank}", NEW if self.is_new else str(self.division.drawn))
             answered, came = self._answers(number)
             end_s = time.monotonic() + self._options.silence_s
             while answered < len(self._membership.ranks) and time.monotonic() < end_s:
@@ -210,17 +227,18 @@ class StoreWatch(PeerWatch):
                 answered, came = self._answers(number)
             if not came and not self._store.check([f"decided/{number}"]):
                 return Decision(())  # this rank has ended, or only ranks that have not completed a step are left
-            decision = self._decide(number, Decision(came, applications=self._applications))
+            proposal = Decision(tuple(came), (), self._applications, max(came.values(), default=0))
+            decision = self._decide(number, proposal)
             self._note(number, decision)
             if not decision.new:
                 return decision
 
-    def _answers(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """Return how many ranks have ended or come to decide, and which of them can go on."""
+    def _answers(self, number: int) -> tuple[int, dict[int, int]]:
+        """Return how many ranks have ended or come to decide, and which can go on, with the first step not drawn."""
         ended = self._ended()
         here = {rank: f"here/{number}/{rank}" for rank in self._membership.ranks if rank not in ended}
         came = {rank: self._store.first([key], 0) for rank, key in here.items()}
-        can = tuple(rank for rank, found in came.items() if found is not None and found[1] != NEW.encode())
+        can = {rank: int(found[1]) for rank, found in came.items() if found is not None and found[1] != NEW.encode()}
         return len(ended) + sum(found is not None for found in came.values()), can
 
     def _ended(self) -> list[int]:
@@ -272,12 +290,25 @@ class StoreWatch(PeerWatch):
                 decision = Decision.from_json(found[1])
                 self._membership = replace(self._membership, epoch=self._next)
                 self._note(self._next, decision)
+                if self._next == 0:
+                    self._founders = len(decision.ranks)
                 self._next, self._there = self._next + 1, decision.ranks
                 if rank in decision.new:
                     return self._admission(decision)
-            elif all(self._store.check([ended_key(each)]) for each in self._there if each != rank):
+            elif all(self._has_gone(each) for each in self._there if each != rank):
                 raise RankEndedError(f"rank {rank} comes too late: ranks {list(self._there)} have ended")
         raise DeadlineError(f"rank {rank} has waited {limit_s:g} s for ranks {list(self._there)} to let it take part")
+
+    def _has_gone(self, rank: int) -> bool:
+        """Return whether a rank cannot let others in: it has ended, or was to be let in and has not been."""
+        is_member = rank < self._founders or self._store.check([f"member/{rank}"])
+        return not is_member or self._store.check([ended_key(rank)])
+
+    def settle(self) -> None:
+        """Note that this rank has completed a step: it can go on without others, and let others in."""
+        if self.is_new:
+            self.is_new = False
+            self._store.set(f"member/{self._membership.rank}", "")
 
     def _admission(self, decision: Decision) -> Admission:
         rank = self._membership.rank
@@ -290,6 +321,7 @@ class StoreWatch(PeerWatch):
             old,
             decision.new,
             lambda: [*self._over, *ended],
+            self.division,
             self._options.deadline_s,
         )
 

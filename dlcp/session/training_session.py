@@ -562,26 +562,20 @@ class TrainingSession:
 
     def _let_in(self, admission: Admission) -> None:
         """Join new ranks, beside training, and agree on the first step with them."""
-        table = self.table
-
-        def choose() -> int:
-            with table.changed:
-                admission.first_step = table.step + 2
-            return admission.first_step
-
         try:
             admission.joined = join(self._asked, admission.agreement, call=CALL)
             if self._admission is admission:
-                admission.agree(choose)
+                admission.agree(self.table)
             else:  # ranks have ended meanwhile
                 admission.close()
         except NotJoinedError as problem:
-            log.warning("DLCP: ranks %s are not let in: %s", list(admission.new), problem)
+            if admission.is_lowest:
+                log.warning("DLCP: ranks %s are not let in: %s", list(admission.new), problem)
             self._admission = None
         except TransportError as error:
             self.leave(error)
-        with table.changed:
-            table.changed.notify_all()
+        with self.table.changed:
+            self.table.changed.notify_all()
 
     def reach(self, step: int, *, trains: bool = False) -> None:
         """Do what a step that begins needs if ranks are being let in: nothing, or wait, or begin the next epoch.
@@ -610,7 +604,7 @@ class TrainingSession:
             self._admission = None
             admission.complete()
             if self.fallback.watch:
-                self.fallback.watch.is_new = False
+                self.fallback.watch.settle()
 
     def _begin_epoch(self, admission: Admission, step: int) -> None:
         """Average with the new ranks from this step on."""

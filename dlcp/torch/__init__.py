@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from dlcp.torch.backend import allow_loss
     from dlcp.torch.balance import BalancedBatches, balanced_batches, samples_per_s
     from dlcp.torch.crossstep import CrossStep, cross_step
+    from dlcp.torch.elastic import Elastic, ElasticSampler
     from dlcp.torch.local_sgd import LocalSGD
     from dlcp.torch.watching import StepWatch, watch
 
 __all__ = [
     "BalancedBatches",
     "CrossStep",
+    "Elastic",
+    "ElasticSampler",
     "LocalSGD",
     "Options",
     "State",
@@ -44,6 +47,8 @@ __getattr__ = on_demand(
     {
         "BalancedBatches": "balance",
         "CrossStep": "crossstep",
+        "Elastic": "elastic",
+        "ElasticSampler": "elastic",
         "LocalSGD": "local_sgd",
         "StepWatch": "watching",
         "allow_loss": "backend",

@@ -6,6 +6,9 @@ import time
 
 import pytest
 
+from dlcp.session import Options
+from dlcp.session.secret import job_secret
+from dlcp.session.store import serve
 from tests.group.group_ranks import ends_of, start_process
 from tests.transport.free_ports import free_port
 
@@ -53,15 +56,15 @@ with dlcp.session.join(options) as group:
 class Job:
     """A training of some ranks, which a test kills and starts again."""
 
-    def __init__(self, size, until, values=100_000, pause_s=0.01, **variables):
-        """Train until 20 steps had exactly the ranks ``until``."""
-        self.size, self.port = size, free_port()
+    def __init__(self, size, until, values=100_000, pause_s=0.01, port=None, codes=None, **variables):
+        """Train until 20 steps had exactly the ranks ``until``; ``codes`` are other scripts than TRAINING, by rank."""
+        self.size, self.port = size, port or free_port()
         self.arguments = until, values, pause_s
         self.variables = {"DLCP_PRECISION": "32", **variables}
-        self.processes = [self.start(rank) for rank in range(size)]
+        self.processes = [self.start(rank, (codes or {}).get(rank, TRAINING)) for rank in range(size)]
 
-    def start(self, rank):
-        return start_process(rank, self.size, self.port, TRAINING, *self.arguments, **self.variables)
+    def start(self, rank, code=TRAINING):
+        return start_process(rank, self.size, self.port, code, *self.arguments, **self.variables)
 
     def wait_for(self, process, wanted):
         """Wait until a process has printed a line that ends with some ranks; return its step."""
@@ -117,22 +120,42 @@ def test_several_come_at_once():
     job.ends([*job.processes, *(job.start(rank) for rank in (2, 3))])
 
 
-def test_a_rank_that_comes_without_load_is_told_what_it_needs():
+def test_a_rank_that_does_not_fit_is_told_why():
     job = Job(2, [])
     job.wait_for(job.processes[0], ["0", "1"])
-    late = start_process(1, 2, job.port, TRAINING.replace(", load=load", ""), *job.arguments)
-    (_, error), *_ = ends_of([late])
+    (_, error), *_ = ends_of([job.start(1, TRAINING.replace(", load=load", ""))])
     assert "give register() functions to save and load" in error
+    job.variables["DLCP_PRECISION"] = 16
+    (_, error), *_ = ends_of([job.start(1)])
+    assert "rank 0 has precision='32' and rank 3 precision='16'; give all ranks the same" in error
+    job.variables["DLCP_PRECISION"] = 32
+    (_, error), *_ = ends_of([job.start(1, TRAINING.replace("list(model)", "list(model)[1:]"))])
+    assert "parameter 0 is back on rank 4 and front on rank 0" in error
     for process in job.processes:
         process.send_signal(signal.SIGKILL)
     ends_of(job.processes)
 
 
-def test_a_rank_that_ends_while_it_comes_costs_the_others_nothing():
+def test_a_rank_that_ends_while_it_gets_the_state_costs_the_others_nothing():
     job = Job(2, [0, 1, 3])
     job.wait_for(job.processes[0], ["0", "1"])
-    while_it_comes = job.start(2)
-    time.sleep(1.0)
-    while_it_comes.kill()
+    dying = TRAINING.replace("def load(data):", "def load(data):\n    os.kill(os.getpid(), 9)")
+    unlucky = job.start(2, dying)
+    unlucky.communicate()
     job.ends([*job.processes, job.start(2)])
-    ends_of([while_it_comes])
+
+
+def test_a_rank_that_comes_too_late_is_told_so():
+    port = free_port()
+    server = serve(("127.0.0.1", port), job_secret(Options()))
+    job = Job(2, [0, 1], port=port, DLCP_IN_LAUNCHERS_STORE=1)
+    job.ends(job.processes)
+    (_, error), *_ = ends_of([job.start(1)])
+    server.close()
+    assert "rank 2 comes too late: ranks [0, 1] have ended" in error
+
+
+def test_ranks_of_which_one_dies_before_it_has_joined_train_without_it():
+    dying = TRAINING.replace("    group.register(", "    os.kill(os.getpid(), 9)\n    group.register(")
+    job = Job(3, [0, 1], codes={2: dying})
+    job.ends(job.processes[:2])
