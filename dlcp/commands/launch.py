@@ -58,6 +58,8 @@ def run_elastic(layout: JobLayout, command: Sequence[str], least: int, *, restar
         The store cannot be served.
     """
     environment = {**os.environ, "DLCP_ELASTIC": str(least), STORE_VARIABLE: "1"}
+    # Its handlers of forks would let some children abort before they become the command.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     if layout.node == 0:
         _serve_store(layout)
     with Processes(layout, command, environment, elastic=True, restart=restart) as processes:

@@ -229,7 +229,8 @@ class StoreWatch(PeerWatch):
                 return Decision(())  # this rank has ended, or only ranks that have not completed a step are left
             proposal = Decision(tuple(came), (), self._applications, max(came.values(), default=0))
             decision = self._decide(number, proposal)
-            self._note(number, decision)
+            if decision.new or self._membership.rank in decision.ranks:
+                self._note(number, decision)
             if not decision.new:
                 return decision
 

@@ -621,10 +621,13 @@ class TrainingSession:
             watch.attend(joined.membership)
             self._exchange_with(joined)
         if admission.is_lowest:
+            ranks, new = (", ".join(map(str, each)) for each in (joined.membership.ranks, admission.new))
             log.warning(
-                "DLCP: ranks %s take part from step %d on; there are now %d ranks: %s.",
-                *(", ".join(map(str, admission.new)), step, len(joined.membership.ranks)),
-                ", ".join(map(str, joined.membership.ranks)),
+                "DLCP: from step %d on, %d ranks take part: %s (new: %s).",
+                step,
+                len(joined.membership.ranks),
+                ranks,
+                new,
             )
             if self.on_let_in:
                 self.on_let_in(admission)

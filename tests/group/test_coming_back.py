@@ -61,10 +61,12 @@ class Job:
         self.size, self.port = size, port or free_port()
         self.arguments = until, values, pause_s
         self.variables = {"DLCP_PRECISION": "32", **variables}
+        self.started = []
         self.processes = [self.start(rank, (codes or {}).get(rank, TRAINING)) for rank in range(size)]
 
     def start(self, rank, code=TRAINING):
-        return start_process(rank, self.size, self.port, code, *self.arguments, **self.variables)
+        self.started.append(start_process(rank, self.size, self.port, code, *self.arguments, **self.variables))
+        return self.started[-1]
 
     def wait_for(self, process, wanted):
         """Wait until a process has printed a line that ends with some ranks; return its step."""
@@ -88,13 +90,29 @@ class Job:
         return eval(last[0][3]), [int(first) for _, _, first, _ in last], ends
 
 
+@pytest.fixture
+def start():
+    """Return a function that starts jobs; all of their processes end with the test."""
+    jobs = []
+
+    def one(*arguments, **named):
+        jobs.append(Job(*arguments, **named))
+        return jobs[-1]
+
+    yield one
+    for each in jobs:
+        for process in each.started:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize(
     "variables",
     [{}, {"DLCP_SHARED_MEMORY": "0"}, {"DLCP_COLLECTIVE": "ring", "DLCP_PRECISION": "auto", "DLCP_SHARED_MEMORY": "0"}],
     ids=lambda variables: "-".join(variables.values()),
 )
-def test_a_killed_rank_comes_back(variables):
-    job = Job(3, [0, 2, 3], **variables)
+def test_a_killed_rank_comes_back(start, variables):
+    job = start(3, [0, 2, 3], **variables)
     job.wait_for(job.processes[0], ["0", "1", "2"])
     job.processes[1].kill()
     job.wait_for(job.processes[0], ["0", "2"])
@@ -104,8 +122,8 @@ def test_a_killed_rank_comes_back(variables):
     assert history[firsts[2] - 1 :] == [[0, 2], *20 * [[0, 2, 3]]]
 
 
-def test_rank_0_ends_once_another_serves_the_state():
-    job = Job(3, [0, 3])
+def test_rank_0_ends_once_another_serves_the_state(start):
+    job = start(3, [0, 3])
     job.wait_for(job.processes[0], ["0", "1", "2"])
     extra = job.start(7)
     job.wait_for(job.processes[0], ["0", "1", "2", "3"])
@@ -114,14 +132,14 @@ def test_rank_0_ends_once_another_serves_the_state():
     job.ends([job.processes[0], extra])
 
 
-def test_several_come_at_once():
-    job = Job(2, [0, 1, 2, 3])
+def test_several_come_at_once(start):
+    job = start(2, [0, 1, 2, 3])
     job.wait_for(job.processes[0], ["0", "1"])
-    job.ends([*job.processes, *(job.start(rank) for rank in (2, 3))])
+    job.ends([*job.processes, job.start(2), job.start(3)])
 
 
-def test_a_rank_that_does_not_fit_is_told_why():
-    job = Job(2, [])
+def test_a_rank_that_does_not_fit_is_told_why(start):
+    job = start(2, [])
     job.wait_for(job.processes[0], ["0", "1"])
     (_, error), *_ = ends_of([job.start(1, TRAINING.replace(", load=load", ""))])
     assert "give register() functions to save and load" in error
@@ -131,13 +149,10 @@ def test_a_rank_that_does_not_fit_is_told_why():
     job.variables["DLCP_PRECISION"] = 32
     (_, error), *_ = ends_of([job.start(1, TRAINING.replace("list(model)", "list(model)[1:]"))])
     assert "parameter 0 is back on rank 4 and front on rank 0" in error
-    for process in job.processes:
-        process.send_signal(signal.SIGKILL)
-    ends_of(job.processes)
 
 
-def test_a_rank_that_ends_while_it_gets_the_state_costs_the_others_nothing():
-    job = Job(2, [0, 1, 3])
+def test_a_rank_that_ends_while_it_gets_the_state_costs_the_others_nothing(start):
+    job = start(2, [0, 1, 3])
     job.wait_for(job.processes[0], ["0", "1"])
     dying = TRAINING.replace("def load(data):", "def load(data):\n    os.kill(os.getpid(), 9)")
     unlucky = job.start(2, dying)
@@ -145,17 +160,17 @@ def test_a_rank_that_ends_while_it_gets_the_state_costs_the_others_nothing():
     job.ends([*job.processes, job.start(2)])
 
 
-def test_a_rank_that_comes_too_late_is_told_so():
+def test_a_rank_that_comes_too_late_is_told_so(start):
     port = free_port()
     server = serve(("127.0.0.1", port), job_secret(Options()))
-    job = Job(2, [0, 1], port=port, DLCP_IN_LAUNCHERS_STORE=1)
+    job = start(2, [0, 1], port=port, DLCP_IN_LAUNCHERS_STORE=1)
     job.ends(job.processes)
     (_, error), *_ = ends_of([job.start(1)])
     server.close()
     assert "rank 2 comes too late: ranks [0, 1] have ended" in error
 
 
-def test_ranks_of_which_one_dies_before_it_has_joined_train_without_it():
+def test_ranks_of_which_one_dies_before_it_has_joined_train_without_it(start):
     dying = TRAINING.replace("    group.register(", "    os.kill(os.getpid(), 9)\n    group.register(")
-    job = Job(3, [0, 1], codes={2: dying})
+    job = start(3, [0, 1], codes={2: dying})
     job.ends(job.processes[:2])
