@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dlcp.collectives import Bucket, RankContext, Reducer, Residual, make_reducer
 from dlcp.collectives.bucket import BucketRun
+from dlcp.collectives.choice import DIRECT
 from dlcp.collectives.reduction_rules import check_samples, weight_of
 from dlcp.session.joining import Joined
 from dlcp.session.options import Options
@@ -294,8 +295,9 @@ class StepAverager:
             self.ledger,
             self.feedback,
         )
+        alone = len(joined.membership.ranks) == 1  # until other ranks come
         self.reducer = make_reducer(
-            options.algorithm,
+            DIRECT if alone else options.algorithm,
             context,
             topology=joined.topology,
             compression=options.compression,

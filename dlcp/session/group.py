@@ -4,6 +4,7 @@
 import contextlib
 import json
 import logging
+import signal
 import threading
 import time
 from collections import Counter
@@ -134,6 +135,8 @@ class Group:
         self._exit = ExitCallback(self._at_exit)
         self._save: Save | None = None
         self._master = ""
+        self._leaving = 0
+        """The signal after which this rank leaves; 0 for none."""
 
     def join(self, master: str) -> None:
         """Join the other ranks, and open this rank's endpoint; called by :func:`dlcp.session.join`.
@@ -493,7 +496,11 @@ class Group:
                     f"job {self.options.job}, step {self.step}: rank {self.rank} has waited {self._limit_s:g} s "
                     f"for the average of {name}"
                 )
-            filling.done.result()
+            try:
+                filling.done.result()
+            except TransportError:
+                self._leave_if_told()  # the others may have been told to leave, too, and a step earlier
+                raise
         with self._lock:
             if self._timer:
                 self._timer.cancel()
@@ -503,6 +510,7 @@ class Group:
             self._table.end_step()
             if self._session and self.options.elastic:
                 self._session.on_let_in = self._give_state
+        self._leave_if_told()
 
     def _registered(self, names: Iterable[str]) -> Buckets:
         if self._buckets is None:
@@ -606,6 +614,28 @@ class Group:
                 if not self._session.wait_for_next_epoch(epoch, error):
                     raise
         return {}
+
+    def leave_on(self, *signals: signal.Signals) -> None:
+        """Leave the others at the end of the step in which one of these signals arrives, and end this process.
+
+        The process then raises ``SystemExit`` with the status 128 + signal. With ``elastic``, the others go on. Call it
+        in the main thread. Signals for which the script has a handler are left to it.
+        """
+
+        def leave(number: int, _: Any) -> None:
+            self._leaving = number
+
+        for each in signals:
+            if signal.getsignal(each) is signal.SIG_DFL:
+                signal.signal(each, leave)
+
+    def _leave_if_told(self) -> None:
+        if self._leaving:
+            log.warning(
+                "DLCP: rank %d leaves after step %d: %s", self.rank, self.step - 1, signal.strsignal(self._leaving)
+            )
+            self.close()
+            raise SystemExit(128 + self._leaving)
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up.

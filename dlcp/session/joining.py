@@ -600,7 +600,7 @@ def _probe_paths(
     -------
     The payload, and a warning for the user if it is smaller than wanted, else ``""``.
     """
-    mtu = min(first_hop_mtu(address) for address in peers.values())
+    mtu = min((first_hop_mtu(address) for address in peers.values()), default=max(COMMON_MTUS))
     candidates = candidate_payloads(mtu, options.payload_bytes)
     probe = PathProbe(agreement.rank, sock, peers, options.job, token, candidates)
     published = False

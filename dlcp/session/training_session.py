@@ -306,12 +306,13 @@ class TrainingSession:
         self.chooser = self._make_chooser(joined)
 
     def _make_chooser(self, joined: Joined) -> StepChooser:
-        framework, endpoint = self.fallback.route, joined.endpoint
-        arms = arms_of(self.options, framework is not None, remote=joined.remote)
-        exchange = ReportExchange(endpoint, joined.membership.ranks, self.options) if len(arms) > 1 else None
+        framework, endpoint, ranks = self.fallback.route, joined.endpoint, joined.membership.ranks
+        remote = joined.remote and len(ranks) > 1
+        arms = arms_of(self.options, framework is not None, remote=remote)
+        exchange = ReportExchange(endpoint, ranks, self.options) if len(arms) > 1 else None
         # The numbers must not change with the ranks: a step in progress goes on with others.
         self.averager.number_buckets(beside_reports=exchange is not None or self.options.elastic > 0)
-        return StepChooser(arms, framework, exchange, self.table, endpoint, remote=joined.remote)
+        return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)
 
     def _train_without(self, agreement: Agreement, problem: NotJoinedError) -> None:
         """Fall back from the beginning."""
@@ -712,9 +713,6 @@ class TrainingSession:
             members = self.averager.membership = agreement.membership
             try:
                 cause = self._complete_buckets(watch, error)
-                if len(members.ranks) == 1:
-                    self._hand_over(f"{cause}; no other rank is left")
-                    return True
                 on_message = self.table.meter.on_message if self.table.meter else None
                 joined = join(self._asked, agreement, call="it again", on_message=on_message)
             except RankEndedError as problem:

@@ -15,10 +15,13 @@ Under ``dlcp train --elastic 2:4 script.py``, a script trains with 2 to 4 proces
 
 Gradients are sent while backward still runs. ``optimizer.step()`` waits for the averages; call ``training.average()``
 before gradients are clipped, or inspected by a scaler. A process that is started again, or later, gets the state of
-model, optimizer and sampler in ``Elastic(...)``, which returns at the beginning of a step of the others.
+model, optimizer and sampler in ``Elastic(...)``, which returns at the beginning of a step of the others. A process that
+gets SIGTERM or SIGUSR1 leaves at the end of its step.
 """
 
 import io
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -120,6 +123,8 @@ class Elastic(Closing):
         self.group.register(names, save=self._state, load=self._take_over)
         if self.group.step == 0:
             self._take_over(self.group.share(self._state()))
+        if threading.current_thread() is threading.main_thread():
+            self.group.leave_on(signal.SIGTERM, signal.SIGUSR1)
         if sampler is not None:
             sampler.divide(self.group.division, self.group.rank, lambda: self.group.step)
         self._hooks = [
@@ -278,14 +283,15 @@ class ElasticSampler:
         step = self._step()
         epoch, position = self._places.get(step, (self.epoch, 0))
         order = self._order(epoch)
+        self._note(step, epoch, position)
         while True:
             ranks = self._division.draw(step, self._step())
             share = self._batch * len(ranks)
             if position + share > self._samples:
                 break
-            self._note(step, epoch, position)
             mine = position + self._batch * ranks.index(self._rank)
             position, step = position + share, step + 1
+            self._note(step, epoch, position)
             yield order[mine : mine + self._batch].tolist()
         self.epoch = epoch + 1
         self._note(step, self.epoch, 0)

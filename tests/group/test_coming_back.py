@@ -122,6 +122,15 @@ def test_a_killed_rank_comes_back(start, variables):
     assert history[firsts[2] - 1 :] == [[0, 2], *20 * [[0, 2, 3]]]
 
 
+@pytest.mark.parametrize("collective", ["direct", "ring"])
+def test_a_rank_that_is_left_alone_lets_another_in(start, collective):
+    job = start(2, [0, 2], DLCP_COLLECTIVE=collective, DLCP_PRECISION="auto", DLCP_SHARED_MEMORY="0")
+    job.wait_for(job.processes[0], ["0", "1"])
+    job.processes[1].kill()
+    job.wait_for(job.processes[0], ["0"])
+    job.ends([job.processes[0], job.start(1)])
+
+
 def test_rank_0_ends_once_another_serves_the_state(start):
     job = start(3, [0, 3])
     job.wait_for(job.processes[0], ["0", "1", "2"])

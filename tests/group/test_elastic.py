@@ -41,7 +41,7 @@ with dlcp.session.join(options) as group:
     value = np.full(5, group.rank, np.int64)
     group.broadcast(value, group.ranks[-1])
     assert (value == group.ranks[-1]).all()
-    sys.stdout.write(" ".join(map(str, [*group.ranks, seen.hexdigest(), sizes[0], sizes[-1]])) + "\n")  # at once
+    sys.stdout.write(" ".join(map(str, [*group.ranks, seen.hexdigest(), sizes[0], sizes[-1]])) + chr(10))  # at once
 """
 
 
