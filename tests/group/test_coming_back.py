@@ -84,7 +84,8 @@ class Job:
                     process.send_signal(signal.SIGABRT)
             time.sleep(0.1)
         ends = ends_of(processes)
-        assert [process.returncode for process in processes] == [0] * len(processes), ends
+        statuses = [process.returncode for process in processes]
+        assert statuses == [0] * len(processes), "\n".join(error for _, error in ends)
         last = [out.strip().splitlines()[-1].split(maxsplit=3) for out, _ in ends]
         assert len({(digest, history) for _, digest, _, history in last}) == 1, ends
         return eval(last[0][3]), [int(first) for _, _, first, _ in last], ends
