@@ -59,6 +59,8 @@ log = logging.getLogger("dlcp")
 ANSWER_S: Final = 20.0
 """Time limit of a call, in addition to the wait that it requests. A healthy store answers within milliseconds; a busy
 host gets time to recover. Not tuned."""
+AFTER_SILENCE_S: Final = 1.0
+"""Time limit of the calls after one that was not answered in time, so that a rank that is cut off can end."""
 WAIT_S_MAX: Final = 10.0
 """Longest time that one call waits for a key; a client that waits longer calls again. Not tuned."""
 KEEP_ALIVE_S: Final = 15.0
@@ -510,8 +512,13 @@ class Store:
             raise StoreError(f"{self._prefix}{key} was not written within {deadline_s:g} s")
         return found[1]
 
-    def first(self, keys: Iterable[str], deadline_s: float) -> tuple[str, bytes] | None:
+    def first(self, keys: Iterable[str], deadline_s: float, *, answer_s: float = ANSWER_S) -> tuple[str, bytes] | None:
         """Wait up to ``deadline_s`` seconds until any of the keys has a value.
+
+        Parameters
+        ----------
+        answer_s
+            How much longer the store may take to answer, in seconds.
 
         Returns
         -------
@@ -521,7 +528,8 @@ class Store:
         end_s = time.monotonic() + deadline_s
         while True:
             wait_s = min(WAIT_S_MAX, max(0.0, end_s - time.monotonic()))
-            there, value = self._link.call("first", {**self._head(wanted), "wait_s": wait_s}, wait_s=wait_s)
+            head = {**self._head(wanted), "wait_s": wait_s}
+            there, value = self._link.call("first", head, limit_s=wait_s + answer_s)
             if there is not None:
                 return there[len(self._prefix) :], value
             if time.monotonic() >= end_s:
@@ -550,7 +558,7 @@ class Store:
         -------
         False if the lease has expired: the store has written the rank's last will, and the others take it for dead.
         """
-        return bool(self._link.call("beat", {**self._head([]), "most_s": most_s})[0])
+        return bool(self._link.call("beat", {**self._head([]), "most_s": most_s}, limit_s=most_s)[0])
 
     def close(self) -> None:
         """Close the connection, which all views of the store share."""
@@ -576,6 +584,7 @@ class _Link:
             self._channel = grpc.insecure_channel(target, options)
         self._calls: dict[str, Callable[..., bytes]] = {}
         self._secret, self._rank = secret, secrets.token_bytes(16)
+        self._is_silent = False
         self._numbers = itertools.count(1)
         try:
             self._nonce: bytes = self._unary("challenge")(b"", timeout=deadline_s, wait_for_ready=True)
@@ -610,13 +619,16 @@ class _Link:
         )
 
     def call(
-        self, name: str, head: dict[str, Any], value: bytes | memoryview = b"", *, wait_s: float = 0.0
+        self, name: str, head: dict[str, Any], value: bytes | memoryview = b"", *, limit_s: float = ANSWER_S
     ) -> tuple[Any, bytes]:
         request = _pack(head, value)
         metadata, given = self._proof_of(name, request)
+        limit_s = min(limit_s, AFTER_SILENCE_S) if self._is_silent else limit_s
         try:
-            answer = self._unary(name)(request, timeout=wait_s + ANSWER_S, metadata=metadata)
+            answer = self._unary(name)(request, timeout=limit_s, metadata=metadata)
+            self._is_silent = False
         except grpc.RpcError as error:
+            self._is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise StoreError(f"{self._where} refuses: {error.details()}") from None
             problem = error.details()

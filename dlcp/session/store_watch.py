@@ -25,7 +25,7 @@ from dlcp.session.division import Division
 from dlcp.session.joining import Agreement
 from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
-from dlcp.session.store import BEAT_S, Store, StoreChannel, StoreError, ended_key
+from dlcp.session.store import ANSWER_S, BEAT_S, Store, StoreChannel, StoreError, ended_key
 from dlcp.session.training_session import DEADLINE_FACTOR, LEFT, Fallback
 from dlcp.transport import DeadlineError, Membership, PeerAbortedError, RankEndedError
 
@@ -111,6 +111,8 @@ class StoreWatch(PeerWatch):
     ) -> None:
         self._store, self._options, self._master = store, options, master
         self.is_new = is_new
+        self._is_cut_off = False
+        """Whether the store has not answered."""
         self.division = division
         self._decisions = membership.epoch
         self._applications = 0
@@ -167,10 +169,13 @@ class StoreWatch(PeerWatch):
 
     def check_peers(self, where: str) -> BaseException | None:
         """Look in the store for a rank that has left DLCP or ended."""
-        mine = [ended_key(self._membership.rank)] if self._options.elastic else []
+        elastic = self._options.elastic > 0
+        mine = [ended_key(self._membership.rank)] if elastic else []
+        limit_s = min(ANSWER_S, self._options.silence_s) if elastic else ANSWER_S
         try:
-            found = self._store.first([*self._over, *mine, *self._others], 0)
+            found = self._store.first([*self._over, *mine, *self._others], 0, answer_s=limit_s)
         except StoreError as error:
+            self._is_cut_off = True
             return RankEndedError(f"{error}; {where}")
         if found is None:
             return None
@@ -184,11 +189,14 @@ class StoreWatch(PeerWatch):
 
     def publish_left(self, reason: str) -> None:
         """Write into the store that a rank has left DLCP."""
-        for key in self._lefts():
-            self._store.compare_set(key, "", reason)
+        if not self._is_cut_off:
+            for key in self._lefts():
+                self._store.compare_set(key, "", reason)
 
     def publish_failed(self, reason: str) -> None:
         """Write into the store that this rank has ended, so that the others stop waiting for it."""
+        if self._is_cut_off:
+            return
         with contextlib.suppress(StoreError):
             self._store.set(ended_key(self._membership.rank), reason)
             self.publish_left(reason)
@@ -200,6 +208,10 @@ class StoreWatch(PeerWatch):
         least, members = self._options.elastic, self._membership
         if not least:
             return None
+        if self._is_cut_off:
+            raise RankEndedError(
+                f"{reason}; rank {members.rank} cannot ask the store who goes on, so it ends: the others may go on"
+            )
         self.publish_left(reason)
         decision = self._decide_without_ended()
         if members.rank not in decision.ranks:

@@ -22,11 +22,16 @@ With an ``outer`` optimizer, which takes the averaged change as its gradient, th
     averager = dlcp.torch.LocalSGD(model, period=64, outer=outer)
 
 Without it, this is local SGD (Stich, ICLR'19); with ``warmup_steps``, post-local SGD (Lin et al., ICLR'20).
+
+With a group of :mod:`dlcp.session` instead of a process group, ranks may come and go (``Options(elastic=2)``). Nobody
+waits for a rank that has ended until the next average, which is that of the others. A rank that comes gets the
+parameters, and the outer optimizer's state, when the others begin a period.
 """
 
-from collections.abc import Callable, Iterable
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +40,16 @@ from torch.optim.optimizer import Optimizer
 
 from dlcp.host.closing import Closing
 from dlcp.inputs.configuration import Trait
-from dlcp.session.buckets import BucketPlan
+from dlcp.session.buckets import BucketPlan, Gradient
 from dlcp.session.options import Options
 from dlcp.torch import fsdp
 from dlcp.torch.framework import copy_from_first_rank
 from dlcp.torch.hook import refuse_types
-from dlcp.torch.state import VALUE_TYPES, State
+from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.values.tags import Segment, layers_in_order
+
+if TYPE_CHECKING:  # it needs gRPC
+    from dlcp.session.group import Group
 
 
 class LocalSGD(Closing):
@@ -63,14 +71,13 @@ class LocalSGD(Closing):
     outer
         Makes the outer optimizer from the parameters; None to use the averaged changes as they are.
     group
-        The ranks that train together, by default all. Its backend is used to connect them.
+        The ranks that train together, by default all of PyTorch's; its backend is used to connect them. Or a group of
+        :func:`dlcp.session.join`, which needs no process group, and has the options.
     state
         ``traffic`` from a checkpoint, to continue from; ``options`` replace its own if given.
 
     Attributes
     ----------
-    traffic
-        Options, ledger and residual, and as its step the number of averages; pickle it with a checkpoint.
     outer
         The outer optimizer, if any; its state belongs in the checkpoint, too.
     steps
@@ -93,7 +100,7 @@ class LocalSGD(Closing):
         *,
         warmup_steps: int = 0,
         outer: Callable[[Iterable[Parameter]], Optimizer] | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: "dist.ProcessGroup | Group | None" = None,
         state: State | None = None,
     ) -> None:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel) or fsdp.is_sharded(model):
@@ -103,27 +110,38 @@ class LocalSGD(Closing):
         if period < 1 or warmup_steps < 0:
             raise ValueError(f"period must be at least 1, and warmup_steps 0, got {period} and {warmup_steps}")
         refuse_types(model)
-        if state is None:
-            state = State(options or Options())
-        elif options is not None:
-            state.options = options
-        for name in state.options.given(Trait.WHOLE_STEP):
-            raise ValueError(f"LocalSGD does not support {name}=...: omit it")
         named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if len({each.device for each in named.values()}) != 1:
             raise ValueError("the model needs parameters that require gradients, all on one device")
-        self.traffic, self.steps = state, 0
+        self.steps = 0
         self._period, self._warmup_steps = period, warmup_steps
-        self._refuse_different(group)
-        copy_from_first_rank(model, group)
         layers = layers_in_order(list(named), {name: tuple(each.shape) for name, each in named.items()})
         plan = BucketPlan.of((layers[name], each.numel(), VALUE_TYPES[each.dtype]) for name, each in named.items())
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if options is not None or state is not None or warmup_steps:
+                raise ValueError("with a group of dlcp.session: omit options, which it has, state and warmup_steps")
+            self._averager: _StateAverager | _GroupAverager = _GroupAverager(self, group)
+        else:
+            self._averager = _StateAverager(self, group, state, options)
+            copy_from_first_rank(model, group)
         self._buckets = [
             _Bucket([(named[segment.layer.name], segment) for segment in bucket.segments]) for bucket in plan.buckets
         ]
-        state.ledger.job = state.options.job
-        state.attach_tensors(named, group, call="dlcp.torch.LocalSGD")
         self.outer = outer(named.values()) if outer else None
+        self._averager.begin(model, named)
+
+    @property
+    def traffic(self) -> State:
+        """Options, ledger and residual, and as its step the number of averages; pickle it with a checkpoint.
+
+        Raises
+        ------
+        AttributeError
+            The ranks are a group of :mod:`dlcp.session`, which has the ledger.
+        """
+        if isinstance(self._averager, _StateAverager):
+            return self._averager.state
+        raise AttributeError("use the group's ledger and options: it has no state to pickle")
 
     def step(self) -> bool:
         """Count a step of the optimizer, and average if that is due; return whether it was.
@@ -149,12 +167,12 @@ class LocalSGD(Closing):
         TransportError
             An average is not available; the message names rank, step and layers.
         """
-        if not self.traffic.attached:
-            raise RuntimeError("this averager is closed: make another one")
-        pending = [bucket.start(partial(self.traffic.average, number)) for number, bucket in enumerate(self._buckets)]
-        for average in pending:
-            average.wait()
-        self.traffic.end_step()
+        self._averager.average(self._buckets)
+        self._apply()
+        self._averager.begin_period()
+
+    def _apply(self) -> None:
+        """Apply the averaged changes."""
         if self.outer is None:
             for bucket in self._buckets:
                 bucket.apply()
@@ -173,20 +191,101 @@ class LocalSGD(Closing):
         RuntimeError, TransportError
             As for :meth:`average`.
         """
-        self.traffic.flush()
+        self._averager.flush()
         self.average()
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other ranks; with a ``reason``, tell them that this rank gives up."""
-        self.traffic.close(reason)
+        self._averager.close(reason)
 
-    def _refuse_different(self, group: dist.ProcessGroup | None) -> None:
-        mine = {"period": self._period, "warmup_steps": self._warmup_steps}
+
+class _StateAverager:
+    """Averages over the ranks of a process group."""
+
+    def __init__(
+        self, owner: LocalSGD, group: dist.ProcessGroup | None, state: State | None, options: Options | None
+    ) -> None:
+        if state is None:
+            state = State(options or Options())
+        elif options is not None:
+            state.options = options
+        for name in state.options.given(Trait.WHOLE_STEP):
+            raise ValueError(f"LocalSGD does not support {name}=...: omit it")
+        self.state, self._group = state, group
+        mine = {"period": owner._period, "warmup_steps": owner._warmup_steps}
         every: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, mine, group=group)
         for name in mine:
             if len(values := {rank[name] for rank in every}) > 1:
                 raise ValueError(f"{name} must be the same on all ranks, got {sorted(values)}")
+
+    def begin(self, model: torch.nn.Module, named: dict[str, Parameter]) -> None:
+        self.state.ledger.job = self.state.options.job
+        self.state.attach_tensors(named, self._group, call="dlcp.torch.LocalSGD")
+
+    def begin_period(self) -> None:
+        pass
+
+    def average(self, buckets: "Sequence[_Bucket]") -> None:
+        if not self.state.attached:
+            raise RuntimeError("this averager is closed: make another one")
+        pending = [bucket.start(partial(self.state.average, number)) for number, bucket in enumerate(buckets)]
+        for average in pending:
+            average.wait()
+        self.state.end_step()
+
+    def flush(self) -> None:
+        self.state.flush()
+
+    def close(self, reason: str | None) -> None:
+        self.state.close(reason)
+
+
+class _GroupAverager:
+    """Averages over the ranks of a group, which may come and go."""
+
+    def __init__(self, owner: LocalSGD, group: "Group") -> None:
+        self._owner, self._group = owner, group
+
+    def begin(self, model: torch.nn.Module, named: dict[str, Parameter]) -> None:
+        self._model = model
+        self._group.register(named, save=self._state, load=self._take_over)
+        if self._group.step == 0:
+            self._take_over(self._group.share(self._state()))
+        self.begin_period()
+
+    def begin_period(self) -> None:
+        self._group.begin_step()
+
+    def average(self, buckets: "Sequence[_Bucket]") -> None:
+        for bucket in buckets:
+            for name, gradient in bucket.gradients():
+                self._group.start_gradient(name, gradient)
+        self._group.end_step()
+        for bucket in buckets:
+            bucket.take_averages()
+
+    def flush(self) -> None:
+        self._group.flush()
+
+    def close(self, reason: str | None) -> None:
+        self._group.close(reason)
+
+    def _state(self) -> bytes:
+        """Return the state at the beginning of a period: the ranks' parameters are the same."""
+        owner, file = self._owner, io.BytesIO()
+        outer = owner.outer.state_dict() if owner.outer else None
+        torch.save({"model": self._model.state_dict(), "outer": outer, "steps": owner.steps}, file)
+        return file.getvalue()
+
+    def _take_over(self, data: bytes) -> None:
+        owner, state = self._owner, torch.load(io.BytesIO(data), weights_only=True)
+        self._model.load_state_dict(state["model"])
+        if owner.outer:
+            owner.outer.load_state_dict(state["outer"])
+        owner.steps = state["steps"]
+        for bucket in owner._buckets:
+            bucket.begin()
 
 
 class _Bucket:
@@ -208,12 +307,31 @@ class _Bucket:
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach().reshape(-1) for parameter, _ in self._parameters]
 
+    def begin(self) -> None:
+        """Count changes from the present values on."""
+        torch.cat(self._values, out=self._anchor)
+
+    def _measure(self) -> None:
+        torch.cat(self._values, out=self._change)
+        self._change.sub_(self._anchor)
+
+    def gradients(self) -> Iterator[tuple[str, Gradient]]:
+        """Yield each parameter's change, on the host, to be averaged in place."""
+        self._measure()
+        self._on_host = self._change.cpu()
+        for _, segment in self._parameters:
+            values, value_type = as_array(self._on_host[segment.start : segment.stop])
+            yield segment.layer.name, Gradient(values, values, value_type)
+
+    def take_averages(self) -> None:
+        """Take the averages of :meth:`gradients` as the changes."""
+        self._change.copy_(self._on_host)
+
     def start(
         self, average: Callable[..., "torch.futures.Future[torch.Tensor]"]
     ) -> "torch.futures.Future[torch.Tensor]":
         """Start to average the changes."""
-        torch.cat(self._values, out=self._change)
-        self._change.sub_(self._anchor)
+        self._measure()
         return average([segment for _, segment in self._parameters], self._change)
 
     def apply(self) -> None:
@@ -232,7 +350,7 @@ class _Bucket:
 
     def adopt(self) -> None:
         """Start the next changes from the outer optimizer's result, and put the gradients back."""
-        torch.cat(self._values, out=self._anchor)
+        self.begin()
         for (parameter, _), gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
