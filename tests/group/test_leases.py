@@ -21,7 +21,7 @@ def beaten(*longest, beats=100):
 
 def test_a_rank_that_beats_regularly_is_missed_in_well_under_a_second():
     leases = beaten(BEAT_S, BEAT_S)
-    leases.renew(b"\x01", 0.5)
+    leases.renew(b"\x01", BEAT_S)
     assert leases.expired(10, LEASE_S_MIN) == {}
     assert leases.expired(10, LEASE_S_MIN + 0.01) == {b"\x00": pytest.approx(LEASE_S_MIN + 0.01)}
 
