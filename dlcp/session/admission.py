@@ -30,7 +30,7 @@ CANCELLED: Final = "the new ranks have not been let in, because ranks have ended
 """Why ranks leave the endpoints of an epoch that never began."""
 
 
-class Admission:
+class RankAdmission:
     """New ranks on their way into a session, as one rank sees it.
 
     Parameters

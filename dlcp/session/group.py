@@ -28,7 +28,7 @@ from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.host.closing import ExitCallback
 from dlcp.inputs.error_text import closest
-from dlcp.session.admission import Admission
+from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import BucketTable, StepAverager
 from dlcp.session.buckets import BucketPlan, Buckets, FillingBucket, Gradient
 from dlcp.session.division import Division
@@ -305,7 +305,7 @@ class Group:
         plan = BucketPlan.from_description(state.shapes, layers_in_order(names))
         return data.tobytes(), plan
 
-    def _give_state(self, admission: Admission) -> None:
+    def _give_state(self, admission: RankAdmission) -> None:
         """Give new ranks the state, while this rank trains on."""
         buckets, step = self._registered([]), self.step
         problem, data = "", b""

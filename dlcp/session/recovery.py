@@ -21,7 +21,7 @@ from typing import ClassVar, Final
 
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.inputs.error_text import describe
-from dlcp.session.admission import Admission
+from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import BucketId, BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.session.joining import Agreement
 from dlcp.transport import Membership, MessageMismatchError, PeerAbortedError, PeerHangsError
@@ -90,7 +90,7 @@ class PeerWatch(ABC):
     def attend(self, membership: Membership) -> None:  # noqa: B027  # not all memberships change
         """Watch and reach these ranks from now on."""
 
-    def newcomers(self) -> Admission | None:
+    def newcomers(self) -> RankAdmission | None:
         """Return the ranks that are to be let in; None if there are none."""
         return None
 

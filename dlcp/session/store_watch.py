@@ -19,7 +19,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from dlcp.collectives import Residual
-from dlcp.session.admission import Admission
+from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import PendingBucket
 from dlcp.session.division import Division
 from dlcp.session.joining import Agreement
@@ -259,7 +259,7 @@ class StoreWatch(PeerWatch):
 
     # Letting ranks in -------------------------------------------------------------------------------------------------
 
-    def newcomers(self) -> Admission | None:
+    def newcomers(self) -> RankAdmission | None:
         """Look in the store for ranks that are to be let in; the lowest rank decides that when they apply.
 
         Raises
@@ -281,7 +281,7 @@ class StoreWatch(PeerWatch):
         self._note(number, decision)
         return self._admission(decision)
 
-    def apply(self) -> Admission:
+    def apply(self) -> RankAdmission:
         """Apply to take part in a session of others, and wait until they let this rank in; again if that failed.
 
         Raises
@@ -323,12 +323,12 @@ class StoreWatch(PeerWatch):
             self.is_new = False
             self._store.set(f"member/{self._membership.rank}", "")
 
-    def _admission(self, decision: Decision) -> Admission:
+    def _admission(self, decision: Decision) -> RankAdmission:
         rank = self._membership.rank
         old = [each for each in decision.ranks if each not in decision.new]
         ended = [ended_key(each) for each in old if each != rank]
         members = replace(self._membership, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
-        return Admission(
+        return RankAdmission(
             self._store,
             self._agreement(members),
             old,

@@ -46,7 +46,7 @@ from dlcp.collectives import Bucket, Reducer
 from dlcp.host.closing import ExitCallback, ending_error, exiting
 from dlcp.inputs.error_text import describe
 from dlcp.policies.arms import Route
-from dlcp.session.admission import Admission
+from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
@@ -207,9 +207,9 @@ class TrainingSession:
         self._metadata: Future[NDArray[np.generic]] | None = None
         """All ranks' metadata of this step, until it has been read."""
         self._watcher: threading.Thread | None = None
-        self._admission: Admission | None = None
+        self._admission: RankAdmission | None = None
         """New ranks, until a step with them is complete."""
-        self.on_let_in: Callable[[Admission], None] | None = None
+        self.on_let_in: Callable[[RankAdmission], None] | None = None
         self._close_lock = threading.RLock()
         """Held while closing: a second thread that closes returns after that. A signal handler may close again."""
         self._snapshots: SnapshotWriter | None = None
@@ -281,7 +281,7 @@ class TrainingSession:
         self.averager.reducer = reducer
         self._begin(Joined(endpoint, self.options, "", self.membership, link=None, remote=True))
 
-    def enter(self, admission: Admission) -> None:
+    def enter(self, admission: RankAdmission) -> None:
         """Average with ranks that have let this one in, from the step that they have chosen."""
         assert admission.joined
         assert admission.first_step is not None
@@ -561,7 +561,7 @@ class TrainingSession:
 
     # Letting ranks in -------------------------------------------------------------------------------------------------
 
-    def _let_in(self, admission: Admission) -> None:
+    def _let_in(self, admission: RankAdmission) -> None:
         """Join new ranks, beside training, and agree on the first step with them."""
         try:
             admission.joined = join(self._asked, admission.agreement, call=CALL)
@@ -607,7 +607,7 @@ class TrainingSession:
             if self.fallback.watch:
                 self.fallback.watch.settle()
 
-    def _begin_epoch(self, admission: Admission, step: int) -> None:
+    def _begin_epoch(self, admission: RankAdmission, step: int) -> None:
         """Average with the new ranks from this step on."""
         watch, reducer = self.fallback.watch, self.averager.reducer
         assert watch

@@ -85,7 +85,7 @@ def _leaving_first(original: Callable[..., None]) -> Callable[..., None]:
 
 def _secret_of(options: Options) -> bytes | None:
     if options.elastic:
-        raise ValueError("PyTorch's process groups keep their ranks: omit elastic, which dlcp.session.join has")
+        raise ValueError("PyTorch's process groups keep their ranks: omit elastic, or use dlcp.torch.Elastic")
     if options.tls:
         raise ValueError("PyTorch's store, where these ranks meet, has no TLS: omit tls, and set secret_file")
     return configured_secret(options)
