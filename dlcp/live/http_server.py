@@ -402,15 +402,21 @@ class RankCollector(Collector):
         written = GaugeMetricFamily(
             "dlcp_rank_snapshot_timestamp_seconds", "Unix time of the rank's latest snapshot", labels=_RANK
         )
+        there = GaugeMetricFamily("dlcp_rank_session_ranks", "Ranks that take part in the rank's session", labels=_RANK)
+        stood = CounterMetricFamily(
+            "dlcp_rank_stood_seconds", "How long training stood still because ranks came or went", labels=_RANK
+        )
         for each in self._snapshots:
             rank = _rank(each)
+            there.add_metric(rank, len(each["ranks"]))
+            stood.add_metric(rank, each["stood_s"])
             for known in RANK_PHASES:
                 phase.add_metric([*rank, known], each["phase"] == known)
             ended.add_metric(rank, each["ended"])
             exceeded.add_metric(rank, each["bound_exceeded"])
             precision.add_metric(rank, each["bits"])
             written.add_metric(rank, each["written_unix_s"])
-        yield from (phase, ended, exceeded, precision, written)
+        yield from (phase, ended, exceeded, precision, written, there, stood)
 
     def _slowness(self) -> Iterable[Metric]:
         spent = CounterMetricFamily(

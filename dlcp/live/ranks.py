@@ -302,9 +302,14 @@ class Training:
             "sessions": [
                 {
                     "session": name,
-                    "ranks": next(iter(ranks.values())).latest["ranks"],
+                    "ranks": present_ranks(ranks.values()),
                     "members": sorted(
-                        (rank.shown(now_s, self.over) for rank in ranks.values()), key=operator.itemgetter("rank")
+                        (
+                            rank.shown(now_s, self.over)
+                            for rank in ranks.values()
+                            if rank.latest["rank"] in present_ranks(ranks.values())
+                        ),
+                        key=operator.itemgetter("rank"),
                     ),
                     "layers": _layers([rank.latest for rank in ranks.values()]),
                     "history": self._histories[name].points,
@@ -346,6 +351,11 @@ class Training:
             name = rank.latest["session"] or next((name for name in found if name and _lacks(found[name], rank)), "")
             found[name][path] = rank
         return found
+
+
+def present_ranks(ranks: Iterable[WatchedRank]) -> list[int]:
+    """Return the ranks that take part in a session, as the one that reported last knows them."""
+    return max((rank.latest for rank in ranks), key=operator.itemgetter("written_unix_s"))["ranks"]
 
 
 def _lacks(ranks: Mapping[Path, WatchedRank], newcomer: WatchedRank) -> bool:

@@ -36,7 +36,7 @@ from dlcp.session.joining import NotJoinedError, join
 from dlcp.session.options import Options
 from dlcp.session.store import Store, StoreError, ended_key
 from dlcp.session.store_watch import CLOSED, StoreWatch, store_fallback
-from dlcp.session.training_session import CALL, DEADLINE_FACTOR, TrainingSession, reason_of, reason_of_exit
+from dlcp.session.training_session import CALL, DEADLINE_FACTOR, RankChange, TrainingSession, reason_of, reason_of_exit
 from dlcp.transport import (
     RELIABLE,
     DeadlineError,
@@ -83,6 +83,8 @@ class SavedState:
         Name, shape and format of those that have gradients.
     nbytes
         The size of the state.
+    label
+        The session's name.
     problem
         Why there is no state; ``""`` if there is one.
     """
@@ -91,6 +93,7 @@ class SavedState:
     names: list[str]
     shapes: list[tuple[str, list[int], str]]
     nbytes: int
+    label: str
     problem: str = ""
 
     @classmethod
@@ -181,6 +184,11 @@ class Group:
     def ranks(self) -> tuple[int, ...]:
         """The numbers of all ranks that are there, in ascending order. Without ``elastic``, they do not change."""
         return self._session.membership.ranks if self._session else self._at_first
+
+    @property
+    def changes(self) -> list[RankChange]:
+        """The latest changes of the ranks: who has ended or come, and how long training stood still for it."""
+        return list(self._session.changes) if self._session else []
 
     @property
     def size(self) -> int:
@@ -301,7 +309,7 @@ class Group:
         admission.first_step = state.step
         watch.attend(admission.joined.membership)
         watch.division.change(state.step, admission.joined.membership.ranks)
-        session.enter(admission)
+        session.enter(admission, state.label)
         plan = BucketPlan.from_description(state.shapes, layers_in_order(names))
         return data.tobytes(), plan
 
@@ -309,12 +317,14 @@ class Group:
         """Give new ranks the state, while this rank trains on."""
         buckets, step = self._registered([]), self.step
         problem, data = "", b""
+        session = self._session
+        assert session
         assert buckets.plan
         if self._save is None:
             problem = f"rank {self.rank} gave register() no function to save"
         else:
             data = self._save()
-        state = SavedState(step, list(buckets.layers), buckets.plan.described(), len(data), problem)
+        state = SavedState(step, list(buckets.layers), buckets.plan.described(), len(data), session.label, problem)
         admission.publish("state", state.to_json())
         if data and self.endpoint:
             arguments = self.endpoint, (self.rank, *admission.new), step - 1, np.frombuffer(data, np.uint8)

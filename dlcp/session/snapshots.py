@@ -94,6 +94,10 @@ class RankSnapshot(TypedDict):
     """The current route and the reason for it; ``""`` if DLCP averages all steps."""
     framework_steps: int
     """Number of steps that the framework has averaged meanwhile."""
+    changes: list[dict[str, Any]]
+    """The latest changes of the ranks; see :class:`dlcp.session.training_session.RankChange`."""
+    stood_s: float
+    """How long training stood still in all changes of the ranks, in seconds."""
     ended: bool
     gave_up: str | None
     step: int
@@ -254,7 +258,7 @@ class ObservedSession(Protocol):
     def described(self) -> dict[str, Any]:
         """Return the fields ``phase``, ``reason``, ``fallback``, ``route``, ``framework_steps`` of a snapshot.
 
-        Also ``slow`` and ``activities_s``.
+        Also ``session``, ``ranks``, ``changes``, ``stood_s``, ``slow`` and ``activities_s``.
         """
 
 
@@ -456,6 +460,8 @@ class WatchedRankWriter(SnapshotFile):
             "fallback": self._source.averages,
             "route": "",
             "framework_steps": steps,
+            "changes": [],
+            "stood_s": 0.0,
             "step": steps - 1,
             "steps": list(self._steps),
             "step_s": self._step_s,

@@ -31,13 +31,14 @@ their gradients into buckets.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,8 @@ WEIGHTED: Final = "weighted"
 WATCH_S: Final = 0.25
 """Interval between checks whether another rank has left DLCP or ended. A dead rank delays the others by about this
 much, and a check is one query of the store, under 1 ms."""
+CHANGES_KEPT: Final = 32
+"""Number of latest changes of the ranks that are kept: enough for people to read."""
 DEADLINE_FACTOR: Final = 3
 """A bucket may take this many deadlines: one for each of its two hops, and one to recover if they fail."""
 
@@ -147,6 +150,19 @@ class Fallback:
     route: FrameworkRoute | None = None
 
 
+class RankChange(TypedDict):
+    """A change of the ranks that take part."""
+
+    step: int
+    """The step in progress, or the first step with new ranks."""
+    ranks: list[int]
+    """The ranks from then on."""
+    text: str
+    """What happened, for people."""
+    stood_s: float
+    """How long training stood still for it, in seconds."""
+
+
 def reason_of_exit(rank: int) -> str | None:
     """Return why this process ends, for the other ranks, if an exception ended it that nothing caught."""
     return reason_of(rank, ending_error()) if exiting() else None
@@ -186,6 +202,11 @@ class TrainingSession:
         Chooses each step's arm; None before the ranks have joined, and without DLCP.
     compared
         Returns the fields of a snapshot about ranks that make others wait; None if ranks are not compared.
+    label
+        Name of the session, the same on all its ranks, also on those that come later; ``""`` until they have joined.
+    changes, stood_s
+        The latest changes of the ranks, the last one at the end; how long training stood still in all of them, in
+        seconds.
     on_let_in
         Called on the lowest rank, at the beginning of the first step with new ranks, to give them the state.
     """
@@ -210,6 +231,9 @@ class TrainingSession:
         self._admission: RankAdmission | None = None
         """New ranks, until a step with them is complete."""
         self.on_let_in: Callable[[RankAdmission], None] | None = None
+        self.label = ""
+        self.changes: deque[RankChange] = deque(maxlen=CHANGES_KEPT)
+        self.stood_s = 0.0
         self._close_lock = threading.RLock()
         """Held while closing: a second thread that closes returns after that. A signal handler may close again."""
         self._snapshots: SnapshotWriter | None = None
@@ -250,11 +274,7 @@ class TrainingSession:
         """
         if self.options.route == FRAMEWORK_ROUTE and self.fallback.route is None:
             raise ValueError(f"route 'framework' needs PyTorch: {call} averages with DLCP; omit it, or set 'dlcp'")
-        if self.options.live:
-            from dlcp.session.snapshots import SnapshotWriter  # only for jobs that somebody watches
-
-            self._snapshots = SnapshotWriter.open(self, self.options.live)
-            self.table.meter = self._snapshots.meter if self._snapshots else None
+        self._show()
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
         on_message = self.table.meter.on_message if self.table.meter else None
@@ -271,8 +291,7 @@ class TrainingSession:
                 agreement = left
         if joined.remark and self.rank == self.membership.ranks[0]:
             log.warning("DLCP: %s", joined.remark)
-        if self._snapshots:
-            self._snapshots.label = label_of(joined.membership)
+        self.label = label_of(joined.membership)
         self.averager.join(joined)
         self._begin(joined)
 
@@ -281,8 +300,18 @@ class TrainingSession:
         self.averager.reducer = reducer
         self._begin(Joined(endpoint, self.options, "", self.membership, link=None, remote=True))
 
-    def enter(self, admission: RankAdmission) -> None:
-        """Average with ranks that have let this one in, from the step that they have chosen."""
+    def _show(self) -> None:
+        """Begin to write snapshots, if the options ask for them."""
+        if self.options.live:
+            from dlcp.session.snapshots import SnapshotWriter  # only for jobs that somebody watches
+
+            self._snapshots = SnapshotWriter.open(self, self.options.live)
+            self.table.meter = self._snapshots.meter if self._snapshots else None
+
+    def enter(self, admission: RankAdmission, label: str) -> None:
+        """Average with ranks that have let this one in, from the step that they have chosen; ``label`` is theirs."""
+        self.label = label
+        self._show()
         assert admission.joined
         assert admission.first_step is not None
         self.averager.join(admission.joined)
@@ -365,6 +394,10 @@ class TrainingSession:
             "fallback": self.fallback.name,
             "route": self.route,
             "framework_steps": self.framework_steps,
+            "session": self.label,
+            "ranks": list(self.membership.ranks),
+            "changes": list(self.changes),
+            "stood_s": self.stood_s,
             **(self.compared() if self.compared else {"slow": None, "activities_s": {}}),
         }
 
@@ -621,17 +654,11 @@ class TrainingSession:
             self.averager.join(joined)
             watch.attend(joined.membership)
             self._exchange_with(joined)
-        if admission.is_lowest:
-            ranks, new = (", ".join(map(str, each)) for each in (joined.membership.ranks, admission.new))
-            log.warning(
-                "DLCP: from step %d on, %d ranks take part: %s (new: %s).",
-                step,
-                len(joined.membership.ranks),
-                ranks,
-                new,
-            )
-            if self.on_let_in:
-                self.on_let_in(admission)
+        ranks, new = (", ".join(map(str, each)) for each in (joined.membership.ranks, admission.new))
+        text = f"from step {step} on, {len(joined.membership.ranks)} ranks take part: {ranks} (new: {new})"
+        self._note_change(step, text, 0.0)
+        if admission.is_lowest and self.on_let_in:
+            self.on_let_in(admission)
 
     def _overdue(self) -> BaseException | None:
         """Return an error if the framework takes longer for a bucket than DLCP may."""
@@ -723,13 +750,21 @@ class TrainingSession:
                     self._hand_over(cause)
                     return True
         self._resume(joined)
-        if self.rank == members.ranks[0]:
-            log.warning(
-                "DLCP: %s. Training goes on after %.2f s in step %d with %d of %d ranks: %s.",
-                *(cause, time.monotonic() - began_s, self.table.step, len(members.ranks), len(before)),
-                ", ".join(map(str, members.ranks)),
-            )
+        stood_s = time.monotonic() - began_s
+        self._note_change(
+            self.table.step,
+            f"{cause}. Training goes on after {stood_s:.2f} s in step {self.table.step} with {len(members.ranks)} of "
+            f"{len(before)} ranks: {', '.join(map(str, members.ranks))}",
+            stood_s,
+        )
         return True
+
+    def _note_change(self, step: int, text: str, stood_s: float) -> None:
+        ranks = list(self.membership.ranks)
+        self.stood_s += stood_s
+        self.changes.append({"step": step, "ranks": ranks, "text": text, "stood_s": stood_s})
+        if self.rank == ranks[0]:
+            log.warning("DLCP: %s.", text)
 
     def wait_for_next_epoch(self, epoch: int, error: BaseException) -> bool:
         """Let the ranks go on without one that has ended; return whether they did.

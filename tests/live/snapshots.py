@@ -34,6 +34,8 @@ def snapshot(rank=0, ranks=2, steps=10, **changes):
         "fallback": "the framework's own all-reduce",
         "route": "",
         "framework_steps": 0,
+        "changes": [],
+        "stood_s": 0.0,
         "step": steps,
         "steps": classes,
         "step_s": 0.1 * steps,
