@@ -278,11 +278,6 @@ class SnapshotFile(ABC):
     folder
         The folder for the file; it is created if it does not exist.
 
-    Attributes
-    ----------
-    label
-        Name of the session, the same on all its ranks; ``""`` until they have joined.
-
     Raises
     ------
     OSError
@@ -293,7 +288,7 @@ class SnapshotFile(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         process_rank = int(os.environ.get("RANK", rank))
         self._path = folder / f"rank-{process_rank}-{next(_serial)}{SNAPSHOT_SUFFIX}"
-        self._rank, self.label = rank, ""
+        self._rank = rank
         self._about = {
             "rank": rank,
             "ranks": list(ranks),
@@ -356,7 +351,7 @@ class SnapshotFile(ABC):
             log.warning("DLCP: rank %d cannot be watched any more: %s", self._rank, error)
 
     def _write(self) -> None:
-        common = {**self._about, "session": self.label, "written_unix_s": time.time(), "phase": self.phase()}
+        common = {**self._about, "written_unix_s": time.time(), "phase": self.phase()}
         snapshot = cast(RankSnapshot, {**common, **self.figures(), **self._end})
         part = self._path.with_suffix(".part")
         part.write_text(json.dumps(snapshot, separators=(",", ":")))
@@ -431,10 +426,15 @@ class WatchedRankWriter(SnapshotFile):
         Has the rank, and compares it with others.
     folder
         See :class:`SnapshotFile`.
+
+    Attributes
+    ----------
+    label
+        Name of the session, the same on all its ranks; ``""`` until they have met.
     """
 
     def __init__(self, source: "ComparedRank", folder: Path) -> None:
-        self._source = source
+        self._source, self.label = source, ""
         self._steps, self._step_s = [0] * len(STEP_EDGES_S), 0.0
         self._waiting_s: dict[str, float] = {}
         super().__init__(source.rank, source.ranks, folder)
@@ -456,6 +456,7 @@ class WatchedRankWriter(SnapshotFile):
         nothing: dict[str, Any] = {"by_bits": {}, "packets": {}, "layers": [], "peers": {}, "bits": FULL_BITS}
         zero = ("loss_bound", "bound_exceeded", "worst_loss")
         return {
+            "session": self.label,
             "reason": "",
             "fallback": self._source.averages,
             "route": "",

@@ -56,7 +56,7 @@ def test_it_tells_of_the_session_and_at_the_end_says_so(session, tmp_path, monke
     assert (found["session"], found["ended"], found["packets"], found["layers"]) == ("", False, {}, [])
     enter(session, 0, 10, 1)
     enter(session, 2, 20, 0, PlaneLayout(9999, 8, 1440))
-    writer.label = "0-abc"
+    session.label = "0-abc"
     until(lambda: read(tmp_path / "made")["session"] == "0-abc")
     writer.close("ready", "the test is over")
     found = read(tmp_path / "made")
