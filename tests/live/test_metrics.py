@@ -16,7 +16,7 @@ from dlcp.live.http_server import RankCollector
 from dlcp.session.snapshots import STEP_EDGES_S
 from tests.live.snapshots import COUNTS, snapshot
 
-BASE_UNITS = ("seconds", "bits", "bytes", "bytes_per_second", "packets", "messages", "steps", "info")
+BASE_UNITS = ("seconds", "bits", "bytes", "bytes_per_second", "ranks", "packets", "messages", "steps", "info")
 
 
 def families(*snapshots):
