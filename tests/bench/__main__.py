@@ -49,6 +49,7 @@ TABLE = {
     "demo": Entry("the demo's runs beside the same training in the simulator", "simulated_demo"),
     "live": Entry("the processor time of being watched", "live"),
     "slow-rank": Entry("whether the slow rank and the cause are named, and what watching costs", "slow_rank"),
+    "elastic": Entry("training that outlives ranks: notice, go on, come back", "elastic"),
     "timeline": Entry("the processor time of notes for a trace", "timeline"),
 }
 
