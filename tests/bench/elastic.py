@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training that outlives ranks: how soon the others notice, go on, and let a rank in that comes back.
 
-Ranks are processes that each have a host of their own, in a network namespace at a bridge. This process serves their
-store on one more host, as ``dlcp launch --elastic`` does. In each try one rank, drawn at random, is hit at a random
-moment of a running training:
+In each try one rank of :mod:`tests.bench.elastic_job`, drawn at random, is hit at a random moment of the training:
 
 - ``kill``: the process is killed.
 - ``stop``: it stands still, and is woken up once the others have gone on.
@@ -14,31 +12,41 @@ moment of a running training:
 
 A try fails if ranks hang, if those that are left do not end with equal parameters, or if one that was left out does not
 end with an error that says so.
+
+With ``--schedule``, kills, stops and pulled cables come for so long, and each rank that has ended starts again after a
+second. The figure is what share of an undisturbed training's throughput the ranks have that take part, in the mean.
 """
 
 import argparse
-import json
 import os
 import random
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench import BenchError, BenchResult, median, result, say, significant
+from dlcp.bench import BenchResult, median, result, say, significant
 from dlcp.commands.common import DURATIONS
-from dlcp.host.closing import Closing
-from dlcp.host.netlab import HOST_INTERFACE, StarNetwork
-from dlcp.host.processes import JobLayout, killed_with_parent, python_command
-from dlcp.inputs.configuration import STORE_VARIABLE
+from dlcp.inputs.configuration import Range
+from tests.bench.elastic_job import (
+    GO_ON_S,
+    LEAST,
+    POLL_S,
+    SETTLING_STEPS,
+    START_S,
+    Hosts,
+    Job,
+    Note,
+    RankProcess,
+    TryError,
+)
 from tests.bench.harness import (
     MEGABYTES,
     SEED,
-    VALUE_BYTES,
     Benchmark,
     FailedError,
     float_option,
@@ -48,277 +56,23 @@ from tests.bench.harness import (
 
 FAULTS: Final = ("kill", "stop", "link", "namespace")
 """The faults that are measured if none is named."""
-SETTLING_STEPS: Final = 20
-"""Steps that a training has made before something is done to it, and that it must make afterwards."""
 MOMENT_S: Final = (1.0, 3.0)
 """When a rank is hit, after all have settled."""
-START_S, GO_ON_S, END_S, LEFT_OUT_S = 90.0, 60.0, 60.0, 120.0
-"""How long ranks may take to start, to go on, and to end, and one that was left out to notice: far above any good run's
-time."""
-LIMITS_S: Final = (1.0, 5.0)
-"""Of each time it is told how many tries kept these."""
-POLL_S: Final = 0.01
-PORT: Final = 29500
 GONE_ON: Final = "have gone on without"
 """What the error of a rank says that was left out, and can reach the store."""
-
-Note = Mapping[str, Any]
-
-
-class TryError(BenchError):
-    """A try has failed; the message says why, with the ends of what ranks have said."""
-
-
-class Hosts(Closing):
-    """The hosts of the ranks, and one for the store: in namespaces, or all this machine's loopback.
-
-    Parameters
-    ----------
-    ranks
-        The number of hosts for ranks.
-    loopback
-        Whether to use the loopback.
-    """
-
-    def __init__(self, ranks: int, *, loopback: bool) -> None:
-        self._network = None if loopback else StarNetwork(ranks + 1)
-        self._port = PORT
-        if self._network:
-            ports = [f"link set {host.switch_interface} master bridge0" for host in self._network.hosts]
-            self._switch("link add name bridge0 type bridge mcast_snooping 0", *ports, "link set bridge0 up")
-
-    def close(self) -> None:
-        """Release the namespaces."""
-        if self._network:
-            self._network.close()
-
-    def serve(self) -> tuple[str, int, Callable[[], None]]:
-        """Serve a new store; return its address, and a function that closes it."""
-        from dlcp.session.options import Options  # loads gRPC
-        from dlcp.session.secret import job_secret
-        from dlcp.session.store import serve
-
-        secret = job_secret(Options())
-        if self._network is None:
-            server = serve(("127.0.0.1", JobLayout.local(ranks=1).port), secret)
-        else:  # the thread that serves all stores starts here, and stays in this namespace
-            host, self._port = self._network.hosts[-1], self._port + 1
-            server = host.namespace.call(lambda: serve((host.address, self._port), secret))
-        return *server.address, server.close
-
-    def command(self, rank: int) -> list[str]:
-        """Return the command with which a program starts on a rank's host."""
-        return [] if self._network is None else ["nsenter", f"--net={self._network.hosts[rank].namespace.path}", "--"]
-
-    def set_links(self, ranks: Iterable[int], state: str) -> None:
-        """Pull cables of hosts, or plug them in: ``down`` or ``up``."""
-        self._switch(*(f"link set port{rank + 1} {state}" for rank in ranks))
-
-    def take(self, rank: int) -> None:
-        """Take a host's interface away."""
-        self._switch(f"link delete port{rank + 1}")
-
-    def give(self, rank: int) -> None:
-        """Give a host a new interface."""
-        assert self._network
-        host = self._network.hosts[rank]
-        self._network.switch.link(host.switch_interface, host.namespace, HOST_INTERFACE, peer_mac=host.mac)
-        others = [other for other in self._network.hosts if other is not host]
-        host.namespace.ip(
-            f"addr add {host.address}/24 dev {HOST_INTERFACE}",
-            f"link set {HOST_INTERFACE} up",
-            *(f"neigh add {other.address} lladdr {other.mac} dev {HOST_INTERFACE} nud permanent" for other in others),
-        )
-        self._switch(f"link set {host.switch_interface} master bridge0")
-
-    def _switch(self, *commands: str) -> None:
-        assert self._network
-        self._network.switch.ip(*commands)
-
-
-class RankProcess(Closing):
-    """A process of a rank, and what it has noted so far.
-
-    Parameters
-    ----------
-    place
-        The number of its host.
-    command
-        What it runs, without its arguments.
-    folder, name
-        Where its files are, and their name.
-    arguments, environment
-        Of the process.
-
-    Attributes
-    ----------
-    began_s
-        When it was started.
-    """
-
-    def __init__(
-        self,
-        place: int,
-        command: Sequence[str],
-        folder: Path,
-        name: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-    ) -> None:
-        self.place = place
-        self._errors, notes = folder / f"{name}.err", folder / f"{name}.json"
-        notes.touch()
-        self._file, self._notes = notes.open(encoding="utf-8"), list[Note]()
-        self.began_s = time.monotonic()
-        with self._errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*command, str(notes), *arguments],
-                env=environment,
-                stdout=errors,
-                stderr=errors,
-                preexec_fn=killed_with_parent(),
-            )
-
-    def close(self) -> None:
-        """Kill it."""
-        self.process.kill()
-        self.process.wait()
-        self._file.close()
-
-    @property
-    def runs(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.poll() is None
-
-    def notes(self, what: str) -> list[Note]:
-        """Return its notes of a kind, in the order of time."""
-        if not self._file.closed:
-            self._notes += (json.loads(line) for line in self._file)
-        return [note for note in self._notes if note["what"] == what]
-
-    def at_s(self, what: str) -> float:
-        """Return when it noted something first."""
-        return float(self.notes(what)[0]["at_s"])
-
-    def rank(self) -> int:
-        """Return its number, which a process that comes later gets from the others; its host's before it has begun."""
-        begun = self.notes("begun")
-        return int(begun[0]["rank"]) if begun else self.place
-
-    def errors(self, most: int = 2000) -> str:
-        """Return the end of what it has said."""
-        return self._errors.read_text(errors="replace")[-most:].strip()
-
-    def dump(self) -> None:
-        """Let it say where its threads are, and end it."""
-        for number in (signal.SIGCONT, signal.SIGABRT):
-            self.process.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
-
-
-class Job(Closing):
-    """A training whose ranks are hit and started again.
-
-    Parameters
-    ----------
-    hosts
-        Where its ranks run.
-    ranks
-        How many there are at first.
-    arguments
-        The options of the command line.
-    folder
-        For the ranks' files.
-    """
-
-    def __init__(self, hosts: Hosts, ranks: int, arguments: argparse.Namespace, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self.hosts, self._ranks, self._folder, self._end = hosts, ranks, folder, folder / "end"
-        host, port, self._close_store = hosts.serve()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
-        fixed = {"WORLD_SIZE": ranks, "MASTER_ADDR": host, "MASTER_PORT": port, STORE_VARIABLE: 1, "DLCP_ELASTIC": 2}
-        fixed |= {"PYTHONFAULTHANDLER": 1, "OMP_NUM_THREADS": 1, "OPENBLAS_NUM_THREADS": 1}
-        if not arguments.loopback:
-            fixed["DLCP_SHARED_MEMORY"] = 0
-        self._environment = kept | {name: str(value) for name, value in fixed.items()}
-        values = round(1e6 * arguments.megabytes / VALUE_BYTES)
-        self._arguments = [str(self._end), str(values), str(arguments.pause_ms / 1e3)]
-        self.all: list[RankProcess] = []
-        """All processes so far; the first ones by rank."""
-        try:
-            for rank in range(ranks):
-                self.start(rank)
-            self.wait(lambda: all(len(each.notes("step")) >= SETTLING_STEPS for each in self.all), START_S, "begin")
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End all processes and the store."""
-        for each in self.all:
-            each.close()
-        self._close_store()
-
-    def start(self, place: int) -> RankProcess:
-        """Start a process on a rank's host."""
-        command = [*self.hosts.command(place), *python_command("tests.bench.elastic_rank")]
-        name, environment = f"rank-{place}-process-{len(self.all)}", self._environment | {"RANK": str(place)}
-        self.all.append(RankProcess(place, command, self._folder, name, self._arguments, environment))
-        return self.all[-1]
-
-    def wait(
-        self, condition: Callable[[], bool], limit_s: float, what: str, among: Sequence[RankProcess] | None = None
-    ) -> None:
-        """Wait for a condition.
-
-        Raises
-        ------
-        TryError
-            It did not come true in time, or one of the processes ``among``, by default all, has ended in error.
-        """
-        among, end_s = self.all if among is None else among, time.monotonic() + limit_s
-        while not condition():
-            failed = [each for each in among if each.process.poll()]
-            if failed or time.monotonic() > end_s:
-                why = f"process {self.all.index(failed[0])} fails" if failed else f"they do not {what} in {limit_s:g} s"
-                raise self.error(why, failed or among)
-            time.sleep(POLL_S)
-
-    def error(self, why: str, of: Iterable[RankProcess]) -> TryError:
-        """Return an error with the ends of what these processes have said; those that still run say where they are."""
-        for each in self.all:
-            if each.runs:
-                each.dump()
-        ends = [f"process {self.all.index(each)} (rank {each.rank()}): {each.errors()}" for each in of]
-        return TryError("\n".join([why, *ends]))
-
-    def go_on(self, left: Sequence[RankProcess], lost: Iterable[int], more: int = SETTLING_STEPS) -> list[list[float]]:
-        """Wait until processes have made steps without the ranks that are lost; return when each has ended its own."""
-
-        def without() -> list[list[float]]:
-            return [
-                [note["at_s"] for note in each.notes("step") if not set(lost) & set(note["ranks"])] for each in left
-            ]
-
-        self.wait(lambda: all(len(times) >= more for times in without()), GO_ON_S, "go on", left)
-        return without()
-
-    def is_left_out(self, lost: RankProcess, fault_s: float, why: str = "") -> float:
-        """Wait until a process ends with an error that has a text in it; return the seconds after the fault."""
-        self.wait(lambda: not lost.runs, LEFT_OUT_S, "notice that they are left out", [])
-        said = lost.errors()
-        if not lost.process.returncode or "dlcp" not in said or why not in said:
-            raise self.error(f"rank {lost.rank()} does not end with an error that says why", [lost])
-        return time.monotonic() - fault_s
-
-    def finish(self, left: Sequence[RankProcess]) -> None:
-        """Let these processes end; check that they end well, and with equal parameters."""
-        self._end.touch()
-        self.wait(lambda: not any(each.runs for each in left), END_S, "end", left)
-        digests = {each.notes("end")[0]["digest"] for each in left}
-        if len(digests) != 1:
-            raise self.error(f"ranks end with {len(digests)} different states", left)
+LIMITS_S: Final = (1.0, 5.0)
+"""Of each time it is told how many tries kept these."""
+SCHEDULED: Final = ("kill", "stop", "link")
+"""The faults of a schedule."""
+OUTAGE_S: Final = (0.5, 5.0)
+"""How long a rank of a schedule stands still, or has no link."""
+RESTART_S: Final = 1.0
+HANG_S: Final = 30.0
+"""A training without a step for so long hangs."""
+CALM_S: Final = 3.0
+"""So long after the end of a fault, a rank that is left out has noticed."""
+UNDISTURBED_S: Final = 15.0
+SECONDS: Final = Range(0.0, 1e6)
 
 
 # One fault ------------------------------------------------------------------------------------------------------------
@@ -445,19 +199,185 @@ def extremes(times: Sequence[float]) -> dict[str, Any]:
     }
 
 
+# A schedule of faults -------------------------------------------------------------------------------------------------
+
+
+class Schedule:
+    """Faults of a training, one after another, drawn from a seed; ranks that have ended start again.
+
+    A fault is put off while so few ranks take part that too few could be left.
+
+    Parameters
+    ----------
+    job
+        The training, with all ranks there.
+    draw
+        The faults' source.
+    every_s
+        The mean time between two faults.
+
+    Attributes
+    ----------
+    faults
+        How many there were, by kind.
+    ends
+        The last lines of what processes have said that have ended by themselves.
+    """
+
+    def __init__(self, job: Job, draw: random.Random, every_s: float) -> None:
+        self._job, self._draw, self._every_s = job, draw, every_s
+        self.faults, self.ends = Counter[str](), list[str]()
+        self.there = list(job.all)
+        """The newest process of each rank's host."""
+        self._starts: dict[int, float] = {}
+        self._outages: list[tuple[float, str, RankProcess]] = []
+        self._mended_s = 0.0
+
+    def run(self, seconds: float) -> None:
+        """Let the faults happen for so long, and wait until all ranks take part again.
+
+        Raises
+        ------
+        TryError
+            The training hangs.
+        """
+        self._mended_s = now_s = time.monotonic()
+        end_s, give_up_s, fault_s = now_s + seconds, now_s + seconds + START_S, now_s + self._pause_s()
+        while now_s < end_s or now_s - self._mended_s < CALM_S or not self._is_complete():
+            self._mend(now_s)
+            self._start_again(now_s)
+            if fault_s < now_s < end_s and self._healthy() > LEAST:
+                self._hit(now_s)
+                fault_s = now_s + self._pause_s()
+            if now_s - self._last_step()["at_s"] > HANG_S or now_s > give_up_s:
+                why = "hangs" if now_s < give_up_s else f"is not complete {START_S:g} s after the last fault"
+                raise self._job.error(f"the training {why}", self.there)
+            time.sleep(POLL_S)
+            now_s = time.monotonic()
+
+    def _pause_s(self) -> float:
+        return self._draw.uniform(0.5, 1.5) * self._every_s
+
+    def _last_step(self) -> Note:
+        steps = [each.notes("step")[-1] for each in self._job.all if each.notes("step")]
+        return max(steps, key=lambda note: int(note["step"]))
+
+    def _healthy(self) -> int:
+        """Return how many ranks take part and have no fault."""
+        ranks, faulty = self._last_step()["ranks"], [each for _, _, each in self._outages]
+        return sum(each.runs and each not in faulty and each.rank() in ranks for each in self.there)
+
+    def _is_complete(self) -> bool:
+        return not self._outages and self._healthy() == len(self.there) == len(self._last_step()["ranks"])
+
+    def _hit(self, now_s: float) -> None:
+        fault, length_s = self._draw.choice(SCHEDULED), self._draw.uniform(*OUTAGE_S)
+        victim = self.there[self._draw.randrange(len(self.there))]
+        if not victim.runs or any(each is victim for _, _, each in self._outages):
+            return
+        self.faults[fault] += 1
+        say(f"{fault} process {self._job.all.index(victim)}, rank {victim.rank()}")
+        hit(self._job, fault, [victim])
+        if fault != "kill":
+            self._outages.append((now_s + length_s, fault, victim))
+
+    def _mend(self, now_s: float) -> None:
+        for outage in [each for each in self._outages if each[0] < now_s]:
+            self._outages.remove(outage)
+            self._mended_s, fault, victim = outage
+            mend(self._job, fault, [victim])
+
+    def _start_again(self, now_s: float) -> None:
+        for place, each in enumerate(self.there):
+            if each.runs or any(victim is each for _, _, victim in self._outages):
+                continue
+            if place not in self._starts:
+                self._starts[place] = now_s + RESTART_S
+                if each.process.returncode > 0:
+                    self.ends.append(f"rank {each.rank()}: {each.errors().rpartition(chr(10))[2]}")
+                    say(self.ends[-1])
+            elif self._starts[place] < now_s:
+                del self._starts[place]
+                self.there[place] = self._job.start(place)
+
+
+def rates(job: Job, began_s: float, ended_s: float) -> tuple[float, float]:
+    """Return the steps a second of the ranks that took part, in the mean, and their number."""
+    steps: dict[int, tuple[float, int]] = {}
+    for note in (note for each in job.all for note in each.notes("step") if began_s < note["at_s"] < ended_s):
+        # The first that ends a step: one that stood still ends it when it wakes up.
+        steps[note["step"]] = min(steps.get(note["step"], (ended_s, 0)), (note["at_s"], len(note["ranks"])))
+    times = [began_s, *(at_s for at_s, _ in sorted(steps.values()))]
+    counts = [count for _, count in sorted(steps.values())]
+    there = sum((later - earlier) * count for (earlier, later), count in zip(pairwise(times), counts, strict=True))
+    return sum(counts) / there, there / (times[-1] - began_s)
+
+
+def memory(processes: Iterable[RankProcess]) -> dict[str, float]:
+    """Return how much memory the process occupies that has lived longest, at first and at last."""
+    kept = {each: [note for note in each.notes("step") if note["resident"]] for each in processes}
+    notes = max(kept.values(), key=lambda notes: float(notes[-1]["at_s"] - notes[0]["at_s"]) if notes else 0.0)
+    megabytes = [significant(notes[place]["resident"] / 1e6) for place in (0, -1)]
+    return {"over_s": significant(notes[-1]["at_s"] - notes[0]["at_s"]), "first": megabytes[0], "last": megabytes[1]}
+
+
+def scheduled(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> list[BenchResult]:
+    """Return the throughput of ranks that take part in a training with a schedule of faults.
+
+    Raises
+    ------
+    FailedError
+        The training hung, or its ranks have not ended equal.
+    """
+    name = f"elastic.schedule.n{ranks}"
+    with Job(hosts, ranks, arguments, folder / f"undisturbed-{ranks}") as job:
+        began_s = time.monotonic()
+        time.sleep(min(UNDISTURBED_S, arguments.schedule))
+        undisturbed, _ = rates(job, began_s, time.monotonic())
+    with Job(hosts, ranks, arguments, folder / f"schedule-{ranks}") as job:
+        schedule = Schedule(job, random.Random(f"{arguments.seed} schedule {ranks}"), arguments.every)
+        began_s = time.monotonic()
+        try:
+            schedule.run(arguments.schedule)
+            disturbed, there = rates(job, began_s, began_s + arguments.schedule)
+            time.sleep(MOMENT_S[0])
+            occupied = memory(schedule.there)
+            job.finish(schedule.there)
+        except TryError as error:
+            raise FailedError([], {name: str(error)}) from None
+        finally:
+            hosts.set_links(range(ranks), "up")
+    details = {
+        "faults": dict(schedule.faults),
+        "seconds": arguments.schedule,
+        "processes": len(job.all),
+        "mean_ranks": significant(there),
+        "steps_per_s": significant(disturbed),
+        "undisturbed_steps_per_s": significant(undisturbed),
+        "percent_of_all_ranks": significant(100 * disturbed * there / undisturbed / ranks),
+        "resident_megabytes": occupied,
+        "ends": schedule.ends,
+    }
+    share = 100 * disturbed / undisturbed
+    return [BenchResult(name, share, "% of the throughput without faults", None, None, 1, 0.0, details)]
+
+
 def _measure(arguments: argparse.Namespace) -> list[BenchResult]:
     # Its handlers of forks would let some children abort before they become the command.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     results, failed = list[BenchResult](), dict[str, str]()
     with scratch() as temporary, Hosts(max(arguments.ranks), loopback=arguments.loopback) as hosts:
         folder = arguments.keep or temporary
-        for ranks in arguments.ranks:
-            for fault in arguments.fault:
-                try:
-                    results += measure(fault, ranks, hosts, arguments, folder)
-                except FailedError as error:
-                    results += error.results
-                    failed |= error.failed
+        faults = arguments.fault or ([] if arguments.schedule else FAULTS)
+        work = [partial(measure, fault, ranks) for ranks in arguments.ranks for fault in faults]
+        if arguments.schedule:
+            work += [partial(scheduled, ranks) for ranks in arguments.ranks]
+        for each in work:
+            try:
+                results += each(hosts, arguments, folder)
+            except FailedError as error:
+                results += error.results
+                failed |= error.failed
     if failed:
         raise FailedError(results, failed)
     return results
@@ -469,12 +389,13 @@ BENCHMARK: Final = Benchmark(
         "--fault": {
             "nargs": "+",
             "choices": [*FAULTS, "back", "cut"],
-            "default": FAULTS,
             "help": f"what happens to a rank (default: {' '.join(FAULTS)})",
         },
         "--ranks": {"type": int, "nargs": "+", "default": [4, 8], "metavar": "N", "help": "that train (default: 4 8)"},
         "--tries": int_option(20, "of each fault"),
         "--megabytes": float_option(1.0, "of gradients", MEGABYTES, "MB"),
+        "--schedule": float_option(0.0, "seconds of many faults, instead of or after these", SECONDS, "SECONDS"),
+        "--every": float_option(8.0, "mean seconds between two of its faults", DURATIONS, "SECONDS"),
         "--pause-ms": float_option(10.0, "that a step computes", DURATIONS, "MS"),
         "--seed": int_option(SEED, "of ranks and moments", least=0),
         "--loopback": {"action": "store_true", "help": "all ranks on this host, through memory: kill, stop and back"},
