@@ -231,6 +231,7 @@ class Schedule:
         """The newest process of each rank's host."""
         self._starts: dict[int, float] = {}
         self._outages: list[tuple[float, str, RankProcess]] = []
+        self._victims: list[RankProcess] = []
         self._mended_s = 0.0
 
     def run(self, seconds: float) -> None:
@@ -239,7 +240,7 @@ class Schedule:
         Raises
         ------
         TryError
-            The training hangs.
+            The training hangs, or a rank ends by itself.
         """
         self._mended_s = now_s = time.monotonic()
         end_s, give_up_s, fault_s = now_s + seconds, now_s + seconds + START_S, now_s + self._pause_s()
@@ -276,6 +277,7 @@ class Schedule:
         if not victim.runs or any(each is victim for _, _, each in self._outages):
             return
         self.faults[fault] += 1
+        self._victims.append(victim)
         say(f"{fault} process {self._job.all.index(victim)}, rank {victim.rank()}")
         hit(self._job, fault, [victim])
         if fault != "kill":
@@ -293,6 +295,8 @@ class Schedule:
                 continue
             if place not in self._starts:
                 self._starts[place] = now_s + RESTART_S
+                if each not in self._victims:
+                    raise self._job.error(f"rank {each.rank()} ends, though nothing was done to it", [each])
                 if each.process.returncode > 0:
                     self.ends.append(f"rank {each.rank()}: {each.errors().rpartition(chr(10))[2]}")
                     say(self.ends[-1])
@@ -315,8 +319,8 @@ def rates(job: Job, began_s: float, ended_s: float) -> tuple[float, float]:
 
 def memory(processes: Iterable[RankProcess]) -> dict[str, float]:
     """Return how much memory the process occupies that has lived longest, at first and at last."""
-    kept = {each: [note for note in each.notes("step") if note["resident"]] for each in processes}
-    notes = max(kept.values(), key=lambda notes: float(notes[-1]["at_s"] - notes[0]["at_s"]) if notes else 0.0)
+    kept = [each.notes("step")[SETTLING_STEPS:] for each in processes]
+    notes = max(kept, key=lambda notes: float(notes[-1]["at_s"] - notes[0]["at_s"]) if notes else 0.0)
     megabytes = [significant(notes[place]["resident"] / 1e6) for place in (0, -1)]
     return {"over_s": significant(notes[-1]["at_s"] - notes[0]["at_s"]), "first": megabytes[0], "last": megabytes[1]}
 
