@@ -256,11 +256,15 @@ class Job(Closing):
             It did not come true in time, or one of the processes ``among``, by default all, has ended in error.
         """
         among, end_s = self.all if among is None else among, time.monotonic() + limit_s
-        while not condition():
+        while True:
+            holds = condition()
             failed = [each for each in among if each.process.poll()]
-            if failed or time.monotonic() > end_s:
-                why = f"process {self.all.index(failed[0])} fails" if failed else f"they do not {what} in {limit_s:g} s"
-                raise self.error(why, failed or among)
+            if failed:
+                raise self.error(f"process {self.all.index(failed[0])} fails", failed)
+            if holds:
+                return
+            if time.monotonic() > end_s:
+                raise self.error(f"they do not {what} in {limit_s:g} s", among)
             time.sleep(POLL_S)
 
     def error(self, why: str, of: Iterable[RankProcess]) -> TryError:
