@@ -266,7 +266,8 @@ class Schedule:
     def _healthy(self) -> int:
         """Return how many ranks take part and have no fault."""
         ranks, faulty = self._last_step()["ranks"], [each for _, _, each in self._outages]
-        return sum(each.runs and each not in faulty and each.rank() in ranks for each in self.there)
+        begun = [each for each in self.there if each.runs and each.notes("begun")]
+        return sum(each not in faulty and each.rank() in ranks for each in begun)
 
     def _is_complete(self) -> bool:
         return not self._outages and self._healthy() == len(self.there) == len(self._last_step()["ranks"])
