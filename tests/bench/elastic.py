@@ -122,7 +122,7 @@ def once(job: Job, fault: str, victims: Sequence[RankProcess]) -> dict[str, floa
             "next_step": max(times[1] for times in steps) - fault_s,
         }
         if back:
-            return found | come_back(job, left, back)
+            return found | come_back(job, left, back, fault_s + found["next_step"])
         mend(job, fault, victims)
         why = GONE_ON if fault in ("stop", "link") else ""
         if fault != "kill":
@@ -133,17 +133,20 @@ def once(job: Job, fault: str, victims: Sequence[RankProcess]) -> dict[str, floa
     return found
 
 
-def come_back(job: Job, left: Sequence[RankProcess], back: RankProcess) -> dict[str, float]:
-    """Wait until a process takes part that was started again, and until all have ended well; return its times."""
+def come_back(job: Job, left: Sequence[RankProcess], back: RankProcess, since_s: float) -> dict[str, float]:
+    """Wait until a process takes part that was started again, and until all have ended well; return its times.
+
+    The longest step of the others is one after ``since_s``, when they had gone on.
+    """
     everyone = [*left, back]
     job.wait(lambda: len(back.notes("step")) >= SETTLING_STEPS, GO_ON_S, "let it in", everyone)
     job.finish(everyone)
-    admitted_s, joined_s = back.notes("step")[0]["at_s"], back.at_s("joined")
+    admitted_s = back.at_s("step")
     longest, usual = [], []
     for each in left:
         times = [note["at_s"] for note in each.notes("step")]
         lengths = [(later, later - earlier) for earlier, later in pairwise(times)]
-        longest.append(max(length for at_s, length in lengths if joined_s < at_s < admitted_s + 1))
+        longest.append(max(length for at_s, length in lengths if since_s < at_s < admitted_s + 1))
         usual.append(median([length for _, length in lengths]))
     return {
         "back": admitted_s - back.began_s,
