@@ -140,6 +140,7 @@ class RankProcess(Closing):
         self._errors, notes = folder / f"{name}.err", folder / f"{name}.json"
         notes.touch()
         self._file, self._notes = notes.open(encoding="utf-8"), defaultdict[str, list[Note]](list)
+        self._rest = ""
         self.began_s = time.monotonic()
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -163,8 +164,8 @@ class RankProcess(Closing):
 
     def notes(self, what: str) -> list[Note]:
         """Return its notes of a kind, in the order of time."""
-        for line in self._file:
-            note = json.loads(line)
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")  # the last may not be complete yet
+        for note in map(json.loads, lines):
             self._notes[note["what"]].append(note)
         return self._notes[what]
 
