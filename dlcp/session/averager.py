@@ -68,6 +68,9 @@ class PendingBucket:
         What has become of it.
     run
         Its run; None before the averager has it, and without DLCP.
+    average
+        With ``elastic``, a copy of its average: its owner may change the values, and a rank that has ended may not have
+        sent the average to others.
     is_recovered
         Whether its values are the average because the ranks have recovered.
     """
@@ -80,6 +83,7 @@ class PendingBucket:
     bucket: Bucket | None = None
     progress: BucketProgress = BucketProgress.COMING
     run: BucketRun | None = None
+    average: NDArray[np.generic] | None = None
     is_recovered: bool = False
     _answering: threading.Lock = field(default_factory=threading.Lock)
 

@@ -16,8 +16,11 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import ClassVar, Final
+
+import numpy as np
 
 from dlcp.collectives.partial_result import PartialResult, RecoveryChannel, UnrecoverableError, recover
 from dlcp.inputs.error_text import describe
@@ -175,7 +178,7 @@ class Recovery:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
             if recovered.residual is not None and averager.options.error_feedback:
                 averager.feedback.add(recovered.residual, pending.segments)
-            pending.is_recovered = True
+            pending.average, pending.is_recovered = pending.bucket.values.copy(), True
             self._table.finish(pending)
 
     def _untouched(self, pending: PendingBucket) -> PartialResult:
@@ -211,10 +214,15 @@ class Recovery:
 
 def _held(pending: PendingBucket) -> PartialResult | None:
     """Return what this rank holds of a bucket, if anything of use."""
-    if pending.is_recovered:  # its run does not know that the values have become the average
-        assert pending.bucket
-        return PartialResult.of_average(pending.bucket.value_type.widen(pending.bucket.values))
-    return pending.run.partial_result() if pending.run is not None else None
+    run = None if pending.is_recovered else pending.run  # its run does not know that the values have become the average
+    partial = run.partial_result() if run is not None else None
+    if pending.average is None:
+        return partial
+    assert pending.bucket
+    average = pending.bucket.value_type.widen(pending.average)
+    if partial is None:
+        return PartialResult.of_average(average)
+    return replace(partial, values=average, final=np.ones_like(partial.final))
 
 
 _NO_FILE: Final = (AttributeError, OSError, ValueError, RuntimeError, io.UnsupportedOperation)

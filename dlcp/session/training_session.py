@@ -546,6 +546,8 @@ class TrainingSession:
         timeline = self.timeline
         if timeline is not None:
             timeline.note("averaged", *pending.id)
+        if self.options.elastic:
+            pending.average = pending.bucket.values.copy()
         self.table.finish(pending)
         if timeline is not None:
             timeline.note("applied", *pending.id)
