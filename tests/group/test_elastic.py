@@ -56,6 +56,23 @@ with dlcp.session.join(dlcp.session.Options(elastic=1, deadline_s=60)) as group:
     print(*group.ranks)
 """
 
+WITHHOLDING = TRAINING.replace(
+    "with dlcp.session.join",
+    """
+from dlcp.collectives.direct import DirectRun
+send_average = DirectRun._send_average
+
+def withhold(run, peer):
+    if run.step != at - 1 or peer == 0:
+        send_average(run, peer)
+
+if int(os.environ["RANK"]) in dead:
+    DirectRun._send_average = withhold
+with dlcp.session.join""",
+    1,
+).replace("            os.kill", "            time.sleep(0.5)\n            os.kill")
+"""The rank that ends has sent its last averages only to rank 0, which has begun the next step."""
+
 
 def survivors_of(size, dead, how="SIGKILL", at=5, least=1, steps=40, silence_s=20, **variables):
     """Train with ``size`` ranks; those in ``dead`` end one after another, a step apart."""
@@ -100,6 +117,16 @@ def test_the_others_go_on_without_ranks_that_are_killed(size, dead):
 )
 def test_the_others_go_on_however_they_average(variables):
     check(4, [2], **variables)
+
+
+def test_an_average_that_one_rank_has_got_reaches_all_others():
+    port = free_port()
+    arguments = ("2", "SIGKILL", 5, 1, 40, 20)
+    processes = [start_process(rank, 3, port, WITHHOLDING, *arguments, DLCP_PRECISION="32") for rank in range(3)]
+    ends = ends_of(processes)
+    assert [process.returncode for process in processes] == [0, 0, -signal.SIGKILL], ends
+    assert ends[0][0] == ends[1][0]
+    assert ends[0][0].startswith("0 1 ")
 
 
 def test_the_others_go_on_without_a_rank_that_leaves():
