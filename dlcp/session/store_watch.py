@@ -361,8 +361,8 @@ class StoreWatch(PeerWatch):
         def gone() -> str | None:
             if not self._options.elastic:
                 return None
-            ended = [rank for rank in members.ranks if self._store.check([ended_key(rank)])]
-            return f"rank {ended[0]} has ended" if ended else None
+            found = self._store.first(map(ended_key, members.ranks), 0)  # one query: joining ranks ask all the time
+            return f"rank {found[0].rpartition('/')[2]} has ended" if found else None
 
         store = self._store.under(f"epoch-{members.epoch}")
         return Agreement(store, members.rank, 0, self._options.meet_s, host=self._master, membership=members, gone=gone)
