@@ -10,6 +10,7 @@ The old epoch's endpoints stay open until the chosen step is complete: until the
 step before. If a rank ends meanwhile, the old ranks go on without it and without the new ones.
 """
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -149,7 +150,11 @@ class RankAdmission:
     def complete(self) -> None:
         """Leave the former epoch, in a thread: no rank needs this one's packets of it any more."""
         if self.former:
-            threading.Thread(target=self.close, name="dlcp-former-epoch", daemon=True).start()
+            threading.Thread(target=self._end_former, name="dlcp-former-epoch", daemon=True).start()
+
+    def _end_former(self) -> None:
+        self.close()
+        collect_epoch()
 
     def close(self, reason: str | None = None) -> None:
         """Leave the epoch that does not average: the former one, or the next if that has not begun."""
@@ -159,3 +164,11 @@ class RankAdmission:
             reducer.close()
         elif self.joined:
             self.joined.close(reason or CANCELLED)
+
+
+def collect_epoch() -> None:
+    """Free the memory of an epoch that has ended, in a thread of its own: its objects refer to each other.
+
+    Python's own collection of such garbage may be many epochs away, and each has buffers of the size of the gradients.
+    """
+    gc.collect()

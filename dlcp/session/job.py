@@ -69,7 +69,8 @@ def join(
     serves = rank == 0 and STORE_VARIABLE not in os.environ
     if serves:
         serve(address, secret, options.tls)
-    store = Store(address, options.meet_s, secret, options.tls)
+    owner = "the launcher" if STORE_VARIABLE in os.environ else "rank 0"
+    store = Store(address, options.meet_s, secret, options.tls, owner)
     try:
         jobs = store.under("dlcp")
         running = _running(jobs, options, rank, size)

@@ -217,8 +217,10 @@ class Agreement:
         while not self.published(topic, self.ranks) and self.verdict() is None and self.left_s:
             time.sleep(min(wait_s, self.left_s))
             wait_s = min(POLL_MAX_S, wait_s * 1.5)
-        present = [rank for rank in self.ranks if self.published(topic, [rank])]
-        return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in present}
+        keys = {f"{topic}/{rank}": rank for rank in self.ranks}
+        read = getattr(self.store, "read", None)  # in one query, if the store can
+        found = read(keys) if read else {key: self.store.get(key) for key in keys if self.store.check([key])}
+        return {keys[key]: json.loads(value) for key, value in found.items()}
 
     def verdict(self) -> str | None:
         """Return the verdict in force; None if there is none.

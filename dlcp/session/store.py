@@ -273,11 +273,15 @@ class StoreServer(grpc.GenericRpcHandler):
         exceeded = self._exceeded_limit(keys, value)
         if exceeded:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, exceeded)
-        answer, found = True, b""
+        answer: Any = True
+        found = b""
         if name == "first":
             answer, found = await self._first(keys, min(float(head["wait_s"]), WAIT_S_MAX))
         elif name == "check":
             answer = all(key in self._values for key in keys)
+        elif name == "read":
+            there = {key: self._values[key] for key in keys if key in self._values}
+            answer, found = {key: len(value) for key, value in there.items()}, b"".join(there.values())
         elif name == "leave":
             self._last_wills[rank][keys[0]] = value
         elif name == "beat":
@@ -545,6 +549,13 @@ class Store:
     def check(self, keys: Iterable[str]) -> bool:
         """Return whether all these keys have a value."""
         return bool(self._link.call("check", self._head(keys))[0])
+
+    def read(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Return the values of those of the keys that have one, in one query."""
+        sizes, values = self._link.call("read", self._head(keys))
+        ends = list(itertools.accumulate(sizes.values(), initial=0))
+        parts = (values[start:stop] for start, stop in itertools.pairwise(ends))
+        return {key[len(self._prefix) :]: part for key, part in zip(sizes, parts, strict=True)}
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write ``desired`` if the value is ``expected`` (``""``: no value); return the value afterwards."""

@@ -215,8 +215,9 @@ class StoreWatch(PeerWatch):
         self.publish_left(reason)
         decision = self._decide_without_ended()
         if members.rank not in decision.ranks:
+            others = f"ranks {list(decision.ranks)} were to go on" if decision.ranks else "no rank could go on"
             raise RankEndedError(
-                f"ranks {list(decision.ranks)} have gone on without rank {members.rank}, which "
+                f"{others} without rank {members.rank}, which "
                 + ("had not completed a step with them: start it again" if self.is_new else "did not answer them")
             )
         if len(decision.ranks) < least:
@@ -248,14 +249,13 @@ class StoreWatch(PeerWatch):
 
     def _answers(self, number: int) -> tuple[int, dict[int, int]]:
         """Return how many ranks have ended or come to decide, and which can go on, with the first step not drawn."""
-        ended = self._ended()
-        here = {rank: f"here/{number}/{rank}" for rank in self._membership.ranks if rank not in ended}
-        came = {rank: self._store.first([key], 0) for rank, key in here.items()}
-        can = {rank: int(found[1]) for rank, found in came.items() if found is not None and found[1] != NEW.encode()}
-        return len(ended) + sum(found is not None for found in came.values()), can
-
-    def _ended(self) -> list[int]:
-        return [rank for rank in self._membership.ranks if self._store.check([ended_key(rank)])]
+        ranks = self._membership.ranks
+        here, ended = {f"here/{number}/{rank}": rank for rank in ranks}, {ended_key(rank): rank for rank in ranks}
+        found = self._store.read([*here, *ended])
+        gone = {ended[key] for key in found if key in ended}
+        came = {here[key]: value for key, value in found.items() if key in here and here[key] not in gone}
+        can = {rank: int(value) for rank, value in came.items() if value != NEW.encode()}
+        return len(gone) + len(came), can
 
     # Letting ranks in -------------------------------------------------------------------------------------------------
 

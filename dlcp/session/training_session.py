@@ -47,7 +47,7 @@ from dlcp.collectives import Bucket, Reducer
 from dlcp.host.closing import ExitCallback, ending_error, exiting
 from dlcp.inputs.error_text import describe
 from dlcp.policies.arms import Route
-from dlcp.session.admission import RankAdmission
+from dlcp.session.admission import RankAdmission, collect_epoch
 from dlcp.session.averager import BucketProgress, BucketTable, PendingBucket, StepAverager
 from dlcp.session.choosing import FrameworkRoute, ReportExchange, StepChooser, arms_of
 from dlcp.session.joining import Agreement, Joined, NotJoinedError, join, label_of
@@ -803,6 +803,7 @@ class TrainingSession:
         for pending in waiting:
             self.route_of(pending.step)
             self.start(pending)
+        collect_epoch()
 
     def _leave_peers(self, reason: str | None) -> None:
         admission, self._admission = self._admission, None

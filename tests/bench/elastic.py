@@ -58,7 +58,7 @@ FAULTS: Final = ("kill", "stop", "link", "namespace")
 """The faults that are measured if none is named."""
 MOMENT_S: Final = (1.0, 3.0)
 """When a rank is hit, after all have settled."""
-GONE_ON: Final = "have gone on without"
+GONE_ON: Final = "go on without"
 """What the error of a rank says that was left out, and can reach the store."""
 LIMITS_S: Final = (1.0, 5.0)
 """Of each time it is told how many tries kept these."""
