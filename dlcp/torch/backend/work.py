@@ -99,10 +99,13 @@ class Work(dist.Work):
             # C++ does not see an error set on a Future in Python, only one raised by a callback.
             self._answer = raw.then(_value_or_error)
 
-        def answer(done: "Future[Any]") -> None:
-            call_aside(partial(raw.set_result, done.exception() or self._value))
+        def answer(done: "Future[Any]", call: Callable[[Callable[[], Any]], Any] = call_aside) -> None:
+            call(partial(raw.set_result, done.exception() or self._value))
 
-        self._done.add_done_callback(answer)
+        if self._done.done():  # in this thread: whoever has waited expects a future that is done
+            answer(self._done, lambda set_result: set_result())
+        else:
+            self._done.add_done_callback(answer)
         return self._answer
 
     def is_completed(self) -> bool:
