@@ -125,18 +125,24 @@ class RankAdmission:
         """Write a value for the ranks that are concerned."""
         self._store.set(f"{self._prefix}/{name}", value)
 
-    def wait_for(self, name: str) -> bytes:
+    def wait_for(self, name: str, *, as_long_as_they_live: bool = False) -> bytes:
         """Wait for such a value.
+
+        Parameters
+        ----------
+        as_long_as_they_live
+            Wait for as long as no old rank ends, because it depends on how long their steps take.
 
         Raises
         ------
         RankEndedError, DeadlineError
             See :meth:`agree`.
         """
-        key = f"{self._prefix}/{name}"
-        found = self._store.first([key, *self._over()], self._deadline_s)
-        if found is None:
-            raise DeadlineError(f"ranks {list(self.new)} cannot join: no {name!r} in {self._deadline_s:g} s")
+        key, found = f"{self._prefix}/{name}", None
+        while found is None:
+            found = self._store.first([key, *self._over()], self._deadline_s)
+            if found is None and not as_long_as_they_live:
+                raise DeadlineError(f"ranks {list(self.new)} cannot join: no {name!r} in {self._deadline_s:g} s")
         if found[0] != key:
             raise RankEndedError(f"{CANCELLED}: {found[0]}: {found[1].decode()}")
         return found[1]

@@ -293,7 +293,7 @@ class Group:
         admission = watch.apply()
         try:
             admission.joined = join(self.options, admission.agreement, call=CALL)
-            state = SavedState.from_json(admission.wait_for("state"))
+            state = SavedState.from_json(admission.wait_for("state", as_long_as_they_live=True))
             if state.problem:
                 raise ValueError(f"rank {self.rank} cannot take part: {state.problem}")
             _compare_names(names, state.names, self.rank, admission.old[0])
