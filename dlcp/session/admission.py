@@ -77,6 +77,7 @@ class RankAdmission:
         self.joined: Joined | None = None
         self.former: tuple[Joined, Reducer] | None = None
         self.is_agreed = self.has_begun = False
+        self._ahead = 0
         self._store, self._over, self._division, self._deadline_s = store, over, division, deadline_s
         self._prefix = f"admission-{agreement.membership.epoch}"
 
@@ -113,13 +114,21 @@ class RankAdmission:
         self.is_agreed = True
 
     def _choose(self, first_step: int) -> None:
-        self.first_step = first_step
+        self.first_step, self._ahead = first_step, self._division.ahead
         if self._division.drawn > first_step:
             log.warning(
                 "DLCP: rank %d has drawn data for step %d, from which on ranks %s take part: some of it is used twice",
                 *(self.agreement.rank, self._division.drawn - 1, list(self.new)),
             )
         self._division.change(first_step, self.agreement.membership.ranks)
+
+    def must_agree(self, step: int) -> bool:
+        """Return whether this rank may not begin a step before all others know the first one with new ranks.
+
+        They may draw data for the first step as soon as this rank has contributed to an earlier one.
+        """
+        late = self.first_step is not None and step >= self.first_step - 1 - self._ahead
+        return late and self.is_lowest and not self.is_agreed
 
     def publish(self, name: str, value: str) -> None:
         """Write a value for the ranks that are concerned."""

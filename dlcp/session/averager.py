@@ -155,14 +155,16 @@ class BucketTable:
 
     def begin_step(self, step: int) -> bool:
         """Begin a step with its first bucket; return False if it has begun."""
-        if step < self.step or (step == self.step and self._has_begun):
-            return False
-        self.step, self._has_begun = step, True
-        return True
+        with self.changed:
+            if step < self.step or (step == self.step and self._has_begun):
+                return False
+            self.step, self._has_begun = step, True
+            return True
 
     def end_step(self) -> None:
         """Go on to the next step: all buckets of this one are here."""
-        self.step, self._has_begun = self.step + 1, False
+        with self.changed:
+            self.step, self._has_begun = self.step + 1, False
 
     @property
     def latest_step(self) -> int:

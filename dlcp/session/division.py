@@ -6,6 +6,10 @@ division for all steps that one of them has drawn for; the shares of the ended r
 part only from a step on for which nobody has drawn yet.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Division:
     """The ranks that divide the data of each step; the same on all ranks. Thread-safe.
@@ -25,12 +29,20 @@ class Division:
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.drawn = self.ahead = 0
+        self._deciding = threading.RLock()
         self._changes: list[tuple[int, tuple[int, ...]]] = [(0, ranks)]
 
     def draw(self, step: int, now: int) -> tuple[int, ...]:
         """Return the ranks that divide the data of a step, which this rank now draws in step ``now``."""
-        self.drawn, self.ahead = step + 1, max(self.ahead, step - now)
-        return self.ranks_of(step)
+        with self._deciding:
+            self.drawn, self.ahead = step + 1, max(self.ahead, step - now)
+            return self.ranks_of(step)
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Let nobody draw meanwhile: the ranks decide from which step on others divide the data."""
+        with self._deciding:
+            yield
 
     def ranks_of(self, step: int) -> tuple[int, ...]:
         """Return the ranks that divide the data of a step."""

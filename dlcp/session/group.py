@@ -32,7 +32,7 @@ from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import BucketTable, StepAverager
 from dlcp.session.buckets import BucketPlan, Buckets, FillingBucket, Gradient
 from dlcp.session.division import Division
-from dlcp.session.joining import NotJoinedError, join
+from dlcp.session.joining import NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.store import Store, StoreError, ended_key
 from dlcp.session.store_watch import CLOSED, StoreWatch, store_fallback
@@ -140,6 +140,7 @@ class Group:
         self._master = ""
         self._leaving = 0
         """The signal after which this rank leaves; 0 for none."""
+        self._heeded: list[signal.Signals] = []
 
     def join(self, master: str) -> None:
         """Join the other ranks, and open this rank's endpoint; called by :func:`dlcp.session.join`.
@@ -217,7 +218,7 @@ class Group:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def register(self, names: Iterable[str], *, save: "Save | None" = None, load: "Load | None" = None) -> None:
+    def register(self, names: Iterable[str], *, save: "Save | None" = None, load: "Load | None" = None) -> bool:
         """Register the model's parameters. All ranks must call this between two steps, with the same names.
 
         With ``elastic``, a rank that comes back, or comes later, gets the state of the training here: it waits until
@@ -233,6 +234,10 @@ class Group:
             Without it, no rank can come later.
         load
             Takes over such a state; called here on new ranks.
+
+        Returns
+        -------
+        Whether this rank has come later, and taken over a state.
 
         Raises
         ------
@@ -251,10 +256,11 @@ class Group:
         self._save = save
         if self._master:
             self._get_state(listed, load)
-            return
+            return True
         for rank, theirs in sorted(self._gather(listed).items()):
             _compare_names(listed, theirs, self.rank, rank)
         self._buckets = Buckets(layers_in_order(listed))
+        return False
 
     def begin_step(self) -> None:
         """Begin the next step, which its first gradient does otherwise.
@@ -273,6 +279,8 @@ class Group:
         if load is None:
             raise ValueError("this rank joins others that train already: give register() functions to save and load")
         session, watch = self._open_session(Membership(self.rank, ranks=(self.rank,)), self._master, is_new=True)
+        watch.open()
+        session.show()
         try:
             entered = None
             while entered is None:
@@ -292,7 +300,7 @@ class Group:
         """Join ranks that train, and return their state and plan; None if ranks have ended meanwhile."""
         admission = watch.apply()
         try:
-            admission.joined = join(self.options, admission.agreement, call=CALL)
+            admission.joined = session.join_aside(admission.agreement)
             state = SavedState.from_json(admission.wait_for("state", as_long_as_they_live=True))
             if state.problem:
                 raise ValueError(f"rank {self.rank} cannot take part: {state.problem}")
@@ -301,6 +309,7 @@ class Group:
             among = admission.old[0], *admission.new
             broadcast(admission.joined.endpoint, among, state.step - 1, data, admission.old[0], self.options.deadline_s)
         except (NotJoinedError, TransportError) as problem:
+            watch.decline()
             admission.close()
             if isinstance(problem, NotJoinedError) and not admission.agreement.gone():
                 raise  # it would fail again
@@ -316,14 +325,16 @@ class Group:
     def _give_state(self, admission: RankAdmission) -> None:
         """Give new ranks the state, while this rank trains on."""
         buckets, step = self._registered([]), self.step
-        problem, data = "", b""
+        data = b""
         session = self._session
         assert session
         assert buckets.plan
-        if self._save is None:
-            problem = f"rank {self.rank} gave register() no function to save"
-        else:
-            data = self._save()
+        try:
+            data = self._save() if self._save else b""
+            problem = "" if self._save else f"rank {self.rank} gave register() no function to save"
+        except Exception as error:
+            log.exception("DLCP: rank %d cannot save the state for new ranks", self.rank)
+            problem = f"rank {self.rank} cannot save the state: {error!r}"
         state = SavedState(step, list(buckets.layers), buckets.plan.described(), len(data), session.label, problem)
         admission.publish("state", state.to_json())
         if data and self.endpoint:
@@ -518,8 +529,9 @@ class Group:
             buckets.end_step()
             self._started.clear()
             self._table.end_step()
-            if self._session and self.options.elastic:
+            if self._session and self._watch and self.options.elastic:
                 self._session.on_let_in = self._give_state
+                self._watch.settle()  # all ranks have contributed to this step, so they have all earlier ones
         self._leave_if_told()
 
     def _registered(self, names: Iterable[str]) -> Buckets:
@@ -571,12 +583,31 @@ class Group:
             data = values.reshape(-1).view(np.uint8)
             if self._session is None or not len(data):
                 return
-            if self.active and self.endpoint and not self.options.server:  # its workers have no path to each other
-                self._session.reach(self.step)
+            if self.options.elastic:
+                self._broadcast_among_those_left(data, root)
+            elif self.active and self.endpoint and not self.options.server:  # its workers have no path to each other
                 broadcast(self.endpoint, self.ranks, self.step, data, root, self.options.deadline_s)
                 self._table.end_step()
             elif self._watch:
                 self._watch.channel(RANKS).broadcast(data, root)
+
+    def _broadcast_among_those_left(self, data: NDArray[np.uint8], root: int) -> None:
+        """Broadcast over the store; if a rank ends meanwhile, again, unless it is the root."""
+        assert self._session
+        assert self._watch
+        copy = data.copy()
+        while True:
+            epoch = self._session.membership.epoch
+            if root not in self.ranks:
+                raise RankEndedError(f"rank {root}, whose values are to be copied, has ended")
+            try:
+                self._watch.channel(RANKS).broadcast(copy, root)
+            except RankEndedError as error:
+                self._await_next_epoch(epoch, error)
+            else:
+                if self._gather_once(None) is not None:  # all have it
+                    data[:] = copy
+                    return
 
     def share(self, data: bytes) -> bytes:
         """Return the bytes that the lowest rank gave, over the store; all ranks must call this between two steps.
@@ -588,20 +619,15 @@ class Group:
         TransportError
             A rank did not call it in time; the message names it.
         """
-        while self._session and self._watch:
-            epoch, channel, root = self._session.membership.epoch, self._watch.channel(RANKS), self.ranks[0]
-            try:
-                shared = np.zeros(channel.gather(len(data))[root], np.uint8)
-                if self.rank == root:
-                    shared[:] = np.frombuffer(data, np.uint8)
-                channel.broadcast(shared, root)
-                channel.gather(None)  # none has it unless all do: else some would do this again, and others not
-            except RankEndedError as error:
-                if not self._session.wait_for_next_epoch(epoch, error):
-                    raise
-            else:
-                return shared.tobytes()
-        return data
+        sizes = self._gather(len(data))
+        if not sizes:
+            return data
+        root = self.ranks[0]
+        shared = np.zeros(sizes[root], np.uint8)
+        if self.rank == root:
+            shared[:] = np.frombuffer(data, np.uint8)
+        self.broadcast(shared, root)
+        return shared.tobytes()
 
     def barrier(self) -> None:
         """Wait until all ranks have called this.
@@ -614,16 +640,43 @@ class Group:
         self._check_open()
         self._gather(None)
 
+    def gather(self, item: Any) -> dict[int, Any]:
+        """Return the items of all ranks that are there, by rank, over the store. All ranks must call this.
+
+        Parameters
+        ----------
+        item
+            A number, text, bytes or None, or a tuple, list or dict of these.
+
+        Raises
+        ------
+        TransportError
+            A rank has ended, or did not call it within ``options.deadline_s``; the message names it.
+        """
+        self._check_open()
+        return self._gather(item)
+
     def _gather(self, item: Any) -> dict[int, Any]:
-        """Return the items of all ranks that are there, by rank."""
-        while self._session and self._watch:
-            epoch = self._session.membership.epoch
-            try:
-                return self._watch.channel(RANKS).gather(item)
-            except RankEndedError as error:  # it has given nothing, so all others fail here, too
-                if not self._session.wait_for_next_epoch(epoch, error):
-                    raise
-        return {}
+        given: dict[int, Any] | None = None if self._session and self._watch else {}
+        while given is None:
+            given = self._gather_once(item)
+        return given
+
+    def _gather_once(self, item: Any) -> dict[int, Any] | None:
+        """Gather; return None if a rank has ended, and the others have gone on without it."""
+        assert self._session
+        assert self._watch
+        epoch = self._session.membership.epoch
+        try:
+            return self._watch.channel(RANKS).gather(item)
+        except RankEndedError as error:  # all others fail here, too
+            self._await_next_epoch(epoch, error)
+            return None
+
+    def _await_next_epoch(self, epoch: int, error: RankEndedError) -> None:
+        assert self._session
+        if not self._session.wait_for_next_epoch(epoch, error):
+            raise error
 
     def leave_on(self, *signals: signal.Signals) -> None:
         """Leave the others at the end of the step in which one of these signals arrives, and end this process.
@@ -638,6 +691,7 @@ class Group:
         for each in signals:
             if signal.getsignal(each) is signal.SIG_DFL:
                 signal.signal(each, leave)
+                self._heeded.append(each)
 
     def _leave_if_told(self) -> None:
         if self._leaving:
@@ -664,6 +718,9 @@ class Group:
             if self._buckets:
                 self._buckets.fail(TransportError(f"rank {self.rank} has closed its group"))
         self._exit.cancel()
+        with contextlib.suppress(ValueError):  # only the main thread can
+            while self._heeded:
+                signal.signal(self._heeded.pop(), signal.SIG_DFL)
         if self._session and self._store:
             with contextlib.suppress(StoreError):
                 self._store.leave(ended_key(self.rank), reason or CLOSED)

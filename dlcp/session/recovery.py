@@ -207,7 +207,8 @@ class Recovery:
             where = at_step(self._averager.options.job, step)
             raise PeerHangsError(
                 f"{where}: {missing} answers but has not reached bucket {sequence}, "
-                f"{WAIT_SHARE * self._deadline_s:g} s after others left DLCP over it; its log says where it hangs"
+                f"{WAIT_SHARE * self._deadline_s:g} s after others left DLCP over it; its log says where it hangs",
+                is_this_rank=bool(absent),
             )
         return pending
 

@@ -681,6 +681,10 @@ def _unpack(message: bytes) -> tuple[Any, bytes]:
     return json.loads(message[_HEAD.size : stop]), message[stop:]
 
 
+COMPLETE, OVER = "complete", "over"
+"""Outcomes of a round of a channel whose ranks may end: all ranks have all items, or none has."""
+
+
 class StoreChannel:
     """Collective operations of all ranks over the store. All ranks must make the same calls in the same order.
 
@@ -725,7 +729,15 @@ class StoreChannel:
         """
         older, end_s = self._begin_round()
         self._give(f"{self.rank}", repr(_plain(item)).encode())
-        given = {rank: self._take(f"{rank}", rank, end_s) for rank in self.ranks}
+        try:
+            given = {rank: self._take(f"{rank}", rank, end_s) for rank in self.ranks}
+        except RankEndedError:
+            if self._outcome(OVER) == OVER:
+                raise
+            given = {rank: self._take(f"{rank}", rank, end_s, heeds_end=False) for rank in self.ranks}
+        else:
+            if self._outcome(COMPLETE) == OVER:
+                raise RankEndedError(f"another rank has left ({self._topic})")
         self._store.delete(older)
         return {rank: ast.literal_eval(text.decode()) for rank, text in given.items()}
 
@@ -785,9 +797,19 @@ class StoreChannel:
         self._written.append(key)
         self._store.set(key, value)
 
-    def _take(self, name: str, rank: int, end_s: float) -> bytes:
+    def _outcome(self, mine: str) -> str:
+        """Return whether this round holds, the same on all ranks: some may have all items, and others miss an end."""
+        if not self._over:
+            return mine
+        key = f"{self._topic}/{self._round}/outcome"
+        if self.rank == self.ranks[0]:
+            self._written.append(key)
+        return self._store.compare_set(key, "", mine).decode()
+
+    def _take(self, name: str, rank: int, end_s: float, *, heeds_end: bool = True) -> bytes:
         key = f"{self._topic}/{self._round}/{name}"
-        found = self._store.first([key, ended_key(rank), *self._over], max(0.0, end_s - time.monotonic()))
+        ends = [ended_key(rank), *self._over] if heeds_end else []
+        found = self._store.first([key, *ends], max(0.0, end_s - time.monotonic()))
         if found is None:
             raise DeadlineError(f"rank {self.rank} has waited {self.deadline_s:g} s for rank {rank} ({self._topic})")
         if found[0] in self._over:

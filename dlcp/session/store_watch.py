@@ -26,8 +26,8 @@ from dlcp.session.joining import Agreement
 from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.store import ANSWER_S, BEAT_S, Store, StoreChannel, StoreError, ended_key
-from dlcp.session.training_session import DEADLINE_FACTOR, LEFT, Fallback
-from dlcp.transport import DeadlineError, Membership, PeerAbortedError, RankEndedError
+from dlcp.session.training_session import LEFT, Fallback
+from dlcp.transport import Membership, PeerAbortedError, RankEndedError
 
 log = logging.getLogger("dlcp")
 
@@ -213,16 +213,18 @@ class StoreWatch(PeerWatch):
                 f"{reason}; rank {members.rank} cannot ask the store who goes on, so it ends: the others may go on"
             )
         self.publish_left(reason)
-        decision = self._decide_without_ended()
+        with self.division.deciding():
+            decision = self._decide_without_ended()
+            if members.rank in decision.ranks:
+                self.division.change(decision.drawn, decision.ranks)
         if members.rank not in decision.ranks:
-            others = f"ranks {list(decision.ranks)} were to go on" if decision.ranks else "no rank could go on"
+            others = f"ranks {list(decision.ranks)} were to go on without" if decision.ranks else "no rank is left but"
             raise RankEndedError(
-                f"{others} without rank {members.rank}, which "
-                + ("had not completed a step with them: start it again" if self.is_new else "did not answer them")
+                f"{others} rank {members.rank}, which "
+                + ("has not completed a step with the others: start it again" if self.is_new else "did not answer them")
             )
         if len(decision.ranks) < least:
             raise RankEndedError(f"{reason}; {len(decision.ranks)} ranks are left, fewer than elastic={least}")
-        self.division.change(decision.drawn, decision.ranks)
         survivors = replace(members, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
         self.attend(survivors)
         return self._agreement(survivors)
@@ -260,15 +262,15 @@ class StoreWatch(PeerWatch):
     # Letting ranks in -------------------------------------------------------------------------------------------------
 
     def newcomers(self) -> RankAdmission | None:
-        """Look in the store for ranks that are to be let in; the lowest rank decides that when they apply.
-
-        Raises
-        ------
-        StoreError
-            The store does not answer.
-        """
+        """Look in the store for ranks that are to be let in; the lowest rank decides that when they apply."""
         if not self._options.elastic:
             return None
+        try:
+            return self._decide_on_applicants()
+        except StoreError:  # check_peers tells
+            return None
+
+    def _decide_on_applicants(self) -> RankAdmission | None:
         number, rank = self._decisions + 1, self._membership.rank
         if not self._store.check([f"decided/{number}"]):
             if rank != self._membership.ranks[0] or not (new := self._applicants()):
@@ -288,16 +290,13 @@ class StoreWatch(PeerWatch):
         ------
         RankEndedError
             All ranks of the session have ended.
-        DeadlineError
-            They have not let this rank in.
         """
-        rank, limit_s = self._membership.rank, DEADLINE_FACTOR * self._options.deadline_s
+        rank = self._membership.rank
         while True:  # an earlier application of this rank was decided on
             place, self._place = self._place, self._place + 1
             if self._store.compare_set(f"applied/{place}", "", str(rank)) == str(rank).encode():
                 break
-        end_s = time.monotonic() + limit_s
-        while time.monotonic() < end_s:
+        while True:  # for as long as there are ranks, because their steps may be long
             found = self._store.first([f"decided/{self._next}"], APPLY_POLL_S)
             if found is not None:
                 decision = Decision.from_json(found[1])
@@ -310,7 +309,10 @@ class StoreWatch(PeerWatch):
                     return self._admission(decision)
             elif all(self._has_gone(each) for each in self._there if each != rank):
                 raise RankEndedError(f"rank {rank} comes too late: ranks {list(self._there)} have ended")
-        raise DeadlineError(f"rank {rank} has waited {limit_s:g} s for ranks {list(self._there)} to let it take part")
+
+    def decline(self) -> None:
+        """Tell ranks that go on without others that this one, on its way in, does not take part."""
+        self._store.set(f"here/{self._decisions + 1}/{self._membership.rank}", NEW)
 
     def _has_gone(self, rank: int) -> bool:
         """Return whether a rank cannot let others in: it has ended, or was to be let in and has not been."""

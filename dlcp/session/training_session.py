@@ -274,7 +274,7 @@ class TrainingSession:
         """
         if self.options.route == FRAMEWORK_ROUTE and self.fallback.route is None:
             raise ValueError(f"route 'framework' needs PyTorch: {call} averages with DLCP; omit it, or set 'dlcp'")
-        self._show()
+        self.show()
         if self.options.weighted:
             agreement.publish(WEIGHTED, True)
         on_message = self.table.meter.on_message if self.table.meter else None
@@ -284,8 +284,8 @@ class TrainingSession:
                 joined = join(self.options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
             except NotJoinedError as problem:
                 watch = self.fallback.watch
-                left = watch.regroup(str(problem)) if watch and agreement.gone() else None
-                if left is None:
+                left = watch.regroup(str(problem)) if watch else None
+                if left is None or left.ranks == agreement.ranks:  # they would fail again
                     self._train_without(agreement, problem)
                     return
                 agreement = left
@@ -300,7 +300,7 @@ class TrainingSession:
         self.averager.reducer = reducer
         self._begin(Joined(endpoint, self.options, "", self.membership, link=None, remote=True))
 
-    def _show(self) -> None:
+    def show(self) -> None:
         """Begin to write snapshots, if the options ask for them."""
         if self.options.live:
             from dlcp.session.snapshots import SnapshotWriter  # only for jobs that somebody watches
@@ -311,7 +311,6 @@ class TrainingSession:
     def enter(self, admission: RankAdmission, label: str) -> None:
         """Average with ranks that have let this one in, from the step that they have chosen; ``label`` is theirs."""
         self.label = label
-        self._show()
         assert admission.joined
         assert admission.first_step is not None
         self.averager.join(admission.joined)
@@ -447,7 +446,7 @@ class TrainingSession:
         """
         begins = self.table.begin_step(step)
         if begins:
-            self.reach(step, trains=True)
+            self._reach(step)
         chooser = self.chooser
         if chooser is None:
             return Route.DLCP
@@ -599,7 +598,7 @@ class TrainingSession:
     def _let_in(self, admission: RankAdmission) -> None:
         """Join new ranks, beside training, and agree on the first step with them."""
         try:
-            admission.joined = join(self._asked, admission.agreement, call=CALL)
+            admission.joined = self.join_aside(admission.agreement)
             if self._admission is admission:
                 admission.agree(self.table)
             else:  # ranks have ended meanwhile
@@ -607,40 +606,38 @@ class TrainingSession:
         except NotJoinedError as problem:
             if admission.is_lowest:
                 log.warning("DLCP: ranks %s are not let in: %s", list(admission.new), problem)
-            self._admission = None
+            if self._admission is admission:
+                self._admission = None
         except TransportError as error:
-            self.leave(error)
+            if self._admission is admission:
+                self.leave(error)
         with self.table.changed:
             self.table.changed.notify_all()
 
-    def reach(self, step: int, *, trains: bool = False) -> None:
-        """Do what a step that begins needs if ranks are being let in: nothing, or wait, or begin the next epoch.
+    def join_aside(self, agreement: Agreement) -> Joined:
+        """Join the ranks of another epoch, which does not average yet."""
+        on_message = self.table.meter.on_message if self.table.meter else None
+        return join(self._asked, agreement, call=CALL, on_message=on_message)
 
-        Parameters
-        ----------
-        trains
-            Whether gradients are averaged in it: new ranks do not take part in anything else.
-        """
+    def _reach(self, step: int) -> None:
+        """Do what a step that begins needs if ranks are being let in: nothing, or wait, or begin the next epoch."""
         admission = self._admission
-        if admission is None:
+        if admission is None or admission.first_step is None:
             return
-        first = admission.first_step
-        if first is None or step < first - 1:
-            return
-        if admission.is_lowest and not admission.is_agreed:
+        if admission.must_agree(step):
             with self.table.changed:
-                self.table.changed.wait_for(
+                changed = self.table.changed.wait_for(
                     lambda: admission.is_agreed or self.phase is not SessionPhase.READY, self.options.deadline_s
                 )
-        if not trains or step < first:
+            if not changed:
+                self.leave(DeadlineError(f"step {step}: ranks do not know that {list(admission.new)} are let in"))
+        if step < admission.first_step:
             return
         if not admission.has_begun:
             self._begin_epoch(admission, step)
-        elif step > first:
+        elif step > admission.first_step:
             self._admission = None
             admission.complete()
-            if self.fallback.watch:
-                self.fallback.watch.settle()
 
     def _begin_epoch(self, admission: RankAdmission, step: int) -> None:
         """Average with the new ranks from this step on."""
@@ -718,7 +715,7 @@ class TrainingSession:
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
             why, problem_text = describe(error), describe(problem)
-            self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
+            self.fail(f"{why}; and nothing can take over: {problem_text}")
 
     def _complete_buckets(self, watch: PeerWatch, error: BaseException) -> str:
         assert self.endpoint
@@ -742,9 +739,12 @@ class TrainingSession:
             members = self.averager.membership = agreement.membership
             try:
                 cause = self._complete_buckets(watch, error)
-                on_message = self.table.meter.on_message if self.table.meter else None
-                joined = join(self._asked, agreement, call="it again", on_message=on_message)
+                joined = self.join_aside(agreement)
             except RankEndedError as problem:
+                cause = describe(problem)
+            except PeerHangsError as problem:
+                if problem.is_this_rank:
+                    raise
                 cause = describe(problem)
             except NotJoinedError as problem:
                 cause = describe(problem)

@@ -120,8 +120,7 @@ class Elastic(Closing):
         self._is_on = True
         self.group = group or dlcp.session.join(options)
         names = list(self._parameters)
-        self.group.register(names, save=self._state, load=self._take_over)
-        if self.group.step == 0:
+        if not self.group.register(names, save=self._state, load=self._take_over):
             self._take_over(self.group.share(self._state()))
         if threading.current_thread() is threading.main_thread():
             self.group.leave_on(signal.SIGTERM, signal.SIGUSR1)
@@ -141,13 +140,15 @@ class Elastic(Closing):
     def _state(self) -> bytes:
         file = io.BytesIO()
         sampler = self._sampler.state_of(self.group.step) if self._sampler else None
-        torch.save({"kept": [each.state_dict() for each in self._kept], "sampler": sampler}, file)
+        kept = [each.state_dict() for each in self._kept]
+        torch.save({"kept": kept, "sampler": sampler, "averages": sorted(self._averages)}, file)
         return file.getvalue()
 
     def _take_over(self, data: bytes) -> None:
         state = torch.load(io.BytesIO(data), weights_only=True)
         for each, its in zip(self._kept, state["kept"], strict=True):
             each.load_state_dict(its)
+        self._averages = set(state["averages"])
         if self._sampler:
             self._sampler.load_state_dict(state["sampler"])
 
@@ -194,8 +195,10 @@ class Elastic(Closing):
         """
         if not self._started:
             return
-        # An average must be applied on all ranks, or on none: others may have used this parameter.
-        for name in self._averages - self._started:
+        # An average must be applied on all ranks, or on none: others may have used this parameter. A gradient that was
+        # only accumulated, under no_sync, must not be applied as it is.
+        accumulated = {name for name, each in self._parameters.items() if each.grad is not None}
+        for name in sorted((self._averages | accumulated) - self._started):
             parameter = self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -220,8 +223,8 @@ class ElasticSampler:
     """Divides a data set among the ranks that are there, step by step: a ``batch_sampler`` for a ``DataLoader``.
 
     In each epoch, every sample is drawn once by one rank, but for what a rank had drawn that ended. At the end, the
-    samples that are too few for a batch on every rank are left out. It draws one batch for each step, so its iterator
-    must not be used for anything but training.
+    samples that are too few for a step of every rank are left out. Train on every batch that it draws: which step a
+    batch is for follows from their number.
 
     Parameters
     ----------
@@ -229,6 +232,8 @@ class ElasticSampler:
         The number of samples in the data set.
     batch
         The number of samples in a batch, on every rank.
+    batches_per_step
+        The number of batches in a step, if gradients are accumulated.
     shuffle
         Whether the order is random, another one in every epoch; the same on all ranks.
     seed
@@ -245,9 +250,14 @@ class ElasticSampler:
         There are no samples, or none in a batch.
     """
 
-    def __init__(self, samples: int, batch: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        if samples < 1 or batch < 1:
-            raise ValueError(f"a data set and a batch need samples, got {samples} and {batch}")
+    def __init__(
+        self, samples: int, batch: int, *, batches_per_step: int = 1, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if min(samples, batch, batches_per_step) < 1:
+            raise ValueError(
+                f"a data set and a batch need samples, and a step a batch, got {samples}, {batch}, {batches_per_step}"
+            )
+        self._batches_per_step = batches_per_step
         self.epoch = 0
         self._samples, self._batch, self._shuffle, self._seed = samples, batch, shuffle, seed
         self._division, self._rank = Division((0,)), 0
@@ -286,13 +296,15 @@ class ElasticSampler:
         self._note(step, epoch, position)
         while True:
             ranks = self._division.draw(step, self._step())
-            share = self._batch * len(ranks)
+            a_rank = self._batch * self._batches_per_step
+            share = a_rank * len(ranks)
             if position + share > self._samples:
                 break
-            mine = position + self._batch * ranks.index(self._rank)
+            mine = position + a_rank * ranks.index(self._rank)
             position, step = position + share, step + 1
             self._note(step, epoch, position)
-            yield order[mine : mine + self._batch].tolist()
+            for start in range(mine, mine + a_rank, self._batch):
+                yield order[start : start + self._batch].tolist()
         self.epoch = epoch + 1
         self._note(step, self.epoch, 0)
 
@@ -307,4 +319,5 @@ class ElasticSampler:
 
     def __len__(self) -> int:
         """Return the number of batches in a whole epoch, with the ranks that are there."""
-        return self._samples // (self._batch * len(self._division.ranks_of(self._step() if self._is_divided else 0)))
+        ranks = len(self._division.ranks_of(self._step() if self._is_divided else 0))
+        return self._samples // (self._batch * self._batches_per_step * ranks) * self._batches_per_step

@@ -169,7 +169,6 @@ class LocalSGD(Closing):
         """
         self._averager.average(self._buckets)
         self._apply()
-        self._averager.begin_period()
 
     def _apply(self) -> None:
         """Apply the averaged changes."""
@@ -223,9 +222,6 @@ class _StateAverager:
         self.state.ledger.job = self.state.options.job
         self.state.attach_tensors(named, self._group, call="dlcp.torch.LocalSGD")
 
-    def begin_period(self) -> None:
-        pass
-
     def average(self, buckets: "Sequence[_Bucket]") -> None:
         if not self.state.attached:
             raise RuntimeError("this averager is closed: make another one")
@@ -249,13 +245,14 @@ class _GroupAverager:
 
     def begin(self, model: torch.nn.Module, named: dict[str, Parameter]) -> None:
         self._model = model
-        self._group.register(named, save=self._state, load=self._take_over)
-        if self._group.step == 0:
+        if not self._group.register(named, save=self._state, load=self._take_over):
             self._take_over(self._group.share(self._state()))
-        self.begin_period()
+        model.register_forward_pre_hook(self._begin_period)
 
-    def begin_period(self) -> None:
-        self._group.begin_step()
+    def _begin_period(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Let new ranks begin a period together with the others: with its first forward pass."""
+        if model.training and torch.is_grad_enabled():
+            self._group.begin_step()
 
     def average(self, buckets: "Sequence[_Bucket]") -> None:
         for bucket in buckets:
@@ -275,11 +272,15 @@ class _GroupAverager:
         """Return the state at the beginning of a period: the ranks' parameters are the same."""
         owner, file = self._owner, io.BytesIO()
         outer = owner.outer.state_dict() if owner.outer else None
-        torch.save({"model": self._model.state_dict(), "outer": outer, "steps": owner.steps}, file)
+        torch.save(
+            {"model": self._model.state_dict(), "outer": outer, "steps": owner.steps, "period": owner._period}, file
+        )
         return file.getvalue()
 
     def _take_over(self, data: bytes) -> None:
         owner, state = self._owner, torch.load(io.BytesIO(data), weights_only=True)
+        if state["period"] != owner._period:
+            raise ValueError(f"period must be the same on all ranks, got {sorted((state['period'], owner._period))}")
         self._model.load_state_dict(state["model"])
         if owner.outer:
             owner.outer.load_state_dict(state["outer"])

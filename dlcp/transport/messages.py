@@ -221,7 +221,19 @@ class DeadlineError(TransportError):
 
 
 class PeerHangsError(TransportError):
-    """A rank answers but does not reach the point that others wait for: its script hangs or is much slower."""
+    """A rank answers but does not reach the point that others wait for: its script hangs or is much slower.
+
+    Parameters
+    ----------
+    text
+        What happened.
+    is_this_rank
+        Whether it is this one.
+    """
+
+    def __init__(self, text: str, *, is_this_rank: bool = False) -> None:
+        super().__init__(text)
+        self.is_this_rank = is_this_rank
 
 
 class PeerAbortedError(TransportError):
