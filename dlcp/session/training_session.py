@@ -715,7 +715,7 @@ class TrainingSession:
         except Exception as problem:
             log.debug("recovery failed", exc_info=True)
             why, problem_text = describe(error), describe(problem)
-            self.fail(f"{why}; and nothing can take over: {problem_text}")
+            self.fail(f"{why}; and {self.fallback.name} cannot take over: {problem_text}")
 
     def _complete_buckets(self, watch: PeerWatch, error: BaseException) -> str:
         assert self.endpoint
