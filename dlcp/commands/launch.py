@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="with --elastic, start a process that has failed again; its script must give register() save and load",
+        help="with --elastic, start failed processes again; the script must give register() functions to save and load",
     )
     add(parser, "--master", "HOST:PORT", str, "address of rank 0 (default for one machine: a free port)")
 
