@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process group for torchft (https://github.com/meta-pytorch/torchft): its replicas exchange over DLCP.
 
-Use it where torchft takes ``ProcessGroupGloo()``. Its DiLoCo, LocalSGD, DistributedDataParallel and healing then run
-over DLCP::
+Use it where torchft takes ``ProcessGroupGloo()``::
 
     manager = torchft.Manager(pg=dlcp.torch.torchft_group.ProcessGroupDLCP(), ...)
 
