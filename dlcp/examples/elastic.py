@@ -42,7 +42,7 @@ def main() -> None:
         for epoch in range(sampler.epoch, args.epochs):
             for inputs, targets in loader:
                 optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), targets).backward()
+                functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 time.sleep(args.pause)
             if group.rank == group.ranks[0]:
