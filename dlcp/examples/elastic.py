@@ -42,7 +42,8 @@ def main() -> None:
         for epoch in range(sampler.epoch, args.epochs):
             for inputs, targets in loader:
                 optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                loss = functional.cross_entropy(model(inputs), targets)
+                loss.backward()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
                 optimizer.step()
                 time.sleep(args.pause)
             if group.rank == group.ranks[0]:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -45,6 +45,8 @@ _PR_SET_PDEATHSIG: Final = 1
 _STOP_DEADLINE_S: Final = 10.0
 """Time for processes to exit after a signal, before they are killed. Not tuned."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PREEMPTION: Final = signal.SIGUSR1
+"""Schedulers send it to all processes of a job before they end it; ranks of an elastic job then leave in order."""
 
 _context = multiprocessing.get_context("forkserver")
 # Ranks need these modules, which take seconds to import: a server that has imported them forks all processes.
@@ -441,7 +443,7 @@ class Processes(Closing):
         self._attempts: dict[int, Attempts] = {}
         # From here on, because a signal that arrives between the starts of two processes must end both.
         self._signals = contextlib.ExitStack()
-        self._signals.enter_context(_signals(self._ended))
+        self._signals.enter_context(_signals(self._ended, [*_SIGNALS, *[_PREEMPTION] * elastic]))
         try:
             for local_rank in range(layout.here):
                 self._start(local_rank)
@@ -495,6 +497,12 @@ class Processes(Closing):
                 running.add(local_rank)
                 continue
             running.discard(local_rank)
+            if local_rank < 0 and status == _PREEMPTION:
+                self._restart = False
+                for child in self._children.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        child.send_signal(_PREEMPTION)
+                continue
             if local_rank < 0:
                 self.stop(signal.Signals(status))
                 return 128 + status
@@ -535,13 +543,13 @@ class Processes(Closing):
 
 
 @contextlib.contextmanager
-def _signals(queue: "SimpleQueue[tuple[int, int]]") -> Iterator[None]:
-    """Put termination signals of this process into a queue, as ``(-1, number)``."""
+def _signals(queue: "SimpleQueue[tuple[int, int]]", numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Put these signals to this process into a queue, as ``(-1, number)``."""
 
     def note(number: int, _: FrameType | None) -> None:
         queue.put((-1, number))
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ class RankAdmission:
     old, new
         The ranks of the present epoch, and those that are let in.
     over
-        Returns the keys of which one has a value once a rank has ended, or old ranks go on without one.
+        Returns keys of the store, of which one gets a value when an old rank ends, or the old ranks leave this epoch.
     division
         Who divides the data of each step.
     deadline_s

@@ -7,8 +7,6 @@ part only from a step on for which nobody has drawn yet.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Division:
@@ -25,24 +23,20 @@ class Division:
         The first step for which this rank has not drawn data.
     ahead
         How many steps it has drawn ahead at most.
+    deciding
+        Held while ranks decide from which step on others divide the data: nobody draws meanwhile.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.drawn = self.ahead = 0
-        self._deciding = threading.RLock()
+        self.deciding = threading.RLock()
         self._changes: list[tuple[int, tuple[int, ...]]] = [(0, ranks)]
 
     def draw(self, step: int, now: int) -> tuple[int, ...]:
         """Return the ranks that divide the data of a step, which this rank now draws in step ``now``."""
-        with self._deciding:
+        with self.deciding:
             self.drawn, self.ahead = step + 1, max(self.ahead, step - now)
             return self.ranks_of(step)
-
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Let nobody draw meanwhile: the ranks decide from which step on others divide the data."""
-        with self._deciding:
-            yield
 
     def ranks_of(self, step: int) -> tuple[int, ...]:
         """Return the ranks that divide the data of a step."""

@@ -138,6 +138,7 @@ class Group:
         self._exit = ExitCallback(self._at_exit)
         self._save: Save | None = None
         self._master = ""
+        """The host that serves the store, if this rank has yet to join ranks that train."""
         self._leaving = 0
         """The signal after which this rank leaves; 0 for none."""
         self._heeded: list[signal.Signals] = []
@@ -218,7 +219,7 @@ class Group:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def register(self, names: Iterable[str], *, save: "Save | None" = None, load: "Load | None" = None) -> bool:
+    def register(self, names: Iterable[str], *, save: Save | None = None, load: Load | None = None) -> bool:
         """Register the model's parameters. All ranks must call this between two steps, with the same names.
 
         With ``elastic``, a rank that comes back, or comes later, gets the state of the training here: it waits until
@@ -273,7 +274,7 @@ class Group:
             if self._session:
                 self._session.route_of(self.step)
 
-    def _get_state(self, names: list[str], load: "Load | None") -> None:
+    def _get_state(self, names: list[str], load: Load | None) -> None:
         """Join ranks that train, and take over their state."""
         assert self._store
         if load is None:
@@ -592,7 +593,7 @@ class Group:
                 self._watch.channel(RANKS).broadcast(data, root)
 
     def _broadcast_among_those_left(self, data: NDArray[np.uint8], root: int) -> None:
-        """Broadcast over the store; if a rank ends meanwhile, again, unless it is the root."""
+        """Broadcast over the store, and again if a rank other than the root ends meanwhile."""
         assert self._session
         assert self._watch
         copy = data.copy()
@@ -610,9 +611,7 @@ class Group:
                     return
 
     def share(self, data: bytes) -> bytes:
-        """Return the bytes that the lowest rank gave, over the store; all ranks must call this between two steps.
-
-        It holds without ranks that end during it, unlike a broadcast.
+        """Return the bytes that the lowest rank gave; all ranks must call this between two steps.
 
         Raises
         ------
@@ -641,17 +640,17 @@ class Group:
         self._gather(None)
 
     def gather(self, item: Any) -> dict[int, Any]:
-        """Return the items of all ranks that are there, by rank, over the store. All ranks must call this.
+        """Return the items of all ranks that are there, by rank. All ranks must call this.
 
         Parameters
         ----------
         item
-            A number, text, bytes or None, or a tuple, list or dict of these.
+            See :meth:`dlcp.session.store.StoreChannel.gather`.
 
         Raises
         ------
         TransportError
-            A rank has ended, or did not call it within ``options.deadline_s``; the message names it.
+            As for :meth:`barrier`.
         """
         self._check_open()
         return self._gather(item)

@@ -84,13 +84,7 @@ class PeerWatch(ABC):
         """
         return None
 
-    is_new = False
-    """Whether this rank has joined others and not completed a step with them."""
-
-    def settle(self) -> None:  # noqa: B027
-        """Note that this rank has completed a step with the others."""
-
-    def attend(self, membership: Membership) -> None:  # noqa: B027  # not all memberships change
+    def attend(self, membership: Membership) -> None:  # noqa: B027  # without elastic, the ranks never change
         """Watch and reach these ranks from now on."""
 
     def newcomers(self) -> RankAdmission | None:

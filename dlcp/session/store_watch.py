@@ -38,7 +38,7 @@ APPLY_POLL_S: Final = 0.5
 CLOSED: Final = "it has left the group"
 """The reason that a rank leaves in the store when it closes its group normally."""
 NEW: Final = "new"
-"""What a rank says that has joined, but not completed a step: it cannot go on without the rank that has its state."""
+"""The answer of a rank that has joined, but has not completed a step yet: it cannot go on with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class StoreWatch(PeerWatch):
                 f"{reason}; rank {members.rank} cannot ask the store who goes on, so it ends: the others may go on"
             )
         self.publish_left(reason)
-        with self.division.deciding():
+        with self.division.deciding:
             decision = self._decide_without_ended()
             if members.rank in decision.ranks:
                 self.division.change(decision.drawn, decision.ranks)

@@ -620,7 +620,7 @@ class TrainingSession:
         return join(self._asked, agreement, call=CALL, on_message=on_message)
 
     def _reach(self, step: int) -> None:
-        """Do what a step that begins needs if ranks are being let in: nothing, or wait, or begin the next epoch."""
+        """Begin the next epoch, if this step is its first; before that, the lowest rank waits until all know that."""
         admission = self._admission
         if admission is None or admission.first_step is None:
             return

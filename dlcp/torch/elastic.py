@@ -130,7 +130,7 @@ class Elastic(Closing):
             model.register_forward_pre_hook(self._before_forward),
             optimizer.register_step_pre_hook(lambda *_: self.average()),
             *(
-                each.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+                each.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
                 for name, each in self._parameters.items()
             ),
         ]

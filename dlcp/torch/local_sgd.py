@@ -247,7 +247,7 @@ class _GroupAverager:
         self._model = model
         if not self._group.register(named, save=self._state, load=self._take_over):
             self._take_over(self._group.share(self._state()))
-        model.register_forward_pre_hook(self._begin_period)
+        self._hook = model.register_forward_pre_hook(self._begin_period)
 
     def _begin_period(self, model: torch.nn.Module, inputs: Any) -> None:
         """Let new ranks begin a period together with the others: with its first forward pass."""
@@ -266,6 +266,7 @@ class _GroupAverager:
         self._group.flush()
 
     def close(self, reason: str | None) -> None:
+        self._hook.remove()
         self._group.close(reason)
 
     def _state(self) -> bytes:

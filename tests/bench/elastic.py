@@ -61,7 +61,7 @@ MOMENT_S: Final = (1.0, 3.0)
 GONE_ON: Final = "go on without"
 """What the error of a rank says that was left out, and can reach the store."""
 LIMITS_S: Final = (1.0, 5.0)
-"""Of each time it is told how many tries kept these."""
+"""For each time, the results say in how many tries it was within these limits."""
 SCHEDULED: Final = ("kill", "stop", "link")
 """The faults of a schedule."""
 OUTAGE_S: Final = (0.5, 5.0)
@@ -208,7 +208,7 @@ def extremes(times: Sequence[float]) -> dict[str, Any]:
 class Schedule:
     """Faults of a training, one after another, drawn from a seed; ranks that have ended start again.
 
-    A fault is put off while so few ranks take part that too few could be left.
+    No fault comes while just enough ranks take part to go on.
 
     Parameters
     ----------

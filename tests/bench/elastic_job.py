@@ -269,7 +269,7 @@ class Job(Closing):
             time.sleep(POLL_S)
 
     def error(self, why: str, of: Iterable[RankProcess]) -> TryError:
-        """Return an error with the ends of what these processes have said; those that still run say where they are."""
+        """Return an error with the last output of these processes; those that still run print their stacks first."""
         for each in self.all:
             if each.runs:
                 each.dump()

@@ -42,7 +42,7 @@ def test_a_rank_that_is_left_alone_lets_another_in(start, collective):
     job.ends([job.processes[0], job.start(1)])
 
 
-def test_rank_0_ends_once_another_serves_the_state(start):
+def test_a_rank_that_came_later_goes_on_without_those_of_the_beginning(start):
     job = start(3, [0, 3])
     job.wait_for(job.processes[0], ["0", "1", "2"])
     extra = job.start(7)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from dlcp.session import store as store_module
 from dlcp.session.joining import Agreement
 from dlcp.session.secret import job_secret, proof
 from dlcp.session.store import Store, StoreChannel, StoreError, StoreServer, ended_key, serve
-from dlcp.transport import DeadlineError, PeerSilentError
+from dlcp.transport import DeadlineError, PeerSilentError, RankEndedError
 from tests.group.group_ranks import LIMIT_S, on_ranks
 
 SECRET = b"of the job"
@@ -316,6 +317,38 @@ def on_channel(server, size, function, only=None, deadline_s=10.0):
         return function(StoreChannel(Store(server.address, 5, SECRET), "test", rank, range(size), deadline_s))
 
     return on_ranks(size, one, only=only)
+
+
+def test_a_gathering_that_one_rank_gives_up_fails_on_all(server):
+    """Rank 2 gives its item and ends. Rank 1 gives up; rank 0 comes after that, and finds all items."""
+    store = Store(server.address, 5, SECRET)
+
+    def channel(rank):
+        return StoreChannel(Store(server.address, 5, SECRET), "test", rank, range(3), 10.0, ["left"])
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(channel(2).gather, "c")
+        gone = pool.submit(channel(1).gather, "b")
+        store.get("test/1/1")
+        store.get("test/1/2")
+        store.set("left", "rank 2 has ended")
+        with pytest.raises(RankEndedError, match="rank 2 has ended"):
+            gone.result(10)
+        with pytest.raises(RankEndedError, match="another rank has left"):
+            channel(0).gather("a")
+    assert store.get("test/1/outcome") == b"over"
+
+
+def test_a_gathering_that_one_rank_has_completed_holds_on_all(server):
+    """A rank that has all items may be ahead of one that sees only that the others have left."""
+    store = Store(server.address, 5, SECRET)
+    store.set("test/1/outcome", "complete")
+    store.set("left", "rank 1 has ended")
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(StoreChannel(store, "test", 0, range(2), 10.0, ["left"]).gather, "a")
+        store.get("test/1/0")
+        store.set("test/1/1", repr("b"))
+        assert gathered.result(10) == {0: "a", 1: "b"}
 
 
 def test_all_kinds_of_things_are_gathered(server):

@@ -134,6 +134,26 @@ def test_a_process_that_fails_starts_again_while_others_run(tmp_path):
         assert "rank 1 ended with status 7; the others may go on; it starts again in 1 s" in job.stderr.read()
 
 
+LEAVE = """
+import os, pathlib, signal, sys
+def leave(*_):
+    sys.exit(128 + signal.SIGUSR1)
+signal.signal(signal.SIGUSR1, leave)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+while True:
+    signal.pause()
+"""
+
+
+def test_a_notice_of_preemption_reaches_all_processes_of_an_elastic_job(tmp_path):
+    words = ["-n", "2", "--elastic", "1", "--restart", "--", sys.executable, "-c", LEAVE, tmp_path]
+    with launch(*words, stderr=subprocess.PIPE, text=True) as job:
+        until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"))
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(LIMIT_S) == 128 + signal.SIGUSR1
+        assert "starts again" not in job.stderr.read()
+
+
 def test_a_process_that_fails_at_each_start_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(Attempts, "WAIT_S", 0.01)
     code = "import os, sys, time; time.sleep(2 * (os.environ['RANK'] == '0')); sys.exit(3 * int(os.environ['RANK']))"

@@ -84,6 +84,13 @@ def test_what_a_group_has_itself_is_refused():
         _ = averager.traffic.step
 
 
+def test_a_model_can_be_trained_on_when_its_averager_is_closed():
+    model = nn.Linear(1, 1)
+    with dlcp.session.join(rank=0, size=1) as group:
+        dlcp.torch.LocalSGD(model, 2, group=group).close()
+    model(torch.ones(1)).backward()
+
+
 def test_a_killed_rank_loses_a_round_and_comes_back():
     with jobs() as start:
         job = start(3, [0, 2, 3], 100, codes=dict.fromkeys(range(3), TRAINING))

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 torchft = pytest.importorskip("torchft")
-
-from torchft.coordination import LighthouseServer  # noqa: E402  # after the check for torchft
-from torchft.local_sgd import LocalSGD  # noqa: E402
-
-from dlcp.torch.torchft_group import ProcessGroupDLCP  # noqa: E402
+LighthouseServer = pytest.importorskip("torchft.coordination").LighthouseServer
+LocalSGD = pytest.importorskip("torchft.local_sgd").LocalSGD
+ProcessGroupDLCP = pytest.importorskip("dlcp.torch.torchft_group").ProcessGroupDLCP
 
 LIMIT = timedelta(seconds=30)
 

@@ -102,7 +102,7 @@ class Work(dist.Work):
         def answer(done: "Future[Any]", call: Callable[[Callable[[], Any]], Any] = call_aside) -> None:
             call(partial(raw.set_result, done.exception() or self._value))
 
-        if self._done.done():  # in this thread: whoever has waited expects a future that is done
+        if self._done.done():  # set it here and now: after wait(), callers expect a completed future
             answer(self._done, lambda set_result: set_result())
         else:
             self._done.add_done_callback(answer)
