@@ -299,23 +299,19 @@ class Training:
             "now_unix_s": time.time(),
             "refused": sorted(path.name for path in self.refused),
             "over": self.over or bool(self._ranks and all(rank.latest["ended"] for rank in self._ranks.values())),
-            "sessions": [
-                {
-                    "session": name,
-                    "ranks": present_ranks(ranks.values()),
-                    "members": sorted(
-                        (
-                            rank.shown(now_s, self.over)
-                            for rank in ranks.values()
-                            if rank.latest["rank"] in present_ranks(ranks.values())
-                        ),
-                        key=operator.itemgetter("rank"),
-                    ),
-                    "layers": _layers([rank.latest for rank in ranks.values()]),
-                    "history": self._histories[name].points,
-                }
-                for name, ranks in sessions
-            ],
+            "sessions": [self._shown(name, ranks, now_s) for name, ranks in sessions],
+        }
+
+    def _shown(self, name: str, ranks: Mapping[Path, WatchedRank], now_s: float) -> dict[str, Any]:
+        """Return a session's part of the page; who has ended, and is no member any more, has none."""
+        latest = max((rank.latest for rank in ranks.values()), key=operator.itemgetter("written_unix_s"))
+        members = [rank.shown(now_s, self.over) for rank in ranks.values() if rank.latest["rank"] in latest["ranks"]]
+        return {
+            "session": name,
+            "ranks": latest["ranks"],
+            "members": sorted(members, key=operator.itemgetter("rank")),
+            "layers": _layers([rank.latest for rank in ranks.values()]),
+            "history": self._histories[name].points,
         }
 
     def _read(self, path: Path, now_s: float) -> bool:
@@ -351,11 +347,6 @@ class Training:
             name = rank.latest["session"] or next((name for name in found if name and _lacks(found[name], rank)), "")
             found[name][path] = rank
         return found
-
-
-def present_ranks(ranks: Iterable[WatchedRank]) -> list[int]:
-    """Return the ranks that take part in a session, as the one that reported last knows them."""
-    return max((rank.latest for rank in ranks), key=operator.itemgetter("written_unix_s"))["ranks"]
 
 
 def _lacks(ranks: Mapping[Path, WatchedRank], newcomer: WatchedRank) -> bool:

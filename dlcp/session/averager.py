@@ -69,10 +69,8 @@ class PendingBucket:
     run
         Its run; None before the averager has it, and without DLCP.
     average
-        With ``elastic``, a copy of its average: its owner may change the values, and a rank that has ended may not have
-        sent the average to others.
-    is_recovered
-        Whether its values are the average because the ranks have recovered.
+        With ``elastic``, and once it has been recovered, a copy of its average. The owner may change the values, and
+        the rank that has computed them may end before others have got them.
     """
 
     step: int
@@ -84,7 +82,6 @@ class PendingBucket:
     progress: BucketProgress = BucketProgress.COMING
     run: BucketRun | None = None
     average: NDArray[np.generic] | None = None
-    is_recovered: bool = False
     _answering: threading.Lock = field(default_factory=threading.Lock)
 
     @property

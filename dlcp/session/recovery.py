@@ -172,7 +172,7 @@ class Recovery:
             pending.bucket.values[:] = pending.bucket.value_type.narrow(recovered.values)
             if recovered.residual is not None and averager.options.error_feedback:
                 averager.feedback.add(recovered.residual, pending.segments)
-            pending.average, pending.is_recovered = pending.bucket.values.copy(), True
+            pending.average, pending.run = pending.bucket.values.copy(), None  # the run holds no average of all
             self._table.finish(pending)
 
     def _untouched(self, pending: PendingBucket) -> PartialResult:
@@ -209,8 +209,7 @@ class Recovery:
 
 def _held(pending: PendingBucket) -> PartialResult | None:
     """Return what this rank holds of a bucket, if anything of use."""
-    run = None if pending.is_recovered else pending.run  # its run does not know that the values have become the average
-    partial = run.partial_result() if run is not None else None
+    partial = pending.run.partial_result() if pending.run is not None else None
     if pending.average is None:
         return partial
     assert pending.bucket

@@ -171,6 +171,20 @@ def test_it_says_which_route_the_ranks_have_chosen(watched, browser):
     until(lambda: text(browser, "second").startswith("5 of 11 steps went over DLCP."))
 
 
+def test_it_says_who_came_and_went(watched, browser):
+    went = {"step": 4, "ranks": [0, 1], "text": "rank 2 has ended. Training goes on after 0.30 s", "stood_s": 0.3}
+    came = {"step": 8, "ranks": [0, 1, 3], "text": "from step 8 on, 3 ranks take part", "stood_s": 0.0}
+    watched.tell(*(snapshot(rank, ranks=3, steps=3) for rank in range(3)))
+    left = {"changes": [went], "ranks": [0, 1], "stood_s": 0.3}
+    watched.tell(*(snapshot(rank, ranks=3, steps=6) | left for rank in (0, 1)))
+    until(lambda: "Step 4: rank 2 has ended. Training goes on after 0.30 s." in text(browser, "note"))
+    assert "2 ranks on" in text(browser, "kicker")
+    left |= {"changes": [went, came], "ranks": [0, 1, 3]}
+    watched.tell(*(snapshot(rank, ranks=4, steps=9) | left for rank in (0, 1, 3)))
+    until(lambda: "Step 8: from step 8 on, 3 ranks take part." in text(browser, "note"))
+    assert "3 ranks on" in text(browser, "kicker")
+
+
 def test_it_says_why_dlcp_is_off_who_gave_up_and_who_is_silent(watched, browser):
     off = {"phase": "fallback", "reason": "rank 2 has been silent; is the path up?", "peers": {}}
     why = "DLCP is off: rank 2 has been silent; is the path up? Training continues with the framework's own all-reduce."
