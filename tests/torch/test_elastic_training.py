@@ -97,19 +97,18 @@ def test_a_sampler_draws_all_batches_of_a_step_before_the_next_rank_s():
 
 
 def trained_in_part(group):
-    """Train two heads; rank 1 uses the second one in the first step only, and then only under ``no_sync``."""
+    """Train three heads: rank 1 uses the second one only at first, and the third one is used only under ``no_sync``."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
+    model = nn.ModuleDict({name: nn.Linear(3, 1) for name in "abc"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     training = dlcp.torch.Elastic(model, optimizer, group=group)
     for step in range(4):
         optimizer.zero_grad()
-        inputs = torch.full((1, 3), float(1 + group.rank + step))
-        if step == 3:
-            with training.no_sync():
-                model["b"](inputs).sum().backward()
+        inputs = torch.full((1, 3), (1.0 + step) * (-1) ** group.rank)
+        with training.no_sync():
+            model["c"](inputs).sum().backward()
         outputs = model["a"](inputs).sum()
-        if step == 0 or (step < 3 and group.rank == 0):
+        if step == 0 or group.rank == 0:
             outputs = outputs + model["b"](inputs).sum()
         outputs.backward()
         optimizer.step()
