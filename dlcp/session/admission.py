@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives import Reducer
 from dlcp.session.averager import BucketTable
-from dlcp.session.division import Division
 from dlcp.session.joining import Agreement, Joined
 from dlcp.transport import DeadlineError, RankEndedError
 
-if TYPE_CHECKING:  # it needs gRPC, which sessions over PyTorch's store do not
+if TYPE_CHECKING:  # only groups have these: gRPC serves their store
+    from dlcp.session.division import Division
     from dlcp.session.store import Store
 
 log = logging.getLogger("dlcp")
@@ -69,7 +69,7 @@ class RankAdmission:
         old: Sequence[int],
         new: Sequence[int],
         over: Callable[[], list[str]],
-        division: Division,
+        division: "Division",
         deadline_s: float,
     ) -> None:
         self.agreement, self.old, self.new = agreement, tuple(old), tuple(new)

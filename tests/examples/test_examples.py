@@ -24,7 +24,7 @@ from tests.transport.free_ports import free_ports
 
 pytestmark = pytest.mark.timeout(240)
 EXAMPLES = Path(__file__).parents[2] / "dlcp" / "examples"
-KNOWING = ("__init__.py", "learning_tasks.py", "mixed_speeds.py", "pipeline.py", "svm.py")
+KNOWING = ("__init__.py", "elastic.py", "learning_tasks.py", "mixed_speeds.py", "pipeline.py", "svm.py")
 SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name not in KNOWING)
 
 
