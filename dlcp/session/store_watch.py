@@ -37,6 +37,8 @@ APPLY_POLL_S: Final = 0.5
 """Interval in which a rank that wants to take part looks whether there is still a rank to let it in."""
 CLOSED: Final = "it has left the group"
 """The reason that a rank leaves in the store when it closes its group normally."""
+FALLEN_BACK: Final = "fallen back"
+"""The key under which ranks write why they average without DLCP: then nobody can join them."""
 NEW: Final = "new"
 """The answer of a rank that has joined, but has not completed a step yet: it cannot go on with the others."""
 
@@ -120,14 +122,17 @@ class StoreWatch(PeerWatch):
         self._beating: threading.Thread | None = None
         # Of a rank that applies: the next decision, the place of the next application, and who takes part so far.
         self._next, self._place, self._there, self._founders = 0, 0, membership.ranks, 0
+        self._attending = threading.Condition()
         self.attend(membership)
 
     def attend(self, membership: Membership) -> None:
         """Watch and reach these ranks from now on."""
-        self._membership = membership
-        self._others = [ended_key(other) for other in membership.ranks if other != membership.rank]
-        self._over = self._lefts()
-        self._channels: dict[str, StoreChannel] = {}
+        with self._attending:
+            self._membership = membership
+            self._others = [ended_key(other) for other in membership.ranks if other != membership.rank]
+            self._over = self._lefts()
+            self._channels: dict[str, StoreChannel] = {}
+            self._attending.notify_all()
 
     def _lefts(self) -> list[str]:
         # Ranks that have agreed to let others in may differ for one step in which epoch they are.
@@ -135,12 +140,40 @@ class StoreWatch(PeerWatch):
 
     def channel(self, topic: str = "recovery") -> StoreChannel:
         """Return this rank's channel named ``topic``."""
-        if topic not in self._channels:
-            members = self._membership
-            name, deadline_s = f"{topic}/{members.epoch}", self._options.deadline_s
-            over = self._over if self._options.elastic else []  # else ranks that have left recover over it
-            self._channels[topic] = StoreChannel(self._store, name, members.rank, members.ranks, deadline_s, over)
-        return self._channels[topic]
+        with self._attending:
+            if topic not in self._channels:
+                members = self._membership
+                name, deadline_s = f"{topic}/{members.epoch}", self._options.deadline_s
+                over = self._over if self._options.elastic else []  # else ranks that have left recover over it
+                self._channels[topic] = StoreChannel(self._store, name, members.rank, members.ranks, deadline_s, over)
+            return self._channels[topic]
+
+    def average(self, topic: str, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the average of an array over all ranks that are there: over fewer, if some end meanwhile.
+
+        Raises
+        ------
+        TransportError
+            A rank did not take part in time, or has ended and the others may not go on.
+        """
+        while True:
+            with self._attending:
+                epoch, channel = self._membership.epoch, self.channel(topic)
+            try:
+                total = channel.add(values)
+                if self._options.elastic:
+                    channel.gather(None)  # all have it; else all add again
+            except RankEndedError:
+                if not self._options.elastic or not self._comes_after(epoch):
+                    raise
+            else:
+                average: NDArray[Any] = total / total.dtype.type(len(channel.ranks))
+                return average
+
+    def _comes_after(self, epoch: int) -> bool:
+        """Wait for the next epoch; return whether it has come."""
+        with self._attending:
+            return self._attending.wait_for(lambda: self._membership.epoch > epoch, self._options.deadline_s)
 
     def first_agreement(self) -> Agreement:
         """Return how the ranks join each other at first."""
@@ -307,12 +340,22 @@ class StoreWatch(PeerWatch):
                 self._next, self._there = self._next + 1, decision.ranks
                 if rank in decision.new:
                     return self._admission(decision)
+            elif found := self._store.first([FALLEN_BACK], 0):
+                why = found[1].decode()
+                raise RankEndedError(
+                    f"rank {rank} cannot join ranks {list(self._there)}, which train without DLCP: {why}"
+                )
             elif all(self._has_gone(each) for each in self._there if each != rank):
                 raise RankEndedError(f"rank {rank} comes too late: ranks {list(self._there)} have ended")
 
     def decline(self) -> None:
         """Tell ranks that go on without others that this one, on its way in, does not take part."""
         self._store.set(f"here/{self._decisions + 1}/{self._membership.rank}", NEW)
+
+    def let_in_no_more(self, reason: str) -> None:
+        """Tell ranks that apply why they cannot join."""
+        with contextlib.suppress(StoreError):
+            self._store.set(FALLEN_BACK, reason)
 
     def _has_gone(self, rank: int) -> bool:
         """Return whether a rank cannot let others in: it has ended, or was to be let in and has not been."""
@@ -379,9 +422,7 @@ def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:
         try:
             values: NDArray[Any] = bucket.value_type.widen(bucket.values).copy()
             feedback.apply(values, bucket.segments)  # the store loses nothing, so no new residual arises
-            channel = watch.channel(f"average of bucket {pending.sequence}")
-            total = channel.add(values)
-            bucket.values[:] = bucket.value_type.narrow(total / total.dtype.type(len(channel.ranks)))
+            bucket.values[:] = bucket.value_type.narrow(watch.average(f"average of bucket {pending.sequence}", values))
         except Exception as problem:
             done(problem)
         else:

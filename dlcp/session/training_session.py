@@ -32,7 +32,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
@@ -285,6 +285,8 @@ class TrainingSession:
             except NotJoinedError as problem:
                 watch = self.fallback.watch
                 left = watch.regroup(str(problem)) if watch else None
+                if left:
+                    self.averager.membership = left.membership
                 if left is None or left.ranks == agreement.ranks:  # they would fail again
                     self._train_without(agreement, problem)
                     return
@@ -323,10 +325,16 @@ class TrainingSession:
         self._exchange_with(joined)
         self._enter(phase=SessionPhase.READY)
         if watch is not None:
-            self._watcher = threading.Thread(
-                target=self._watch_peers, args=(watch, self._over), name="dlcp-watch", daemon=True
-            )
-            self._watcher.start()
+            self._begin_to_watch(watch)
+
+    def _begin_to_watch(self, watch: PeerWatch) -> None:
+        with self.table.changed:
+            self._over = threading.Event()
+            if self.situation.is_closing:
+                self._over.set()
+        arguments = watch, self._over
+        self._watcher = threading.Thread(target=self._watch_peers, args=arguments, name="dlcp-watch", daemon=True)
+        self._watcher.start()
 
     def _exchange_with(self, joined: Joined) -> None:
         self._joined, self.endpoint = joined, joined.endpoint
@@ -348,9 +356,16 @@ class TrainingSession:
             raise problem
         if self.options.weighted and not agreement.all_publish(WEIGHTED):
             raise NotJoinedError(f"{problem}. Not all ranks set samples=..., so none can weigh by them") from None
-        self._enter(phase=SessionPhase.FALLBACK, reason=str(problem))
+        self._enter_fallback(str(problem))
         if agreement.speaker():
             log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
+
+    def _enter_fallback(self, reason: str) -> None:
+        self._enter(phase=SessionPhase.FALLBACK, reason=reason)
+        if self.options.elastic and self.fallback.watch:  # ranks may still end
+            self.fallback.watch.open()
+            self.fallback.watch.let_in_no_more(reason)
+            self._begin_to_watch(self.fallback.watch)
 
     def _enter(self, **changes: Any) -> None:
         """Change the situation, and wake the threads that wait for a change."""
@@ -583,11 +598,14 @@ class TrainingSession:
                 watchdog.postpone()
                 try:
                     error = watch.check_peers(self._where()) or self._overdue()
-                    admission = None if error or self._admission or not self.on_let_in else watch.newcomers()
+                    lets_in = self.active and not error and self.on_let_in and not self._admission
+                    admission = watch.newcomers() if lets_in else None
                 except RuntimeError as problem:
                     log.debug("the other ranks cannot be watched any more: %s", problem)
                     return
-                if error:
+                if error and self.phase is SessionPhase.FALLBACK:
+                    self._regroup_in_fallback(watch, error)
+                elif error:
                     self.leave(error)
                 elif admission:
                     self._admission = admission
@@ -750,16 +768,31 @@ class TrainingSession:
                 cause = describe(problem)
                 if there.epoch and members.ranks == there.ranks:  # they have tried that already
                     self._hand_over(cause)
+                    if members.ranks != before:
+                        self._note_end(describe(error), before, time.monotonic() - began_s)
                     return True
         self._resume(joined)
-        stood_s = time.monotonic() - began_s
-        self._note_change(
-            self.table.step,
-            f"{cause}. Training goes on after {stood_s:.2f} s in step {self.table.step} with {len(members.ranks)} of "
-            f"{len(before)} ranks: {', '.join(map(str, members.ranks))}",
-            stood_s,
-        )
+        self._note_end(cause, before, time.monotonic() - began_s)
         return True
+
+    def _regroup_in_fallback(self, watch: PeerWatch, error: BaseException) -> None:
+        """Go on with the ranks that are left, among which the fallback averages the open buckets again."""
+        began_s, before, cause = time.monotonic(), self.membership.ranks, describe(error)
+        try:
+            agreement = watch.regroup(cause)
+        except TransportError as final:
+            self.fail(describe(final))
+            return
+        assert agreement
+        with self.table.changed:
+            self.averager.membership = agreement.membership
+            self.table.changed.notify_all()
+        self._note_end(cause, before, time.monotonic() - began_s)
+
+    def _note_end(self, cause: str, before: Sequence[int], stood_s: float) -> None:
+        left, step = self.membership.ranks, self.table.step
+        went_on = f"Training goes on after {stood_s:.2f} s in step {step} with {len(left)} of {len(before)} ranks"
+        self._note_change(step, f"{cause}. {went_on}: {', '.join(map(str, left))}", stood_s)
 
     def _note_change(self, step: int, text: str, stood_s: float) -> None:
         ranks = list(self.membership.ranks)
@@ -783,12 +816,14 @@ class TrainingSession:
         if self.membership.epoch == epoch:
             self.leave(error)
         with self.table.changed:
-            return (
-                self.table.changed.wait_for(
-                    lambda: self.phase is not SessionPhase.RECOVERING, DEADLINE_FACTOR * self.options.deadline_s
-                )
-                and self.membership.epoch > epoch
+            self.table.changed.wait_for(
+                lambda: (
+                    self.phase is not SessionPhase.RECOVERING
+                    and (self.membership.epoch > epoch or self.phase is not SessionPhase.FALLBACK)
+                ),
+                DEADLINE_FACTOR * self.options.deadline_s,
             )
+            return self.phase is not SessionPhase.RECOVERING and self.membership.epoch > epoch
 
     def _resume(self, joined: Joined) -> None:
         """Average with the ranks that have joined again, beginning with the buckets that have come meanwhile."""
@@ -798,7 +833,6 @@ class TrainingSession:
         with table.changed:
             table.begin_epoch()
             waiting = [each for each in table.unfinished() if each.progress is BucketProgress.WAITING]
-            self._over = threading.Event()
             self._begin(joined)
         for pending in waiting:
             self.route_of(pending.step)
@@ -823,7 +857,7 @@ class TrainingSession:
             for pending in table.unfinished():
                 if pending.progress is not BucketProgress.BY_FRAMEWORK:
                     self._fall_back(pending)
-            self._enter(phase=SessionPhase.FALLBACK, reason=reason)
+            self._enter_fallback(reason)
         if self.rank == self.membership.ranks[0]:
             log.warning(
                 "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",

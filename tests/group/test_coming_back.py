@@ -90,6 +90,22 @@ def test_a_rank_that_comes_too_late_is_told_so(start):
     assert "rank 2 comes too late: ranks [0, 1] have ended" in error
 
 
+def test_a_rank_that_comes_to_others_without_dlcp_is_told_so(start):
+    alone = """
+from dlcp.session import joining, training_session
+
+def join(*_, **__):
+    raise joining.NotJoinedError("no packets get through")
+
+training_session.join = join
+with"""
+    fallen_back = TRAINING.replace("\nwith", alone, 1)
+    job = start(2, [], codes={0: fallen_back, 1: fallen_back})
+    job.wait_for(job.processes[0], ["0", "1"])
+    (_, error), *_ = ends_of([job.start(1)])
+    assert "rank 2 cannot join ranks [0, 1], which train without DLCP: no packets get through" in error
+
+
 def test_ranks_of_which_one_dies_before_it_has_joined_train_without_it(start):
     dying = TRAINING.replace("    group.register(", "    os.kill(os.getpid(), 9)\n    group.register(")
     job = start(3, [0, 1], codes={2: dying})

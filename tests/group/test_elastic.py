@@ -73,13 +73,31 @@ with dlcp.session.join""",
 ).replace("            os.kill", "            time.sleep(0.5)\n            os.kill")
 """The rank that ends has sent its last averages only to rank 0, which has begun the next step."""
 
+FALLEN_BACK = TRAINING.replace(
+    "with dlcp.session.join",
+    """
+from dlcp.session import joining, training_session
+succeed = int(os.environ["JOINS"])
 
-def survivors_of(size, dead, how="SIGKILL", at=5, least=1, steps=40, silence_s=20, **variables):
+def join(*arguments, **named):
+    global succeed
+    succeed -= 1
+    if succeed < 0:
+        raise joining.NotJoinedError("no packets get through")
+    return joining.join(*arguments, **named)
+
+training_session.join = join
+with dlcp.session.join""",
+    1,
+).replace("assert group.active or group.size == 1, group.reason", "assert group.reason == 'no packets get through'")
+
+
+def survivors_of(size, dead, how="SIGKILL", at=5, least=1, steps=40, silence_s=20, code=TRAINING, **variables):
     """Train with ``size`` ranks; those in ``dead`` end one after another, a step apart."""
     port, variables = free_port(), {"DLCP_PRECISION": "32", **variables}
     names = ",".join(map(str, dead))
     processes = [
-        start_process(rank, size, port, TRAINING, names, how, at, least, steps, silence_s, **variables)
+        start_process(rank, size, port, code, names, how, at, least, steps, silence_s, **variables)
         for rank in range(size)
     ]
     return processes, ends_of(processes)
@@ -127,6 +145,13 @@ def test_an_average_that_one_rank_has_got_reaches_all_others():
     assert [process.returncode for process in processes] == [0, 0, -signal.SIGKILL], ends
     assert ends[0][0] == ends[1][0]
     assert ends[0][0].startswith("0 1 ")
+
+
+@pytest.mark.parametrize("joins", [0, 1])
+def test_ranks_that_have_fallen_back_to_the_store_go_on_too(joins):
+    warning = check(4, [3, 1], code=FALLEN_BACK, JOINS=joins)
+    assert "Training continues with the store" in warning
+    assert "ranks: 0, 2." in warning
 
 
 def test_the_others_go_on_without_a_rank_that_leaves():
