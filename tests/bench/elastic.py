@@ -13,6 +13,8 @@ In each try one rank of :mod:`tests.bench.elastic_job`, drawn at random, is hit 
 A try fails if ranks hang, if those that are left do not end with equal parameters, or if one that was left out does not
 end with an error that says so.
 
+With ``--torchft``, the processes train with torchft and its Gloo process group instead.
+
 With ``--schedule``, kills, stops and pulled cables come for so long, and each rank that has ended starts again after a
 second. The figure is what share of an undisturbed training's throughput the ranks have that take part, in the mean.
 """
@@ -60,6 +62,8 @@ MOMENT_S: Final = (1.0, 3.0)
 """When a rank is hit, after all have settled."""
 GONE_ON: Final = "go on without"
 """What the error of a rank says that was left out, and can reach the store."""
+DISCARDED: Final = "discarded"
+"""The name of the number of steps that were thrown away."""
 LIMITS_S: Final = (1.0, 5.0)
 """For each time, the results say in how many tries it was within these limits."""
 SCHEDULED: Final = ("kill", "stop", "link")
@@ -109,18 +113,29 @@ def noticed_s(left: Sequence[RankProcess], fault_s: float) -> float:
     raise TryError("no rank has said that training goes on")
 
 
+def torchft_noticed(left: Sequence[RankProcess], fault_s: float, gone_on_s: float) -> dict[str, float]:
+    """Return when a replica has thrown its step away, or at the latest gone on, and how many steps each threw away."""
+    thrown = [[note["at_s"] for note in each.notes("discarded") if note["at_s"] > fault_s] for each in left]
+    noticed_s = min([gone_on_s, *(at_s for times in thrown for at_s in times)])
+    return {"notice": noticed_s - fault_s, DISCARDED: median([float(len(times)) for times in thrown])}
+
+
 def once(job: Job, fault: str, victims: Sequence[RankProcess]) -> dict[str, float]:
     """Let ranks have a fault; return the times after it, in seconds, once all have ended well."""
     left = [each for each in job.all if each not in victims]
     fault_s = hit(job, fault, victims)
     try:
         back = job.start(victims[0].place) if fault == "back" else None
-        steps = job.go_on(left, [each.rank() for each in victims])
+        steps = job.go_on(left, [each.rank() for each in victims], fault_s)
         found = {
-            "notice": noticed_s(left, fault_s),
             "step": max(times[0] for times in steps) - fault_s,
             "next_step": max(times[1] for times in steps) - fault_s,
         }
+        if job.torchft:  # it would let a process come back that was lost for some time
+            victims[0].close()
+            job.finish(left)
+            return torchft_noticed(left, fault_s, min(times[0] for times in steps)) | found
+        found = {"notice": noticed_s(left, fault_s)} | found
         if back:
             return found | come_back(job, left, back, fault_s + found["next_step"])
         mend(job, fault, victims)
@@ -183,7 +198,12 @@ def measure(fault: str, ranks: int, hosts: Hosts, arguments: argparse.Namespace,
         for what, seconds in times.items():
             found.setdefault(what, []).append(seconds)
     results = [
-        result(f"{name}.{what}", "s", times, details=extremes(times) | {"failed": len(failed)})
+        result(
+            f"{name}.{what}",
+            "steps" if what == DISCARDED else "s",
+            times,
+            details=extremes(times) | {"failed": len(failed)},
+        )
         for what, times in found.items()
     ]
     if failed:
@@ -407,6 +427,7 @@ BENCHMARK: Final = Benchmark(
         "--pause-ms": float_option(10.0, "that a step computes", DURATIONS, "MS"),
         "--seed": int_option(SEED, "of ranks and moments", least=0),
         "--loopback": {"action": "store_true", "help": "all ranks on this host, through memory: kill, stop and back"},
+        "--torchft": float_option(0.0, "seconds that torchft may take to notice; trains with it instead", SECONDS, "S"),
         "--keep": {"type": Path, "metavar": "FOLDER", "help": "where to keep what ranks write"},
     },
     root=True,

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,6 +81,10 @@ class Hosts(Closing):
     def command(self, rank: int) -> list[str]:
         """Return the command with which a program starts on a rank's host."""
         return [] if self._network is None else ["nsenter", f"--net={self._network.hosts[rank].namespace.path}", "--"]
+
+    def address(self, rank: int) -> str:
+        """Return the address of a rank's host; -1 is the store's."""
+        return "127.0.0.1" if self._network is None else self._network.hosts[rank].address
 
     def set_links(self, ranks: Iterable[int], state: str) -> None:
         """Pull cables of hosts, or plug them in: ``down`` or ``up``."""
@@ -203,23 +208,31 @@ class Job(Closing):
         The options of the command line.
     folder
         For the ranks' files.
+
+    Attributes
+    ----------
+    torchft
+        Whether it trains with torchft instead of DLCP.
     """
 
     def __init__(self, hosts: Hosts, ranks: int, arguments: argparse.Namespace, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.hosts, self._ranks, self._folder, self._end = hosts, ranks, folder, folder / "end"
-        host, port, self._close_store = hosts.serve()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
-        fixed = {
-            "WORLD_SIZE": ranks,
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            STORE_VARIABLE: 1,
-            "DLCP_ELASTIC": LEAST,
-        }
-        fixed |= {"PYTHONFAULTHANDLER": 1, "OMP_NUM_THREADS": 1, "OPENBLAS_NUM_THREADS": 1}
-        if not arguments.loopback:
-            fixed["DLCP_SHARED_MEMORY"] = 0
+        fixed = {"WORLD_SIZE": ranks, "PYTHONFAULTHANDLER": 1, "OMP_NUM_THREADS": 1, "OPENBLAS_NUM_THREADS": 1}
+        self.torchft = bool(arguments.torchft)
+        if self.torchft:
+            self._close_store = self._serve_lighthouse(folder / "lighthouse.err", arguments)
+            fixed |= {
+                "TORCHFT_LIGHTHOUSE": f"http://{hosts.address(-1)}:{PORT}",
+                "TORCHFT_TIMEOUT_S": arguments.torchft,
+                "GLOO_SOCKET_IFNAME": "lo" if arguments.loopback else HOST_INTERFACE,
+            }
+        else:
+            host, port, self._close_store = hosts.serve()
+            fixed |= {"MASTER_ADDR": host, "MASTER_PORT": port, STORE_VARIABLE: 1, "DLCP_ELASTIC": LEAST}
+            if not arguments.loopback:
+                fixed["DLCP_SHARED_MEMORY"] = 0
         self._environment = kept | {name: str(value) for name, value in fixed.items()}
         values = round(1e6 * arguments.megabytes / VALUE_BYTES)
         self._arguments = [str(self._end), str(values), str(arguments.pause_ms / 1e3)]
@@ -233,6 +246,26 @@ class Job(Closing):
             self.close()
             raise
 
+    def _serve_lighthouse(self, errors: Path, arguments: argparse.Namespace) -> Callable[[], None]:
+        """Serve torchft's membership on the store's host; return a function that ends it."""
+        timeout_ms = round(1e3 * arguments.torchft)
+        options = ["--min_replicas", LEAST, "--bind", f"[::]:{PORT}", "--quorum_tick_ms", 10]
+        options += ["--heartbeat_timeout_ms", timeout_ms]
+        program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+        with errors.open("wb") as file:
+            served = subprocess.Popen(
+                [*self.hosts.command(-1), program, *map(str, options)],
+                stdout=file,
+                stderr=file,
+                preexec_fn=killed_with_parent(),
+            )
+
+        def close() -> None:
+            served.kill()
+            served.wait()
+
+        return close
+
     def close(self) -> None:
         """End all processes and the store."""
         for each in self.all:
@@ -241,8 +274,10 @@ class Job(Closing):
 
     def start(self, place: int) -> RankProcess:
         """Start a process on a rank's host."""
-        command = [*self.hosts.command(place), *python_command("tests.bench.elastic_rank")]
-        name, environment = f"rank-{place}-process-{len(self.all)}", self._environment | {"RANK": str(place)}
+        program = "tests.bench.elastic_torchft_rank" if self.torchft else "tests.bench.elastic_rank"
+        command = [*self.hosts.command(place), *python_command(program)]
+        own = {"RANK": str(place), "TORCHFT_HOST": self.hosts.address(place)}
+        name, environment = f"rank-{place}-process-{len(self.all)}", self._environment | own
         self.all.append(RankProcess(place, command, self._folder, name, self._arguments, environment))
         return self.all[-1]
 
@@ -276,15 +311,14 @@ class Job(Closing):
         ends = [f"process {self.all.index(each)} (rank {each.rank()}): {each.errors()}" for each in of]
         return TryError("\n".join([why, *ends]))
 
-    def go_on(self, left: Sequence[RankProcess], lost: Iterable[int], more: int = SETTLING_STEPS) -> list[list[float]]:
+    def go_on(self, left: Sequence[RankProcess], lost: Iterable[int], since_s: float) -> list[list[float]]:
         """Wait until processes have made steps without the ranks that are lost; return when each has ended its own."""
 
         def without() -> list[list[float]]:
-            return [
-                [note["at_s"] for note in each.notes("step") if not set(lost) & set(note["ranks"])] for each in left
-            ]
+            steps = [[note for note in each.notes("step") if note["at_s"] > since_s] for each in left]
+            return [[note["at_s"] for note in notes if not set(lost) & set(note["ranks"])] for notes in steps]
 
-        self.wait(lambda: all(len(times) >= more for times in without()), GO_ON_S, "go on", left)
+        self.wait(lambda: all(len(times) >= SETTLING_STEPS for times in without()), GO_ON_S, "go on", left)
         return without()
 
     def is_left_out(self, lost: RankProcess, fault_s: float, why: str = "") -> float:
