@@ -23,8 +23,18 @@ from dlcp.collectives.message_numbers import ALL_GATHER, part_number, parts_allo
 from dlcp.collectives.partial_result import PartialResult
 from dlcp.collectives.reduction_rules import average
 from dlcp.collectives.step_metadata import read_samples
-from dlcp.transport import RELIABLE, Arrival, Connection, Delivery, MessageKey, ReceiveRequest, SendRequest
+from dlcp.transport import (
+    RELIABLE,
+    Arrival,
+    Connection,
+    Delivery,
+    MessageKey,
+    PeerLeftError,
+    ReceiveRequest,
+    SendRequest,
+)
 from dlcp.transport.ledger import Ledger
+from dlcp.transport.messages import at_step
 from dlcp.values.planes import FULL_BITS, PlaneLayout
 from dlcp.values.tags import PacketTags, Segment, queue_of_layer
 
@@ -222,7 +232,7 @@ class ParameterServer:
         """Rounding errors of the average before, which the latest one includes, if workers may revoke that."""
         self._samples: tuple[int, dict[int, int]] = (-1, {})
         """The latest step with known samples, and their number on each worker."""
-        connection.call(partial(connection.listen, self._receive))
+        connection.call(partial(connection.listen, self._receive, self._check_workers))
 
     def _receive(self, worker: int, key: MessageKey) -> None:
         """Post a receive for a contribution whose first packet has arrived."""
@@ -237,6 +247,17 @@ class ParameterServer:
             self._send_average(key, bucket)
             # A worker is at most one step ahead of another: it cannot start the next without this one's average.
             self.connection.begin_step(key.step - 1)
+        else:
+            self._check_workers()
+
+    def _check_workers(self) -> None:
+        """Fail if a worker has left without a contribution that the others wait for."""
+        for key, bucket in self._buckets.items():
+            where = at_step(self.connection.membership.job, key.step)
+            for worker in self.workers:
+                if worker not in bucket and (why := self.connection.peers[worker].left):
+                    problem = f"{where}: rank {worker} has left ({why}) while others waited for {self._label(key)}"
+                    self._fail(PeerLeftError(f"{problem}; do all ranks run the same number of steps?"))
 
     def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
         sequence, payload_bytes = self._sequence(key), self.connection.options.payload_bytes

@@ -4,12 +4,22 @@
 import argparse
 import os
 import shutil
+import signal
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 from dlcp.commands.common import add, refuse, whole
 from dlcp.host.processes import JobLayout, Processes
 from dlcp.inputs.configuration import STORE_VARIABLE, short
 from dlcp.inputs.error_text import ipv4_only, is_ipv6
+
+if TYPE_CHECKING:  # it loads gRPC
+    from dlcp.session.store import StoreServer
+
+POLL_S: Final = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,20 +70,36 @@ def run_elastic(layout: JobLayout, command: Sequence[str], least: int, *, restar
     environment = {**os.environ, "DLCP_ELASTIC": str(least), STORE_VARIABLE: "1"}
     # Its handlers of forks would let some children abort before they become the command.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    if layout.node == 0:
-        _serve_store(layout)
+    store = _serve_store(layout) if layout.node == 0 else None
     with Processes(layout, command, environment, elastic=True, restart=restart) as processes:
-        return processes.run()
+        status = processes.run()
+    return status if store is None or processes.was_told or _wait_for_others(store) else 128 + signal.SIGINT
 
 
-def _serve_store(layout: JobLayout) -> None:
+def _wait_for_others(store: "StoreServer") -> bool:
+    """Serve the store until the ranks on other machines have left; return False if the user does not want to wait."""
+    if store.users:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nobody is left here to be told
+        print(
+            "dlcp launch: all processes here have ended; the store is served until those on other machines have, too",
+            file=sys.stderr,
+            flush=True,
+        )
+    with suppress(KeyboardInterrupt):
+        while store.users:
+            time.sleep(POLL_S)
+        return True
+    return False
+
+
+def _serve_store(layout: JobLayout) -> "StoreServer":
     """Serve the store in this process, so that it outlives each rank."""
     from dlcp.session.options import Options  # loads gRPC, as the next ones: only for elastic jobs
     from dlcp.session.secret import job_secret
     from dlcp.session.store import serve
 
     options = Options.from_environment()
-    serve((layout.host, layout.port), job_secret(options), options.tls)
+    return serve((layout.host, layout.port), job_secret(options), options.tls)
 
 
 def _layout(arguments: argparse.Namespace) -> JobLayout:

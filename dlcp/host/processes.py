@@ -423,6 +423,11 @@ class Processes(Closing):
         Whether the others go on if one fails.
     restart
         Whether one that fails is started again then, as long as others run.
+
+    Attributes
+    ----------
+    was_told
+        Whether a signal has ended the job.
     """
 
     def __init__(
@@ -434,7 +439,7 @@ class Processes(Closing):
         elastic: bool = False,
         restart: bool = False,
     ) -> None:
-        self._elastic, self._restart = elastic, restart
+        self._elastic, self._restart, self.was_told = elastic, restart, False
         self._layout, self._command, self._environment = layout, list(command), environment
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -504,6 +509,7 @@ class Processes(Closing):
                         child.send_signal(_PREEMPTION)
                 continue
             if local_rank < 0:
+                self.was_told = True
                 self.stop(signal.Signals(status))
                 return 128 + status
             if status:

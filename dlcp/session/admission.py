@@ -23,7 +23,7 @@ from dlcp.transport import DeadlineError, RankEndedError
 
 if TYPE_CHECKING:  # only groups have these: gRPC serves their store
     from dlcp.session.division import Division
-    from dlcp.session.store import Store
+    from dlcp.session.store import Store, StoreChannel
 
 log = logging.getLogger("dlcp")
 
@@ -48,6 +48,8 @@ class RankAdmission:
         Who divides the data of each step.
     deadline_s
         How long old ranks wait for each other, in seconds.
+    state_channel
+        Of the lowest rank and the new ones, for the state where they have no path to each other.
 
     Attributes
     ----------
@@ -71,7 +73,9 @@ class RankAdmission:
         over: Callable[[], list[str]],
         division: "Division",
         deadline_s: float,
+        state_channel: "StoreChannel",
     ) -> None:
+        self.state_channel = state_channel
         self.agreement, self.old, self.new = agreement, tuple(old), tuple(new)
         self.first_step: int | None = None
         self.joined: Joined | None = None

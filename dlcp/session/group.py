@@ -307,12 +307,11 @@ class Group:
                 raise ValueError(f"rank {self.rank} cannot take part: {state.problem}")
             _compare_names(names, state.names, self.rank, admission.old[0])
             data = np.zeros(state.nbytes, np.uint8)
-            among = admission.old[0], *admission.new
-            broadcast(admission.joined.endpoint, among, state.step - 1, data, admission.old[0], self.options.deadline_s)
+            self._share_state(admission, state.step - 1, data)
         except (NotJoinedError, TransportError) as problem:
             watch.decline()
             admission.close()
-            if isinstance(problem, NotJoinedError) and not admission.agreement.gone():
+            if isinstance(problem, NotJoinedError) and not (problem.is_for_server or admission.agreement.gone()):
                 raise  # it would fail again
             log.warning("DLCP: rank %d was not let in, and tries again: %s", self.rank, problem)
             return None
@@ -338,13 +337,22 @@ class Group:
             problem = f"rank {self.rank} cannot save the state: {error!r}"
         state = SavedState(step, list(buckets.layers), buckets.plan.described(), len(data), session.label, problem)
         admission.publish("state", state.to_json())
-        if data and self.endpoint:
-            arguments = self.endpoint, (self.rank, *admission.new), step - 1, np.frombuffer(data, np.uint8)
+        if data:
+            arguments = admission, step - 1, np.frombuffer(data, np.uint8)
             threading.Thread(target=self._send_state, args=arguments, name="dlcp-state", daemon=True).start()
 
-    def _send_state(self, endpoint: Endpoint, ranks: Sequence[int], step: int, data: NDArray[np.uint8]) -> None:
+    def _share_state(self, admission: RankAdmission, step: int, data: NDArray[np.uint8]) -> None:
+        """Copy the state from the lowest rank into the new ones' ``data``."""
+        assert admission.joined
+        ranks, root = (admission.old[0], *admission.new), admission.old[0]
+        if admission.joined.membership.server is None:
+            broadcast(admission.joined.endpoint, ranks, step, data, root, self.options.deadline_s)
+        else:  # the workers have no path to each other
+            admission.state_channel.broadcast(data, root)
+
+    def _send_state(self, admission: RankAdmission, step: int, data: NDArray[np.uint8]) -> None:
         try:
-            broadcast(endpoint, ranks, step, data, self.rank, self.options.deadline_s)
+            self._share_state(admission, step, data)
         except TransportError as error:  # a rank has ended, which the session notices, too
             log.warning("DLCP: new ranks did not get the state: %s", error)
 

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,22 @@ POLL_MAX_S: Final = 0.1
 
 
 class NotJoinedError(RuntimeError):
-    """The ranks have agreed not to use DLCP; the message says why and what to do."""
+    """The ranks have agreed not to use DLCP; the message, the same on all ranks, says why and what to do."""
+
+    RANK_ENDED: Final = "has ended"
+    """The end of the message if it is because a rank has."""
+    NO_SERVER: Final = "has no parameter server"
+    """In the message if it is because the parameter server is lost."""
+
+    @property
+    def is_for_rank(self) -> bool:
+        """Whether it is because a rank has ended."""
+        return str(self).endswith(self.RANK_ENDED)
+
+    @property
+    def is_for_server(self) -> bool:
+        """Whether it is because the parameter server is lost."""
+        return self.NO_SERVER in str(self)
 
 
 # Agreement ------------------------------------------------------------------------------------------------------------
@@ -70,6 +85,8 @@ class Agreement:
         Instead of ``rank`` and ``size``: the ranks that go on with a session that has begun.
     gone
         Returns why a rank will not take part any more, or None; the others then do not wait for it.
+    without_server
+        Whether the ranks exchange directly now, because the parameter server of the options is lost.
 
     Attributes
     ----------
@@ -92,8 +109,10 @@ class Agreement:
         host: str | None = None,
         membership: Membership | None = None,
         gone: Callable[[], str | None] = lambda: None,
+        *,
+        without_server: bool = False,
     ) -> None:
-        self.gone = gone
+        self.gone, self.without_server = gone, without_server
         self._sealed = None if secret is None else SealedStore(store, secret)
         self._secret = secret
         self.store = self._sealed or store
@@ -317,7 +336,7 @@ class Joined:
     membership
         The ranks, their addresses and hosts, and the session token; as the agreement has it, too.
     link
-        Rank 0's connection to the parameter server, if there is one.
+        The lowest rank's connection to the parameter server, if there is one.
     remote
         Whether any rank reaches another one through a network, and not through memory; the same on all ranks.
     """
@@ -455,11 +474,11 @@ def _connect(
     # Ranks share a network port if they share a host name and an address. Network namespaces of one machine have
     # different addresses.
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
-    remark, link = "", None
+    remark, link, server_rank = "", None, max(agreement.ranks) + 1
     if options.server:
-        workers = [entries[peer]["address"] for peer in agreement.ranks]
+        workers = {peer: entries[peer]["address"] for peer in agreement.ranks}
         link, server = _invite_server(options, agreement, workers, token, undo)
-        peers = {size: server}
+        peers = {server_rank: server}
     else:
         payload_bytes, remark = _probe_paths(options, agreement, sock, peers, token)
         options = options.with_(payload_bytes=payload_bytes)
@@ -467,11 +486,15 @@ def _connect(
     names = {peer: entry["memory"] for peer, entry in entries.items() if entry["memory"]}
     if len(names) > 1:  # the same on all ranks, so all or none take part
         shared, remote = _share_memory(agreement, memory, names, options.job, token, undo)
-    server_rank = size if options.server else None
     membership = agreement.membership = replace(
-        agreement.membership, peers=peers, job=options.job, token=token, hosts=hosts, server=server_rank
+        agreement.membership,
+        peers=peers,
+        job=options.job,
+        token=token,
+        hosts=hosts,
+        server=server_rank if options.server else None,
     )
-    transport = options.transport(size, Topology(hosts, server=server_rank))
+    transport = options.transport(size, Topology(hosts, server=membership.server))
     endpoint = open_endpoint(membership, options=transport, shared=shared)
     undo.pop_all()  # from here on, endpoint and joined own the socket, memory and link
     joined = Joined(endpoint, options, remark, membership, link, remote)
@@ -481,25 +504,32 @@ def _connect(
 
 
 def _invite_server(
-    options: Options, agreement: Agreement, workers: Sequence[Address], token: int, undo: ExitStack
+    options: Options, agreement: Agreement, workers: Mapping[int, Address], token: int, undo: ExitStack
 ) -> "tuple[ServerLink | None, Address]":
-    """Have rank 0 invite the parameter server.
+    """Have the lowest rank invite the parameter server.
 
     Returns
     -------
-    On rank 0 the connection to the server, else None; and the server's address.
+    On the lowest rank the connection to the server, else None; and the server's address.
     """
-    link, address = None, None
-    if agreement.rank == 0:
+    link, address, lowest = None, None, agreement.ranks[0]
+    if agreement.rank == lowest:
         from dlcp.session.serving import ServerLink  # most jobs have none
 
-        # The other ranks wait for the result, so rank 0 must report a missing server before their deadline.
-        link = ServerLink(options, (1 - REACH_SHARE) * agreement.left_s)
-        undo.callback(link.close, "the ranks have agreed not to use DLCP")
-        address = link.invite(workers, token)
+        # The other ranks wait for the result, so this one must report a missing server before their deadline.
+        # In a later epoch, they would go on without this one if it waited for longer than they may be silent.
+        limit_s = (1 - REACH_SHARE) * agreement.left_s
+        if agreement.membership.epoch:
+            limit_s = min(limit_s, options.silence_s / 2)
+        try:
+            link = ServerLink(options, limit_s)
+            undo.callback(link.close, "the ranks have agreed not to use DLCP")
+            address = link.invite(workers, token)
+        except TransportError as problem:
+            raise NotJoinedError(f"rank {lowest} {NotJoinedError.NO_SERVER}: {problem}") from None
     agreement.publish("server", address)
     missing = f"has no answer from the parameter server at {options.server}"
-    host, port = _collect_from_all(agreement, "server", missing)[0]
+    host, port = _collect_from_all(agreement, "server", missing)[lowest]
     return link, (host, port)
 
 

@@ -89,8 +89,8 @@ class Options:
     elastic
         The fewest ranks with which training goes on without those that have ended: 2 lets it end if just one is left.
         With 0, the default, a rank that ends also ends the others. Averages are then those of the ranks that are left.
-        It needs ``fallback``, and goes neither with a parameter server nor with ``samples``, ``compression`` or another
-        ``combine`` than ``average``.
+        Without a parameter server that has ended, they exchange directly. It needs ``fallback``, and goes neither with
+        ``samples`` nor with ``compression`` or another ``combine`` than ``average``.
     route
         Who averages gradients while DLCP works: ``dlcp``; ``framework``, with its own all-reduce, or FSDP2's
         reduce-scatter; or ``auto``: the ranks time steps with each, and use the faster one (:mod:`dlcp.policies.arms`).
@@ -186,7 +186,7 @@ class Options:
             what = "compression 'signsgd', which counts votes" if votes else f"combine {self.combine!r}"
             raise ValueError(f"samples are the weights of an average and do not apply to {what}: omit one of the two")
         if self.elastic:
-            fixed = self.given(WHOLE_STEP) + ["collective"] * bool(self.server) + ["fallback"] * (not self.fallback)
+            fixed = self.given(WHOLE_STEP) + ["fallback"] * (not self.fallback)
             if fixed:
                 raise ValueError(
                     f"elastic lets training go on without ranks that have ended, which {', '.join(fixed)} does not "

@@ -91,6 +91,9 @@ class PeerWatch(ABC):
         """Return the ranks that are to be let in; None if there are none."""
         return None
 
+    def lose_server(self, reason: str) -> None:  # noqa: B027  # without elastic, the ranks fall back
+        """Let all ranks do without the parameter server from the next epoch on."""
+
     def let_in_no_more(self, reason: str) -> None:  # noqa: B027  # without elastic, no rank comes later
         """Announce that no ranks are let in from now on, for a reason."""
 

@@ -2,12 +2,12 @@
 """How a parameter server joins training sessions.
 
 The server runs a key-value store (:mod:`dlcp.session.store`) at the address in its workers' ``collective``. When the
-ranks of a session have met, rank 0 writes an invitation into that store: the job's options, the session token and the
-workers' addresses. The server opens an endpoint for the session and answers with the
+ranks of a session have met, the lowest one writes an invitation into that store: the job's options, the session token
+and the workers' addresses. The server opens an endpoint for the session and answers with the
 endpoint's address, or refuses with a reason. It takes the job's options from the invitation; only its addresses, secret
 and certificates are its own.
 
-Rank 0 stays connected to the store while the session lasts. When the connection ends, the server leaves the session.
+That rank stays connected to the store while the session lasts. When the connection ends, the server leaves the session.
 """
 
 import json
@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -37,14 +37,14 @@ INVITATION: Final = "invitation"
 ANSWER: Final = "answer"
 OWNER: Final = "the parameter server"
 INVITE_AGAIN_S: Final = 0.02
-"""Seconds between rank 0's attempts to write its invitation, while another session's is pending. Not tuned."""
+"""Seconds between attempts to write an invitation, while another session's is pending. Not tuned."""
 LOOK_S: Final = 0.25
 """Seconds between the server's checks whether it must stop, or a session has failed. Not tuned."""
 MEET_ITSELF_S: Final = 10.0
 
 
 class ServerLink:
-    """Rank 0's connection to the parameter server. Closing it makes the server leave the session.
+    """The lowest rank's connection to the parameter server. Closing it makes the server leave the session.
 
     Parameters
     ----------
@@ -67,13 +67,13 @@ class ServerLink:
         self._session = secrets.token_hex(16)
         self._store = Store(self._address, deadline_s, self._secret, options.tls, OWNER)
 
-    def invite(self, workers: Sequence[Address], token: int) -> Address:
+    def invite(self, workers: Mapping[int, Address], token: int) -> Address:
         """Invite the server to the session; return the address of its endpoint there.
 
         Parameters
         ----------
         workers
-            The address of each rank's endpoint, rank 0 first.
+            The address of each rank's endpoint.
         token
             The session token. It is sent encrypted with the secret.
 
@@ -82,12 +82,13 @@ class ServerLink:
         TransportError
             The server refuses, or does not answer in time.
         """
-        self._store.leave(ended_key(self._session), "rank 0 gives up, or its process or connection is gone")
+        why = f"rank {min(workers)} gives up, or its process or connection is gone"
+        self._store.leave(ended_key(self._session), why)
         content = {
             "version": dlcp.__version__,
             "session": self._session,
             "options": self._options.of_job(),
-            "workers": workers,
+            "workers": list(workers.items()),
             "token": token ^ _mask(self._secret, self._session),
         }
         invitation = json.dumps(content)
@@ -102,6 +103,21 @@ class ServerLink:
             raise TransportError(f"the parameter server at {self._options.server} refuses: {answer['refused']}")
         host, port = answer["address"]
         return host or self._address[0], port
+
+    def lost(self) -> str | None:
+        """Return why the server cannot serve any more, or None if it can."""
+        if not self._store.is_connected:
+            return f"the parameter server at {self._options.server} has ended, or its connection broke"
+        try:
+            self._store.check([INVITATION], answer_s=self._options.silence_s / 2)
+        except StoreError as problem:
+            return str(problem)
+        return None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server's process lives, as far as its connection tells."""
+        return self._store.is_connected
 
     def close(self, reason: str | None = None) -> None:
         """Make the server leave the session; with a ``reason``, as if this rank had died."""
@@ -152,7 +168,7 @@ class SessionServer(Closing):
         self._secret = job_secret(options)
         self.ledgers: list[Ledger] = []
         self._servers: dict[str, _Served | None] = {}
-        """Sessions until their rank 0 has disconnected; None for those that were refused, or that the server left."""
+        """Sessions until their lowest rank has disconnected; None for those refused, or that the server has left."""
         self._leaving: list[threading.Thread] = []
         try:
             self._store_server = StoreServer(parse_address(options.bind), self._secret, options.tls)
@@ -162,7 +178,7 @@ class SessionServer(Closing):
         self._store = Store(self.address, MEET_ITSELF_S, self._secret, options.tls, OWNER)
 
     def serve(self, stopped: threading.Event) -> None:
-        """Join sessions until ``stopped`` is set; leave each when its rank 0 disconnects, or when it fails."""
+        """Join sessions until ``stopped`` is set; leave each when its lowest rank disconnects, or when it fails."""
         while not stopped.is_set():
             ends = {ended_key(session): session for session in self._servers}
             found = self._store.first([*ends, INVITATION], LOOK_S)
@@ -202,7 +218,7 @@ class SessionServer(Closing):
                 f"it has DLCP {dlcp.__version__} and the workers {invitation['version']}; install the same everywhere"
             )
         options = Options(**invitation["options"], advertise=self._options.advertise)
-        workers: dict[int, Address] = {rank: (host, port) for rank, (host, port) in enumerate(invitation["workers"])}
+        workers: dict[int, Address] = {rank: (host, port) for rank, (host, port) in invitation["workers"]}
         for host, _ in workers.values():
             socket.getaddrinfo(host, None, socket.AF_INET)
         ports = self.address[1], *range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT), 0
@@ -212,7 +228,8 @@ class SessionServer(Closing):
         transport = replace(options.transport(len(workers)), flow_weight=1.0)
         token = invitation["token"] ^ _mask(self._secret, invitation["session"])
         ranks = tuple(workers)
-        membership = Membership(len(ranks), workers, options.job, token, ranks, server=len(ranks))
+        own = max(ranks) + 1
+        membership = Membership(own, workers, options.job, token, ranks, server=own)
         endpoint = Endpoint(membership, sock, options=transport)
         server = ParameterServer(endpoint.connection, ranks, options=options.reduction(), weighted=options.weighted)
         self.ledgers.append(server.ledger)

@@ -165,6 +165,11 @@ class StoreServer(grpc.GenericRpcHandler):
         port = asyncio.run_coroutine_threadsafe(self._listen(address), self._loop).result()
         self.address: Address = (address[0], port)
 
+    @property
+    def users(self) -> int:
+        """The number of connected ranks."""
+        return len(self._last_wills)
+
     def close(self) -> None:
         """Close all connections."""
         if self._watching:
@@ -546,9 +551,14 @@ class Store:
             if time.monotonic() >= end_s:
                 return None
 
-    def check(self, keys: Iterable[str]) -> bool:
-        """Return whether all these keys have a value."""
-        return bool(self._link.call("check", self._head(keys))[0])
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection has not broken."""
+        return self._link.is_connected
+
+    def check(self, keys: Iterable[str], *, answer_s: float = ANSWER_S) -> bool:
+        """Return whether all these keys have a value; the store may take ``answer_s`` seconds to answer."""
+        return bool(self._link.call("check", self._head(keys), limit_s=answer_s)[0])
 
     def read(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the values of those of the keys that have one, in one query."""
@@ -665,6 +675,10 @@ class _Link:
             self._calls[name] = call
         return self._calls[name]
 
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._attendance.is_active())
+
     def close(self) -> None:
         self._attendance.cancel()
         self._channel.close()
@@ -771,6 +785,10 @@ class StoreChannel:
                 self._give(f"{self.rank}", b"")
                 # Kept: only the root knows that all ranks are in this round.
                 self._written = [*older, *self._written]
+
+    def forget(self) -> None:
+        """Delete what this rank has written: no round of this channel will be complete any more."""
+        self._store.delete(self._written)
 
     def _add_part(self, part: NDArray[Any]) -> NDArray[Any]:
         first = self.ranks[0]

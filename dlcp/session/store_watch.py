@@ -22,7 +22,7 @@ from dlcp.collectives import Residual
 from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import PendingBucket
 from dlcp.session.division import Division
-from dlcp.session.joining import Agreement
+from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.store import ANSWER_S, BEAT_S, Store, StoreChannel, StoreError, ended_key
@@ -39,6 +39,8 @@ CLOSED: Final = "it has left the group"
 """The reason that a rank leaves in the store when it closes its group normally."""
 FALLEN_BACK: Final = "fallen back"
 """The key under which ranks write why they average without DLCP: then nobody can join them."""
+SERVER_LOST: Final = "server lost"
+"""The key under which a rank writes why the parameter server is lost; the next decision is to do without it."""
 NEW: Final = "new"
 """The answer of a rank that has joined, but has not completed a step yet: it cannot go on with the others."""
 
@@ -57,18 +59,21 @@ class Decision:
         How many applications have been decided on.
     drawn
         If ranks go on without others: the first step for which none of them has drawn data.
+    without_server
+        Whether they do without the parameter server of the options.
     """
 
     ranks: tuple[int, ...]
     new: tuple[int, ...] = ()
     applications: int = 0
     drawn: int = 0
+    without_server: bool = False
 
     @classmethod
     def from_json(cls, text: bytes) -> "Decision":
         """Return the decision that :meth:`to_json` has written."""
         read = json.loads(text)
-        return cls(tuple(read["ranks"]), tuple(read["new"]), read["applications"], read["drawn"])
+        return cls(**read | {"ranks": tuple(read["ranks"]), "new": tuple(read["new"])})
 
     def to_json(self) -> str:
         """Return it as text."""
@@ -118,6 +123,7 @@ class StoreWatch(PeerWatch):
         self.division = division
         self._decisions = membership.epoch
         self._applications = 0
+        self._without_server = False
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
         # Of a rank that applies: the next decision, the place of the next application, and who takes part so far.
@@ -163,15 +169,18 @@ class StoreWatch(PeerWatch):
                 total = channel.add(values)
                 if self._options.elastic:
                     channel.gather(None)  # all have it; else all add again
-            except RankEndedError:
-                if not self._options.elastic or not self._comes_after(epoch):
+            except RankEndedError as error:
+                if not self._options.elastic or not self._comes_after(epoch, str(error)):
                     raise
+                channel.forget()
             else:
                 average: NDArray[Any] = total / total.dtype.type(len(channel.ranks))
                 return average
 
-    def _comes_after(self, epoch: int) -> bool:
-        """Wait for the next epoch; return whether it has come."""
+    def _comes_after(self, epoch: int, reason: str) -> bool:
+        """Have all ranks begin the next epoch, for a reason, and wait for it; return whether it has come."""
+        if self._membership.epoch == epoch:  # a rank that has left normally is no other reason to do so
+            self.publish_left(reason)
         with self._attending:
             return self._attending.wait_for(lambda: self._membership.epoch > epoch, self._options.deadline_s)
 
@@ -275,7 +284,8 @@ class StoreWatch(PeerWatch):
                 answered, came = self._answers(number)
             if not came and not self._store.check([f"decided/{number}"]):
                 return Decision(())  # this rank has ended, or only ranks that have not completed a step are left
-            proposal = Decision(tuple(came), (), self._applications, max(came.values(), default=0))
+            drawn = max(came.values(), default=0)
+            proposal = Decision(tuple(came), (), self._applications, drawn, without_server=self._does_without_server())
             decision = self._decide(number, proposal)
             if decision.new or self._membership.rank in decision.ranks:
                 self._note(number, decision)
@@ -291,6 +301,14 @@ class StoreWatch(PeerWatch):
         came = {here[key]: value for key, value in found.items() if key in here and here[key] not in gone}
         can = {rank: int(value) for rank, value in came.items() if value != NEW.encode()}
         return len(gone) + len(came), can
+
+    def lose_server(self, reason: str) -> None:
+        """Let all ranks do without the parameter server from the next epoch on."""
+        if self._options.elastic and not self._is_cut_off:
+            self._store.compare_set(SERVER_LOST, "", reason)
+
+    def _does_without_server(self) -> bool:
+        return bool(self._options.server) and self._store.check([SERVER_LOST])
 
     # Letting ranks in -------------------------------------------------------------------------------------------------
 
@@ -309,7 +327,8 @@ class StoreWatch(PeerWatch):
             if rank != self._membership.ranks[0] or not (new := self._applicants()):
                 return None
             ranks = tuple(sorted({*self._membership.ranks, *new}))
-            self._decide(number, Decision(ranks, new, self._applications))
+            proposal = Decision(ranks, new, self._applications, without_server=self._does_without_server())
+            self._decide(number, proposal)
         decision = Decision.from_json(self._store.get(f"decided/{number}"))
         if not decision.new:  # others go on without a rank; check_peers notices
             return None
@@ -373,6 +392,7 @@ class StoreWatch(PeerWatch):
         old = [each for each in decision.ranks if each not in decision.new]
         ended = [ended_key(each) for each in old if each != rank]
         members = replace(self._membership, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
+        deadline_s, given = self._options.deadline_s, [old[0], *decision.new]
         return RankAdmission(
             self._store,
             self._agreement(members),
@@ -380,7 +400,8 @@ class StoreWatch(PeerWatch):
             decision.new,
             lambda: [*self._over, *ended],
             self.division,
-            self._options.deadline_s,
+            deadline_s,
+            StoreChannel(self._store, f"state/{self._decisions}", rank, given, deadline_s, [*self._over, *ended]),
         )
 
     def _applicants(self) -> tuple[int, ...]:
@@ -399,7 +420,11 @@ class StoreWatch(PeerWatch):
         return Decision.from_json(self._store.compare_set(f"decided/{number}", "", proposal.to_json()))
 
     def _note(self, number: int, decision: Decision) -> None:
+        if decision.without_server and not self._without_server and self._membership.rank == decision.ranks[0]:
+            why = self._store.get(SERVER_LOST).decode()
+            log.warning("DLCP: the parameter server is lost: %s. From now on, ranks exchange directly.", why)
         self._decisions, self._applications = number, decision.applications
+        self._without_server = decision.without_server
         self._over[:] = self._lefts()  # in place: channels hold it, too
 
     def _agreement(self, members: Membership) -> Agreement:
@@ -407,10 +432,19 @@ class StoreWatch(PeerWatch):
             if not self._options.elastic:
                 return None
             found = self._store.first(map(ended_key, members.ranks), 0)  # one query: joining ranks ask all the time
-            return f"rank {found[0].rpartition('/')[2]} has ended" if found else None
+            return f"rank {found[0].rpartition('/')[2]} {NotJoinedError.RANK_ENDED}" if found else None
 
         store = self._store.under(f"epoch-{members.epoch}")
-        return Agreement(store, members.rank, 0, self._options.meet_s, host=self._master, membership=members, gone=gone)
+        return Agreement(
+            store,
+            members.rank,
+            0,
+            self._options.meet_s,
+            host=self._master,
+            membership=members,
+            gone=gone,
+            without_server=self._without_server,
+        )
 
 
 def store_fallback(watch: StoreWatch, feedback: Residual) -> Fallback:

@@ -44,6 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp.collectives import Bucket, Reducer
+from dlcp.collectives.choice import DIRECT
 from dlcp.host.closing import ExitCallback, ending_error, exiting
 from dlcp.inputs.error_text import describe
 from dlcp.policies.arms import Route
@@ -281,13 +282,16 @@ class TrainingSession:
         joined: Joined | None = None
         while joined is None:
             try:
-                joined = join(self.options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
+                options = self._options_of(agreement)
+                joined = join(options, agreement, call=call, export_bytes=export_bytes, on_message=on_message)
             except NotJoinedError as problem:
                 watch = self.fallback.watch
+                if watch and problem.is_for_server:
+                    watch.lose_server(str(problem))
                 left = watch.regroup(str(problem)) if watch else None
                 if left:
                     self.averager.membership = left.membership
-                if left is None or left.ranks == agreement.ranks:  # they would fail again
+                if left is None or (left.ranks == agreement.ranks and not problem.is_for_server):  # it would fail again
                     self._train_without(agreement, problem)
                     return
                 agreement = left
@@ -356,16 +360,18 @@ class TrainingSession:
             raise problem
         if self.options.weighted and not agreement.all_publish(WEIGHTED):
             raise NotJoinedError(f"{problem}. Not all ranks set samples=..., so none can weigh by them") from None
-        self._enter_fallback(str(problem))
+        self._enter(phase=SessionPhase.FALLBACK, reason=str(problem))
+        self._watch_in_fallback(str(problem))
         if agreement.speaker():
             log.warning("DLCP is off: %s. Training continues with %s.", problem, self.fallback.name)
 
-    def _enter_fallback(self, reason: str) -> None:
-        self._enter(phase=SessionPhase.FALLBACK, reason=reason)
-        if self.options.elastic and self.fallback.watch:  # ranks may still end
-            self.fallback.watch.open()
-            self.fallback.watch.let_in_no_more(reason)
-            self._begin_to_watch(self.fallback.watch)
+    def _watch_in_fallback(self, reason: str) -> None:
+        """Go on without ranks that end, which lets none in."""
+        watch = self.fallback.watch if self.options.elastic else None
+        if watch:
+            watch.open()
+            watch.let_in_no_more(reason)
+            self._begin_to_watch(watch)
 
     def _enter(self, **changes: Any) -> None:
         """Change the situation, and wake the threads that wait for a change."""
@@ -597,11 +603,13 @@ class TrainingSession:
             while not over.wait(WATCH_S):
                 watchdog.postpone()
                 try:
-                    error = watch.check_peers(self._where()) or self._overdue()
+                    error = watch.check_peers(self._where()) or self._overdue() or self._server_gone()
                     lets_in = self.active and not error and self.on_let_in and not self._admission
                     admission = watch.newcomers() if lets_in else None
                 except RuntimeError as problem:
                     log.debug("the other ranks cannot be watched any more: %s", problem)
+                    return
+                if over.is_set():  # another thread watches now
                     return
                 if error and self.phase is SessionPhase.FALLBACK:
                     self._regroup_in_fallback(watch, error)
@@ -622,6 +630,8 @@ class TrainingSession:
             else:  # ranks have ended meanwhile
                 admission.close()
         except NotJoinedError as problem:
+            if problem.is_for_server and self.fallback.watch:
+                self.fallback.watch.lose_server(str(problem))
             if admission.is_lowest:
                 log.warning("DLCP: ranks %s are not let in: %s", list(admission.new), problem)
             if self._admission is admission:
@@ -635,7 +645,10 @@ class TrainingSession:
     def join_aside(self, agreement: Agreement) -> Joined:
         """Join the ranks of another epoch, which does not average yet."""
         on_message = self.table.meter.on_message if self.table.meter else None
-        return join(self._asked, agreement, call=CALL, on_message=on_message)
+        return join(self._options_of(agreement), agreement, call=CALL, on_message=on_message)
+
+    def _options_of(self, agreement: Agreement) -> Options:
+        return self._asked.with_(collective=DIRECT) if agreement.without_server else self._asked
 
     def _reach(self, step: int) -> None:
         """Begin the next epoch, if this step is its first; before that, the lowest rank waits until all know that."""
@@ -676,6 +689,13 @@ class TrainingSession:
         self._note_change(step, text, 0.0)
         if admission.is_lowest and self.on_let_in:
             self.on_let_in(admission)
+
+    def _server_gone(self) -> BaseException | None:
+        """Return an error if this rank invites the parameter server, and that has ended."""
+        link = self._joined.link if self._joined and self.active and self.options.elastic else None
+        if link is None or link.is_connected:
+            return None
+        return PeerSilentError(f"the parameter server at {self.options.server} has ended; {self._where()}")
 
     def _overdue(self) -> BaseException | None:
         """Return an error if the framework takes longer for a bucket than DLCP may."""
@@ -718,9 +738,12 @@ class TrainingSession:
     def _recover(self, error: BaseException) -> None:
         if self.timeline is not None:
             self.timeline.note("left", self.table.latest_step, 0, describe(error))
+        watch, link = self.fallback.watch, self._joined.link if self._joined and self.options.elastic else None
         try:
+            lost = link.lost() if link and not isinstance(error, RankEndedError) else None
             self._leave_peers(describe(error))  # nothing is written into any bucket after this
-            watch = self.fallback.watch
+            if watch and lost:
+                watch.lose_server(lost)
             if self._recoverable and watch and self._go_on_without_ended(watch, error):
                 return
             if not self._recoverable or watch is None or isinstance(error, RankEndedError | PeerLeftError):
@@ -766,7 +789,9 @@ class TrainingSession:
                 cause = describe(problem)
             except NotJoinedError as problem:
                 cause = describe(problem)
-                if there.epoch and members.ranks == there.ranks:  # they have tried that already
+                if problem.is_for_server:
+                    watch.lose_server(cause)
+                elif not problem.is_for_rank and there.epoch and members.ranks == there.ranks:  # it would fail again
                     self._hand_over(cause)
                     if members.ranks != before:
                         self._note_end(describe(error), before, time.monotonic() - began_s)
@@ -783,7 +808,7 @@ class TrainingSession:
         except TransportError as final:
             self.fail(describe(final))
             return
-        assert agreement
+        assert agreement  # only with elastic do ranks watch each other then
         with self.table.changed:
             self.averager.membership = agreement.membership
             self.table.changed.notify_all()
@@ -815,6 +840,8 @@ class TrainingSession:
             return False
         if self.membership.epoch == epoch:
             self.leave(error)
+            if self.phase is SessionPhase.FALLBACK and self.fallback.watch:
+                self.fallback.watch.publish_left(describe(error))
         with self.table.changed:
             self.table.changed.wait_for(
                 lambda: (
@@ -857,7 +884,8 @@ class TrainingSession:
             for pending in table.unfinished():
                 if pending.progress is not BucketProgress.BY_FRAMEWORK:
                     self._fall_back(pending)
-            self._enter_fallback(reason)
+            self._enter(phase=SessionPhase.FALLBACK, reason=reason)
+        self._watch_in_fallback(reason)
         if self.rank == self.membership.ranks[0]:
             log.warning(
                 "DLCP is off after step %d: %s. Training continues with %s, with the gradients of that step.",

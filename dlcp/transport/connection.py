@@ -164,6 +164,7 @@ class Connection:
         self.timeline = timeline
         self.on_message = on_message
         self._on_unexpected: OnUnexpected | None = None
+        self._on_left: Callable[[], None] | None = None
         self.first_step = 0
         self.call, self.clock, self._emit = call, clock, links.emit
         self.due_s = now_s = clock()
@@ -268,13 +269,14 @@ class Connection:
         if self.peers[peer].left:
             self.call_later(0.0, partial(self._go_on_without, self.peers[peer]))
 
-    def listen(self, handler: OnUnexpected) -> None:
+    def listen(self, handler: OnUnexpected, on_left: Callable[[], None] | None = None) -> None:
         """Call ``handler`` with sender and key of each message that arrives before its receive is posted.
 
-        It is called at once for those that have arrived already: peers may send before this rank listens.
+        It is called at once for those that have arrived already: peers may send before this rank listens. ``on_left``
+        is called when a peer has left.
         """
         self.take_events()  # the events that these report are reported again below
-        self._on_unexpected = handler
+        self._on_unexpected, self._on_left = handler, on_left
         self.engine.report_unexpected(self.clock())
         self.take_events()
 
@@ -333,6 +335,8 @@ class Connection:
 
         It needs no message in flight to it. Its last packets have been processed, because events come first.
         """
+        if self._on_left:
+            self._on_left()
         if peer.receiving:
             key, receiving = min(peer.receiving.items(), key=lambda item: item[0].step)
             self.fail(

@@ -8,10 +8,14 @@ In each try one rank of :mod:`tests.bench.elastic_job`, drawn at random, is hit 
 - ``link``: its host's cable is pulled, and plugged in again once the others have gone on.
 - ``namespace``: its host loses its interface, with addresses and routes, for good.
 - ``back``: it is killed, and starts again at once.
+- ``none``: nothing happens. The figure is the steps per second, beside those of ranks of which none may be lost.
 - ``cut``: half of the hosts lose their links at once. The store is on the other side, which must go on alone.
 
 A try fails if ranks hang, if those that are left do not end with equal parameters, or if one that was left out does not
 end with an error that says so.
+
+With ``--accuracy``, tasks of :mod:`dlcp.examples.learning_tasks` are learnt, with and without kills. The figure is how
+many points of accuracy the kills cost, with the standard error of the mean.
 
 With ``--torchft``, the processes train with torchft and its Gloo process group instead.
 
@@ -23,6 +27,7 @@ import argparse
 import os
 import random
 import signal
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,18 +36,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from dlcp.bench import BenchResult, median, result, say, significant
+from dlcp.bench import BenchError, BenchResult, median, result, say, significant
 from dlcp.commands.common import DURATIONS
 from dlcp.inputs.configuration import Range
 from tests.bench.elastic_job import (
     GO_ON_S,
     LEAST,
+    LEFT_OUT_S,
     POLL_S,
     SETTLING_STEPS,
     START_S,
     Hosts,
     Job,
-    Note,
     RankProcess,
     TryError,
 )
@@ -64,6 +69,7 @@ GONE_ON: Final = "go on without"
 """What the error of a rank says that was left out, and can reach the store."""
 DISCARDED: Final = "discarded"
 """The name of the number of steps that were thrown away."""
+LOOPBACK_FAULTS: Final = {"kill", "stop", "back", "none"}
 LIMITS_S: Final = (1.0, 5.0)
 """For each time, the results say in how many tries it was within these limits."""
 SCHEDULED: Final = ("kill", "stop", "link")
@@ -76,6 +82,11 @@ HANG_S: Final = 30.0
 CALM_S: Final = 3.0
 """So long after the end of a fault, a rank that is left out has noticed."""
 UNDISTURBED_S: Final = 15.0
+LEARNERS: Final = 4
+KILLS: Final = 3
+"""How many ranks are killed while a task is learnt."""
+KILLS_UNTIL: Final = 0.9
+"""Share of a task's steps until which they are."""
 SECONDS: Final = Range(0.0, 1e6)
 
 
@@ -222,6 +233,23 @@ def extremes(times: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def undisturbed(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> list[BenchResult]:
+    """Return the steps per second while nothing happens, with and without ``elastic``, in turn."""
+    found: dict[int, list[float]] = {LEAST: [], 0: []}
+    for number in range(1, arguments.tries + 1):
+        for least, kept in found.items():
+            where = folder / f"none-{ranks}-{least}-{number}"
+            try:
+                with Job(hosts, ranks, arguments, where, least=least) as job:
+                    began_s = time.monotonic()
+                    time.sleep(UNDISTURBED_S)
+                    kept.append(rates(job, began_s, time.monotonic())[0])
+            except TryError as error:
+                raise FailedError([], {f"elastic.none.n{ranks}": str(error)}) from None
+        say(f"elastic.none.n{ranks} try {number}: {found[LEAST][-1]:.1f} steps per s, without {found[0][-1]:.1f}")
+    return [result(f"elastic.none.n{ranks}", "steps/s", found[LEAST], found[0], smaller_is_better=False)]
+
+
 # A schedule of faults -------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +301,7 @@ class Schedule:
             if fault_s < now_s < end_s and self._healthy() > LEAST:
                 self._hit(now_s)
                 fault_s = now_s + self._pause_s()
-            if now_s - self._last_step()["at_s"] > HANG_S or now_s > give_up_s:
+            if now_s - self._job.last_step()["at_s"] > HANG_S or now_s > give_up_s:
                 why = "hangs" if now_s < give_up_s else f"is not complete {START_S:g} s after the last fault"
                 raise self._job.error(f"the training {why}", self.there)
             time.sleep(POLL_S)
@@ -282,18 +310,14 @@ class Schedule:
     def _pause_s(self) -> float:
         return self._draw.uniform(0.5, 1.5) * self._every_s
 
-    def _last_step(self) -> Note:
-        steps = [each.notes("step")[-1] for each in self._job.all if each.notes("step")]
-        return max(steps, key=lambda note: int(note["step"]))
-
     def _healthy(self) -> int:
         """Return how many ranks take part and have no fault."""
-        ranks, faulty = self._last_step()["ranks"], [each for _, _, each in self._outages]
+        ranks, faulty = self._job.last_step()["ranks"], [each for _, _, each in self._outages]
         begun = [each for each in self.there if each.runs and each.notes("begun")]
         return sum(each not in faulty and each.rank() in ranks for each in begun)
 
     def _is_complete(self) -> bool:
-        return not self._outages and self._healthy() == len(self.there) == len(self._last_step()["ranks"])
+        return not self._outages and self._healthy() == len(self.there) == len(self._job.last_step()["ranks"])
 
     def _hit(self, now_s: float) -> None:
         fault, length_s = self._draw.choice(SCHEDULED), self._draw.uniform(*OUTAGE_S)
@@ -390,16 +414,91 @@ def scheduled(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: P
     return [BenchResult(name, share, "% of the throughput without faults", None, None, 1, 0.0, details)]
 
 
+# Accuracy -------------------------------------------------------------------------------------------------------------
+
+
+def accuracy_of(task: str, seed: int, kills: int, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> float:
+    """Train a task while so many ranks, one after another, are killed and start again; return its accuracy in percent.
+
+    Raises
+    ------
+    TryError
+        The ranks that are left do not end well, and with equal parameters.
+    """
+    draw = random.Random(f"{arguments.seed} {task} {seed}")
+    program = ["tests.bench.elastic_learner", task, str(seed), str(arguments.pause_ms / 1e3)]
+    with Job(hosts, LEARNERS, arguments, folder, program) as job:
+        there, steps = list(job.all), job.all[0].notes("begun")[0]["steps"]
+        for moment in sorted(draw.sample(range(SETTLING_STEPS, round(KILLS_UNTIL * steps)), kills)):
+            job.wait(partial(_is_whole_at, job, moment), LEFT_OUT_S, f"reach step {moment} with all ranks", there)
+            victim = draw.choice([each for each in there if each.notes("step")])
+            hit(job, "kill", [victim])
+            there[there.index(victim)] = job.start(victim.place)
+        job.wait(lambda: any(each.notes("end") for each in there), LEFT_OUT_S, "end", [])
+        ended = [each for each in there if each.notes("begun")]
+        job.check_ends(ended)
+        (accuracy,) = [note["accuracy"] for each in ended for note in each.notes("end") if note["accuracy"] is not None]
+    return 100 * float(accuracy)
+
+
+def _is_whole_at(job: Job, moment: int) -> bool:
+    """Return whether a training with all ranks has come to a step."""
+    latest = job.last_step()
+    return bool(latest["step"] >= moment and len(latest["ranks"]) == LEARNERS)
+
+
+def accuracies(task: str, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> list[BenchResult]:
+    """Return by how many points the accuracy of disturbed trainings differs from that of undisturbed ones.
+
+    Raises
+    ------
+    FailedError
+        A training failed.
+    """
+    name, found = f"elastic.accuracy.{task}", dict[int, list[float]]()
+    for seed in range(1, arguments.tries + 1):
+        for kills in (0, KILLS):
+            try:
+                percent = accuracy_of(task, seed, kills, hosts, arguments, folder / f"{task}-{seed}-{kills}")
+            except TryError as error:
+                raise FailedError([], {f"{name} seed {seed}, {kills} kills": str(error)}) from None
+            say(f"{name} seed {seed}, {kills} kills: {percent:.2f} %")
+            found.setdefault(kills, []).append(percent)
+    differences = [after - before for before, after in zip(found[0], found[KILLS], strict=True)]
+    details = {"kills": KILLS, "undisturbed_percent": found[0], "disturbed_percent": found[KILLS]}
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+    points = statistics.mean(differences)
+    return [BenchResult(name, points, "points", None, None, len(differences), error, details)]
+
+
+def _faults(arguments: argparse.Namespace) -> Sequence[str]:
+    """Return the faults to measure one by one.
+
+    Raises
+    ------
+    BenchError
+        Options do not go together.
+    """
+    faults = arguments.fault or ([] if arguments.schedule or arguments.accuracy else FAULTS)
+    if arguments.loopback and (arguments.schedule or set(faults) - LOOPBACK_FAULTS):
+        raise BenchError("the loopback has no links: with --loopback, give --fault kill, stop, back or none")
+    if arguments.torchft and (arguments.accuracy or set(faults) - set(FAULTS)):
+        raise BenchError(f"--torchft goes with --schedule, and with --fault {', '.join(FAULTS)}")
+    return faults
+
+
 def _measure(arguments: argparse.Namespace) -> list[BenchResult]:
+    faults = _faults(arguments)
     # Its handlers of forks would let some children abort before they become the command.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     results, failed = list[BenchResult](), dict[str, str]()
-    with scratch() as temporary, Hosts(max(arguments.ranks), loopback=arguments.loopback) as hosts:
+    with scratch() as temporary, Hosts(max(LEARNERS, *arguments.ranks), loopback=arguments.loopback) as hosts:
         folder = arguments.keep or temporary
-        faults = arguments.fault or ([] if arguments.schedule else FAULTS)
-        work = [partial(measure, fault, ranks) for ranks in arguments.ranks for fault in faults]
+        work = [partial(measure, fault, ranks) for ranks in arguments.ranks for fault in faults if fault != "none"]
+        work += [partial(undisturbed, ranks) for ranks in arguments.ranks for fault in faults if fault == "none"]
         if arguments.schedule:
             work += [partial(scheduled, ranks) for ranks in arguments.ranks]
+        work += [partial(accuracies, task) for task in arguments.accuracy]
         for each in work:
             try:
                 results += each(hosts, arguments, folder)
@@ -416,7 +515,7 @@ BENCHMARK: Final = Benchmark(
     {
         "--fault": {
             "nargs": "+",
-            "choices": [*FAULTS, "back", "cut"],
+            "choices": [*FAULTS, "back", "cut", "none"],
             "help": f"what happens to a rank (default: {' '.join(FAULTS)})",
         },
         "--ranks": {"type": int, "nargs": "+", "default": [4, 8], "metavar": "N", "help": "that train (default: 4 8)"},
@@ -426,7 +525,16 @@ BENCHMARK: Final = Benchmark(
         "--every": float_option(8.0, "mean seconds between two of its faults", DURATIONS, "SECONDS"),
         "--pause-ms": float_option(10.0, "that a step computes", DURATIONS, "MS"),
         "--seed": int_option(SEED, "of ranks and moments", least=0),
-        "--loopback": {"action": "store_true", "help": "all ranks on this host, through memory: kill, stop and back"},
+        "--loopback": {
+            "action": "store_true",
+            "help": "all ranks on this host, through memory: kill, stop, back and none",
+        },
+        "--accuracy": {
+            "nargs": "+",
+            "default": [],
+            "choices": ["digits", "text"],
+            "help": f"learn these tasks instead, or after these, with and without {KILLS} kills; --tries are seeds",
+        },
         "--torchft": float_option(0.0, "seconds that torchft may take to notice; trains with it instead", SECONDS, "S"),
         "--keep": {"type": Path, "metavar": "FOLDER", "help": "where to keep what ranks write"},
     },

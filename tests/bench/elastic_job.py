@@ -208,6 +208,11 @@ class Job(Closing):
         The options of the command line.
     folder
         For the ranks' files.
+    program
+        The module that each process runs, and its arguments after the first, the file of its notes. By default the
+        training of the options.
+    least
+        With how many ranks training goes on; 0 if none may be lost.
 
     Attributes
     ----------
@@ -215,7 +220,16 @@ class Job(Closing):
         Whether it trains with torchft instead of DLCP.
     """
 
-    def __init__(self, hosts: Hosts, ranks: int, arguments: argparse.Namespace, folder: Path) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        ranks: int,
+        arguments: argparse.Namespace,
+        folder: Path,
+        program: Sequence[str] = (),
+        *,
+        least: int = LEAST,
+    ) -> None:
         folder.mkdir(parents=True)
         self.hosts, self._ranks, self._folder, self._end = hosts, ranks, folder, folder / "end"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DLCP_")}
@@ -230,12 +244,13 @@ class Job(Closing):
             }
         else:
             host, port, self._close_store = hosts.serve()
-            fixed |= {"MASTER_ADDR": host, "MASTER_PORT": port, STORE_VARIABLE: 1, "DLCP_ELASTIC": LEAST}
+            fixed |= {"MASTER_ADDR": host, "MASTER_PORT": port, STORE_VARIABLE: 1, "DLCP_ELASTIC": least}
             if not arguments.loopback:
                 fixed["DLCP_SHARED_MEMORY"] = 0
         self._environment = kept | {name: str(value) for name, value in fixed.items()}
         values = round(1e6 * arguments.megabytes / VALUE_BYTES)
-        self._arguments = [str(self._end), str(values), str(arguments.pause_ms / 1e3)]
+        module = "tests.bench.elastic_torchft_rank" if self.torchft else "tests.bench.elastic_rank"
+        self._program = program or [module, str(self._end), str(values), str(arguments.pause_ms / 1e3)]
         self.all: list[RankProcess] = []
         """All processes so far; the first ones by rank."""
         try:
@@ -274,12 +289,17 @@ class Job(Closing):
 
     def start(self, place: int) -> RankProcess:
         """Start a process on a rank's host."""
-        program = "tests.bench.elastic_torchft_rank" if self.torchft else "tests.bench.elastic_rank"
-        command = [*self.hosts.command(place), *python_command(program)]
+        module, *arguments = self._program
+        command = [*self.hosts.command(place), *python_command(module)]
         own = {"RANK": str(place), "TORCHFT_HOST": self.hosts.address(place)}
         name, environment = f"rank-{place}-process-{len(self.all)}", self._environment | own
-        self.all.append(RankProcess(place, command, self._folder, name, self._arguments, environment))
+        self.all.append(RankProcess(place, command, self._folder, name, arguments, environment))
         return self.all[-1]
+
+    def last_step(self) -> Note:
+        """Return the note of the latest step that any process has made."""
+        steps = [each.notes("step")[-1] for each in self.all if each.notes("step")]
+        return max(steps, key=lambda note: int(note["step"]))
 
     def wait(
         self, condition: Callable[[], bool], limit_s: float, what: str, among: Sequence[RankProcess] | None = None
@@ -332,6 +352,10 @@ class Job(Closing):
     def finish(self, left: Sequence[RankProcess]) -> None:
         """Let these processes end; check that they end well, and with equal parameters."""
         self._end.touch()
+        self.check_ends(left)
+
+    def check_ends(self, left: Sequence[RankProcess]) -> None:
+        """Check that these processes end well, and with equal parameters."""
         self.wait(lambda: not any(each.runs for each in left), END_S, "end", left)
         digests = {each.notes("end")[0]["digest"] for each in left}
         if len(digests) != 1:

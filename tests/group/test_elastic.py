@@ -158,6 +158,11 @@ def test_the_others_go_on_without_a_rank_that_leaves():
     check(3, [2], "close")
 
 
+def test_after_a_fallback_the_others_go_on_without_a_rank_that_leaves():
+    leaving = FALLEN_BACK.replace('if how == "close":', "if True:\n                group.close()")
+    assert "with 2 of 3 ranks: 0, 1." in check(3, [2], code=leaving, JOINS=0)
+
+
 def test_a_launcher_lets_the_others_go_on_without_rank_0(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TRAINING)
@@ -212,7 +217,7 @@ def test_too_few_ranks_end():
 
 
 def test_options_that_do_not_allow_it_are_refused_by_name():
-    for wrong in ({"samples": 3}, {"compression": "topk:0.1"}, {"fallback": False}, {"collective": "server:10.0.0.1"}):
+    for wrong in ({"samples": 3}, {"compression": "topk:0.1"}, {"fallback": False}):
         (name,) = wrong
         with pytest.raises(ValueError, match=f"elastic lets training go on .*{name}"):
             Options(elastic=1, **wrong)

@@ -11,6 +11,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.host.processes import Attempts, JobLayout, Processes
+from tests.transport.free_ports import free_port
 from tests.waiting import gone, until
 
 LIMIT_S = 40
@@ -143,6 +144,31 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 while True:
     signal.pause()
 """
+
+
+LEAVES_EARLY = """
+import time
+import numpy as np
+import dlcp.session
+with dlcp.session.join(dlcp.session.Options(deadline_s=30)) as group:
+    group.register(["weights"])
+    while group.step < (5 if group.rank == 0 else 40):
+        group.average({"weights": np.ones(9, np.float32)})
+        time.sleep(0.05)
+"""
+
+
+def test_the_first_machine_serves_the_store_until_the_ranks_of_others_have_left():
+    place = ["-n", 1, "--nodes", 2, "--master", f"127.0.0.1:{free_port()}", "--elastic", 1]
+    ends = []
+    machines = [
+        launch(*place, "--node", node, "--", sys.executable, "-c", LEAVES_EARLY, stderr=subprocess.PIPE, text=True)
+        for node in range(2)
+    ]
+    for machine in machines:
+        _, error = machine.communicate(timeout=LIMIT_S)
+        ends.append((machine.returncode, "Traceback" in error))
+    assert ends == 2 * [(0, False)]
 
 
 def test_a_notice_of_preemption_reaches_all_processes_of_an_elastic_job(tmp_path):
