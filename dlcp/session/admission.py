@@ -10,6 +10,7 @@ The old epoch's endpoints stay open until the chosen step is complete: until the
 step before. If a rank ends meanwhile, the old ranks go on without it and without the new ones.
 """
 
+import ctypes
 import gc
 import logging
 import threading
@@ -29,6 +30,11 @@ log = logging.getLogger("dlcp")
 
 CANCELLED: Final = "the new ranks have not been let in, because ranks have ended"
 """Why ranks leave the endpoints of an epoch that never began."""
+
+
+def folder_of(epoch: int) -> str:
+    """Return the prefix of the keys that ranks write in an epoch, or in order to begin it."""
+    return f"epoch-{epoch}"
 
 
 class RankAdmission:
@@ -83,7 +89,7 @@ class RankAdmission:
         self.is_agreed = self.has_begun = False
         self._ahead = 0
         self._store, self._over, self._division, self._deadline_s = store, over, division, deadline_s
-        self._prefix = f"admission-{agreement.membership.epoch}"
+        self._prefix = f"{folder_of(agreement.membership.epoch)}/admission"
 
     @property
     def is_lowest(self) -> bool:
@@ -189,5 +195,8 @@ def collect_epoch() -> None:
     """Free the memory of an epoch that has ended, in a thread of its own: its objects refer to each other.
 
     Python's own collection of such garbage may be many epochs away, and each has buffers of the size of the gradients.
+    The C library, too, gives memory back only if asked, where later allocations lie behind it.
     """
     gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)

@@ -300,8 +300,9 @@ class StoreServer(grpc.GenericRpcHandler):
                 await self._notify()
             found = self._values.get(keys[0], b"")
         elif name == "delete":
-            for key in keys:
-                self._bytes -= len(self._values.pop(key, b""))
+            self._delete(keys)
+        elif name == "clear":
+            self._delete([key for key in self._values if key.startswith(tuple(keys))])
         else:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"unknown store call {name!r}")
         packed = _pack(answer, found)
@@ -329,6 +330,10 @@ class StoreServer(grpc.GenericRpcHandler):
     def _set(self, key: str, value: bytes) -> None:
         self._bytes += len(value) - len(self._values.get(key, b""))
         self._values[key] = value
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._bytes -= len(self._values.pop(key, b""))
 
     def _exceeded_limit(self, keys: list[str], value: bytes) -> str:
         """Return which limit a call exceeds, for its caller; ``""`` if none."""
@@ -575,6 +580,10 @@ class Store:
         """Delete keys and their values; unknown keys are ignored."""
         self._link.call("delete", self._head(keys))
 
+    def clear(self, folders: Iterable[str]) -> None:
+        """Delete all keys of views that :meth:`under` returns for these prefixes."""
+        self._link.call("clear", self._head(f"{folder}/" for folder in folders))
+
     def leave(self, key: str, value: str) -> None:
         """Deposit a value that the store writes when this connection ends, for whatever reason."""
         self._link.call("leave", self._head([key]), value.encode())
@@ -785,10 +794,6 @@ class StoreChannel:
                 self._give(f"{self.rank}", b"")
                 # Kept: only the root knows that all ranks are in this round.
                 self._written = [*older, *self._written]
-
-    def forget(self) -> None:
-        """Delete what this rank has written: no round of this channel will be complete any more."""
-        self._store.delete(self._written)
 
     def _add_part(self, part: NDArray[Any]) -> NDArray[Any]:
         first = self.ranks[0]

@@ -19,7 +19,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from dlcp.collectives import Residual
-from dlcp.session.admission import RankAdmission
+from dlcp.session.admission import RankAdmission, folder_of
 from dlcp.session.averager import PendingBucket
 from dlcp.session.division import Division
 from dlcp.session.joining import Agreement, NotJoinedError
@@ -41,8 +41,15 @@ FALLEN_BACK: Final = "fallen back"
 """The key under which ranks write why they average without DLCP: then nobody can join them."""
 SERVER_LOST: Final = "server lost"
 """The key under which a rank writes why the parameter server is lost; the next decision is to do without it."""
+EPOCHS_KEPT: Final = 2
+"""So many epochs before the present one keep what ranks have written in the store."""
 NEW: Final = "new"
 """The answer of a rank that has joined, but has not completed a step yet: it cannot go on with the others."""
+
+
+def _coming_key(epoch: int, rank: int) -> str:
+    """Return the key that a rank writes to go on in an epoch, once it has left those before."""
+    return f"{folder_of(epoch)}/comes/{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,8 @@ class StoreWatch(PeerWatch):
         self._decisions = membership.epoch
         self._applications = 0
         self._without_server = False
+        self._cleared = 0
+        """The first epoch of which the store still has keys."""
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
         # Of a rank that applies: the next decision, the place of the next application, and who takes part so far.
@@ -149,7 +158,7 @@ class StoreWatch(PeerWatch):
         with self._attending:
             if topic not in self._channels:
                 members = self._membership
-                name, deadline_s = f"{topic}/{members.epoch}", self._options.deadline_s
+                name, deadline_s = f"{folder_of(members.epoch)}/{topic}", self._options.deadline_s
                 over = self._over if self._options.elastic else []  # else ranks that have left recover over it
                 self._channels[topic] = StoreChannel(self._store, name, members.rank, members.ranks, deadline_s, over)
             return self._channels[topic]
@@ -172,7 +181,6 @@ class StoreWatch(PeerWatch):
             except RankEndedError as error:
                 if not self._options.elastic or not self._comes_after(epoch, str(error)):
                     raise
-                channel.forget()
             else:
                 average: NDArray[Any] = total / total.dtype.type(len(channel.ranks))
                 return average
@@ -269,12 +277,15 @@ class StoreWatch(PeerWatch):
             raise RankEndedError(f"{reason}; {len(decision.ranks)} ranks are left, fewer than elastic={least}")
         survivors = replace(members, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
         self.attend(survivors)
+        self._clear()
         return self._agreement(survivors)
 
     def _decide_without_ended(self) -> Decision:
         while True:
             number = self._decisions + 1
-            self._store.set(f"here/{number}/{self._membership.rank}", NEW if self.is_new else str(self.division.drawn))
+            self._store.set(
+                _coming_key(number, self._membership.rank), NEW if self.is_new else str(self.division.drawn)
+            )
             answered, came = self._answers(number)
             end_s = time.monotonic() + self._options.silence_s
             while answered < len(self._membership.ranks) and time.monotonic() < end_s:
@@ -295,7 +306,7 @@ class StoreWatch(PeerWatch):
     def _answers(self, number: int) -> tuple[int, dict[int, int]]:
         """Return how many ranks have ended or come to decide, and which can go on, with the first step not drawn."""
         ranks = self._membership.ranks
-        here, ended = {f"here/{number}/{rank}": rank for rank in ranks}, {ended_key(rank): rank for rank in ranks}
+        here, ended = {_coming_key(number, rank): rank for rank in ranks}, {ended_key(rank): rank for rank in ranks}
         found = self._store.read([*here, *ended])
         gone = {ended[key] for key in found if key in ended}
         came = {here[key]: value for key, value in found.items() if key in here and here[key] not in gone}
@@ -309,6 +320,13 @@ class StoreWatch(PeerWatch):
 
     def _does_without_server(self) -> bool:
         return bool(self._options.server) and self._store.check([SERVER_LOST])
+
+    def _clear(self) -> None:
+        """Delete what ranks have written in epochs that all of them have left for good."""
+        if self._membership.rank == self._membership.ranks[0]:
+            kept = max(self._cleared, self._membership.epoch - EPOCHS_KEPT)
+            self._store.clear(map(folder_of, range(self._cleared, kept)))
+            self._cleared = kept
 
     # Letting ranks in -------------------------------------------------------------------------------------------------
 
@@ -369,7 +387,7 @@ class StoreWatch(PeerWatch):
 
     def decline(self) -> None:
         """Tell ranks that go on without others that this one, on its way in, does not take part."""
-        self._store.set(f"here/{self._decisions + 1}/{self._membership.rank}", NEW)
+        self._store.set(_coming_key(self._decisions + 1, self._membership.rank), NEW)
 
     def let_in_no_more(self, reason: str) -> None:
         """Tell ranks that apply why they cannot join."""
@@ -401,7 +419,9 @@ class StoreWatch(PeerWatch):
             lambda: [*self._over, *ended],
             self.division,
             deadline_s,
-            StoreChannel(self._store, f"state/{self._decisions}", rank, given, deadline_s, [*self._over, *ended]),
+            StoreChannel(
+                self._store, f"{folder_of(members.epoch)}/state", rank, given, deadline_s, [*self._over, *ended]
+            ),
         )
 
     def _applicants(self) -> tuple[int, ...]:
@@ -434,7 +454,7 @@ class StoreWatch(PeerWatch):
             found = self._store.first(map(ended_key, members.ranks), 0)  # one query: joining ranks ask all the time
             return f"rank {found[0].rpartition('/')[2]} {NotJoinedError.RANK_ENDED}" if found else None
 
-        store = self._store.under(f"epoch-{members.epoch}")
+        store = self._store.under(folder_of(members.epoch))
         return Agreement(
             store,
             members.rank,

@@ -164,6 +164,12 @@ class RankChange(TypedDict):
     """How long training stood still for it, in seconds."""
 
 
+def _which_is_server(joined: Joined) -> str:
+    """Return what to append to a reason that may name the parameter server by its rank."""
+    server = joined.membership.server
+    return "" if server is None else f" (rank {server} is the parameter server)"
+
+
 def reason_of_exit(rank: int) -> str | None:
     """Return why this process ends, for the other ranks, if an exception ended it that nothing caught."""
     return reason_of(rank, ending_error()) if exiting() else None
@@ -767,6 +773,7 @@ class TrainingSession:
     def _go_on_without_ended(self, watch: PeerWatch, error: BaseException) -> bool:
         """Complete the open buckets with the ranks that are left, and go on; return False if the options forbid it."""
         began_s, before, cause = time.monotonic(), self.membership.ranks, describe(error)
+        remark = _which_is_server(self._joined) if self._joined else ""
         joined: Joined | None = None
         while joined is None:
             there = self.membership
@@ -797,7 +804,7 @@ class TrainingSession:
                         self._note_end(describe(error), before, time.monotonic() - began_s)
                     return True
         self._resume(joined)
-        self._note_end(cause, before, time.monotonic() - began_s)
+        self._note_end(cause + remark, before, time.monotonic() - began_s)
         return True
 
     def _regroup_in_fallback(self, watch: PeerWatch, error: BaseException) -> None:
@@ -875,9 +882,9 @@ class TrainingSession:
 
     def _hand_over(self, reason: str) -> None:
         """Fall back from here on, beginning with the buckets that have arrived meanwhile."""
-        table, deadline_s, joined = self.table, self.options.deadline_s, self._joined
-        if joined and joined.membership.server is not None:
-            reason += f" (rank {joined.membership.server} is the parameter server)"
+        table, deadline_s = self.table, self.options.deadline_s
+        if self._joined:
+            reason += _which_is_server(self._joined)
         with table.changed:
             if not table.changed.wait_for(lambda: all(each.is_decided for each in table.unfinished()), deadline_s):
                 raise DeadlineError(f"gradients did not come from the device in {deadline_s:g} s")

@@ -7,7 +7,7 @@ import pytest
 
 from dlcp.session import Options
 from dlcp.session.secret import job_secret
-from dlcp.session.store import serve
+from dlcp.session.store import Store, serve
 from tests.group.elastic_jobs import TRAINING, jobs
 from tests.group.test_parameter_server import command
 from tests.transport.free_ports import free_port
@@ -40,6 +40,9 @@ def test_any_rank_may_end_and_come_back(start, server):
     job.processes[0].kill()  # it has invited the server
     job.wait_for(job.processes[2], ["2", "3"])
     job.ends([job.processes[2], first, job.start(0)])
+    view = Store(("127.0.0.1", port), 10, job_secret(Options()))
+    assert [view.check([f"dlcp/0/epoch-{epoch}/place/2"]) for epoch in range(5)] == [False, True, True, True, True]
+    view.close()
     store.close()
     server.terminate()
     said = server.communicate()[0]
