@@ -14,7 +14,7 @@ import ctypes
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from dlcp.collectives import Reducer
@@ -49,7 +49,7 @@ class RankAdmission:
     old, new
         The ranks of the present epoch, and those that are let in.
     over
-        Returns keys of the store, of which one gets a value when an old rank ends, or the old ranks leave this epoch.
+        Keys of the store, of which one gets a value when an old rank ends, or the old ranks leave this epoch.
     division
         Who divides the data of each step.
     deadline_s
@@ -76,7 +76,7 @@ class RankAdmission:
         agreement: Agreement,
         old: Sequence[int],
         new: Sequence[int],
-        over: Callable[[], list[str]],
+        over: Sequence[str],
         division: "Division",
         deadline_s: float,
         state_channel: "StoreChannel",
@@ -159,7 +159,7 @@ class RankAdmission:
         """
         key, found = f"{self._prefix}/{name}", None
         while found is None:
-            found = self._store.first([key, *self._over()], self._deadline_s)
+            found = self._store.first([key, *self._over], self._deadline_s)
             if found is None and not as_long_as_they_live:
                 raise DeadlineError(f"ranks {list(self.new)} cannot join: no {name!r} in {self._deadline_s:g} s")
         if found[0] != key:

@@ -311,7 +311,7 @@ class Group:
         except (NotJoinedError, TransportError) as problem:
             watch.decline()
             admission.close()
-            if isinstance(problem, NotJoinedError) and not (problem.is_for_server or admission.agreement.gone()):
+            if isinstance(problem, NotJoinedError) and not (problem.is_for_server or problem.is_for_change):
                 raise  # it would fail again
             log.warning("DLCP: rank %d was not let in, and tries again: %s", self.rank, problem)
             return None

@@ -47,15 +47,15 @@ POLL_MAX_S: Final = 0.1
 class NotJoinedError(RuntimeError):
     """The ranks have agreed not to use DLCP; the message, the same on all ranks, says why and what to do."""
 
-    RANK_ENDED: Final = "has ended"
-    """The end of the message if it is because a rank has."""
+    CHANGED: Final = "the ranks have changed: "
+    """The beginning of the message if others go on together than were to join."""
     NO_SERVER: Final = "has no parameter server"
     """In the message if it is because the parameter server is lost."""
 
     @property
-    def is_for_rank(self) -> bool:
-        """Whether it is because a rank has ended."""
-        return str(self).endswith(self.RANK_ENDED)
+    def is_for_change(self) -> bool:
+        """Whether it is because others go on together than were to join."""
+        return str(self).startswith(self.CHANGED)
 
     @property
     def is_for_server(self) -> bool:

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -409,20 +409,12 @@ class StoreWatch(PeerWatch):
         rank = self._membership.rank
         old = [each for each in decision.ranks if each not in decision.new]
         ended = [ended_key(each) for each in old if each != rank]
+        over = [*self._over, *ended]  # also of the present epoch, which may end before the next begins
         members = replace(self._membership, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
-        deadline_s, given = self._options.deadline_s, [old[0], *decision.new]
-        return RankAdmission(
-            self._store,
-            self._agreement(members),
-            old,
-            decision.new,
-            lambda: [*self._over, *ended],
-            self.division,
-            deadline_s,
-            StoreChannel(
-                self._store, f"{folder_of(members.epoch)}/state", rank, given, deadline_s, [*self._over, *ended]
-            ),
-        )
+        name, deadline_s = f"{folder_of(members.epoch)}/state", self._options.deadline_s
+        state_channel = StoreChannel(self._store, name, rank, [old[0], *decision.new], deadline_s, over)
+        agreement = self._agreement(members, over)
+        return RankAdmission(self._store, agreement, old, decision.new, over, self.division, deadline_s, state_channel)
 
     def _applicants(self) -> tuple[int, ...]:
         new = []
@@ -447,12 +439,16 @@ class StoreWatch(PeerWatch):
         self._without_server = decision.without_server
         self._over[:] = self._lefts()  # in place: channels hold it, too
 
-    def _agreement(self, members: Membership) -> Agreement:
+    def _agreement(self, members: Membership, over: Sequence[str] = ()) -> Agreement:
+        ends = [ended_key(rank) for rank in members.ranks]
+
         def gone() -> str | None:
             if not self._options.elastic:
                 return None
-            found = self._store.first(map(ended_key, members.ranks), 0)  # one query: joining ranks ask all the time
-            return f"rank {found[0].rpartition('/')[2]} {NotJoinedError.RANK_ENDED}" if found else None
+            found = self._store.first([*ends, *over], 0)  # one query: joining ranks ask all the time
+            if found and found[0] in ends:
+                return f"{NotJoinedError.CHANGED}rank {found[0].rpartition('/')[2]} has ended"
+            return NotJoinedError.CHANGED + found[1].decode() if found else None
 
         store = self._store.under(folder_of(members.epoch))
         return Agreement(

@@ -798,7 +798,7 @@ class TrainingSession:
                 cause = describe(problem)
                 if problem.is_for_server:
                     watch.lose_server(cause)
-                elif not problem.is_for_rank and there.epoch and members.ranks == there.ranks:  # it would fail again
+                elif not problem.is_for_change and there.epoch and members.ranks == there.ranks:  # it would fail again
                     self._hand_over(cause)
                     if members.ranks != before:
                         self._note_end(describe(error), before, time.monotonic() - began_s)
