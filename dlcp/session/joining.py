@@ -232,14 +232,22 @@ class Agreement:
         -------
         The values published by then, by rank.
         """
-        wait_s = POLL_S
-        while not self.published(topic, self.ranks) and self.verdict() is None and self.left_s:
-            time.sleep(min(wait_s, self.left_s))
-            wait_s = min(POLL_MAX_S, wait_s * 1.5)
         keys = {f"{topic}/{rank}": rank for rank in self.ranks}
-        read = getattr(self.store, "read", None)  # in one query, if the store can
-        found = read(keys) if read else {key: self.store.get(key) for key in keys if self.store.check([key])}
-        return {keys[key]: json.loads(value) for key, value in found.items()}
+        wait_s, read = POLL_S, getattr(self.store, "read", None)
+        while True:
+            if read:  # one query, which waits
+                found = read(keys, [self.VERDICT], min(POLL_MAX_S, self.left_s))
+                has_come = all(key in found for key in keys)
+            else:
+                has_come = self.store.check(list(keys))
+            if has_come or self.verdict() is not None or not self.left_s:
+                break
+            if not read:
+                time.sleep(min(wait_s, self.left_s))
+                wait_s = min(POLL_MAX_S, wait_s * 1.5)
+        if not read:
+            found = {key: self.store.get(key) for key in keys if has_come or self.store.check([key])}
+        return {rank: json.loads(found[key]) for key, rank in keys.items() if key in found}
 
     def verdict(self) -> str | None:
         """Return the verdict in force; None if there is none.

@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -285,6 +285,7 @@ class StoreServer(grpc.GenericRpcHandler):
         elif name == "check":
             answer = all(key in self._values for key in keys)
         elif name == "read":
+            await self._come(keys[: head["wanted"]], keys[head["wanted"] :], head["wait_s"])
             there = {key: self._values[key] for key in keys if key in self._values}
             answer, found = {key: len(value) for key, value in there.items()}, b"".join(there.values())
         elif name == "leave":
@@ -322,6 +323,16 @@ class StoreServer(grpc.GenericRpcHandler):
                 await asyncio.wait_for(self._changed.wait_for(lambda: any(key in self._values for key in keys)), wait_s)
         there = next((key for key in keys if key in self._values), None)
         return there, self._values[there] if there is not None else b""
+
+    async def _come(self, wanted: list[str], ends: list[str], wait_s: float) -> None:
+        """Wait until all wanted keys have a value, or one of the ends."""
+
+        def came() -> bool:
+            return all(key in self._values for key in wanted) or any(key in self._values for key in ends)
+
+        async with self._changed:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(came), min(wait_s, WAIT_S_MAX))
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -565,11 +576,19 @@ class Store:
         """Return whether all these keys have a value; the store may take ``answer_s`` seconds to answer."""
         return bool(self._link.call("check", self._head(keys), limit_s=answer_s)[0])
 
-    def read(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Return the values of those of the keys that have one, in one query."""
-        sizes, values = self._link.call("read", self._head(keys))
-        ends = list(itertools.accumulate(sizes.values(), initial=0))
-        parts = (values[start:stop] for start, stop in itertools.pairwise(ends))
+    def read(self, keys: Iterable[str], ends: Iterable[str] = (), wait_s: float = 0.0) -> dict[str, bytes]:
+        """Return the values of those of the keys that have one, in one query.
+
+        Parameters
+        ----------
+        ends, wait_s
+            Before that, wait until all of them have one, or one of these, for up to so many seconds.
+        """
+        wanted = list(keys)
+        head = {**self._head([*wanted, *ends]), "wanted": len(wanted), "wait_s": wait_s}
+        sizes, values = self._link.call("read", head, limit_s=wait_s + ANSWER_S)
+        borders = list(itertools.accumulate(sizes.values(), initial=0))
+        parts = (values[start:stop] for start, stop in itertools.pairwise(borders))
         return {key[len(self._prefix) :]: part for key, part in zip(sizes, parts, strict=True)}
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -753,11 +772,11 @@ class StoreChannel:
         older, end_s = self._begin_round()
         self._give(f"{self.rank}", repr(_plain(item)).encode())
         try:
-            given = {rank: self._take(f"{rank}", rank, end_s) for rank in self.ranks}
+            given = self._take_all(end_s)
         except RankEndedError:
             if self._outcome(OVER) == OVER:
                 raise
-            given = {rank: self._take(f"{rank}", rank, end_s, heeds_end=False) for rank in self.ranks}
+            given = self._take_all(end_s, heeds_end=False)
         else:
             if self._outcome(COMPLETE) == OVER:
                 raise RankEndedError(f"another rank has left ({self._topic})")
@@ -829,17 +848,32 @@ class StoreChannel:
             self._written.append(key)
         return self._store.compare_set(key, "", mine).decode()
 
-    def _take(self, name: str, rank: int, end_s: float, *, heeds_end: bool = True) -> bytes:
-        key = f"{self._topic}/{self._round}/{name}"
-        ends = [ended_key(rank), *self._over] if heeds_end else []
-        found = self._store.first([key, *ends], max(0.0, end_s - time.monotonic()))
-        if found is None:
-            raise DeadlineError(f"rank {self.rank} has waited {self.deadline_s:g} s for rank {rank} ({self._topic})")
-        if found[0] in self._over:
-            raise RankEndedError(f"another rank has left: {found[1].decode()} ({self._topic})")
-        if found[0] != key:
-            raise RankEndedError(f"rank {rank} has ended: {found[1].decode()} ({self._topic})")
-        return found[1]
+    def _take(self, name: str, rank: int, end_s: float) -> bytes:
+        """Return what a rank gives in this round."""
+        return self._take_from({rank: f"{self._topic}/{self._round}/{name}"}, end_s)[rank]
+
+    def _take_all(self, end_s: float, *, heeds_end: bool = True) -> dict[int, bytes]:
+        """Return what each rank gives in this round."""
+        keys = {rank: f"{self._topic}/{self._round}/{rank}" for rank in self.ranks}
+        return self._take_from(keys, end_s, heeds_end=heeds_end)
+
+    def _take_from(self, keys: Mapping[int, str], end_s: float, *, heeds_end: bool = True) -> dict[int, bytes]:
+        missing = list(keys)
+        while True:
+            ends = [*map(ended_key, missing), *self._over] if heeds_end else []
+            left_s = end_s - time.monotonic()
+            found = self._store.read(keys.values(), ends, max(0.0, min(WAIT_S_MAX, left_s)))
+            missing = [rank for rank, key in keys.items() if key not in found]
+            if not missing:
+                return {rank: found[key] for rank, key in keys.items()}
+            for rank in missing:
+                if (key := ended_key(rank)) in found:
+                    raise RankEndedError(f"rank {rank} has ended: {found[key].decode()} ({self._topic})")
+            if left := next((found[key] for key in self._over if key in found), None):
+                raise RankEndedError(f"another rank has left: {left.decode()} ({self._topic})")
+            if left_s <= 0:
+                who = " and ".join(f"rank {rank}" for rank in missing)
+                raise DeadlineError(f"rank {self.rank} has waited {self.deadline_s:g} s for {who} ({self._topic})")
 
 
 def _plain(item: Any) -> Any:

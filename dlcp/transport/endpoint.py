@@ -39,6 +39,8 @@ FAREWELLS: Final = 3
 """The number of farewells or aborts, which nobody acknowledges. At 10 % packet loss, one rank in a thousand misses all,
 and waits ``silence_s`` if it still expects a message."""
 _POLL_S: Final = 0.005
+_GREET_S: Final = 0.05
+"""Interval between greetings of peers that have not answered yet. Not tuned."""
 
 T = TypeVar("T")
 
@@ -137,17 +139,21 @@ class Endpoint:
         PeerSilentError
             Some have not answered within ``timeout_s``; the message names them and their addresses.
         """
-        end_s = time.monotonic() + timeout_s
+        greet_s = time.monotonic()
+        end_s = greet_s + timeout_s
         while strangers := self.connection.liveness.strangers:
-            if time.monotonic() > end_s:
+            now_s = time.monotonic()
+            if now_s > end_s:
                 addresses = {peer: self.connection.membership.peers[peer] for peer in strangers}
                 where = ", ".join(f"rank {peer} at {host}:{port}" for peer, (host, port) in addresses.items())
                 raise PeerSilentError(
                     f"job {self.connection.membership.job}: no answer within {timeout_s:.0f} s from {where}; "
                     "is it running, is the port open, and is the session token the same?"
                 )
-            self.call(self.connection.liveness.greet_all)
-            time.sleep(0.05)
+            if now_s >= greet_s:
+                self.call(self.connection.liveness.greet_all)
+                greet_s = now_s + _GREET_S
+            time.sleep(_POLL_S)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until peers have acknowledged all messages; return whether they did in time.
