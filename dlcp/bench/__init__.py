@@ -39,11 +39,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range over the median; 0 of a single value."""
-    if len(values) < 2:
+    """Return the interquartile range over the median; 0 of a single value, or if the median is 0."""
+    middle = median(values)
+    if len(values) < 2 or not middle:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / median(values)
+    return (high - low) / middle
 
 
 @dataclass(frozen=True, slots=True)

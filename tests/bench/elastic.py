@@ -65,6 +65,8 @@ FAULTS: Final = ("kill", "stop", "link", "namespace")
 """The faults that are measured if none is named."""
 MOMENT_S: Final = (1.0, 3.0)
 """When a rank is hit, after all have settled."""
+START_AGAIN: Final = "start it again"
+"""In the error of a new rank that has no part yet in a step with others when one of these has a fault."""
 GONE_ON: Final = "go on without"
 """What the error of a rank says that was left out, and can reach the store."""
 DISCARDED: Final = "discarded"
@@ -343,7 +345,7 @@ class Schedule:
                 continue
             if place not in self._starts:
                 self._starts[place] = now_s + RESTART_S
-                if each not in self._victims:
+                if each not in self._victims and START_AGAIN not in each.errors():
                     raise self._job.error(f"rank {each.rank()} ends, though nothing was done to it", [each])
                 if each.process.returncode > 0:
                     self.ends.append(f"rank {each.rank()}: {each.errors().rpartition(chr(10))[2]}")
