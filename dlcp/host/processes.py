@@ -524,6 +524,8 @@ class Processes(Closing):
             if not status:
                 done = True
                 due.clear()
+        if self._elastic and not done:
+            print("dlcp launch: no process is left, so the job ends", file=sys.stderr, flush=True)
         return 0 if self._elastic and done else failed
 
     def _report(self, local_rank: int, status: int, wait_s: float | None) -> None:

@@ -274,7 +274,7 @@ class StoreWatch(PeerWatch):
                 + ("has not completed a step with the others: start it again" if self.is_new else "did not answer them")
             )
         if len(decision.ranks) < least:
-            raise RankEndedError(f"{reason}; {len(decision.ranks)} ranks are left, fewer than elastic={least}")
+            raise RankEndedError(f"{reason}; only {len(decision.ranks)} left, fewer than elastic={least}")
         survivors = replace(members, ranks=decision.ranks, epoch=self._decisions, peers={}, hosts={})
         self.attend(survivors)
         self._clear()

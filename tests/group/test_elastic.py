@@ -212,7 +212,7 @@ def test_too_few_ranks_end():
     processes, ends = survivors_of(3, [1], least=3)
     assert processes[0].returncode == processes[2].returncode == 1
     for rank in (0, 2):
-        assert "2 ranks are left, fewer than elastic=3" in ends[rank][1]
+        assert "only 2 left, fewer than elastic=3" in ends[rank][1]
         assert "rank 1 has ended" in ends[rank][1]
 
 
