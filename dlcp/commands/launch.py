@@ -19,7 +19,7 @@ from dlcp.inputs.error_text import ipv4_only, is_ipv6
 if TYPE_CHECKING:  # it loads gRPC
     from dlcp.session.store import StoreServer
 
-POLL_S: Final = 0.2
+_POLL_S: Final = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def _wait_for_others(store: "StoreServer") -> bool:
         )
     with suppress(KeyboardInterrupt):
         while store.users:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         return True
     return False
 

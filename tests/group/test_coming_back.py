@@ -100,7 +100,7 @@ def join(*_, **__):
 training_session.join = join
 with"""
     fallen_back = TRAINING.replace("\nwith", alone, 1)
-    job = start(2, [], codes={0: fallen_back, 1: fallen_back})
+    job = start(2, [], codes={0: fallen_back, 1: fallen_back}, DLCP_MEET_S=3)
     job.wait_for(job.processes[0], ["0", "1"])
     (_, error), *_ = ends_of([job.start(1)])
     assert "rank 2 cannot join ranks [0, 1], which train without DLCP: no packets get through" in error
