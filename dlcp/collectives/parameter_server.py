@@ -256,8 +256,8 @@ class ParameterServer:
             where = at_step(self.connection.membership.job, key.step)
             for worker in self.workers:
                 if worker not in bucket and (why := self.connection.peers[worker].left):
-                    problem = f"{where}: rank {worker} has left ({why}) while others waited for {self._label(key)}"
-                    self._fail(PeerLeftError(f"{problem}; do all ranks run the same number of steps?"))
+                    what = f"rank {worker} has left ({why}) while others waited for {self._label(key)}"
+                    self._fail(PeerLeftError(f"{where}: {what}"))
 
     def _send_average(self, key: MessageKey, bucket: dict[int, Arrival]) -> None:
         sequence, payload_bytes = self._sequence(key), self.connection.options.payload_bytes

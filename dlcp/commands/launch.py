@@ -73,7 +73,9 @@ def run_elastic(layout: JobLayout, command: Sequence[str], least: int, *, restar
     store = _serve_store(layout) if layout.node == 0 else None
     with Processes(layout, command, environment, elastic=True, restart=restart) as processes:
         status = processes.run()
-    return status if store is None or processes.was_told or _wait_for_others(store) else 128 + signal.SIGINT
+    if store and not processes.ended_by_signal and not _wait_for_others(store):
+        return 128 + signal.SIGINT
+    return status
 
 
 def _wait_for_others(store: "StoreServer") -> bool:

@@ -426,8 +426,8 @@ class Processes(Closing):
 
     Attributes
     ----------
-    was_told
-        Whether a signal has ended the job.
+    ended_by_signal
+        Whether a signal to this process has ended the job.
     """
 
     def __init__(
@@ -439,7 +439,7 @@ class Processes(Closing):
         elastic: bool = False,
         restart: bool = False,
     ) -> None:
-        self._elastic, self._restart, self.was_told = elastic, restart, False
+        self._elastic, self._restart, self.ended_by_signal = elastic, restart, False
         self._layout, self._command, self._environment = layout, list(command), environment
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -509,7 +509,7 @@ class Processes(Closing):
                         child.send_signal(_PREEMPTION)
                 continue
             if local_rank < 0:
-                self.was_told = True
+                self.ended_by_signal = True
                 self.stop(signal.Signals(status))
                 return 128 + status
             if status:
@@ -524,7 +524,7 @@ class Processes(Closing):
             if not status:
                 done = True
                 due.clear()
-        if self._elastic and not done:
+        if self._elastic and not done and self._layout.nodes == 1:
             print("dlcp launch: no process is left, so the job ends", file=sys.stderr, flush=True)
         return 0 if self._elastic and done else failed
 

@@ -49,7 +49,7 @@ class RankAdmission:
     old, new
         The ranks of the present epoch, and those that are let in.
     over
-        Keys of the store, of which one gets a value when an old rank ends, or the old ranks leave this epoch.
+        Keys of the store. One of them gets a value when an old rank ends, or when the old ranks leave this epoch.
     division
         Who divides the data of each step.
     deadline_s

@@ -582,7 +582,7 @@ class Store:
         Parameters
         ----------
         ends, wait_s
-            Before that, wait until all of them have one, or one of these, for up to so many seconds.
+            First wait, for at most ``wait_s`` seconds, until every key has a value, or one of ``ends`` has.
         """
         wanted = list(keys)
         head = {**self._head([*wanted, *ends]), "wanted": len(wanted), "wait_s": wait_s}
@@ -771,12 +771,13 @@ class StoreChannel:
         """
         older, end_s = self._begin_round()
         self._give(f"{self.rank}", repr(_plain(item)).encode())
+        everyone = {rank: f"{rank}" for rank in self.ranks}
         try:
-            given = self._take_all(end_s)
+            given = self._take_all(everyone, end_s)
         except RankEndedError:
             if self._outcome(OVER) == OVER:
                 raise
-            given = self._take_all(end_s, heeds_end=False)
+            given = self._take_all(everyone, end_s, heeds_end=False)
         else:
             if self._outcome(COMPLETE) == OVER:
                 raise RankEndedError(f"another rank has left ({self._topic})")
@@ -850,14 +851,11 @@ class StoreChannel:
 
     def _take(self, name: str, rank: int, end_s: float) -> bytes:
         """Return what a rank gives in this round."""
-        return self._take_from({rank: f"{self._topic}/{self._round}/{name}"}, end_s)[rank]
+        return self._take_all({rank: name}, end_s)[rank]
 
-    def _take_all(self, end_s: float, *, heeds_end: bool = True) -> dict[int, bytes]:
-        """Return what each rank gives in this round."""
-        keys = {rank: f"{self._topic}/{self._round}/{rank}" for rank in self.ranks}
-        return self._take_from(keys, end_s, heeds_end=heeds_end)
-
-    def _take_from(self, keys: Mapping[int, str], end_s: float, *, heeds_end: bool = True) -> dict[int, bytes]:
+    def _take_all(self, names: Mapping[int, str], end_s: float, *, heeds_end: bool = True) -> dict[int, bytes]:
+        """Return what each of these ranks gives in this round under its name."""
+        keys = {rank: f"{self._topic}/{self._round}/{name}" for rank, name in names.items()}
         missing = list(keys)
         while True:
             ends = [*map(ended_key, missing), *self._over] if heeds_end else []

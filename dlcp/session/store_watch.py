@@ -42,7 +42,7 @@ FALLEN_BACK: Final = "fallen back"
 SERVER_LOST: Final = "server lost"
 """The key under which a rank writes why the parameter server is lost; the next decision is to do without it."""
 EPOCHS_KEPT: Final = 2
-"""So many epochs before the present one keep what ranks have written in the store."""
+"""The store keeps what ranks have written in this many epochs before the present one."""
 NEW: Final = "new"
 """The answer of a rank that has joined, but has not completed a step yet: it cannot go on with the others."""
 
@@ -132,7 +132,7 @@ class StoreWatch(PeerWatch):
         self._applications = 0
         self._without_server = False
         self._cleared = 0
-        """The first epoch of which the store still has keys."""
+        """The first epoch whose keys are still in the store."""
         self._closing = threading.Event()
         self._beating: threading.Thread | None = None
         # Of a rank that applies: the next decision, the place of the next application, and who takes part so far.

@@ -849,15 +849,14 @@ class TrainingSession:
             self.leave(error)
             if self.phase is SessionPhase.FALLBACK and self.fallback.watch:
                 self.fallback.watch.publish_left(describe(error))
+
+        def is_decided() -> bool:
+            waits = self.phase is SessionPhase.FALLBACK and self.membership.epoch == epoch
+            return self.phase is not SessionPhase.RECOVERING and not waits
+
         with self.table.changed:
-            self.table.changed.wait_for(
-                lambda: (
-                    self.phase is not SessionPhase.RECOVERING
-                    and (self.membership.epoch > epoch or self.phase is not SessionPhase.FALLBACK)
-                ),
-                DEADLINE_FACTOR * self.options.deadline_s,
-            )
-            return self.phase is not SessionPhase.RECOVERING and self.membership.epoch > epoch
+            decided = self.table.changed.wait_for(is_decided, DEADLINE_FACTOR * self.options.deadline_s)
+            return decided and self.membership.epoch > epoch
 
     def _resume(self, joined: Joined) -> None:
         """Average with the ranks that have joined again, beginning with the buckets that have come meanwhile."""

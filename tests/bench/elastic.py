@@ -8,7 +8,7 @@ In each try one rank of :mod:`tests.bench.elastic_job`, drawn at random, is hit 
 - ``link``: its host's cable is pulled, and plugged in again once the others have gone on.
 - ``namespace``: its host loses its interface, with addresses and routes, for good.
 - ``back``: it is killed, and starts again at once.
-- ``none``: nothing happens. The figure is the steps per second, beside those of ranks of which none may be lost.
+- ``none``: nothing happens. The figure is steps a second, with ``elastic`` and without.
 - ``cut``: half of the hosts lose their links at once. The store is on the other side, which must go on alone.
 
 A try fails if ranks hang, if those that are left do not end with equal parameters, or if one that was left out does not
@@ -30,7 +30,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -235,20 +235,21 @@ def extremes(times: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def undisturbed(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> list[BenchResult]:
-    """Return the steps per second while nothing happens, with and without ``elastic``, in turn."""
+def undisturbed_rate(job: Job, seconds: float) -> float:
+    """Return the steps a second of a training to which nothing happens for so long."""
+    began_s = time.monotonic()
+    time.sleep(seconds)
+    return rates(job, began_s, time.monotonic())[0]
+
+
+def beside_rigid(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> list[BenchResult]:
+    """Return the steps a second while nothing happens, with and without ``elastic``, in turn."""
     found: dict[int, list[float]] = {LEAST: [], 0: []}
     for number in range(1, arguments.tries + 1):
         for least, kept in found.items():
-            where = folder / f"none-{ranks}-{least}-{number}"
-            try:
-                with Job(hosts, ranks, arguments, where, least=least) as job:
-                    began_s = time.monotonic()
-                    time.sleep(UNDISTURBED_S)
-                    kept.append(rates(job, began_s, time.monotonic())[0])
-            except TryError as error:
-                raise FailedError([], {f"elastic.none.n{ranks}": str(error)}) from None
-        say(f"elastic.none.n{ranks} try {number}: {found[LEAST][-1]:.1f} steps per s, without {found[0][-1]:.1f}")
+            with Job(hosts, ranks, arguments, folder / f"none-{ranks}-{least}-{number}", least=least) as job:
+                kept.append(undisturbed_rate(job, UNDISTURBED_S))
+        say(f"elastic.none.n{ranks} try {number}: {found[LEAST][-1]:.1f} steps/s, without {found[0][-1]:.1f}")
     return [result(f"elastic.none.n{ranks}", "steps/s", found[LEAST], found[0], smaller_is_better=False)]
 
 
@@ -380,14 +381,12 @@ def scheduled(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: P
 
     Raises
     ------
-    FailedError
+    TryError
         The training hung, or its ranks have not ended equal.
     """
-    name = f"elastic.schedule.n{ranks}"
+    seconds = min(UNDISTURBED_S, arguments.schedule)
     with Job(hosts, ranks, arguments, folder / f"undisturbed-{ranks}") as job:
-        began_s = time.monotonic()
-        time.sleep(min(UNDISTURBED_S, arguments.schedule))
-        undisturbed, _ = rates(job, began_s, time.monotonic())
+        undisturbed = undisturbed_rate(job, seconds)
     with Job(hosts, ranks, arguments, folder / f"schedule-{ranks}") as job:
         schedule = Schedule(job, random.Random(f"{arguments.seed} schedule {ranks}"), arguments.every)
         began_s = time.monotonic()
@@ -397,8 +396,6 @@ def scheduled(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: P
             time.sleep(MOMENT_S[0])
             occupied = memory(schedule.there)
             job.finish(schedule.there)
-        except TryError as error:
-            raise FailedError([], {name: str(error)}) from None
         finally:
             hosts.set_links(range(ranks), "up")
     details = {
@@ -412,7 +409,7 @@ def scheduled(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: P
         "resident_megabytes": occupied,
         "ends": schedule.ends,
     }
-    share = 100 * disturbed / undisturbed
+    name, share = f"elastic.schedule.n{ranks}", 100 * disturbed / undisturbed
     return [BenchResult(name, share, "% of the throughput without faults", None, None, 1, 0.0, details)]
 
 
@@ -420,7 +417,7 @@ def scheduled(ranks: int, hosts: Hosts, arguments: argparse.Namespace, folder: P
 
 
 def accuracy_of(task: str, seed: int, kills: int, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> float:
-    """Train a task while so many ranks, one after another, are killed and start again; return its accuracy in percent.
+    """Train a task while ranks are killed, one after another, and start again; return its accuracy in percent.
 
     Raises
     ------
@@ -450,20 +447,11 @@ def _is_whole_at(job: Job, moment: int) -> bool:
 
 
 def accuracies(task: str, hosts: Hosts, arguments: argparse.Namespace, folder: Path) -> list[BenchResult]:
-    """Return by how many points the accuracy of disturbed trainings differs from that of undisturbed ones.
-
-    Raises
-    ------
-    FailedError
-        A training failed.
-    """
+    """Return by how many points the accuracy of disturbed trainings differs from that of undisturbed ones."""
     name, found = f"elastic.accuracy.{task}", dict[int, list[float]]()
     for seed in range(1, arguments.tries + 1):
         for kills in (0, KILLS):
-            try:
-                percent = accuracy_of(task, seed, kills, hosts, arguments, folder / f"{task}-{seed}-{kills}")
-            except TryError as error:
-                raise FailedError([], {f"{name} seed {seed}, {kills} kills": str(error)}) from None
+            percent = accuracy_of(task, seed, kills, hosts, arguments, folder / f"{task}-{seed}-{kills}")
             say(f"{name} seed {seed}, {kills} kills: {percent:.2f} %")
             found.setdefault(kills, []).append(percent)
     differences = [after - before for before, after in zip(found[0], found[KILLS], strict=True)]
@@ -496,17 +484,22 @@ def _measure(arguments: argparse.Namespace) -> list[BenchResult]:
     results, failed = list[BenchResult](), dict[str, str]()
     with scratch() as temporary, Hosts(max(LEARNERS, *arguments.ranks), loopback=arguments.loopback) as hosts:
         folder = arguments.keep or temporary
-        work = [partial(measure, fault, ranks) for ranks in arguments.ranks for fault in faults if fault != "none"]
-        work += [partial(undisturbed, ranks) for ranks in arguments.ranks for fault in faults if fault == "none"]
+        work: dict[str, Callable[[Hosts, argparse.Namespace, Path], list[BenchResult]]] = {}
+        for ranks in arguments.ranks:
+            for fault in faults:
+                what = partial(beside_rigid, ranks) if fault == "none" else partial(measure, fault, ranks)
+                work[f"{fault} of {ranks} ranks"] = what
         if arguments.schedule:
-            work += [partial(scheduled, ranks) for ranks in arguments.ranks]
-        work += [partial(accuracies, task) for task in arguments.accuracy]
-        for each in work:
+            work |= {f"schedule of {ranks} ranks": partial(scheduled, ranks) for ranks in arguments.ranks}
+        work |= {f"accuracy of {task}": partial(accuracies, task) for task in arguments.accuracy}
+        for name, each in work.items():
             try:
                 results += each(hosts, arguments, folder)
             except FailedError as error:
                 results += error.results
                 failed |= error.failed
+            except TryError as error:
+                failed[name] = str(error)
     if failed:
         raise FailedError(results, failed)
     return results

@@ -240,6 +240,7 @@ class Job(Closing):
             fixed |= {
                 "TORCHFT_LIGHTHOUSE": f"http://{hosts.address(-1)}:{PORT}",
                 "TORCHFT_TIMEOUT_S": arguments.torchft,
+                "TORCHFT_LEAST": LEAST,
                 "GLOO_SOCKET_IFNAME": "lo" if arguments.loopback else HOST_INTERFACE,
             }
         else:

@@ -2,17 +2,18 @@
 """Learn a task with ranks that come and go, and note every step and the accuracy; for the benchmark ``elastic``.
 
 ``elastic_learner NOTES TASK SEED PAUSE_S``: the file of its notes, a task of :mod:`dlcp.examples.learning_tasks`, the
-seed of its data, and how much longer each step takes. It draws as many samples as the task's steps on four ranks have.
+seed of its data, and how much longer each step takes. It draws as many samples as the task's steps have on the ranks
+of the beginning.
 """
 
 import logging
 import math
+import os
 import sys
 import time
 
 from tests.bench.elastic_rank import Notes, resident_bytes
 
-RANKS = 4
 OPTIMIZER = "adamw"
 
 
@@ -30,7 +31,7 @@ def learn() -> None:
     torch.set_num_threads(1)
     task, seed, pause_s = TASKS[sys.argv[2]], int(sys.argv[3]), float(sys.argv[4])
     data, model = task.data(seed), task.network(seed)
-    drawn = RANKS * task.batch * task.steps
+    drawn = int(os.environ["WORLD_SIZE"]) * task.batch * task.steps
     epochs = max(1, round(drawn / len(data.train_labels)))
     samples = min(len(data.train_labels), drawn // epochs)
     rate = task.rates[OPTIMIZER]

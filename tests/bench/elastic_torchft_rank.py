@@ -2,8 +2,8 @@
 """Train as :mod:`tests.bench.elastic_rank` does, with torchft and its Gloo process group, one replica per process.
 
 Its loop is the one of torchft's manual: begin a quorum, compute, average, and take the step only if all have the
-average. Environment: ``RANK``, ``WORLD_SIZE``, ``TORCHFT_LIGHTHOUSE``, ``TORCHFT_HOST`` (this host's address) and
-``TORCHFT_TIMEOUT_S`` (how long a collective may take).
+average. Environment: ``RANK``, ``WORLD_SIZE``, ``TORCHFT_LIGHTHOUSE``, ``TORCHFT_HOST`` (this host's address),
+``TORCHFT_TIMEOUT_S`` (how long a collective may take) and ``TORCHFT_LEAST`` (replicas with which training goes on).
 """
 
 import os
@@ -47,7 +47,7 @@ def train() -> None:
         pg=torchft.ProcessGroupGloo(timeout=timeout),
         load_state_dict=load,
         state_dict=lambda: {"model": model.clone()},
-        min_replica_size=2,
+        min_replica_size=int(os.environ["TORCHFT_LEAST"]),
         timeout=timeout,
         checkpoint_transport=Transport(timeout=timeout, num_chunks=0),
         quorum_timeout=timedelta(seconds=60),

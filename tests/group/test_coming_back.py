@@ -6,15 +6,9 @@ import pytest
 from dlcp.session import Options
 from dlcp.session.secret import job_secret
 from dlcp.session.store import serve
-from tests.group.elastic_jobs import TRAINING, jobs
+from tests.group.elastic_jobs import TRAINING
 from tests.group.group_ranks import ends_of
 from tests.transport.free_ports import free_port
-
-
-@pytest.fixture
-def start():
-    with jobs() as function:
-        yield function
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,9 @@ import pytest
 from dlcp.session import Options
 from dlcp.session.secret import job_secret
 from dlcp.session.store import Store, serve
-from tests.group.elastic_jobs import TRAINING, jobs
+from tests.group.elastic_jobs import TRAINING
 from tests.group.test_parameter_server import command
 from tests.transport.free_ports import free_port
-
-
-@pytest.fixture
-def start():
-    with jobs() as function:
-        yield function
 
 
 @pytest.fixture
