@@ -3,8 +3,9 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
-from ipaddress import IPv4Address
-from itertools import product
+from fractions import Fraction
+from ipaddress import ip_address
+from itertools import combinations_with_replacement, product
 from typing import Final
 
 from dlcp.controller.fabric import PORT_MAX, Fabric, Host, Job, Port, Remap, distances
@@ -32,19 +33,54 @@ def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def most_switches(fabric: Fabric) -> int:
-    """Return the largest number of switches that one message's packets cross: all on any shortest path of two hosts.
+def crossed(fabric: Fabric) -> list[list[list[str]]]:
+    """Return the switches that the packets of a message may cross, for each pair of switches with hosts.
 
-    Packets are sprayed over all of these paths, and each switch counts its drops separately. So hosts divide a
-    message's drop budget by this number (option ``switch_hops``); otherwise the switches together could exceed its
-    bound.
+    Packets are sprayed over all shortest paths. The switches come in stages: every packet crosses one of each.
     """
-    edges = {at.switch for at in fabric.attachments.values()}
+    edges = sorted({at.switch for at in fabric.attachments.values()})
     found = {edge: distances(fabric, edge) for edge in edges}
-    return max(
-        sum(found[one][switch.name] + found[other][switch.name] == found[one][other] for switch in fabric.switches)
-        for one, other in product(edges, edges)
-    )
+    ways = []
+    for one, other in combinations_with_replacement(edges, 2):
+        stages: list[list[str]] = [[] for _ in range(found[one][other] + 1)]
+        for switch in fabric.switches:
+            if found[one][switch.name] + found[other][switch.name] == found[one][other]:
+                stages[found[one][switch.name]].append(switch.name)
+        ways.append(stages)
+    return ways
+
+
+def budget_parts(fabric: Fabric) -> dict[str, int]:
+    """Return each switch's part of a message's drop budget, as a number of halvings.
+
+    Each switch, or pipe of a switch, counts its drops on its own. So the parts of all switches that a message may cross
+    add up to 1 at most, and no spraying can make them drop more. Each stage of a path gets an equal part, and each
+    switch of a stage an equal part of that, rounded down to a power of a half. Then parts are doubled as long as there
+    is room, those of switches with hosts first: at their ports paths meet.
+    """
+    ways = crossed(fabric)
+    pipes = {switch.name: switch.pipes for switch in fabric.switches}
+    least = dict(pipes)
+    for stages in ways:
+        for stage in stages:
+            for switch in stage:
+                least[switch] = max(least[switch], len(stages) * len(stage) * pipes[switch])
+
+    def fits(halvings: Mapping[str, int]) -> bool:
+        parts = {name: Fraction(pipes[name], 1 << count) for name, count in halvings.items()}
+        return all(sum(parts[switch] for stage in stages for switch in stage) <= 1 for stages in ways)
+
+    halvings = {name: (count - 1).bit_length() for name, count in least.items()}
+    edges = {at.switch for at in fabric.attachments.values()}
+    groups = [edges, {switch.name for switch in fabric.switches} - edges]
+    doubled = True
+    while doubled:
+        doubled = False
+        for group in groups:
+            more = {name: count - (name in group and count > 0) for name, count in halvings.items()}
+            if more != halvings and fits(more):
+                halvings, doubled = more, True
+    return halvings
 
 
 def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], int]:
@@ -114,6 +150,7 @@ def entries(fabric: Fabric, switch: str) -> Entries:
         *_trust(fabric, ports),
         *_named_jobs(fabric.jobs),
         *_remaps(fabric.policy.remap, fabric.jobs),
+        *_budget_part(fabric, switch),
         *_drop_thresholds(fabric, ports),
         *_ecn_thresholds(fabric, ports),
         *_shares(fabric, ports),
@@ -127,11 +164,13 @@ def _to_next_hop(fabric: Fabric, port: Port) -> Action:
 
 
 def _routes(fabric: Fabric, hops: dict[str, tuple[int, ...]], groups: dict[tuple[int, ...], int]) -> list[TableEntry]:
-    """Return the routes to all hosts. Non-IPv4 frames cannot be sprayed: each host gets one of the ports."""
-    routes = [
-        TableEntry("ipv4_route", {"ipv4_dst": (int(IPv4Address(host.address)), 32)}, GroupRef(groups[hops[host.name]]))
-        for host in fabric.hosts
-    ]
+    """Return the routes to all hosts. Frames without IP cannot be sprayed: each host gets one of the ports."""
+    routes = []
+    for host in fabric.hosts:
+        address, group = ip_address(host.address), GroupRef(groups[hops[host.name]])
+        family = f"ipv{address.version}"
+        destination = int(address), address.max_prefixlen
+        routes.append(TableEntry(f"{family}_route", {f"{family}_dst": destination}, group))
     for index, host in enumerate(fabric.hosts):
         ports = hops[host.name]
         to_port = Action("to_port", {"port": ports[index % len(ports)]})
@@ -187,6 +226,11 @@ def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
     return found
 
 
+def _budget_part(fabric: Fabric, switch: str) -> list[TableEntry]:
+    part = Action("part_of_budget", {"halvings": budget_parts(fabric)[switch]})
+    return [TableEntry("budget_part", {}, part, 1)]
+
+
 def _drop_thresholds(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
     depths = _depths(fabric, ports)
     return [
@@ -224,11 +268,12 @@ def _depths(fabric: Fabric, ports: Sequence[Port]) -> list[int]:
 
 
 def _shares(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
+    depth = fabric.policy.of_queue(Queue.EXCESS).mark_above(_depths(fabric, ports)[Queue.EXCESS])
     return [
         TableEntry(
             "job_share",
             {"job": job.id, "control": control, "eg_port": port.number},
-            Action("metered"),
+            Action("metered", {"depth": depth}),
             meter=_meter(fabric, port, job, job.control_share if control else fabric.share_at(job, port)),
         )
         for job in fabric.jobs

@@ -204,6 +204,8 @@ class FabricSwitch:
         Whether to connect without TLS. Explicit, because anyone on the path can then program the switch.
     thrift
         BMv2's Thrift address, ``HOST:PORT``. The depth of BMv2's queues can only be set over Thrift.
+    pipes
+        Pipes of a Tofino through which a job's packets enter: each counts drops on its own.
     """
 
     name: str
@@ -215,6 +217,7 @@ class FabricSwitch:
     tls: Tls | None = None
     insecure: bool = False
     thrift: str = ""
+    pipes: int = 1
 
     def interface(self, port: int) -> str:
         """Return the network interface of a port."""
@@ -230,7 +233,7 @@ class Host:
     name
         Used in links and messages.
     address, mac
-        IPv4 address and Ethernet address.
+        IPv4 or IPv6 address, and Ethernet address.
     trusted
         Whether the switch accepts the tags of its packets.
     """
@@ -241,10 +244,11 @@ class Host:
     trusted: bool = True
 
     @classmethod
-    def numbered(cls, index: int) -> "Host":
+    def numbered(cls, index: int, ipv6: bool = False) -> "Host":
         """Return host ``index`` (0 is the first) with its default name and addresses."""
         high, low = divmod(index + 1, 256)
-        return cls(f"host{index}", f"10.0.{high}.{low}", f"02:00:00:00:{high:02x}:{low:02x}")
+        address = f"fd00::{index + 1:x}" if ipv6 else f"10.0.{high}.{low}"
+        return cls(f"host{index}", address, f"02:00:00:00:{high:02x}:{low:02x}")
 
 
 @dataclass(frozen=True)
@@ -324,7 +328,7 @@ class Fabric:
     udp_ports
         UDP ports served on loopback ports.
     mtu_bytes
-        Largest IPv4 packet.
+        Largest IP packet.
 
     Raises
     ------
@@ -499,6 +503,8 @@ def _check_control(switch: FabricSwitch, steps: tuple[Step, ...]) -> None:
         raise FabricError(f"only bmv2 has a Thrift server; {switch.name} is {switch.kind}", *steps, "thrift")
     if switch.kind == "bmv2" and switch.ports == "loopback":
         raise FabricError("bmv2 has packet ports only; loopback ports are for the built-in switch", *steps, "ports")
+    if switch.pipes < 1:
+        raise FabricError(f"a switch has 1 pipe or more, not {switch.pipes}", *steps, "pipes")
     if switch.device_id < 1:
         raise FabricError(f"a device id must be 1 or more, not {switch.device_id}", *steps, "device_id")
     for port in switch.interfaces:
@@ -512,9 +518,9 @@ def _check_hosts(fabric: Fabric) -> None:
     _check_names("hosts", [host.name for host in fabric.hosts])
     for index, host in enumerate(fabric.hosts):
         try:
-            ipaddress.IPv4Address(host.address)
+            ipaddress.ip_address(host.address)
         except ValueError:
-            raise FabricError(f"{host.address!r} is not an IPv4 address", "hosts", index, "address") from None
+            raise FabricError(f"{host.address!r} is not an IP address", "hosts", index, "address") from None
         if not _MAC.fullmatch(host.mac) or int(host.mac[:2], 16) & 1:
             raise FabricError(f"{host.mac!r} is not a unicast Ethernet address", "hosts", index, "mac")
     for what in ("address", "mac"):
@@ -535,7 +541,7 @@ def _check_links(fabric: Fabric) -> None:
             if end in taken:
                 raise FabricError(f"{end} already has a link, links[{taken[end]}]", "links", index, side)
             taken[end] = index
-        _check_ends(link, switches, ("links", index))
+        _check_ends(fabric, link, switches, ("links", index))
         try:
             link.queueing(fabric.queueing)
         except ValueError as error:
@@ -560,8 +566,8 @@ def _check_end(end: str, switches: Collection[str], hosts: Collection[str], step
         raise FabricError(f"port {number} is not in 1..{PORT_MAX}", *steps)
 
 
-def _check_ends(link: Link, switches: Mapping[str, FabricSwitch], steps: tuple[Step, ...]) -> None:
-    """Refuse a link between two hosts, or from a loopback port to a switch."""
+def _check_ends(fabric: Fabric, link: Link, switches: Mapping[str, FabricSwitch], steps: tuple[Step, ...]) -> None:
+    """Refuse a link between two hosts, and one from a loopback port to a switch or an IPv6 host."""
     a, b = as_port(link.a), as_port(link.b)
     if a is None and b is None:
         raise FabricError(f"{link.a} and {link.b} are both hosts; a link needs a switch at one end", *steps)
@@ -570,6 +576,15 @@ def _check_ends(link: Link, switches: Mapping[str, FabricSwitch], steps: tuple[S
             raise FabricError(
                 f"loopback ports lead only to hosts; {port.switch} needs packet ports to reach a switch", *steps, side
             )
+        if port is not None and switches[port.switch].ports == "loopback" and other is None:
+            host = next(item for item in fabric.hosts if item.name == (link.b if side == "a" else link.a))
+            if ":" in host.address:
+                raise FabricError(
+                    f"host {host.name!r} has an IPv6 address, and loopback ports carry IPv4 only; "
+                    f"give {port.switch} packet ports",
+                    *steps,
+                    side,
+                )
 
 
 def _check_reach(fabric: Fabric) -> None:
@@ -646,6 +661,7 @@ def star(
     queueing: PortQueueing = _QUEUEING,
     jobs: Sequence[Job] = (),
     policy: Policy = _POLICY,
+    ipv6: bool = False,
 ) -> Fabric:
     """Return ``hosts`` hosts with default names and addresses around one built-in switch; host k is at port k+1.
 
@@ -655,7 +671,7 @@ def star(
         As :class:`Fabric` does.
     """
     switch = FabricSwitch("switch", ports=ports)
-    described = tuple(map(Host.numbered, range(hosts)))
+    described = tuple(Host.numbered(index, ipv6) for index in range(hosts))
     links = tuple(Link(f"{switch.name}:{index + 1}", host.name) for index, host in enumerate(described))
     return Fabric((switch,), described, links, tuple(jobs), policy, queueing)
 
@@ -668,6 +684,7 @@ def leaf_spine(
     queueing: PortQueueing = _QUEUEING,
     jobs: Sequence[Job] = (),
     policy: Policy = _POLICY,
+    ipv6: bool = False,
 ) -> Fabric:
     """Return built-in switches ``leaf1..`` and ``spine1..`` in two tiers, each leaf linked to each spine.
 
@@ -680,7 +697,7 @@ def leaf_spine(
     """
     if min(leaves, spines, hosts_per_leaf) < 1:
         raise FabricError(f"{leaves} leaves, {spines} spines, {hosts_per_leaf} hosts per leaf: each must be 1 or more")
-    hosts = tuple(map(Host.numbered, range(leaves * hosts_per_leaf)))
+    hosts = tuple(Host.numbered(index, ipv6) for index in range(leaves * hosts_per_leaf))
     links = [Link(f"leaf{1 + k // hosts_per_leaf}:{1 + k % hosts_per_leaf}", host.name) for k, host in enumerate(hosts)]
     links += [
         Link(f"leaf{leaf}:{hosts_per_leaf + spine}", f"spine{spine}:{leaf}")

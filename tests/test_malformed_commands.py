@@ -34,7 +34,6 @@ LINES = [
     *("train script.py", "train --", "train -- nowhere.py", "train -- -m", "train -- {folder}"),
     *each("train --option", ("''", "=", "loss_bound", "nothing=1", "job=", "job=" + hex(1 << 90)), "-- {script}"),
     *each("train --option", [f"loss_bound={word}" for word in ("x", "nan", "-1", "1", "inf")], "-- {script}"),
-    *each("train --option", [f"switch_hops={word}" for word in (*BAD_WHOLE, "0") if word != "''"], "-- {script}"),
     *each("train --option", [f"deadline_s={word}" for word in (*BAD_REAL, "0") if word != "''"], "-- {script}"),
     *each("train --option", [f"bind={word}" for word in (":1", "a:b", "a:65536", "::1", f"a:{HUGE}")], "-- {script}"),
     *each("train --measure --steps", ("x", "0", "-1", "1", HUGE), "-- {script}"),

@@ -285,7 +285,7 @@ def _carried(layout: Layout, queues: int) -> PortRate:
 
 
 def _bound(host: HostLayout) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock = socket.socket(socket.AF_INET6 if ":" in host.address else socket.AF_INET, socket.SOCK_DGRAM)
     sock.bind((host.address, UDP_PORT_BASE))
     return sock
 

@@ -408,17 +408,17 @@ class Network:
         self._mininet.addLink(first, second, intfName1=interface, intfName2=other_interface)
 
     def _introduce(self, host: HostLayout) -> None:
-        """Set a host's address, routes and neighbours, so that no ARP crosses the switches."""
+        """Set a host's address, routes and neighbours, so that no ARP or neighbour discovery crosses the switches."""
         namespace = NamedNamespace(host.namespace)
         commands = [
             f"link set {HOST_INTERFACE} down",
             f"link set {HOST_INTERFACE} address {host.mac} mtu {self._layout.mtu_bytes} up",
-            f"addr add {host.address}/32 dev {HOST_INTERFACE}",
+            f"addr add {_alone(host)} dev {HOST_INTERFACE}",
         ]
         for other in self._layout.hosts:
             if other is not host:
                 commands += [
-                    f"route replace {other.address}/32 dev {HOST_INTERFACE} src {host.address} "
+                    f"route replace {_alone(other)} dev {HOST_INTERFACE} src {host.address} "
                     f"congctl {CONGESTION_CONTROL}",
                     f"neigh replace {other.address} lladdr {other.mac} dev {HOST_INTERFACE} nud permanent",
                 ]
@@ -433,6 +433,11 @@ class Network:
             namespace.limit_rate(
                 port.interface, port.rate_bps, burst_bytes=PORT_BURST_BYTES, limit_bytes=PORT_LIMIT_BYTES
             )
+
+
+def _alone(host: HostLayout) -> str:
+    """Return a host's address as a network of its own. IPv6 hosts know theirs to be unique: no detection is needed."""
+    return f"{host.address}/128" if ":" in host.address else f"{host.address}/32"
 
 
 # ---------------------------------------------------------------------------------------------------------- the process

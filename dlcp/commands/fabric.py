@@ -71,14 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import fabric_table
-    from dlcp.controller.entries import entries, most_switches
+    from dlcp.controller.entries import entries
 
     held = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
     for found in held.values():
         pipeline.encode(found)
     _console().print(fabric_table(fabric, held))
-    switches = most_switches(fabric)
-    _console().print(f"a message crosses up to {switches} switches: give its ranks DLCP_SWITCH_HOPS={switches}")
     return 0
 
 

@@ -53,6 +53,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to build")
     add(group, "--fabric", "star|leaf-spine|FILE", str, "shape, or a fabric as YAML (default: star)")
     group.add_argument("--switch", choices=["builtin", "bmv2"], help="kind of switches (default: builtin)")
+    group.add_argument("--ipv6", action="store_true", help="give hosts IPv6 addresses, and no others")
     add_link(group, None, None, ("32", "32; BMv2: 64"))
 
 
@@ -168,9 +169,11 @@ def _fabric(arguments: argparse.Namespace, kind: "SwitchKind") -> "Fabric":
     depth = _DEPTH_PACKETS[kind] if arguments.depth is None else arguments.depth
     queueing = PortQueueing(rate_bps=rate, depth_packets=depth)
     if shape == "star":
-        return star(_STAR_HOSTS, ports="packet", queueing=queueing)
+        return star(_STAR_HOSTS, ports="packet", queueing=queueing, ipv6=arguments.ipv6)
     if shape == "leaf-spine":
-        return leaf_spine(2, 2, _LEAF_HOSTS, queueing=queueing)
+        return leaf_spine(2, 2, _LEAF_HOSTS, queueing=queueing, ipv6=arguments.ipv6)
+    if arguments.ipv6:
+        raise ValueError(f"--ipv6 is for the shapes star and leaf-spine; {shape} names the addresses of its hosts")
     fabric = load(Path(shape))
     if arguments.rate_mbps is None and arguments.depth is None:
         return fabric
@@ -181,7 +184,6 @@ def _fabric(arguments: argparse.Namespace, kind: "SwitchKind") -> "Fabric":
 
 
 def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric") -> "TestbedSetup":
-    from dlcp.controller.entries import most_switches
     from dlcp.demo.testbed_runs import TestbedSetup
 
     port = state.layout.switches[0].ports[0]
@@ -198,7 +200,6 @@ def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
         switch=state.layout.kind,
         shape="star" if len(state.layout.switches) == 1 else "leaf-spine",
         one_port=bmv2,
-        hops=most_switches(fabric),
     )
 
 
@@ -207,7 +208,8 @@ def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
     from dlcp.controller.testbed import TestbedError
 
     given = [arguments.fabric, arguments.rate_mbps, arguments.depth]
-    if any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind):
+    is_other = any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind)
+    if is_other or (arguments.ipv6 and ":" not in state.layout.hosts[0].address):
         raise TestbedError(
             f"testbed {state.layout.name!r} is up, with {state.layout.kind} switches; leave out options that describe "
             "another one, take it down, or choose another --name"

@@ -321,7 +321,6 @@ def _ranks(
             "DLCP_FALLBACK": "0",
             "DLCP_ROUTE": "dlcp",
             "DLCP_COLLECTIVE": f"server:{server_address}" if server_address else setup.collective,
-            "DLCP_SWITCH_HOPS": str(setup.hops),
             **variant.environment,
         }
         task = [rank, ranks, variant.mode, setup, str(folder / "store")]

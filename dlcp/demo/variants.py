@@ -28,8 +28,6 @@ class DemoSetup:
         Send 16 bits of each value: Gloo with PyTorch's own hook, the others with DLCP's precision.
     optimizer
         One of :data:`OPTIMIZERS`.
-    hops
-        Largest number of switches on a message's path.
     burst_s
         Mean length of a background burst.
 
@@ -49,7 +47,6 @@ class DemoSetup:
     collective: str = "direct"
     fp16: bool = False
     optimizer: str = "adamw"
-    hops: int = 1
     burst_s: float = BURST_S
 
     def __post_init__(self) -> None:

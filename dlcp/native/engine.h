@@ -227,8 +227,7 @@ typedef struct {
     uint8_t *memory;
     int64_t block_bytes, frame_bytes, frames_per_block, frames;
     int64_t next;
-    int64_t frame_min, frame_max; /* accepted frame sizes in bytes */
-    int64_t tagged_bytes;         /* bytes that the filter keeps of a frame with a VLAN tag */
+    int64_t frame_min, frame_max; /* accepted frame sizes in bytes, without a VLAN tag */
 } packet_ring;
 
 int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,

@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #endif
 #include <errno.h>
+#include <linux/if_ether.h>
 #include <linux/if_packet.h>
 #include <stdint.h>
 #include <string.h>
@@ -13,9 +14,11 @@
 #include <sys/uio.h>
 
 #include "engine.h"
+#include "packet.h"
 
 enum { TOGETHER = 64 }; /* frames per system call; more gain nothing */
-enum { TAKEN_REFUSED, TAKEN_MALFORMED, TAKEN_OVERSIZE };
+enum { TAKEN_MALFORMED, TAKEN_OVERSIZE };
+enum { TAG_AT = 12, TAG_BYTES = 4 }; /* a VLAN tag follows both addresses */
 enum { SENT_OVERSIZE, SENT_UNREACHABLE, SENT_FAILED };
 
 static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
@@ -23,8 +26,22 @@ static struct tpacket2_hdr *frame_at(const packet_ring *ring, int64_t frame) {
     return (struct tpacket2_hdr *)(ring->memory + block * ring->block_bytes + within * ring->frame_bytes);
 }
 
+/* Copy a frame into a row. The kernel has taken the VLAN tag out of a frame; put it back. */
+static void copy_frame(uint8_t *row, const struct tpacket2_hdr *head, size_t length, size_t tag) {
+    const uint8_t *frame = (const uint8_t *)head + head->tp_mac;
+    if (tag) {
+        memcpy(row, frame, TAG_AT);
+        put16(row + TAG_AT, head->tp_status & TP_STATUS_VLAN_TPID_VALID ? head->tp_vlan_tpid : ETH_P_8021Q);
+        put16(row + TAG_AT + 2, head->tp_vlan_tci);
+        memcpy(row + TAG_AT + TAG_BYTES, frame + TAG_AT, length - TAG_AT - TAG_BYTES);
+    } else {
+        memcpy(row, frame, length);
+    }
+}
+
 /* Copy up to `count` waiting frames into the rows listed in `slots`, in order, and return the ring's frames to the
- * kernel. `lengths` and `stamps_ns` (real time) are set for each; `others` counts foreign frames. Return how many. */
+ * kernel. `lengths` and `stamps_ns` (real time) are set for each; `others` counts frames that are too short or too
+ * long. Return how many. */
 int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, const int64_t *slots, int64_t count,
                           int64_t *lengths, int64_t *stamps_ns, int64_t *others) {
     int64_t taken = 0;
@@ -32,17 +49,13 @@ int64_t dlcp_packets_take(packet_ring *ring, uint8_t *rows, int64_t row_bytes, c
         struct tpacket2_hdr *head = frame_at(ring, ring->next);
         if (!(__atomic_load_n(&head->tp_status, __ATOMIC_ACQUIRE) & TP_STATUS_USER))
             break;
-        int64_t length = head->tp_snaplen;
-        if (head->tp_len > head->tp_snaplen && length != ring->tagged_bytes)
-            length = head->tp_len;
-        if (length == ring->tagged_bytes) {
-            others[TAKEN_REFUSED]++;
-        } else if (length < ring->frame_min) {
+        int64_t tag = head->tp_status & TP_STATUS_VLAN_VALID ? TAG_BYTES : 0, length = (int64_t)head->tp_len + tag;
+        if (head->tp_len < ring->frame_min) {
             others[TAKEN_MALFORMED]++;
-        } else if (length > ring->frame_max || length > row_bytes) {
+        } else if (head->tp_len > ring->frame_max || length > row_bytes) {
             others[TAKEN_OVERSIZE]++;
         } else {
-            memcpy(rows + slots[taken] * row_bytes, (uint8_t *)head + head->tp_mac, (size_t)length);
+            copy_frame(rows + slots[taken] * row_bytes, head, (size_t)length, (size_t)tag);
             lengths[taken] = length;
             stamps_ns[taken] = (int64_t)head->tp_sec * 1000000000 + head->tp_nsec;
             taken++;

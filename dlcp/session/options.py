@@ -16,7 +16,7 @@ from dlcp.policies.arms import AUTO_PRECISION, EXACT, HALF_NAMES, HALF_PRECISION
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import SHARE
 from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
-from dlcp.transport.settings import Congestion, Seconds, SwitchHops
+from dlcp.transport.settings import Congestion, Seconds
 from dlcp.values.tags import TagPolicy
 
 JobNumber = Annotated[int, Range(0, (1 << 16) - 1)]
@@ -79,7 +79,7 @@ class Options:
         Let ranks in the same network namespace, and so on the same host, exchange packets through memory instead of
         sockets; nothing is queued or lost there. No effect with ``immediate``, or for a rank with ``advertise``, whose
         peers reach it through a network.
-    congestion, tagged, silence_s, deadline_s, switch_hops
+    congestion, tagged, silence_s, deadline_s
         See :class:`dlcp.transport.TransportOptions`.
     meet_s
         How long ranks wait for each other when they join.
@@ -139,7 +139,6 @@ class Options:
     secret_file: Annotated[str, OWN, Trait.PROTECTS] = ""
     tls: Annotated[str, Trait.WITHOUT_TORCH, OWN, Trait.PROTECTS] = ""
     congestion: Congestion = "dctcp"
-    switch_hops: SwitchHops = 1
     tagged: bool = True
     payload_bytes: Annotated[int, Unit("bytes"), AGREED] = 0
     shared_memory: bool = True

@@ -11,7 +11,8 @@ An example with all parts::
       ],
       "entries": [
         {"table": "ipv4_route", "match": {"ipv4_dst": "10.0.0.1/32"}, "group": 1},
-        {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1}, "action": "metered",
+        {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1},
+         "action": "metered", "params": {"depth": 9},
          "meter": {"cir": 12500000, "cburst": 50000, "pir": 12500000, "pburst": 50000}},
         {"table": "classify", "match": {"job": "0x10&&&0xf0"}, "priority": 1,
          "action": "set_class", "params": {"queue": 3, "drop_class": 0}}
@@ -73,7 +74,7 @@ class Entries:
 
 
 def parse_number(value: Value) -> int:
-    """Parse ``5``, ``"5"``, ``"0x1f"``, ``"10.0.0.1"`` or ``"02:00:00:00:00:01"`` into a number.
+    """Parse ``5``, ``"5"``, ``"0x1f"``, ``"10.0.0.1"``, ``"fd00::1"`` or ``"02:00:00:00:00:01"`` into a number.
 
     Raises
     ------
@@ -85,9 +86,9 @@ def parse_number(value: Value) -> int:
     try:
         if _MAC.fullmatch(value):
             return int(value.replace(":", ""), 16)
-        return int(ipaddress.IPv4Address(value)) if value.count(".") == 3 else int(value, 0)
+        return int(ipaddress.ip_address(value)) if value.count(".") == 3 or ":" in value else int(value, 0)
     except ValueError:
-        raise EntryError(f"{value!r} is not a number, IPv4 address or Ethernet address") from None
+        raise EntryError(f"{value!r} is not a number, IP address or Ethernet address") from None
 
 
 def parse_match(value: Value, match: str, width: int) -> int | tuple[int, int]:
@@ -128,11 +129,13 @@ def format_match(value: int | tuple[int, int], match: str, width: int) -> Value:
 
 
 def _format_number(value: int, width: int) -> Value:
-    """Format 32- and 48-bit numbers as IPv4 and Ethernet addresses; return others unchanged."""
+    """Format 32-, 128- and 48-bit numbers as IPv4, IPv6 and Ethernet addresses; return others unchanged."""
     if width == 32:
         return str(ipaddress.IPv4Address(value))
     if width == 48:
         return value.to_bytes(6, "big").hex(":")
+    if width == 128:
+        return str(ipaddress.IPv6Address(value))
     return value
 
 

@@ -32,6 +32,8 @@ class IngressEvent(IntEnum):
     """Forwarded: the message has spent its drop budget at this switch."""
     SLOT_TAKEN = 6
     """Forwarded: another live message holds the budget slot."""
+    TRIMMED = 7
+    """Cut to its headers instead of dropped, and moved to the queue of control packets."""
 
 
 class EgressEvent(IntEnum):

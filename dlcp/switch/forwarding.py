@@ -37,8 +37,8 @@ class PacketProgram(Protocol):
         enq_depth: int,
         deq_depth: int,
         now_us: int,
-    ) -> bool:
-        """Edit the packet in place; return False to drop it."""
+    ) -> int:
+        """Edit the packet in place; return how many bytes of it to send, 0 to drop it."""
 
 
 class EmptyProgram:
@@ -48,9 +48,9 @@ class EmptyProgram:
         """Drop a packet."""
         return DROP_PORT, 0, ()
 
-    def egress(self, packet: bytearray, carry: Any, *columns: int) -> bool:
+    def egress(self, packet: bytearray, carry: Any, *columns: int) -> int:
         """Drop a packet; ingress lets none reach egress."""
-        return False
+        return 0
 
 
 PORTS_MAX: Final = 512
@@ -224,6 +224,8 @@ class PlainForwarding(Forwarding):
     def _send(self, place: int) -> None:
         number, port = self._numbers[place], self._ports[place]
         slots = self._out[place][: port[queues.OUT]]
+        for slot in slots:
+            del self._rows[slot][self._slots[slot][queues.LENGTH] :]  # egress may have truncated it
         self._group_of[number].send(number, [self._rows[slot] for slot in slots])
         for slot in slots:
             queues.give_back(self._spare, slot)

@@ -261,7 +261,7 @@ def give_back(spare: Any, slot: int) -> None:
 
 def loop(  # noqa: C901  # one branch for each path of a packet, compiled as one function
     ingress: Callable[..., tuple[int, int]],
-    egress: Callable[..., bool],
+    egress: Callable[..., int],
     compiled: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[..., None]:
     """Return ``forward(until_ns, arrived, count, places, pool, in_state, out_state)``, the loop around a program.
@@ -280,7 +280,7 @@ def loop(  # noqa: C901  # one branch for each path of a packet, compiled as one
     ingress, egress
         The program. Both take a packet's row, its length, the carries of all slots, its slot and the state, then the
         arguments of `Program`'s functions. Ingress sets the slot's carry, and returns egress port and queue; egress
-        returns whether to send the packet.
+        returns how many bytes of the packet to send, 0 for none.
     compiled
         Compiles a function.
     """
@@ -301,10 +301,13 @@ def loop(  # noqa: C901  # one branch for each path of a packet, compiled as one
                 start_us, enq_us = port[FREE_NS] // 1000, packet[ENQUEUED_NS] // 1000
                 row, size, waited_us = rows[slot], packet[LENGTH], start_us - enq_us
                 enq_depth, depth, number = packet[ENQ_DEPTH], port[WAITING + packet[QUEUE]], port[NUMBER]
-                if not egress(row, size, carry, slot, out_state, number, enq_us, waited_us, enq_depth, depth, start_us):
+                left = egress(row, size, carry, slot, out_state, number, enq_us, waited_us, enq_depth, depth, start_us)
+                if not left:
                     discard(port, slots, slot)
                     give_back(spare, slot)
-                elif not transmit(port, slots, slot):
+                    continue
+                packet[LENGTH] = left
+                if not transmit(port, slots, slot):
                     give_back(spare, slot)
             if port[LINE_HEAD] >= 0 and hand_over(port, slots, out[place], now_ns):
                 totals[READY_COUNT] += 1

@@ -439,7 +439,7 @@ class Engine:
         record.layer = ffi.from_buffer(layer)
         record.is_protected = ffi.from_buffer(protected)
         record.allowed = allowed
-        record.budget = min(0xFFFF, allowed // self._options.switch_hops)
+        record.budget = min(0xFFFF, allowed)
         record.bounded = bound.ratio > 0
         record.immediate = bound.immediate
         record.seed = chunk_seed(key) & 0xFFFFFFFF

@@ -26,8 +26,6 @@ PATHS_MAX: Final[int] = lib.PATHS_MAX
 SECONDS: Final = Range(0, 1e9, above=True)
 """Deadlines. At most 30 years, because the system's clocks and locks overflow not far beyond."""
 Seconds = Annotated[float, SECONDS, Unit("s")]
-SwitchHops = Annotated[int, Range(1, 0xFFFF)]
-"""The drop budget, which is divided by it, has 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,6 @@ class TransportOptions:
     flow_weight
         The share of a flow that traffic to each peer counts as; 0 divides one flow among a rank's senders. A flow of
         weight 100 leaves nothing to others.
-    switch_hops
-        Switches that packets of one message may cross, over all equal paths together: 1 + 1 + S between two leaves
-        under S spines. The drop budget is divided by it, so that the switches together keep the bound. ``dlcp fabric
-        check`` prints the number.
     silence_s
         A peer that is silent for this long is considered dead.
     deadline_s
@@ -106,7 +100,6 @@ class TransportOptions:
     tagged: bool = True
     congestion: Congestion = "dctcp"
     flow_weight: Annotated[float, Range(0.0, 100)] = 0.0
-    switch_hops: SwitchHops = 1
     silence_s: Seconds = 10.0
     deadline_s: Seconds = 120.0
     paths: Annotated[int, Range(1, PATHS_MAX)] = 12

@@ -8,6 +8,14 @@ header ethernet_t {
     bit<16> ether_type;
 }
 
+// An IEEE 802.1Q tag. A packet keeps it on its way.
+header vlan_t {
+    bit<3> pcp;
+    bit<1> dei;
+    bit<12> vid;
+    bit<16> ether_type;
+}
+
 header ipv4_t {
     bit<4> version;
     bit<4> ihl;
@@ -22,6 +30,18 @@ header ipv4_t {
     bit<16> hdr_checksum;
     bit<32> src_addr;
     bit<32> dst_addr;
+}
+
+header ipv6_t {
+    bit<4> version;
+    bit<6> dscp;
+    bit<2> ecn;
+    bit<20> flow_label;
+    bit<16> payload_len;
+    bit<8> next_header;
+    bit<8> hop_limit;
+    bit<128> src_addr;
+    bit<128> dst_addr;
 }
 
 // The fields that TCP and UDP share. They are enough to keep a flow on one path.

@@ -118,11 +118,14 @@ control DlcpEgress(
     apply {
         if (hdr.bridge.isValid()) {
             meta.depth_cells = (bit<32>)eg.deq_qdepth;
-            if (hdr.ipv4.isValid() && hdr.ipv4.ecn != ECN_NOT_CAPABLE) {
-                if (ecn_threshold.apply().hit) {
-                    over_threshold.apply();
-                    if (meta.over_cells != 0) {
+            if (ecn_threshold.apply().hit) {
+                over_threshold.apply();
+                if (meta.over_cells != 0) {
+                    if (hdr.ipv4.isValid() && hdr.ipv4.ecn != ECN_NOT_CAPABLE) {
                         hdr.ipv4.ecn = ECN_CONGESTED;
+                        marked = 1;
+                    } else if (hdr.ipv6.isValid() && hdr.ipv6.ecn != ECN_NOT_CAPABLE) {
+                        hdr.ipv6.ecn = ECN_CONGESTED;
                         marked = 1;
                     }
                 }

@@ -40,7 +40,9 @@ struct headers_t {
     bridge_t bridge;
     report_t report;
     ethernet_t ethernet;
+    vlan_t vlan;
     ipv4_t ipv4;
+    ipv6_t ipv6;
     ports_t ports;
     udp_t udp;
     dlcp_t dlcp;
@@ -52,6 +54,9 @@ struct metadata_t {
     bit<1> is_control;
     bit<3> queue;
     bit<3> drop_class;
+    bit<32> src_addr;   // of the flow, for IPv6 the low bits
+    bit<32> dst_addr;
+    bit<8> protocol;
     bit<16> src_port;   // of TCP and UDP; 0 if the parser has not read ports
     bit<16> dst_port;
     bit<32> entropy;    // differs between the packets of a flow that may take different paths

@@ -12,6 +12,9 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         meta.is_control = 0;
         meta.queue = QUEUE_ORDINARY;
         meta.drop_class = CLASS_NEVER;
+        meta.src_addr = 0;
+        meta.dst_addr = 0;
+        meta.protocol = 0;
         meta.src_port = 0;
         meta.dst_port = 0;
         meta.entropy = 0;
@@ -40,7 +43,19 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
     state parse_ethernet {
         packet.extract(hdr.ethernet);
         transition select(hdr.ethernet.ether_type) {
+            ETHERTYPE_VLAN: parse_vlan;
             ETHERTYPE_IPV4: parse_ipv4;
+            ETHERTYPE_IPV6: parse_ipv6;
+            default: accept;
+        }
+    }
+
+    // A packet with two tags is ordinary traffic.
+    state parse_vlan {
+        packet.extract(hdr.vlan);
+        transition select(hdr.vlan.ether_type) {
+            ETHERTYPE_IPV4: parse_ipv4;
+            ETHERTYPE_IPV6: parse_ipv6;
             default: accept;
         }
     }
@@ -50,9 +65,25 @@ parser DlcpParser(packet_in packet, out headers_t hdr, out metadata_t meta, out 
         packet.extract(hdr.ipv4);
         ipv4_checksum.add(hdr.ipv4);
         meta.checksum_error = ipv4_checksum.verify();
+        meta.src_addr = hdr.ipv4.src_addr;
+        meta.dst_addr = hdr.ipv4.dst_addr;
+        meta.protocol = hdr.ipv4.protocol;
         transition select(hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.frag_offset, hdr.ipv4.protocol) {
             (4, 5, 0, PROTOCOL_UDP): parse_udp;
             (4, 5, 0, PROTOCOL_TCP): parse_tcp;
+            default: accept;
+        }
+    }
+
+    // Behind an extension header, ports are elsewhere, and in fragments absent.
+    state parse_ipv6 {
+        packet.extract(hdr.ipv6);
+        meta.src_addr = hdr.ipv6.src_addr[31:0];
+        meta.dst_addr = hdr.ipv6.dst_addr[31:0];
+        meta.protocol = hdr.ipv6.next_header;
+        transition select(hdr.ipv6.version, hdr.ipv6.next_header) {
+            (6, PROTOCOL_UDP): parse_udp;
+            (6, PROTOCOL_TCP): parse_tcp;
             default: accept;
         }
     }
@@ -121,13 +152,30 @@ parser DlcpEgressParser(
         packet.extract(hdr.bridge);
         packet.extract(hdr.ethernet);
         transition select(hdr.ethernet.ether_type) {
+            ETHERTYPE_VLAN: parse_vlan;
             ETHERTYPE_IPV4: parse_ipv4;
+            ETHERTYPE_IPV6: parse_ipv6;
+            default: accept;
+        }
+    }
+
+    // A packet with two tags is ordinary traffic.
+    state parse_vlan {
+        packet.extract(hdr.vlan);
+        transition select(hdr.vlan.ether_type) {
+            ETHERTYPE_IPV4: parse_ipv4;
+            ETHERTYPE_IPV6: parse_ipv6;
             default: accept;
         }
     }
 
     state parse_ipv4 {
         packet.extract(hdr.ipv4);
+        transition accept;
+    }
+
+    state parse_ipv6 {
+        packet.extract(hdr.ipv6);
         transition accept;
     }
 }
@@ -151,6 +199,8 @@ control DlcpEgressDeparser(
         }
         packet.emit(hdr.report);
         packet.emit(hdr.ethernet);
+        packet.emit(hdr.vlan);
         packet.emit(hdr.ipv4);
+        packet.emit(hdr.ipv6);
     }
 }

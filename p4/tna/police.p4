@@ -26,7 +26,14 @@ control PortTrust(inout headers_t hdr, inout metadata_t meta) {
         if (meta.tagged == 0) {
             untrusted_events.count(
                 index.get({ meta.ig.port[PORT_INDEX_WIDTH - 1:0], hdr.dlcp.queue, hdr.dlcp.drop_class }));
-            hdr.ipv4.dscp = 0;
+            if (hdr.ipv4.isValid()) {
+                hdr.ipv4.dscp = 0;
+            } else {
+                hdr.ipv6.dscp = 0;
+            }
+            if (hdr.vlan.isValid()) {
+                hdr.vlan.pcp = 0;
+            }
             hdr.dlcp.queue = QUEUE_ORDINARY;
             hdr.dlcp.drop_class = CLASS_NEVER;
             // 0 means that the sender computed no checksum. The deparser updates it.

@@ -15,22 +15,36 @@ control Route(
         meta.eg_port = port;
         hdr.ethernet.src_addr = hdr.ethernet.dst_addr;
         hdr.ethernet.dst_addr = mac;
-        hdr.ipv4.ttl = hdr.ipv4.ttl - 1;
     }
 
     table ipv4_route {
         key = {
             hdr.ipv4.dst_addr: lpm @name("ipv4_dst");
-            hdr.ipv4.src_addr: selector;
-            hdr.ipv4.dst_addr: selector;
+            meta.src_addr: selector;
+            meta.dst_addr: selector;
             meta.src_port: selector;
             meta.dst_port: selector;
             meta.entropy: selector;
-            hdr.ipv4.protocol: selector;
+            meta.protocol: selector;
         }
         actions = { to_next_hop; @defaultonly NoAction; }
         implementation = route_selector;
         size = ROUTE_TABLE_SIZE;
+    }
+
+    table ipv6_route {
+        key = {
+            hdr.ipv6.dst_addr: lpm @name("ipv6_dst");
+            meta.src_addr: selector;
+            meta.dst_addr: selector;
+            meta.src_port: selector;
+            meta.dst_port: selector;
+            meta.entropy: selector;
+            meta.protocol: selector;
+        }
+        actions = { to_next_hop; @defaultonly NoAction; }
+        implementation = route_selector;
+        size = IPV6_ROUTE_TABLE_SIZE;
     }
 
     action to_port(bit<9> port) {
@@ -63,8 +77,20 @@ control Route(
         } else if (hdr.ipv4.isValid()) {
             if (hdr.ipv4.version != 4 || hdr.ipv4.ihl != 5 || hdr.ipv4.ttl <= 1 || meta.checksum_error) {
                 refuse(EVENT_REFUSED);
-            } else if (!ipv4_route.apply().hit) {
-                refuse(EVENT_NO_ROUTE);
+            } else {
+                hdr.ipv4.ttl = hdr.ipv4.ttl - 1;
+                if (!ipv4_route.apply().hit) {
+                    refuse(EVENT_NO_ROUTE);
+                }
+            }
+        } else if (hdr.ipv6.isValid()) {
+            if (hdr.ipv6.version != 6 || hdr.ipv6.hop_limit <= 1) {
+                refuse(EVENT_REFUSED);
+            } else {
+                hdr.ipv6.hop_limit = hdr.ipv6.hop_limit - 1;
+                if (!ipv6_route.apply().hit) {
+                    refuse(EVENT_NO_ROUTE);
+                }
             }
         } else {
             ethernet_route.apply();

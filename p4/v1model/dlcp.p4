@@ -29,6 +29,7 @@ counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) egress_event
 #include "route.p4"
 #include "classify.p4"
 #include "drop.p4"
+#include "trim.p4"
 
 control DlcpVerifyChecksum(inout headers_t hdr, inout metadata_t meta) {
     apply {
@@ -51,7 +52,7 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
         meta.queue = QUEUE_ORDINARY;
         if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION) {
             trust.apply(hdr, meta, std);
-            if (hdr.dlcp.type == DLCP_DATA) {
+            if (hdr.dlcp.type == DLCP_DATA && hdr.dlcp.trimmed == 0) {
                 // A retransmission takes another path than the original.
                 meta.path = hdr.dlcp.index + hdr.dlcp.step + (bit<32>)hdr.dlcp.retransmission;
             } else {
@@ -82,6 +83,8 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
 }
 
 control DlcpEgress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
+    Trim() trim;
+
     bit<19> limit = 0;
 
     action mark_above(bit<19> depth) {
@@ -98,11 +101,20 @@ control DlcpEgress(inout headers_t hdr, inout metadata_t meta, inout standard_me
     apply {
         queue_depth.write(DEPTH_INDEX(std.egress_port, meta.queue), std.deq_qdepth);
         egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_FORWARDED));
-        if (hdr.ipv4.isValid() && hdr.ipv4.ecn != ECN_NOT_CAPABLE) {
-            if (ecn_threshold.apply().hit && std.deq_qdepth > limit) {
+        if (ecn_threshold.apply().hit && std.deq_qdepth > limit) {
+            meta.mark = 1;
+        }
+        if (meta.mark == 1) {
+            if (hdr.ipv4.isValid() && hdr.ipv4.ecn != ECN_NOT_CAPABLE) {
                 hdr.ipv4.ecn = ECN_CONGESTED;
                 egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_MARKED));
+            } else if (hdr.ipv6.isValid() && hdr.ipv6.ecn != ECN_NOT_CAPABLE) {
+                hdr.ipv6.ecn = ECN_CONGESTED;
+                egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_MARKED));
             }
+        }
+        if (meta.trimmed == 1) {
+            trim.apply(hdr);
         }
     }
 }
@@ -114,6 +126,15 @@ control DlcpUpdateChecksum(inout headers_t hdr, inout metadata_t meta) {
               hdr.ipv4.identification, hdr.ipv4.flags, hdr.ipv4.frag_offset, hdr.ipv4.ttl, hdr.ipv4.protocol,
               hdr.ipv4.src_addr, hdr.ipv4.dst_addr },
             hdr.ipv4.hdr_checksum, HashAlgorithm.csum16);
+        // Of a trimmed packet, the program knows every byte, so it can compute the checksum anew.
+        update_checksum(meta.trimmed == 1 && hdr.ipv4.isValid(),
+            { hdr.ipv4.src_addr, hdr.ipv4.dst_addr, 8w0, hdr.ipv4.protocol, hdr.udp.length_, hdr.ports.src_port,
+              hdr.ports.dst_port, hdr.udp.length_, hdr.dlcp },
+            hdr.udp.checksum, HashAlgorithm.csum16);
+        update_checksum(meta.trimmed == 1 && hdr.ipv6.isValid(),
+            { hdr.ipv6.src_addr, hdr.ipv6.dst_addr, 16w0, hdr.udp.length_, 24w0, hdr.ipv6.next_header,
+              hdr.ports.src_port, hdr.ports.dst_port, hdr.udp.length_, hdr.dlcp },
+            hdr.udp.checksum, HashAlgorithm.csum16);
     }
 }
 

@@ -7,7 +7,9 @@
 
 struct headers_t {
     ethernet_t ethernet;
+    vlan_t vlan;
     ipv4_t ipv4;
+    ipv6_t ipv6;
     ports_t ports;
     udp_t udp;
     dlcp_t dlcp;
@@ -17,6 +19,8 @@ struct metadata_t {
     bit<1> tagged;      // a DLCP packet from a trusted port: its tags are used
     bit<1> refused;     // dropped in any case
     bit<1> is_control;
+    bit<1> trimmed;     // egress cuts it to its headers
+    bit<1> mark;        // egress marks it if it is ECN-capable
     bit<3> queue;
     bit<3> drop_class;
     bit<16> src_port;   // of TCP and UDP; 0 if the parser has not read ports

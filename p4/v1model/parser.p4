@@ -4,7 +4,19 @@ parser DlcpParser(packet_in packet, out headers_t hdr, inout metadata_t meta, in
     state start {
         packet.extract(hdr.ethernet);
         transition select(hdr.ethernet.ether_type) {
+            ETHERTYPE_VLAN: parse_vlan;
             ETHERTYPE_IPV4: parse_ipv4;
+            ETHERTYPE_IPV6: parse_ipv6;
+            default: accept;
+        }
+    }
+
+    // A packet with two tags is ordinary traffic.
+    state parse_vlan {
+        packet.extract(hdr.vlan);
+        transition select(hdr.vlan.ether_type) {
+            ETHERTYPE_IPV4: parse_ipv4;
+            ETHERTYPE_IPV6: parse_ipv6;
             default: accept;
         }
     }
@@ -15,6 +27,16 @@ parser DlcpParser(packet_in packet, out headers_t hdr, inout metadata_t meta, in
         transition select(hdr.ipv4.version, hdr.ipv4.ihl, hdr.ipv4.frag_offset, hdr.ipv4.protocol) {
             (4, 5, 0, PROTOCOL_UDP): parse_udp;
             (4, 5, 0, PROTOCOL_TCP): parse_tcp;
+            default: accept;
+        }
+    }
+
+    // Behind an extension header, ports are elsewhere, and in fragments absent.
+    state parse_ipv6 {
+        packet.extract(hdr.ipv6);
+        transition select(hdr.ipv6.version, hdr.ipv6.next_header) {
+            (6, PROTOCOL_UDP): parse_udp;
+            (6, PROTOCOL_TCP): parse_tcp;
             default: accept;
         }
     }

@@ -80,6 +80,25 @@ def udp(
     return head + struct.pack(">H", right) + payload
 
 
+IPV6_NETWORK = 0xFD00 << 112
+"""fd00::/96: every IPv4 address has a counterpart in it."""
+
+
+def as_ipv6(frame: bytes, next_header: int | None = None) -> bytes:
+    """Return an IPv4 frame as IPv6, with the same type of service, TTL, version and payload."""
+    version, tos, protocol, ttl = frame[14] >> 4, frame[15], frame[23], frame[22]
+    payload = frame[34:]
+    version = {4: 6}.get(version, version)
+    head = struct.pack(">IHBB", version << 28 | tos << 20, len(payload), next_header or protocol, ttl)
+    addresses = (IPV6_NETWORK | int.from_bytes(frame[at : at + 4], "big") for at in (26, 30))
+    return frame[:12] + b"\x86\xdd" + head + b"".join(item.to_bytes(16, "big") for item in addresses) + payload
+
+
+def tagged(frame: bytes, tag: int) -> bytes:
+    """Return a frame with a VLAN tag."""
+    return frame[:12] + struct.pack(">HH", 0x8100, tag) + frame[12:]
+
+
 def tcp(payload: bytes, *, src_port: int, dst_port: int, sequence: int = 0) -> bytes:
     return struct.pack(">HHIIHHHH", src_port, dst_port, sequence, 0, 5 << 12 | 0x10, 65535, 0, 0) + payload
 

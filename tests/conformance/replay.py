@@ -135,8 +135,9 @@ class _Single:
         for number, port, enq_depth, deq_depth in queues.departures():
             data, carry = waiting[number]
             time_us = packets[number].time_us
-            if self._program.egress(data, carry, port, time_us, 0, enq_depth, deq_depth, time_us):
-                answers[number] = port, bytes(data)
+            size = self._program.egress(data, carry, port, time_us, 0, enq_depth, deq_depth, time_us)
+            if size:
+                answers[number] = port, bytes(data[:size])
         return answers
 
 
@@ -175,7 +176,7 @@ class _Batches:
             return answers
         order, enq_depths, deq_depths = (list(column) for column in zip(*leaving, strict=True))
         left = rows[order]
-        sent = batches.egress(
+        sizes = batches.egress(
             self._program,
             left,
             lengths[order],
@@ -187,9 +188,9 @@ class _Batches:
             deq_depths,
             times[order],
         )
-        for number, row, forwarded in zip(order, left, sent.tolist(), strict=True):
-            if forwarded:
-                answers[number] = int(ports[number]), row[: lengths[number]].tobytes()
+        for number, row, size in zip(order, left, sizes.tolist(), strict=True):
+            if size:
+                answers[number] = int(ports[number]), row[:size].tobytes()
         return answers
 
 

@@ -128,7 +128,13 @@ def _add(left: int, right: int) -> int:
 def drops(rng: random.Random) -> Iterator[Step]:
     """The drop rule: thresholds, budgets, slots that are another's, and slots that age."""
     thresholds = {(queue, drop_class): 4 * (8 - drop_class) for queue in range(2, 7) for drop_class in range(1, 8)}
-    excess = {"table": "job_share", "match": {"job": 2, "control": 0, "eg_port": 3}, "action": "metered", "meter": RED}
+    excess = {
+        "table": "job_share",
+        "match": {"job": 2, "control": 0, "eg_port": 3},
+        "action": "metered",
+        "params": {"depth": 3},
+        "meter": RED,
+    }
     site = plain_site(thresholds=thresholds | {(0, 6): 10, (1, 3): 0}, more=(excess,))
     yield SetEntries(site.entries)
     for drop_class in range(8):  # the threshold itself is not above the threshold
@@ -221,6 +227,7 @@ def shares(rng: random.Random) -> Iterator[Step]:
             "table": "job_share",
             "match": {"job": job, "control": control, "eg_port": 3},
             "action": "metered",
+            "params": {"depth": 3},
         }
         entries.append(entry | ({"meter": rates} if rates else {}))
     entries.append({"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 2}, "action": "unlimited"})
@@ -286,8 +293,18 @@ def changes(rng: random.Random) -> Iterator[Step]:
     yield Change("modify", same_priority(2, 6))
     yield from some("tie, one changed", 10)
 
-    share: Entry = {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 3}, "action": "metered"}
-    other: Entry = {"table": "job_share", "match": {"job": 1, "control": 0, "eg_port": 3}, "action": "metered"}
+    share: Entry = {
+        "table": "job_share",
+        "match": {"job": 7, "control": 0, "eg_port": 3},
+        "action": "metered",
+        "params": {"depth": 3},
+    }
+    other: Entry = {
+        "table": "job_share",
+        "match": {"job": 1, "control": 0, "eg_port": 3},
+        "action": "metered",
+        "params": {"depth": 3},
+    }
 
     def jobs(kind: str) -> Iterator[Step]:
         for job in (7, 1, 7):

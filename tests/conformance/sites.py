@@ -99,6 +99,10 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
     for prefix in routes:
         target = {"member": rng.choice(ids)} if rng.random() < 0.3 else {"group": rng.choice(groups)["id"]}
         entries.append({"table": "ipv4_route", "match": {"ipv4_dst": prefix}, **target})
+        if rng.random() < 0.8:
+            base, _, length = prefix.partition("/")
+            match = {"ipv6_dst": f"fd00::{base}/{96 + int(length)}"}
+            entries.append({"table": "ipv6_route", "match": match, **target})
     stations = rng.sample(range(0x200, 0x240), 6)
     for station in stations[:4]:
         entry = {"table": "ethernet_route", "match": {"ethernet_dst": mac_text(station)}}
@@ -112,12 +116,21 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
     for queue in rng.sample(range(8), 5):
         action = {"action": "mark_above", "params": {"depth": rng.choice([0, 5, 2**19 - 1])}}
         entries.append({"table": "ecn_threshold", "match": {"queue": queue}, **action})
+    for job in rng.sample(JOBS, 2):
+        entries.append({"table": "trimming", "match": {"job": job}, "action": "trim"})
+    for priority, job in enumerate([*rng.sample(JOBS, 2), None], 1):
+        match = {} if job is None else {"job": job}
+        part = {"action": "part_of_budget", "params": {"halvings": rng.choice([0, 0, 1, 2, 15])}}
+        entries.append({"table": "budget_part", "match": match, "priority": 9 - priority, **part})
     for job, control, port in rng.sample(list(itertools.product(JOBS, (0, 1), ports)), 24):
         entry = {"table": "job_share", "match": {"job": job, "control": control, "eg_port": port}}
         shares: list[Entry] = [
             {"action": "unlimited"},
-            {"action": "metered"},
-            *({"action": "metered", "meter": rates} for rates in (GREEN, YELLOW, RED, meter(700, 1500))),
+            {"action": "metered", "params": {"depth": rng.choice((0, 2, 9))}},
+            *(
+                {"action": "metered", "params": {"depth": rng.choice((0, 2, 9))}, "meter": rates}
+                for rates in (GREEN, YELLOW, RED, meter(700, 1500))
+            ),
         ]
         entries.append(entry | rng.choice(shares))
     rng.shuffle(entries)

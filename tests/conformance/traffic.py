@@ -40,7 +40,18 @@ class Traffic:
     def packets(self, count: int) -> Iterator[Packet]:
         for _ in range(count):
             make = self.rng.choices(self._makers, self._weights)[0]
-            yield Packet(make.__name__, self.port(), make())
+            yield Packet(make.__name__, self.port(), self._dressed(make()))
+
+    def _dressed(self, frame: bytes) -> bytes:
+        """Return a frame as it is, or as IPv6, or with a VLAN tag, or both."""
+        rng = self.rng
+        if rng.random() < 0.35 and len(frame) >= 34 and frame[12:14] == b"\x08\x00":
+            frame = frames.as_ipv6(frame, rng.choice([None, None, None, None, None, 0, 44, 58]))
+            if rng.random() < 0.03:
+                frame = frame[: rng.randrange(len(frame))]
+        if rng.random() < 0.2:
+            frame = frames.tagged(frame, rng.getrandbits(16))
+        return frame
 
     def port(self) -> int:
         if self.rng.random() < 0.7:

@@ -166,7 +166,7 @@ def test_certificates_are_beside_the_file(tmp_path):
         (
             "name: h2, address: 10.0.0.2",
             "name: h2, address: 10.0.0",
-            r":13: hosts\[1\]\.address: '10.0.0' is not an IPv4",
+            r":13: hosts\[1\]\.address: '10.0.0' is not an IP",
         ),
         ('00:04"', '0004"', r":15: hosts\[3\]\.mac: '02:00:00:00:0004' is not a unicast Ethernet"),
         ("name: h2, address", "name: leaf1, address", r":13: hosts\[1\]\.name: 'leaf1' is also the name of a switch"),

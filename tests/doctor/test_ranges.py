@@ -15,7 +15,6 @@ from dlcp.transport import LossBound, TransportOptions
 
 SENSELESS = {
     "loss_bound": ("nan", "-0.1", "1", "inf", "-inf"),
-    "switch_hops": ("0", "-1", "65536", "9" * 100),
     "silence_s": ("nan", "0", "-1", "inf", "1e10"),
     "deadline_s": ("nan", "0", "-1", "inf", "1e10"),
     "meet_s": ("nan", "0", "-1", "inf"),
@@ -84,9 +83,6 @@ def test_the_doctor_says_that_bind_is_no_address_of_this_machine():
         {"clear_after_s": -1.0},
         {"flow_weight": math.nan},
         {"flow_weight": -1.0},
-        {"switch_hops": 0},
-        {"switch_hops": 1.5},
-        {"switch_hops": True},
         {"silence_s": "10"},
         {"deadline_s": None},
         {"paths": 0},
@@ -99,7 +95,7 @@ def test_an_endpoint_refuses_them_too(fields):
 
 def test_bounds_that_make_sense_are_taken():
     assert TransportOptions(clear_after_s=math.inf).clear_after_s == math.inf
-    assert Options(loss_bound=0.999, silence_s=1e-3, switch_hops=3, bind="host:0").switch_hops == 3
+    assert Options(loss_bound=0.999, silence_s=1e-3, bind="host:0").silence_s == 1e-3
     assert Options.from_environment({"DLCP_BIND": ""}).bind == ""
     with pytest.raises(ValueError, match=r"a loss bound must lie in \[0, 1\), got nan"):
         LossBound(math.nan)

@@ -4,10 +4,20 @@ import shutil
 
 import pytest
 
-from dlcp.wire import DROP_CLASSES, FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, Queue
-from tests.p4.p4source import P4, constants, events, load_compile
+from dlcp.wire import (
+    DROP_CLASSES,
+    FIELD_BITS,
+    HEADER_BYTES,
+    UDP_PORT_BASE,
+    UDP_PORT_COUNT,
+    VERSION,
+    PacketType,
+    Queue,
+    dscp,
+)
+from tests.p4.p4source import P4, constants, events, load_script
 
-p4_compile = load_compile()
+p4_compile = load_script("compile")
 
 
 @pytest.fixture
@@ -87,11 +97,19 @@ def test_constants_equal_those_of_the_wire():
         "DLCP_DATA": PacketType.DATA,
         "QUEUE_ORDINARY": Queue.ORDINARY,
         "QUEUE_EXCESS": Queue.EXCESS,
+        "QUEUE_CONTROL": Queue.CONTROL,
         "CLASS_NEVER": 0,
     }
     assert {name: found[name] for name in expected} == expected
     assert {name for name in found if name.startswith(("DLCP_", "QUEUE_", "CLASS_"))} == set(expected) | {"QUEUE_WIDTH"}
     assert 1 << found["QUEUE_WIDTH"] == 1 << FIELD_BITS["queue"] == len(range(Queue.EXCESS, Queue.CONTROL + 1))
+
+
+def test_what_trimming_leaves_is_the_headers():
+    found = constants()
+    assert found["TRIMMED_IPV4_LENGTH"] == 20 + 8 + HEADER_BYTES
+    assert found["TRIMMED_FRAME_BYTES"] == 14 + found["TRIMMED_IPV4_LENGTH"]
+    assert found["TRIMMED_DSCP"] == dscp(Queue.CONTROL, droppable=False)
 
 
 def test_indices_hold_a_port_a_queue_a_class_and_an_event():

@@ -39,6 +39,18 @@ from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, VERSION
 _PART: Final = re.compile(r"\s*(?:(?P<layer>[a-z]\w*)\s*\((?P<fields>[^()]*)\)|(?P<digits>[0-9a-fA-F*]+))")
 _LAYERS: Final[dict[str, dict[str, tuple[int, int | None]]]] = {
     "ethernet": {"dst": (48, 0x0200000000FF), "src": (48, 0x020000000001), "type": (16, None)},
+    "vlan": {"pcp": (3, 0), "dei": (1, 0), "vid": (12, 1), "type": (16, None)},
+    "ipv6": {
+        "version": (4, 6),
+        "dscp": (6, 0),
+        "ecn": (2, 0),
+        "flow": (20, 0),
+        "length": (16, None),
+        "protocol": (8, None),
+        "ttl": (8, 64),
+        "src": (128, None),
+        "dst": (128, None),
+    },
     "ipv4": {
         "version": (4, 4),
         "ihl": (4, 5),
@@ -67,7 +79,7 @@ _LAYERS: Final[dict[str, dict[str, tuple[int, int | None]]]] = {
     "dlcp": {name: (bits, {"version": VERSION, "type": 1}.get(name, 0)) for name, bits in FIELD_BITS.items()},
 }
 """Fields of each layer in wire order: (bits, default); the default is None for a field that is computed or required."""
-_ETHER_TYPES: Final = {"ipv4": 0x0800}
+_ETHER_TYPES: Final = {"ipv4": 0x0800, "ipv6": 0x86DD, "vlan": 0x8100}
 _OTHER_TYPE: Final = 0x88B5
 """Reserved for experiments (IEEE 802)."""
 _PROTOCOLS: Final = {"udp": 17, "tcp": 6}
@@ -175,12 +187,15 @@ def _number(what: str, text: str) -> int:
 def _header(layer: _Layer, payload: bytes, following: str, before: _Layer | None) -> bytes:
     """Return the bytes of a layer; fields not given are computed from its neighbours."""
     follows: dict[str, int] = {}
-    if layer.name == "ethernet":
+    if layer.name in ("ethernet", "vlan"):
         follows["type"] = _ETHER_TYPES.get(following, _OTHER_TYPE)
-    elif layer.name == "ipv4":
+    elif layer.name in ("ipv4", "ipv6"):
         if layer.fields["src"] is None or layer.fields["dst"] is None:
-            raise FrameError("ipv4 needs src and dst")
-        follows = {"length": 20 + len(payload), "protocol": _PROTOCOLS.get(following, _OTHER_PROTOCOL)}
+            raise FrameError(f"{layer.name} needs src and dst")
+        follows = {"length": len(payload), "protocol": _PROTOCOLS.get(following, _OTHER_PROTOCOL)}
+        if layer.name == "ipv6":
+            return _packed(layer, follows)
+        follows["length"] += 20
         # Options, if any, are the following bytes; the checksum covers the whole header.
         options = payload[: max(0, 4 * (layer.fields["ihl"] or 0) - 20)]
         follows["checksum"] = csum16(_packed(layer, follows) + options)
@@ -188,10 +203,11 @@ def _header(layer: _Layer, payload: bytes, following: str, before: _Layer | None
         size = 8 + len(payload)
         follows["length"] = size
         if layer.fields["checksum"] is None:
-            if before is None or before.name != "ipv4":
-                raise FrameError("udp needs ipv4 before it, or a checksum")
+            if before is None or before.name not in ("ipv4", "ipv6"):
+                raise FrameError("udp needs ipv4 or ipv6 before it, or a checksum")
             addresses = [before.fields["src"] or 0, before.fields["dst"] or 0]
-            pseudo = pack([*addresses, _PROTOCOLS["udp"], size], [32, 32, 16, 16])
+            bits = 32 if before.name == "ipv4" else 128
+            pseudo = pack([*addresses, _PROTOCOLS["udp"], size], [bits, bits, 16, 16])
             follows["checksum"] = csum16(pseudo + _packed(layer, follows) + payload) or 0xFFFF
     return _packed(layer, follows)
 
@@ -833,8 +849,9 @@ class BuiltIn:
     def _leave(self, port: int, left: _Waiting, depth: int) -> None:
         """Run egress on a packet that has left its queue, in which ``depth`` packets remain."""
         times = left.enqueued_us, self._now_us - left.enqueued_us
-        if self._program.egress(left.packet, left.carry, port, *times, left.depth, depth, self._now_us):
-            self._out.append((port, bytes(left.packet)))
+        size = self._program.egress(left.packet, left.carry, port, *times, left.depth, depth, self._now_us)
+        if size:
+            self._out.append((port, bytes(left.packet[:size])))
 
 
 # ----------------------------------------------------------------------------------------------------------- command

@@ -19,7 +19,7 @@ def ingress(program, packets, lengths, ports, now_us):
 
 
 def egress(program, packets, lengths, carry, *arguments):
-    """Run egress on rows of packets, edited in place, with arguments as `Program.egress`; return which are sent."""
+    """Run egress on rows of packets, edited in place, with arguments as `Program.egress`; return the bytes to send."""
     columns = [_column(values, len(packets)) for values in (lengths, *arguments)]
     if program.backend == "numba":
         return program.machine.egress_batch(packets, columns[0], np.ascontiguousarray(carry), *columns[1:])

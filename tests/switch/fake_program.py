@@ -23,12 +23,12 @@ class FakeProgram:
     def egress(self, packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us):
         self.seen.append((carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us))
         if self.drop_in_egress(packet):
-            return False
+            return 0
         if self.mark_depth is not None and packet[15] & 3 and deq_depth > self.mark_depth:
             packet[15] |= 3
             packet[24:26] = bytes(2)
             packet[24:26] = internet_checksum(packet[14:34]).to_bytes(2, "big")
-        return True
+        return len(packet)
 
 
 class FakePorts:

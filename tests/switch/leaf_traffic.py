@@ -9,9 +9,18 @@ from dlcp.switch import Action, GroupRef, MemberRef, MeterConfig
 
 PORTS = 6
 ROUTES = [(0x0A000000 + i, 32, "member", i) for i in range(1, 5)] + [(0x0A010000, 16, "group", 1), (0, 0, "group", 2)]
+NETWORK = 0x20010DB8 << 96
+IPV6_ROUTES = [(NETWORK + i, 128, "member", i) for i in range(1, 5)] + [
+    (NETWORK + (1 << 64), 64, "group", 1),
+    (NETWORK, 32, "group", 2),
+    (0xFC << 120, 7, "member", 5),
+]
 MEMBERS = {i: (i, 0x020000000000 + i) for i in range(1, 7)}
 GROUPS = {1: [5, 1, 3], 2: [6, 2]}
 METER = MeterConfig(cir=20_000, cburst=150, pir=50_000, pburst=260)
+MARK_DEPTH = 20
+TRIMMED_JOBS = (2, 4)
+BUDGET_PARTS = [((2, 0xFFFF), 1, 2), ((0, 0), 0, 1)]  # job, halvings, priority
 CLASSIFY = [  # job, type, queue, drop_class, priority, result
     ((3, 0xFFFF), None, None, None, 5, (2, 6)),
     (None, None, (4, 7), None, 3, (4, 1)),
@@ -31,6 +40,13 @@ def populate(program):
     for value, length, kind, number in ROUTES:
         target = MemberRef(number) if kind == "member" else GroupRef(number)
         tables["ipv4_route"].insert({"ipv4_dst": (value, length)}, target)
+    for value, length, kind, number in IPV6_ROUTES:
+        target = MemberRef(number) if kind == "member" else GroupRef(number)
+        tables["ipv6_route"].insert({"ipv6_dst": (value, length)}, target)
+    for job in TRIMMED_JOBS:
+        tables["trimming"].insert({"job": job}, Action("trim"))
+    for job, halvings, priority in BUDGET_PARTS:
+        tables["budget_part"].insert({"job": job}, Action("part_of_budget", {"halvings": halvings}), priority)
     for port in range(1, PORTS + 1):
         tables["ethernet_route"].insert({"ethernet_dst": 0x020000000000 + port}, Action("to_port", {"port": port}))
     for *fields, priority, (queue, drop_class) in CLASSIFY:
@@ -40,7 +56,9 @@ def populate(program):
     for job in (1, 2, 3):
         for port in range(1, PORTS + 1):
             match = {"job": job, "control": 0, "eg_port": port}
-            tables["job_share"].insert(match, Action("metered" if job < 3 else "unlimited"))
+            tables["job_share"].insert(
+                match, Action("metered", {"depth": MARK_DEPTH}) if job < 3 else Action("unlimited")
+            )
             if port % 2:
                 tables["job_share"].set_meter(match, METER)
     for queue in range(8):
@@ -52,11 +70,10 @@ def populate(program):
 
 
 def populate_oracle(oracle):
-    names = {}
-    for pipeline in oracle.json["pipelines"]:
-        for table in pipeline["tables"]:
-            names[table["name"].rpartition(".")[2]] = table["name"]
-    actions = {item["name"].rpartition(".")[2]: item["name"] for item in oracle.json["actions"]}
+    tables = (table for pipeline in oracle.json["pipelines"] for table in pipeline["tables"])
+    names, actions = (
+        {item["name"].rpartition(".")[2]: item["name"] for item in items} for items in (tables, oracle.json["actions"])
+    )
 
     def add(table, matches, order, action, data, meter=None):
         oracle.tables.setdefault(names[table], []).append((matches, order, actions.get(action, action), data, meter))
@@ -64,8 +81,8 @@ def populate_oracle(oracle):
     def equals(*values):
         return lambda keys: list(values) == keys
 
-    def prefix(value, length):
-        return lambda keys: keys[0] >> (32 - length) == value >> (32 - length)
+    def prefix(value, length, width=32):
+        return lambda keys: keys[0] >> (width - length) == value >> (width - length)
 
     def ternary(fields):
         return lambda keys: all(f is None or key & f[1] == f[0] for key, f in zip(keys, fields, strict=True))
@@ -77,6 +94,12 @@ def populate_oracle(oracle):
     oracle.groups = GROUPS
     for value, length, kind, number in ROUTES:
         add("ipv4_route", prefix(value, length), -length, kind, number)
+    for value, length, kind, number in IPV6_ROUTES:
+        add("ipv6_route", prefix(value, length, 128), -length, kind, number)
+    for job in TRIMMED_JOBS:
+        add("trimming", equals(job), 0, "trim", [])
+    for job, halvings, priority in BUDGET_PARTS:
+        add("budget_part", ternary([job]), -priority, "part_of_budget", [halvings])
     for port in range(1, PORTS + 1):
         add("ethernet_route", equals(0x020000000000 + port), 0, "to_port", [port])
     for *fields, priority, result in CLASSIFY:
@@ -86,7 +109,8 @@ def populate_oracle(oracle):
             peak = [METER.pir / 1e6, METER.pburst, METER.pburst, 0]
             committed = [METER.cir / 1e6, METER.cburst, METER.cburst, 0]
             meter = [peak, committed] if port % 2 else None
-            add("job_share", equals(job, 0, port), 0, "metered" if job < 3 else "unlimited", [], meter)
+            action, data = ("metered", [MARK_DEPTH]) if job < 3 else ("unlimited", [])
+            add("job_share", equals(job, 0, port), 0, action, data, meter)
     for queue in range(8):
         if queue != 5:
             add("ecn_threshold", equals(queue), 0, "mark_above", [30])
@@ -118,6 +142,14 @@ def packets(count, seed):
         protocol = pick(17, 17, 17, 17, 17, 6, 1)
         fragment = pick(0, 0, 0, 0, 0, 0, 0x4000, 0x2001)
         destination = pick(*(0x0A000000 + i for i in range(1, 8)), 0x0A010000 + number(16), number(32))
+        version_of_ipv6 = pick(6, 6, 6, 6, 6, 6, 6, 4)
+        destination_of_ipv6 = pick(
+            *(NETWORK + i for i in range(1, 8)),
+            NETWORK + (1 << 64) + number(40),
+            NETWORK + number(60),
+            0xFD << 120,
+            number(62) << 66,
+        )
         port = pick(53696, 53697, 53703, 53696, 53696, 53704, number(16))
         dlcp = struct.pack(
             ">BBBBHHIHHIIQ",
@@ -153,9 +185,16 @@ def packets(count, seed):
             value = pick(0, 0xFFFF, number(16))
         head = head[:10] + value.to_bytes(2, "big") + head[12:]
         ether_type = pick(*([0x0800] * 9), 0x0806)
+        if random.random() < 0.4:
+            ether_type = 0x86DD
+            next_header, hops = pick(17, 17, 17, 17, 17, 6, 58, 44), pick(64, 2, 1, 0, number(8))
+            head = struct.pack(">IHBB", version_of_ipv6 << 28 | number(28), number(16), next_header, hops)
+            for address in (NETWORK + number(2), destination_of_ipv6):
+                head += address.to_bytes(16, "big")
+        tag = struct.pack(">HH", 0x8100, number(16)) if random.random() < 0.2 else b""
         destination_mac = pick(0x020000000000 + number(3), number(48))
         packet = destination_mac.to_bytes(6, "big") + number(48).to_bytes(6, "big") + ether_type.to_bytes(2, "big")
-        packet += head + udp + dlcp + random.bytes(number(6))
+        packet = packet[:12] + tag + packet[12:] + head + udp + dlcp + random.bytes(number(6))
         if random.random() < 0.15:
             packet = packet[: int(random.integers(len(packet)))]
         made.append(packet)

@@ -104,7 +104,12 @@ class Oracle:
     def hash(self, algorithm, inputs):
         values, widths = [], []
         for item in inputs:
-            if item["type"] == "hexstr":
+            if item["type"] == "header":
+                if self.is_valid(item["value"]):
+                    for name, width in self.fields[item["value"]].items():
+                        values.append(self.get(item["value"], name))
+                        widths.append(width)
+            elif item["type"] == "hexstr":
                 values.append(int(item["value"], 16))
                 widths.append(item["bitwidth"])
             elif self.is_valid(item["value"][0]):
@@ -242,6 +247,8 @@ class Oracle:
                 self.set("standard_metadata", "egress_spec", 511)
             elif op == "exit":
                 self.exit = True
+            elif op == "truncate":
+                self.limit = min(self.limit, self.eval(given[0], data))
             elif op == "count":
                 index = self.eval(given[1], data)
                 if index < len(self.counters[given[0]["value"]]):
@@ -299,6 +306,7 @@ class Oracle:
         self.set("standard_metadata", "egress_port", port)
         self.set("standard_metadata", "egress_spec", 512)
         self.set("standard_metadata", "packet_length", length)
+        self.limit = length
         self.run(self.pipelines["egress"], length, now)
         if self.get("standard_metadata", "egress_spec") == 511:
             return None
@@ -311,4 +319,4 @@ class Oracle:
             if header in self.valid:
                 names = self.fields[header]
                 out += hashes.pack([self.get(header, name) for name in names], list(names.values()))
-        return out + payload
+        return (out + payload)[: self.limit]

@@ -57,7 +57,7 @@ def test_the_program_is_read():
     assert program.headers["dlcp"].width == 256
     assert program.registers["queue_depth"] == RegisterDef("queue_depth", 512, 19)
     assert program.errors["PacketTooShort"] == 1
-    assert program.emitted == ("ethernet", "ipv4", "ports", "udp", "dlcp")
+    assert program.emitted == ("ethernet", "vlan", "ipv4", "ipv6", "ports", "udp", "dlcp")
     case = program.states["parse_ipv4"].cases[0]
     assert (case.values, case.next) == ((4, 5, 0, 17), "parse_udp")
     assert len(program.digest) == 64
@@ -92,7 +92,6 @@ PRIMITIVES = {
     "generate_digest": "digest",
     "add_header": "setValid",
     "remove_header": "setInvalid",
-    "truncate": "truncate",
     "modify_field_rng_uniform": "random",
     "assign_header": "whole headers",
     "push": "header stack",
@@ -103,17 +102,17 @@ PRIMITIVES = {
 
 @pytest.mark.parametrize("op", PRIMITIVES)
 def test_primitives_that_are_refused(document, op):
-    action = named(document["actions"], "to_next_hop")
+    action = named(document["actions"], "to_port")
     line = action["primitives"][0]["source_info"]["line"]
     action["primitives"].append({"op": op, "parameters": [], "source_info": {"filename": "x.p4", "line": line}})
     refused(document, PRIMITIVES[op], f"x.p4:{line}")
 
 
 def test_multicast_is_refused(document):
-    action = named(document["actions"], "to_next_hop")
+    action = named(document["actions"], "to_port")
     target = field("standard_metadata", "mcast_grp")
     action["primitives"].append({"op": "assign", "parameters": [target, hexstr(1)]})
-    refused(document, "multicast", "to_next_hop")
+    refused(document, "multicast", "to_port")
 
 
 EXPRESSIONS = {
@@ -134,15 +133,32 @@ EXPRESSIONS = {
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_expressions_that_are_refused(document, name):
     item, feature = EXPRESSIONS[name]
-    action = named(document["actions"], "to_next_hop")
+    action = named(document["actions"], "to_port")
     action["primitives"].append({"op": "assign", "parameters": [field("standard_metadata", "egress_spec"), item]})
-    refused(document, feature, "to_next_hop")
+    refused(document, feature, "to_port")
 
 
 def test_signed_fields_are_refused_where_they_are_used(document):
     fields = named(document["header_types"], "ipv4_t")["fields"]
-    fields[4][2] = True  # total_len is not used but in checksums
-    refused(document, "signed fields (ipv4.total_len)", "dlcp.p4")
+    fields[5][2] = True  # the identification is not used but in checksums
+    refused(document, "signed fields (ipv4.identification)", "dlcp.p4")
+
+
+def test_truncation_is_for_egress(document):
+    """In ingress, the packet would have to keep its length until it is counted in egress."""
+    action = named(document["actions"], "to_port")
+    action["primitives"].append({"op": "truncate", "parameters": [hexstr(60)]})
+    with pytest.raises(UnsupportedFeatureError, match="truncate in ingress"):
+        ProgramText(load(document))
+
+
+def test_wide_fields_are_not_computed_with(document):
+    action = named(document["actions"], "to_port")
+    wide = field("ipv6", "src_addr")
+    action["primitives"].append({"op": "assign", "parameters": [field("standard_metadata", "egress_spec"), wide]})
+    refused(document, "computing with fields wider than 63 bits (ipv6.src_addr)", "to_port")
+    action["primitives"][-1]["parameters"] = [wide, hexstr(1)]
+    refused(document, "computing with fields wider than 63 bits", "to_port")
 
 
 def test_varbit_is_refused(document):
@@ -233,7 +249,7 @@ def test_other_objects_that_are_refused(document):
     changed["counter_arrays"][0]["is_direct"] = True
     refused(changed, "direct counters", "ingress_events")
     changed = copy.deepcopy(document)
-    changed["register_arrays"][0]["bitwidth"] = 64
+    named(changed["register_arrays"], "slot_owner")["bitwidth"] = 64
     refused(changed, "registers wider than 63 bits", "slot_owner")
     changed = copy.deepcopy(document)
     changed["meter_arrays"][0]["rate_count"] = 1

@@ -58,13 +58,22 @@ def test_frames_are_carried_as_they_are(network, ports):
     assert (counters.received, counters.received_bytes, counters.sent, counters.sent_bytes) == (3, 2574, 3, 2574)
 
 
-def test_tagged_and_oversize_frames_are_counted_and_kept_out(network, ports):
+@pytest.mark.parametrize("tag", [b"\x81\x00\xe0\x07", b"\x88\xa8\x00\x07", b"\x81\x00\x00\x07\x81\x00\x00\x08"])
+def test_tags_stay_in_frames(network, ports, tag):
+    longest = 1518 if tag.startswith(b"\x81\x00") else 1514  # Linux leaves room for an 802.1Q tag
+    for size in (60, longest):
+        tagged = random.Random(size).randbytes(12) + tag + b"\x08\x06"
+        tagged += bytes(size - len(tagged))
+        with raw_socket(network.hosts[0]) as outside:
+            outside.send(tagged)
+            assert fetch(ports[0], 1) == [bytearray(tagged)]
+            ports[0].send(1, [bytearray(tagged)])
+            assert outside.recv(2000)[12:] in (tagged[12:], tagged[16:])  # the kernel keeps a tag apart
+    assert ports[0].counters[1].sent == 2
+
+
+def test_oversize_frames_are_counted_and_kept_out(network, ports):
     plain = bytes(frame(2))
-    with raw_socket(network.hosts[0]) as outside:
-        outside.send(plain[:12] + b"\x81\x00\x00\x07" + plain[12:])
-        outside.send(plain)
-        assert fetch(ports[0], 1) == [bytearray(plain)]
-    assert ports[0].counters[1].refused == 1
     ports[0].send(1, [bytearray(1600), bytearray(plain)])
     assert (ports[0].counters[1].oversize, ports[0].counters[1].sent) == (1, 1)
 

@@ -68,23 +68,23 @@ def test_program_equals_oracle(plain):
             continue
         sent = plain.egress(buffer, carry, out, us, 5, depth + 1, depth, us + 5)
         wanted = oracle.egress(state, out, us, 5, depth + 1, depth, us + 5)
-        assert sent == (wanted is not None)
+        assert sent == len(wanted or b"")
         if wanted is not None:
             forwarded += 1
-            assert buffer.hex() == wanted.hex(), f"packet {number}: {packet.hex()}"
+            assert buffer[:sent].hex() == wanted.hex(), f"packet {number}: {packet.hex()}"
     for name, values in oracle.registers.items():
         assert plain.registers[name].values().tolist() == values, name
     for name, values in oracle.counters.items():
         assert plain.counters[name].values().tolist() == values, name
     # The scenario has to reach what it is there for: every event of ingress, marks in egress.
     ingress = plain.counters["ingress_events"].values()[:, 0].reshape(-1, 8).sum(0)
-    assert (ingress[:7] > 0).all(), ingress
+    assert (ingress > 0).all(), ingress
     assert plain.counters["egress_events"].values()[1::8, 0].sum() > 10
     assert 1000 < forwarded < 4000
 
 
 def batch(program, packets, ports, now, depths):
-    rows = np.zeros((len(packets), 160), np.uint8)
+    rows = np.zeros((len(packets), 192), np.uint8)
     lengths = np.array([len(packet) for packet in packets])
     for row, packet in zip(rows, packets, strict=True):
         row[: len(packet)] = np.frombuffer(packet, np.uint8)
@@ -215,7 +215,7 @@ def test_clear_entries_leaves_an_empty_switch(plain):
 
 def test_names_may_be_short_and_wrong_ones_are_explained(plain):
     assert plain.tables["DlcpIngress.route.ipv4_route"] is plain.tables["ipv4_route"]
-    with pytest.raises(UnknownNameError, match=r"no table 'ipv4_rout'; did you mean DlcpIngress\.route\.ipv4_route\?"):
+    with pytest.raises(UnknownNameError, match=r"no table 'ipv4_rout'; did you mean DlcpIngress\.route\.ipv4_route "):
         plain.tables["ipv4_rout"]
     with pytest.raises(KeyError):
         plain.counters["events"]

@@ -14,7 +14,6 @@ pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
 from dlcp import cli
 from dlcp.commands import testbed as command
-from dlcp.controller.entries import most_switches
 from dlcp.controller.fabric import leaf_spine, star
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.accounts import port_rates
@@ -172,7 +171,7 @@ def test_training_over_a_leaf_spine_crosses_it_and_hosts_and_switches_agree(need
     needs(kind)
     setup, star_fabric = _training(kind, steps=2)
     fabric = leaf_spine(2, 2, 4, queueing=star_fabric.queueing)
-    setup = dataclasses.replace(setup, shape="leaf-spine", hops=most_switches(fabric))
+    setup = dataclasses.replace(setup, shape="leaf-spine")
     state = up(fabric, kind, name)
     record = train(state, fabric, setup, _variant(setup, "dlcp"), progress=lambda step: None)
     assert len(record["steps"]) == 2

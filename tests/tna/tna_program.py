@@ -159,15 +159,15 @@ class TnaProgram:
 
     def egress(
         self, packet: bytearray, carry: bytes, port: int, enq_us: int, waited_us: int, enq: int, deq: int, now_us: int
-    ) -> bool:
-        """Finish a packet, and let what it reports go round to ingress; return whether it is sent."""
+    ) -> int:
+        """Finish a packet, and let what it reports go round to ingress; return its bytes."""
         machine = self.machine
         machine.mirrored.clear()
         packet[:] = self._egress(carry, len(packet), deq * CELLS, now_us)
         for _, report in list(machine.mirrored):
             again = self._egress(report, len(report), 0, now_us)
             self._ingress(again, RECIRCULATION, now_us, {"ingress_port": RECIRCULATION})
-        return True
+        return len(packet)
 
     def _egress(self, data: bytes, frame_bytes: int, depth_cells: int, now_us: int) -> bytes:
         machine = self.machine

@@ -140,9 +140,8 @@ class Usage:
         """Return the variables that a table's lookup reads."""
         found: set[Variable] = set()
         for key in table.keys:
-            found.add(key.source)
-            if isinstance(key.source, Field) and key.source in self.written:
-                found.add(Valid(key.source.header))
+            found.update(key.sources)
+            found |= {Valid(item.header) for item in key.sources if isinstance(item, Field) and item in self.written}
         if table.profile is not None:
             found |= input_reads(self.program.profiles[table.profile].inputs)
         return found
@@ -182,14 +181,19 @@ class Usage:
         return next(action for action in table.actions if action.name == table.default.name)
 
     def checksum_reads(self, checksum: model.Checksum) -> frozenset[Variable]:
-        """Return the variables that a checksum reads; its inputs only if it is not summed over the packet's bytes."""
+        """Return the variables that a checksum reads.
+
+        Its inputs are not among them if it is summed over the packet's bytes, nor header fields if it is an update,
+        which loads them anew.
+        """
         found: set[Variable] = {Valid(checksum.target.header)}
         if checksum.condition is not None:
             found |= model.reads(checksum.condition)
         if checksum.verify:
             found.add(checksum.target)
         if summed_range(checksum) is None:
-            found |= input_reads(checksum.calculation.inputs)
+            inputs = input_reads(checksum.calculation.inputs)
+            found |= {item for item in inputs if isinstance(item, Valid) or item.metadata or not checksum.update}
         return frozenset(found)
 
     def parser_reads(self) -> set[Variable]:

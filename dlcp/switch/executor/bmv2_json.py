@@ -22,6 +22,9 @@ Json: TypeAlias = Mapping[str, Any]
 
 MAX_WIDTH: Final = 63
 """Widest value in computations: the bits of a signed 64-bit integer without the sign."""
+WORD_BITS: Final = 32
+"""Wider fields are split into words of this width, the first of which may be narrower. They can be copied, hashed and
+matched by prefix, but not computed with."""
 
 _DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
 _BINARY: Final = _DATA_OPS | frozenset(model.COMPARISONS) | {"and", "or", "usat_cast"}
@@ -104,7 +107,6 @@ _PRIMITIVES: Final = {
     "clone_ingress_pkt_to_egress": "clone",
     "clone_egress_pkt_to_egress": "clone",
     "generate_digest": "digest",
-    "truncate": "truncate",
     "modify_field_rng_uniform": "random",
     "assign_header": "assignment of whole headers",
     "push": "push on a header stack",
@@ -127,6 +129,8 @@ class _Reader:
             if document.get(key):
                 raise UnsupportedFeatureError(feature, str(document[key][0].get("name", key)))
         self._calculations = {item["name"]: item for item in document.get("calculations", [])}
+        self._words: dict[tuple[str, str], tuple[Field, ...]] = {}
+        """The words of each wide field, by header and name."""
         self.headers = self._read_headers()
         self.calculations: dict[str, model.Calculation] = {}
         """The hashes and checksums in use."""
@@ -262,7 +266,7 @@ class _Reader:
             raise UnsupportedFeatureError(f"match type {item['match_type']}", where)
         keys = tuple(self._key(entry, where) for entry in item["key"])
         width = sum(key.width for key in keys)
-        if width > MAX_WIDTH:
+        if width > MAX_WIDTH and (item["match_type"] != "lpm" or len(keys) > 1):
             raise UnsupportedFeatureError(f"keys wider than {MAX_WIDTH} bits (this one has {width})", where)
         actions = tuple(self.actions[identity] for identity in item["action_ids"])
         # Two actions may share a name; they then have the same successor.
@@ -312,15 +316,15 @@ class _Reader:
     def _key(self, item: Json, where: str) -> model.Key:
         if item["match_type"] == "valid":
             target = item["target"] if isinstance(item["target"], str) else item["target"][0]
-            source: model.Variable = model.Valid(self._header(target, where).name)
+            sources: tuple[model.Variable, ...] = (model.Valid(self._header(target, where).name),)
         else:
-            source = self._variable(item["target"], where)
+            sources = self._words.get(tuple(item["target"])) or (self._variable(item["target"], where),)
         match = "exact" if item["match_type"] in ("valid", "exact") else item["match_type"]
         if match not in ("exact", "lpm", "ternary", "range"):
             raise UnsupportedFeatureError(f"match type {match}", where)
         name = item.get("name") or ".".join(item["target"])
         mask = None if item.get("mask") is None else _hex(item["mask"])
-        return model.Key(name, match, source, mask)
+        return model.Key(name, match, sources, mask)
 
     def _profile(self, item: Json) -> model.ProfileDef:
         selector = item.get("selector")
@@ -358,12 +362,16 @@ class _Reader:
             case "exit":
                 return [model.Exit()]
             case "assign" | "modify_field":
+                if copied := self._wide_copy(given, where):
+                    return copied
                 target = self._target(given[0], where)
                 if (target.header, target.name) == ("standard_metadata", "mcast_grp") and expression(1) != model.Const(
                     0
                 ):
                     raise UnsupportedFeatureError("multicast", where)
                 return [model.Assign(target, expression(1))]
+            case "truncate":
+                return [model.Truncate(expression(0))]
             case "mark_to_drop" | "drop":
                 return [model.Assign(self._field(("standard_metadata", "egress_spec"), where), model.Const(511))]
             case "count":
@@ -383,6 +391,19 @@ class _Reader:
                 calculation = self._calculation(given[2]["value"], where)
                 return [model.Hash(self._target(given[0], where), expression(1), calculation.name, size.value)]
         raise UnsupportedFeatureError(_PRIMITIVES.get(op, f"the primitive {op}"), where)
+
+    def _wide_copy(self, given: Sequence[Json], where: str) -> list[model.Statement]:
+        """Return the assignments of a wide field's words, or nothing if the target is not wide."""
+        target, value = given
+        words = self._words.get(tuple(target["value"])) if target["type"] == "field" else None
+        if words is None:
+            return []
+        while value["type"] == "expression" and "type" in value["value"]:
+            value = value["value"]
+        source = self._words.get(tuple(value["value"])) if value["type"] == "field" else None
+        if source is None or len(source) != len(words):
+            raise UnsupportedFeatureError(f"computing with fields wider than {MAX_WIDTH} bits", where)
+        return [model.Assign(word, item) for word, item in zip(words, source, strict=True)]
 
     @staticmethod
     def _named(known: Container[str], parameter: Json, where: str) -> str:
@@ -405,8 +426,18 @@ class _Reader:
                     raise UnsupportedFeatureError("varbit fields", f"{item['name']}.{name}")
                 if rest and rest[0]:
                     signed.add(name)
-                fields[name] = Field(item["name"], name, width, offset, bool(item.get("metadata")))
-                offset += width
+                parts = [width]
+                if width > MAX_WIDTH:
+                    parts = [width % WORD_BITS or WORD_BITS]
+                    parts += [WORD_BITS] * ((width - parts[0]) // WORD_BITS)
+                words = []
+                for number, part in enumerate(parts):
+                    label = name if len(parts) == 1 else f"{name}[{number}]"
+                    words.append(Field(item["name"], label, part, offset, bool(item.get("metadata"))))
+                    fields[label] = words[-1]
+                    offset += part
+                if len(words) > 1:
+                    self._words[item["name"], name] = tuple(words)
             headers[item["name"]] = model.HeaderDef(item["name"], bool(item.get("metadata")), fields, frozenset(signed))
         return headers
 
@@ -419,12 +450,12 @@ class _Reader:
     def _field(self, value: Sequence[str], where: str) -> Field:
         """Return a field; raises UnsupportedFeatureError if it is signed or too wide."""
         header = self._header(value[0], where)
-        found = header.fields[value[1]]
         if value[1] in header.signed:
             raise UnsupportedFeatureError(f"signed fields ({value[0]}.{value[1]})", where)
-        if found.width > MAX_WIDTH:
-            raise UnsupportedFeatureError(f"fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})", where)
-        return found
+        if tuple(value) in self._words:
+            feature = f"computing with fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})"
+            raise UnsupportedFeatureError(feature, where)
+        return header.fields[value[1]]
 
     def _variable(self, value: Sequence[str], where: str) -> model.Variable:
         """Return a field or a header's validity bit."""
@@ -496,11 +527,13 @@ class _Reader:
         return name
 
     def _inputs(self, items: Sequence[Json], where: str) -> tuple[Field | model.Bits, ...]:
-        """Return the inputs of a hash: fields and constant bits."""
+        """Return the inputs of a hash: fields, also all of a header, and constant bits."""
         inputs: list[Field | model.Bits] = []
         for item in items:
             if item["type"] == "field":
-                inputs.append(self._field(item["value"], where))
+                inputs += self._words.get(tuple(item["value"])) or (self._field(item["value"], where),)
+            elif item["type"] == "header":
+                inputs += self._header(item["value"], where).fields.values()
             elif item["type"] == "hexstr":
                 inputs.append(model.Bits(_hex(item["value"]), item["bitwidth"]))
             else:

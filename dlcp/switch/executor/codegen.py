@@ -47,12 +47,12 @@ from dlcp.switch.executor.expressions import (
 )
 from dlcp.switch.executor.hashes import HashOf, compiled_tables
 from dlcp.switch.executor.model import Expr, Field, UnsupportedFeatureError, Valid
-from dlcp.switch.executor.tables import LOOKUPS
+from dlcp.switch.executor.tables import LOOKUPS, lookup_joined
 
 # ------------------------------------------------------------------------------------------ functions that a text calls
 
 
-_CODES: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_CODES: Final = {1: "B", 2: "H", 4: "I"}
 
 
 class LoadBytes(NamedTuple):
@@ -130,8 +130,8 @@ class Placed(NamedTuple):
     field: Field
 
 
-def emit_load(text: "ProgramText", needed: Sequence[Placed]) -> None:
-    """Emit one load of several fields of a packet."""
+def emit_load(text: "ProgramText", needed: Sequence[Placed], base: str = "") -> None:
+    """Emit one load of several fields of a packet, whose positions count from ``base``."""
     if not needed:
         return
     names = text.names
@@ -154,7 +154,7 @@ def emit_load(text: "ProgramText", needed: Sequence[Placed]) -> None:
             decode += _decode(names, members, start, size, raw, pieces)
     loader = text.helpers.name(LoadBytes(tuple(parts)))
     comma = "," if len(variables) == 1 else ""
-    text.write(f"{', '.join(variables)}{comma} = {loader}(p, {offset})")
+    text.write(f"{', '.join(variables)}{comma} = {loader}(p, {at(base, offset)})")
     for line in decode:
         text.write(line)
 
@@ -173,7 +173,7 @@ def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
         else:
             runs.append((first, end - first, [item]))
     for _, size, members in runs:
-        if size > 7 and (size != 8 or len(members) > 1):
+        if size > 7:
             fields = ", ".join(member.field.name for member in members)
             feature = f"fields that share bytes over more than 7 bytes ({fields})"
             raise UnsupportedFeatureError(feature, f"header {members[0].field.header}")
@@ -181,7 +181,7 @@ def _runs(needed: Sequence[Placed]) -> list[tuple[int, int, list[Placed]]]:
 
 
 def _pieces(size: int) -> list[int]:
-    return {1: [1], 2: [2], 3: [1, 2], 4: [4], 5: [1, 4], 6: [2, 4], 7: [1, 2, 4], 8: [8]}[size]
+    return {1: [1], 2: [2], 3: [1, 2], 4: [4], 5: [1, 4], 6: [2, 4], 7: [1, 2, 4]}[size]
 
 
 def _decode(names: Names, members: list[Placed], start: int, size: int, raw: list[str], pieces: list[int]) -> list[str]:
@@ -524,18 +524,23 @@ class ControlText:
             return "0"
         terms = []
         for key, shift in slot.shifts(table):
+            if len(key.sources) > 1:
+                words = ", ".join(self._source(source, table, facts) for source in key.sources)
+                return f"lookup_words({slot.index}, ({words}))"
             text = self._key(key, table, facts)
             if text != "0":
                 terms.append(f"{text} << {shift}" if shift else text)
         return f"lookup_{table.match}({slot.index}, {' | '.join(terms) or '0'})"
 
+    def _source(self, source: model.Variable, table: model.TableDef, facts: frozenset[str]) -> str:
+        text = self.expressions.value(source, table.where).text
+        if isinstance(source, Field) and source in self.text.usage.written and source.header not in facts:
+            # A field of an invalid header is 0 in a key, even if assigned.
+            text = f"({text} if {self.names(Valid(source.header))} else 0)"
+        return text
+
     def _key(self, key: model.Key, table: model.TableDef, facts: frozenset[str]) -> str:
-        value = self.expressions.value(key.source, table.where)
-        text = value.text
-        if isinstance(key.source, Field) and key.source in self.text.usage.written:
-            header = key.source.header
-            if header not in facts:  # a field of an invalid header is 0 in a key, even if assigned
-                text = f"({text} if {self.names(Valid(header))} else 0)"
+        text = self._source(key.sources[0], table, facts)
         if key.mask is not None and key.mask & ((1 << key.width) - 1) != (1 << key.width) - 1:
             text = f"({text} & {hex(key.mask)})"
         return text
@@ -642,6 +647,11 @@ class ControlText:
             value = fit(self.expressions.value(statement.value, where, arguments, wraps=True), width)
             with self._cell("registers", statement.register, statement.index, where, arguments) as cell:
                 self.write(f"registers[{cell}] = {value.text}")
+        elif isinstance(statement, model.Truncate):
+            if self.pipeline is not self.text.program.egress:
+                raise UnsupportedFeatureError("truncate in ingress", where)
+            length = self.expressions.value(statement.length, where, arguments)
+            self.write(f"size = min(size, {bare(length.text)})")
         elif isinstance(statement, model.Hash):
             self._hash_into(statement, where, arguments, stores)
         elif isinstance(statement, model.ExecuteMeter):
@@ -759,6 +769,8 @@ class ControlText:
         """Set ``h`` to the computed checksum; return its width in bits."""
         covered = summed_range(checksum)
         if covered is None:
+            if checksum.update:
+                self._load(checksum.calculation)
             return self._hash(checksum.calculation, frozenset({checksum.target.header}))
         # 65536 is 1 modulo 65535, and so is its square. So the one's complement sum of all 16-bit words is the sum of
         # 2- or 4-byte words modulo 65535, except that 0 means 65535 unless all words are zero.
@@ -770,6 +782,18 @@ class ControlText:
         self.write("k = h % 65535")
         self.write("h = 65535 - k if k or not h else 0")
         return 16
+
+    def _load(self, calculation: model.Calculation) -> None:
+        """Load the header fields of a calculation from the packet, so that they need not be kept until then."""
+        fields = [item for item in calculation.inputs if isinstance(item, Field) and not item.metadata]
+        for header in dict.fromkeys(item.header for item in fields):
+            starts = self.text.stacks.offsets.get(header)
+            if starts is None:
+                continue
+            valid, first = self.names(Valid(header)), next(iter(starts)) if len(starts) == 1 else 0
+            placed = [Placed(first * 8 + item.offset, item) for item in dict.fromkeys(fields) if item.header == header]
+            with self.write.block(f"if {valid}:"):
+                emit_load(self.text, placed, "" if len(starts) == 1 else f"{valid} - 1")
 
     def _guard(self, checksum: model.Checksum) -> str:
         valid = self.names(Valid(checksum.target.header))
@@ -831,10 +855,10 @@ def ingress_batch(packets, lengths, ingress_ports, times_us, ports, priorities, 
 
 
 @njit(nogil=True, cache=CACHE)
-def egress_batch(packets, lengths, carry, {_COLUMNS}, sent, {_FLAT}):
+def egress_batch(packets, lengths, carry, {_COLUMNS}, sizes, {_FLAT}):
     state = egress_state({_FLAT})
     for i in range(len(lengths)):
-        sent[i] = egress(packets[i], lengths[i], carry, i, state, {_COLUMNS.replace(",", "[i],")}[i])
+        sizes[i] = egress(packets[i], lengths[i], carry, i, state, {_COLUMNS.replace(",", "[i],")}[i])
 
 
 forward = loop(ingress, egress, njit(nogil=True))
@@ -915,10 +939,11 @@ class ProgramText:
         namespace["run_meter"] = run_meter
         # Every lookup structure is a dictionary whose __missing__ answers for absent keys.
         namespace.update({f"lookup_{match}": dict.__getitem__ for match in ("exact", "lpm", "ternary", "range")})
+        namespace["lookup_words"] = lookup_joined
         functions = [helper.plain(name, namespace) for helper, name in self.helpers.names.items()]
         carried = f"({''.join(f'{name}, ' for name in self.carry)})"
         ingress = _function("ingress(p, ingress_port, now_us)", ["n = len(p)"], self.ingress)
-        egress = _function(f"egress(p, carry, {_COLUMNS})", ["n = len(p)", f"{carried} = carry"], self.egress)
+        egress = _function(f"egress(p, carry, {_COLUMNS})", ["n = size = len(p)", f"{carried} = carry"], self.egress)
         return "\n\n".join([*filter(None, functions), f"{ingress}    return {self.result}, {carried}\n", egress])
 
     def compiled(self) -> str:
@@ -931,7 +956,7 @@ class ProgramText:
         functions += [f"{ingress}{kept}    return {self.result}\n", _function(f"ingress_state({_FLAT})", [made], ())]
         taken, made = self._state(self.egress)
         carried = [f"{name} = carry[slot, {place}]" for place, name in enumerate(self.carry)]
-        egress = _function(f"egress(p, n, carry, slot, state, {_COLUMNS})", [*carried, *taken], self.egress)
+        egress = _function(f"egress(p, n, carry, slot, state, {_COLUMNS})", ["size = n", *carried, *taken], self.egress)
         functions += [egress, _function(f"egress_state({_FLAT})", [made], ())]
         head = "from __future__ import annotations\n\nimport numpy as np\nfrom numba import njit\n\nCACHE = False\n"
         constants = "".join(f"{name} = {value}\n" for name, value in queues.CONSTANTS.items())
@@ -976,10 +1001,10 @@ class ProgramText:
         control.emit()
         if self._can_drop():
             with self.write.block(f"if {self.names(self.spec)} == {queues.DROP_PORT}:"):
-                self.write("return False")
+                self.write("return 0")
         for checksum in self.updates:
             control.update(checksum)
-        self.write("return True")
+        self.write("return size")
 
     def _set(self, values: dict[str, str], live: frozenset[model.Variable]) -> None:
         for alias, text in values.items():

@@ -333,7 +333,14 @@ class Exit:
     """End the pipeline after this action."""
 
 
-Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | ExecuteMeter | Exit
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Send at most the first ``length`` bytes of the packet."""
+
+    length: Expr
+
+
+Statement: TypeAlias = Assign | Count | RegisterRead | RegisterWrite | Hash | ExecuteMeter | Exit | Truncate
 
 
 # --------------------------------------------------------------------------------------------------------- objects
@@ -380,17 +387,17 @@ class ActionDef:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One field of a table's key; ``mask`` is the program's static mask, or None."""
+    """One field of a table's key; a wide one has several words. ``mask`` is the program's static mask, or None."""
 
     name: str
     match: str
-    source: Variable
+    sources: tuple[Variable, ...]
     mask: int | None
 
     @property
     def width(self) -> int:
         """Width in bits."""
-        return self.source.width if isinstance(self.source, Field) else 1
+        return sum(source.width if isinstance(source, Field) else 1 for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -658,20 +665,23 @@ def visible_tables(program: ProgramDef) -> list[TableDef]:
 def lay_out(program: ProgramDef) -> StateLayout:
     """Assign names and offsets to all tables, profiles, registers, counters and meters."""
     tables = {}
-    users: dict[str, int] = {}
+    users: dict[str, list[tuple[str, tuple[Parameter, ...], tuple[Statement, ...]]]] = {}
+    widths: dict[str, int] = {}
     for number, table in enumerate(visible_tables(program)):
         widest = max((len(action.parameters) for action in table.actions), default=0)
         if table.profile is not None:
-            if table.profile in users:
+            # The compiler copies an action for each table that uses it.
+            actions = [(action.name, action.parameters, action.body) for action in table.actions]
+            if users.setdefault(table.profile, actions) != actions:
                 raise UnsupportedFeatureError(
-                    "an action profile that two tables share", f"action profile {table.profile}"
+                    "an action profile that tables with different actions share", f"action profile {table.profile}"
                 )
-            users[table.profile] = widest
+            widths[table.profile] = widest
             widest = 0
         names = (f"T{number}", f"R{number}", f"e{number}", f"a{number}", f"m{number}")
         tables[table.name] = TableSlot(*names, stride=1 + widest)
     profiles = {
-        name: ProfileSlot(f"D{number}", f"G{number}", f"M{number}", stride=1 + users.get(name, 0))
+        name: ProfileSlot(f"D{number}", f"G{number}", f"M{number}", stride=1 + widths.get(name, 0))
         for number, name in enumerate(program.profiles)
     }
     registers, register_cells = _bases({item.name: item.size for item in program.registers.values()})

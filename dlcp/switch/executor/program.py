@@ -7,11 +7,12 @@ One packet::
     port, priority, carry = program.ingress(packet, ingress_port, now_us)
     if port != DROP_PORT:
         ...  # the packet waits in queue `priority` of `port`
-        sent = program.egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
+        size = program.egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)
 
-``packet`` is a bytearray that both functions edit in place: it always equals the deparser's output at that point. A
-dropped packet has unspecified bytes. ``carry`` is opaque state from ingress to egress. ``now_us`` is a monotonic clock
-in microseconds, with any origin. ``ingress`` and ``egress`` are generated functions; positional arguments are fastest.
+``packet`` is a bytearray that both functions edit in place: it always equals the deparser's output at that point, of
+which the first ``size`` bytes are to be sent. A dropped packet has unspecified bytes. ``carry`` is opaque state from
+ingress to egress. ``now_us`` is a monotonic clock in microseconds, with any origin. ``ingress`` and ``egress`` are
+generated functions; positional arguments are fastest.
 
 Objects are found by p4info name, or by a unique suffix of it: ``program.tables["ipv4_route"]``,
 ``program.profiles``, ``program.registers``, ``program.counters``, ``program.meters`` (indirect ones; direct meters
@@ -177,16 +178,16 @@ class CompiledMachine:
 
     def egress_batch(
         self, packets: NDArray[np.uint8], lengths: Numbers, carry: Numbers, *arguments: Numbers
-    ) -> NDArray[np.bool_]:
+    ) -> Numbers:
         """Run egress on many packets, in order; ``arguments`` as `Program.egress`, int64 (n,).
 
         Returns
         -------
-        True for each packet to be sent: bool (n,).
+        The bytes to send of each packet, 0 for a dropped one: int64 (n,).
         """
-        sent = np.empty(len(lengths), np.bool_)
-        self._module.egress_batch(packets, lengths, carry, *arguments, sent, *self._state())
-        return sent
+        sizes = np.empty(len(lengths), np.int64)
+        self._module.egress_batch(packets, lengths, carry, *arguments, sizes, *self._state())
+        return sizes
 
     @property
     def carry_cells(self) -> int:
@@ -203,10 +204,10 @@ class CompiledMachine:
         ports, priorities, carry = self.ingress_batch(row, _one(len(p)), _one(ingress_port), _one(now_us))
         return int(ports[0]), int(priorities[0]), tuple(carry[0].tolist())
 
-    def egress(self, p: bytearray, carry: tuple[int, ...], *arguments: int) -> bool:
+    def egress(self, p: bytearray, carry: tuple[int, ...], *arguments: int) -> int:
         """Run egress on one packet, as a batch of one."""
         row = np.frombuffer(p, np.uint8)[None, :]
-        return bool(self.egress_batch(row, _one(len(p)), np.array([carry], np.int64), *map(_one, arguments))[0])
+        return int(self.egress_batch(row, _one(len(p)), np.array([carry], np.int64), *map(_one, arguments))[0])
 
 
 def _one(value: int) -> Numbers:
@@ -311,9 +312,9 @@ class Program:
     ingress
         ``ingress(packet, ingress_port, now_us)`` returns egress port (`DROP_PORT`: dropped), priority 0-7 and carry.
     egress
-        ``egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)`` returns True if the packet
-        is to be sent. As in BMv2, depths are the packets in the queue before the packet was enqueued and after it was
-        dequeued.
+        ``egress(packet, carry, port, enq_us, deq_delta_us, enq_depth, deq_depth, now_us)`` returns how many bytes of
+        the packet are to be sent: 0 if it is dropped, fewer than it has if it is truncated. As in BMv2, depths are the
+        packets in the queue before the packet was enqueued and after it was dequeued.
     """
 
     def __init__(self, definition: ProgramDef, backend: Backend = "python") -> None:
@@ -375,7 +376,7 @@ class Program:
         )
         machine.attach(self.tables, self.profiles)
         self.ingress: Callable[[bytearray, int, int], tuple[int, int, Carry]] = machine.ingress
-        self.egress: Callable[..., bool] = machine.egress
+        self.egress: Callable[..., int] = machine.egress
 
     @classmethod
     def load(cls, path: str | Path, *, backend: Backend = "python") -> "Program":

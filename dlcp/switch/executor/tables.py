@@ -448,7 +448,9 @@ class Fields:
 CACHE_KEYS: Final = 65_536
 """Keys that a plain lookup structure caches before it clears the cache: about 10 MB at most."""
 HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
-"""The multiplier of the hash in `probe`."""
+"""The multiplier of the hash in `probe` and `lookup_words`."""
+WORD_BITS_MAX: Final = 63
+"""Wider keys are looked up by words of 32 bits."""
 
 
 # The lookup structures of tables. For plain text, each is a dictionary from a combined key to a place, the offset of a
@@ -472,7 +474,7 @@ class ExactLookup(dict[int, int]):
 
     def encode(self) -> NDArray[np.int64]:
         """Return a hash table: its mask, then pairs of key and place."""
-        return _hashed(self)
+        return _hashed(self, 1)
 
 
 class CachedLookup(dict[int, int], ABC):
@@ -516,8 +518,10 @@ class PrefixLookup(CachedLookup):
         """Return the number of lengths; wildcard bits, start and mask of the hash table of each; the hash tables."""
         head, tables = [len(self._by_shift)], []
         start = 1 + 3 * len(self._by_shift)
+        words = 1 if self._width <= WORD_BITS_MAX else -(-self._width // 32)
         for shift, items in self._by_shift.items():
-            cells = _hashed(items)
+            # The words of a wide key keep their wildcard bits, as zeros.
+            cells = _hashed(items if words == 1 else {key << shift: place for key, place in items.items()}, words)
             head += [shift, start, int(cells[0])]
             tables.append(cells[1:])
             start += len(cells) - 1
@@ -589,6 +593,37 @@ def probe(index: Any, start: int, mask: int, key: int) -> int:
         i = (i + 1) & mask
 
 
+def lookup_words(index: Any, words: Any) -> int:
+    """Look a wide key up, given as 32-bit words, in the array of `PrefixLookup.encode`; see `lookup_lpm`."""
+    stride = len(words) + 1
+    for i in range(index[0]):
+        shift, start, mask = index[3 * i + 1], index[3 * i + 2], index[3 * i + 3]
+        h = 0
+        for j in range(len(words)):
+            cut = min(max(shift - 32 * (len(words) - 1 - j), 0), 32)
+            h = (h ^ (words[j] >> cut << cut)) * 0x9E3779B97F4A7C1
+        place = (h >> 20) & mask
+        while index[start + stride * place] >= 0:
+            same = True
+            for j in range(len(words)):
+                cut = min(max(shift - 32 * (len(words) - 1 - j), 0), 32)
+                if index[start + stride * place + j] != words[j] >> cut << cut:
+                    same = False
+                    break
+            if same:
+                return int(index[start + stride * place + len(words)])
+            place = (place + 1) & mask
+    return 0
+
+
+def lookup_joined(index: dict[int, int], words: Sequence[int]) -> int:
+    """Look a wide key up in a `PrefixLookup`, given as 32-bit words: `lookup_words` for plain text."""
+    key = 0
+    for word in words:
+        key = key << 32 | word
+    return index[key]
+
+
 def lookup_exact(index: Any, key: int) -> int:
     """Look a key up in the array of `ExactLookup.encode`: mask, then pairs."""
     return probe(index, 1, index[0], key)
@@ -634,29 +669,35 @@ def lookup_range(index: Any, key: int) -> int:
     return 0
 
 
-LOOKUPS: Final = (probe, lookup_exact, lookup_lpm, lookup_ternary, lookup_range)
+LOOKUPS: Final = (probe, lookup_exact, lookup_lpm, lookup_words, lookup_ternary, lookup_range)
 """The functions included in compiled text, callees first."""
 
 
-def _hashed(items: Mapping[int, int]) -> NDArray[np.int64]:
-    """Return the mask of an open-addressing hash table and its (key, entry) pairs."""
+def _hashed(items: Mapping[int, int], words: int) -> NDArray[np.int64]:
+    """Return the mask of an open-addressing hash table and its rows: the words of a key, and its entry."""
     count = len(items)
     size = 4
     while size < 2 * count:
         size *= 2
-    keys = np.fromiter(items.keys(), np.int64, count)
+    keys = np.empty((count, words), np.int64)
+    for word in range(words):
+        shift = 32 * (words - 1 - word)
+        keys[:, word] = np.fromiter((key >> shift & 0xFFFFFFFF if words > 1 else key for key in items), np.int64, count)
     places = np.fromiter(items.values(), np.int64, count)
-    cells = np.empty(1 + 2 * size, np.int64)
+    cells = np.empty(1 + (words + 1) * size, np.int64)
     cells[0] = size - 1
-    table = cells[1:].reshape(size, 2)
-    table[:] = -1, 0
-    slots = (keys.astype(np.uint64) * np.uint64(HASH_MULTIPLIER) >> np.uint64(20)).astype(np.int64) & (size - 1)
+    table = cells[1:].reshape(size, words + 1)
+    table[:] = -1
+    hashes = np.zeros(count, np.uint64)
+    for word in range(words):
+        hashes = (hashes ^ keys[:, word].astype(np.uint64)) * np.uint64(HASH_MULTIPLIER)
+    slots = (hashes >> np.uint64(20)).astype(np.int64) & (size - 1)
     while len(keys):
         # The first key for a free slot gets it; all others try the next slot.
         wanted, first = np.unique(slots, return_index=True)
         settled = first[table[wanted, 0] < 0]
-        table[slots[settled], 0] = keys[settled]
-        table[slots[settled], 1] = places[settled]
+        table[slots[settled], :words] = keys[settled]
+        table[slots[settled], words] = places[settled]
         left = np.ones(len(keys), np.bool_)
         left[settled] = False
         keys, places, slots = keys[left], places[left], (slots[left] + 1) & (size - 1)

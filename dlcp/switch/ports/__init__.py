@@ -20,7 +20,7 @@ class PortCounters:
     sent: int = 0
     sent_bytes: int = 0
     refused: int = 0
-    """Received from an unknown sender, or with a VLAN tag."""
+    """Received from an unknown sender."""
     malformed: int = 0
     """Too short to be a frame."""
     oversize: int = 0

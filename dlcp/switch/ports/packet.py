@@ -47,22 +47,9 @@ _ETH_P_ALL: Final = 3
 _PACKET_STATISTICS: Final = 6
 _PACKET_QDISC_BYPASS: Final = 20
 _PACKET_IGNORE_OUTGOING: Final = 23
-_SO_ATTACH_FILTER: Final = 26
 _SIOCGIFMTU: Final = 0x8921
 
-# The kernel strips a VLAN tag before a packet socket sees the frame, so a tagged frame would look untagged. This filter
-# cuts tagged frames to one byte, a length that no other frame has: it tests "VLAN tag present" (SKF_AD_OFF + 48) and
-# accepts 1 or 262144 bytes. Format: struct sock_filter {u16 code; u8 jt, jf; u32 k}.
-_TAGGED_BYTES: Final = 1
-_UNTAGGED_ONLY: Final = b"".join(
-    struct.pack("=HBBI", *instruction)
-    for instruction in (
-        (0x20, 0, 0, 0xFFFFF000 + 48),
-        (0x15, 0, 1, 0),
-        (0x06, 0, 0, 262144),
-        (0x06, 0, 0, _TAGGED_BYTES),
-    )
-)
+_TAG_BYTES: Final = 4
 _BURST_MAX: Final = 256
 """Most frames received at once."""
 _GONE: Final = (errno.ENETDOWN, errno.ENXIO, errno.ENODEV)
@@ -91,7 +78,7 @@ class PacketPort:
         self.counters = {port: self._counted}
         self._memory: mmap.mmap | None = None
         self.frame_max_bytes = 0
-        """Longest frame that the interface carries."""
+        """Longest frame that the interface carries, with a VLAN tag."""
         self._has_warned = False
         try:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
@@ -145,8 +132,7 @@ class PacketPort:
         self._counted.received += taken
         self._counted.received_bytes += int(lengths[:taken].sum())
         if self._others.any():
-            refused, malformed, oversize = self._others.tolist()
-            self._counted.refused += refused
+            malformed, oversize = self._others.tolist()
             self._counted.malformed += malformed
             self._counted.oversize += oversize
             self._others[:] = 0
@@ -218,18 +204,18 @@ class PacketPort:
         sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
         # The switch does its own queueing; packets in the interface's qdisc would be invisible to it.
         sock.setsockopt(_SOL_PACKET, _PACKET_QDISC_BYPASS, 1)
-        self._attach_filter()
-        self.frame_max_bytes = self._mtu_bytes() + ETHERNET_BYTES
-        self._map_ring()  # before the socket is bound, so that no frame bypasses the ring
+        untagged_max = self._mtu_bytes() + ETHERNET_BYTES
+        self.frame_max_bytes = untagged_max + _TAG_BYTES
+        self._map_ring(untagged_max)  # before the socket is bound, so that no frame bypasses the ring
         self._rows: Rows = np.empty((_BURST_MAX, self.frame_max_bytes), np.uint8)
         self._all_rows: Numbers = np.arange(_BURST_MAX)
         self._lengths, self._stamps_ns = np.empty((2, _BURST_MAX), np.int64)
-        self._others, self._failures = np.zeros((2, 3), np.int64)
+        self._others, self._failures = np.zeros(2, np.int64), np.zeros(3, np.int64)
         self._bytes: Numbers = np.zeros(1, np.int64)
         sock.bind((self.interface, _ETH_P_ALL))
 
-    def _map_ring(self) -> None:
-        frame = -(-(self.frame_max_bytes + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
+    def _map_ring(self, frame_max: int) -> None:
+        frame = -(-(frame_max + _HEADROOM_BYTES) // _ALIGNMENT) * _ALIGNMENT
         block = max(_BLOCK_BYTES, -(-frame // mmap.PAGESIZE) * mmap.PAGESIZE)
         blocks, per_block = SOCKET_BUFFER_BYTES // block, block // frame
         self._socket.setsockopt(_SOL_PACKET, _PACKET_VERSION, _TPACKET_V2)
@@ -243,15 +229,9 @@ class PacketPort:
             "frames_per_block": per_block,
             "frames": blocks * per_block,
             "frame_min": ETHERNET_BYTES,
-            "frame_max": self.frame_max_bytes,
-            "tagged_bytes": _TAGGED_BYTES,
+            "frame_max": frame_max,
         }
         self._ring = ffi.new("packet_ring *", ring)
-
-    def _attach_filter(self) -> None:
-        program = ffi.from_buffer(_UNTAGGED_ONLY)
-        filter_program = struct.pack("@HP", len(_UNTAGGED_ONLY) // 8, int(ffi.cast("uintptr_t", program)))
-        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_program)
 
     def _mtu_bytes(self) -> int:
         request = struct.pack("16si20x", self.interface.encode(), 0)

@@ -1,0 +1,967 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves what the switch program promises, for all packets, entries and register contents: ``make prove``.
+
+The program is the compiled one, ``build/dlcp.json``: parser and controls become formulas over one packet (`Machine`),
+and z3 looks for a packet that breaks a promise (`PROMISES`). What a control plane writes is arbitrary: any entry may
+match, with any action and any arguments, except that it names a port that exists. Meters may give any colour, hashes
+any number, registers may hold anything. So nothing depends on which messages share a slot.
+
+One promise is about a whole message: of it, no more packets are given up outside the excess queue than the budget in
+its packets. Its proof is by induction over the packets that a switch handles, of this message and of all others, in any
+order. It needs that packets are handled one at a time, as BMv2's ingress does, and that a message's packets come within
+SLOT_IDLE_US of each other.
+
+If a promise is broken, `find_attack` looks for a short sequence of packets that breaks it, from registers that it
+chooses, with the hash that switches use; `python3 p4/prove.py` prints it.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+import z3
+
+from dlcp.switch import Action, Entries, MemberRef, MeterConfig, Profile, TableEntry
+from dlcp.switch.executor import analysis, bmv2_json, model
+from dlcp.switch.executor.hashes import OVER_BYTES, csum16, pack
+from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, Queue
+
+WORK_BITS: Final = 80
+"""Width of computations: BMv2 computes with numbers of any size, and this is more than any of the program's needs."""
+DROP_PORT: Final = 511
+ROUTES: Final = ("ipv4_route", "ipv6_route", "ethernet_route")
+MESSAGE_BITS: Final = {"job": 16, "step": 32, "message": 16, "sender": 16}
+"""What identifies a message, as the program hashes it."""
+SLOTS: Final = 1 << 16
+SLOT_IDLE_US: Final = 1_000_000
+SLOT_OWNED: Final = 1 << 31
+
+
+# ------------------------------------------------------------------------------------------------------- one packet
+
+
+class Lookup(NamedTuple):
+    """What one packet meets in a table: its keys there, and what it finds."""
+
+    keys: tuple[Any, ...]
+    hit: Any
+    action: Any
+    """The number of the action among the table's; one more than the last for none."""
+    arguments: tuple[tuple[Any, ...], ...]
+    """For each action."""
+    colour: Any
+    """What the entry's meter says; None for a table without one."""
+
+
+@dataclass
+class State:
+    """Everything that a packet can change: fields and validity bits, registers, and how the packet got here."""
+
+    fields: dict[model.Field, Any]
+    valid: dict[str, Any]
+    registers: dict[str, Any]
+    size: Any
+    applied: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> "State":
+        """Return a copy that can be changed on its own."""
+        return State(dict(self.fields), dict(self.valid), dict(self.registers), self.size, dict(self.applied))
+
+    def join(self, condition: Any, other: "State") -> "State":
+        """Return this state where a condition holds, and the other one elsewhere."""
+        if z3.is_true(condition):
+            return self
+        if z3.is_false(condition):
+            return other
+        parts = []
+        for mine, theirs in (
+            (self.fields, other.fields),
+            (self.valid, other.valid),
+            (self.registers, other.registers),
+            (self.applied, other.applied),
+        ):
+            names = {**mine, **theirs}
+            parts.append({name: _choose(condition, mine.get(name), theirs.get(name)) for name in names})
+        fields, valid, registers, applied = parts
+        return State(fields, valid, registers, z3.If(condition, self.size, other.size), applied)
+
+
+def _choose(condition: Any, one: Any, other: Any) -> Any:
+    if one is None or other is None:  # only `applied` lacks names: of tables not met
+        one, other = (z3.BoolVal(False) if item is None else item for item in (one, other))
+    return one if one is other or one.eq(other) else z3.If(condition, one, other)
+
+
+class Machine:
+    """A program as formulas over one packet.
+
+    Parameters
+    ----------
+    program
+        The compiled program.
+    name
+        Prefix of the packet's variables.
+    registers
+        Register contents before the packet; arbitrary by default.
+    messages
+        Messages whose owners are computed as switches do; else a hash is an arbitrary function of its input.
+
+    Attributes
+    ----------
+    before, parsed, queued, sent
+        The packet's state as it comes, after the parser, after ingress, and after egress.
+    lookups
+        By short name of the table.
+    short
+        For each header, whether the packet ends within it.
+    time_us, port
+        When and where it comes.
+    left_behind
+        The packets in its queue when it leaves.
+    """
+
+    def __init__(
+        self,
+        program: model.ProgramDef,
+        name: str,
+        registers: Mapping[str, Any] | None = None,
+        messages: "Sequence[tuple[int, ...]]" = (),
+    ) -> None:
+        self.program, self.name, self.messages = program, name, messages
+        self.lookups: dict[str, Lookup] = {}
+        self._free = 0
+        self._rules: list[Any] = []
+        fields = {
+            item: z3.BitVecVal(0, item.width) if header.metadata else z3.BitVec(f"{name}.{_text(item)}", item.width)
+            for header in program.headers.values()
+            for item in header.fields.values()
+        }
+        self.time_us = z3.BitVec(f"{name}.time_us", 48)
+        self.port = z3.BitVec(f"{name}.port", 9)
+        self.wrong_checksum = z3.BitVec(f"{name}.wrong_checksum", 1)
+        length = z3.BitVec(f"{name}.length", 32)
+        given = {"standard_metadata.ingress_port": self.port, "standard_metadata.packet_length": length}
+        given["intrinsic_metadata.ingress_global_timestamp"] = self.time_us
+        for alias, value in given.items():
+            if alias in program.standard:
+                fields[program.standard[alias]] = value
+        self.short = {header: z3.Bool(f"{name}.short.{header}") for header in program.headers}
+        self.before = State(
+            fields,
+            {header: z3.BoolVal(False) for header in program.headers},
+            dict(registers) if registers is not None else arbitrary_registers(program, name),
+            z3.ZeroExt(WORK_BITS - 32, length),
+        )
+        self.parsed = self._parse()
+        self.queued = self._control(program.ingress, self._verified(self.parsed))
+        after = self.queued.copy()
+        self.left_behind = z3.BitVec(f"{name}.left_behind", 19)
+        after.fields[program.standard["queueing_metadata.deq_qdepth"]] = self.left_behind
+        after.fields[program.standard["standard_metadata.egress_port"]] = self.spec(self.queued)
+        self.sent = self._control(program.egress, after)
+
+    # ---------------------------------------------------------------------------------------------------- questions
+
+    def field(self, state: State, name: str) -> Any:
+        """Return a field's value in a state, by ``header.name``; a wide one as the numbers of its words, joined."""
+        header, _, label = name.rpartition(".")
+        fields = self.program.headers[header].fields
+        if label in fields:
+            return state.fields[fields[label]]
+        return z3.Concat(*(state.fields[item] for key, item in fields.items() if key.startswith(f"{label}[")))
+
+    def spec(self, state: State) -> Any:
+        """Return the egress port that a state asks for."""
+        return state.fields[self.program.standard["standard_metadata.egress_spec"]]
+
+    @property
+    def queue(self) -> Any:
+        """The queue that ingress has chosen."""
+        return self.queued.fields[self.program.standard["intrinsic_metadata.priority"]]
+
+    @property
+    def dropped(self) -> Any:
+        """Whether ingress drops the packet."""
+        return self.spec(self.queued) == DROP_PORT
+
+    @property
+    def routed(self) -> Any:
+        """Whether the packet can be forwarded: it is whole, and a table has given it an egress port."""
+        port = self.program.standard["standard_metadata.egress_spec"]
+        ways = []
+        for name in ROUTES:
+            numbers = [
+                number
+                for number, action in enumerate(self.table(name).actions)
+                if any(analysis.target_of(statement) == port for statement in action.body)
+            ]
+            chosen = z3.Or(*(self.lookups[name].action == number for number in numbers))
+            ways.append(z3.And(self.met(name), self.lookups[name].hit, chosen))
+        return z3.Or(*ways)
+
+    @property
+    def trimmed(self) -> Any:
+        """Whether egress cuts the packet, or ingress or egress calls it trimmed."""
+        called = self.field(self.sent, "dlcp.trimmed") != self.field(self.before, "dlcp.trimmed")
+        return z3.And(z3.Not(self.dropped), z3.Or(self.sent.size != self.before.size, called))
+
+    def chose(self, table: str, action: str) -> Any:
+        """Return whether a table runs an action on the packet."""
+        names = [item.name.rpartition(".")[2] for item in self.table(table).actions]
+        return z3.And(self.met(table), self.lookups[table].action == names.index(action))
+
+    def argument(self, table: str, action: str, name: str) -> Any:
+        """Return an argument of an action that a table runs on a hit."""
+        actions = self.table(table).actions
+        number = [item.name.rpartition(".")[2] for item in actions].index(action)
+        place = [item.name for item in actions[number].parameters].index(name)
+        return self.lookups[table].arguments[number][place]
+
+    def met(self, table: str) -> Any:
+        """Return whether the packet is looked up in a table."""
+        return self.sent.applied.get(table, z3.BoolVal(False))
+
+    def table(self, name: str) -> model.TableDef:
+        """Return a table by its short name."""
+        tables = model.visible_tables(self.program)
+        return next(item for item in tables if item.name.rpartition(".")[2] == name)
+
+    @property
+    def sane(self) -> Any:
+        """What holds anyway: lookups find what tables can hold, and entries name ports other than the drop port."""
+        rules = list(self._rules)
+        for name in ROUTES:
+            for action, values in zip(self.table(name).actions, self.lookups[name].arguments, strict=True):
+                for parameter, value in zip(action.parameters, values, strict=True):
+                    if parameter.name == "port":
+                        rules.append(value != DROP_PORT)
+        return z3.And(*rules)
+
+    # ------------------------------------------------------------------------------------------------------- parser
+
+    def _parse(self) -> State:
+        ends = list(self._paths(self.program.first_state, z3.BoolVal(True), self.before.copy()))
+        state = ends[-1][1]
+        for condition, other in reversed(ends[:-1]):
+            state = other.join(condition, state)
+        return state
+
+    def _paths(self, name: str | None, condition: Any, state: State) -> Iterator[tuple[Any, State]]:
+        """Yield each way through the parser: its condition, and the state at its end."""
+        if name is None:
+            yield condition, state
+            return
+        step = self.program.states[name]
+        for operation in step.operations:
+            if isinstance(operation, model.Extract):
+                short = self.short[operation.header]
+                ended = state.copy()
+                error = self.program.standard.get("standard_metadata.parser_error")
+                if error is not None:
+                    ended.fields[error] = z3.BitVecVal(self.program.errors["PacketTooShort"], error.width)
+                yield z3.And(condition, short), ended
+                condition = z3.And(condition, z3.Not(short))
+                state.valid[operation.header] = z3.BoolVal(True)
+            elif isinstance(operation, model.Assign):
+                self._assign(state, operation, ())
+            else:
+                raise model.UnsupportedFeatureError("verify in the parser", f"parser state {name}")
+        rest = condition
+        for case in step.cases:
+            same = [
+                state.fields[key] & mask == z3.BitVecVal(value, key.width)
+                for key, value, mask in zip(step.keys, case.values, case.masks, strict=True)
+            ]
+            yield from self._paths(case.next, z3.And(rest, *same), state.copy())
+            rest = z3.And(rest, z3.Not(z3.And(*same)))
+        yield from self._paths(step.default, rest, state.copy())
+
+    def _verified(self, state: State) -> State:
+        """Return the state after the verification of checksums, which may find anything."""
+        flag = self.program.standard.get("standard_metadata.checksum_error")
+        if flag is None or not any(item.verify for item in self.program.checksums):
+            return state
+        state = state.copy()
+        guards = [
+            z3.And(state.valid[item.target.header], self._condition(state, item.condition, ()))
+            for item in self.program.checksums
+            if item.verify and item.condition is not None
+        ]
+        state.fields[flag] = z3.If(z3.Or(*guards), self.wrong_checksum, z3.BitVecVal(0, flag.width))
+        return state
+
+    # ----------------------------------------------------------------------------------------------------- controls
+
+    def _control(self, control: model.Control, state: State) -> State:
+        control = analysis.shorten(control)
+        joins = analysis.joins(control)
+
+        def run(name: str | None, stop: str | None, state: State) -> State:
+            while name is not None and name != stop:
+                node, join = control.nodes[name], joins[name]
+                if isinstance(node, model.Conditional):
+                    condition = z3.simplify(self._condition(state, node.condition, ()))
+                    then = run(node.then, join, state.copy())
+                    state = then.join(condition, run(node.otherwise, join, state.copy()))
+                else:
+                    state = self._table(node, state, lambda following, item, join=join: run(following, join, item))
+                name = join
+            return state
+
+        return run(control.first, None, state)
+
+    def _table(self, table: model.TableDef, state: State, go_on: Callable[[str | None, State], State]) -> State:
+        if table.hidden:
+            assert table.default is not None
+            action = analysis.Usage.default_action(table)
+            values = [z3.BitVecVal(table.default.params[item.name], item.width) for item in action.parameters]
+            self._act(action, values, state)
+            return go_on(analysis.successor(table, action, hit=False), state)
+        short = table.name.rpartition(".")[2]
+        before = state.copy()
+        found = self._look_up(table, state, short)
+        none = len(table.actions)
+        default = table.default.name if table.default is not None else None
+        result: State | None = None
+        ways = []
+        for number in range(none, -1, -1):
+            for hit in (False, True):
+                after = before.copy()
+                after.applied[short] = z3.BoolVal(True)
+                if number == none:
+                    if default is not None or (hit and table.profile is None):
+                        continue
+                    known, node = table.on_hit if hit else table.on_miss
+                    following = node if known else table.base_next
+                else:
+                    action = table.actions[number]
+                    if not hit and (default is None or (table.default_const and action.name != default)):
+                        continue
+                    values = list(found.arguments[number])
+                    if not hit and table.default_const and table.default is not None:
+                        values = [
+                            z3.BitVecVal(table.default.params[item.name], item.width) for item in action.parameters
+                        ]
+                    if hit and table.meter is not None:
+                        target = self.program.meters[table.meter].target
+                        assert target is not None
+                        after.fields[target] = found.colour
+                    self._act(action, values, after)
+                    following = analysis.successor(table, action, hit)
+                after = go_on(following, after)
+                met = z3.And(found.action == number, found.hit == z3.BoolVal(hit))
+                ways.append(met)
+                result = after if result is None else after.join(met, result)
+        assert result is not None
+        self._rules.append(z3.Or(*ways))
+        return result
+
+    def _look_up(self, table: model.TableDef, state: State, short: str) -> Lookup:
+        keys = []
+        for key in table.keys:
+            words = []
+            for source in key.sources:
+                if isinstance(source, model.Valid):
+                    words.append(z3.If(state.valid[source.header], z3.BitVecVal(1, 1), z3.BitVecVal(0, 1)))
+                elif source.metadata:
+                    words.append(state.fields[source])
+                else:
+                    zero = z3.BitVecVal(0, source.width)
+                    words.append(z3.If(state.valid[source.header], state.fields[source], zero))
+            keys.append(z3.Concat(*words) if len(words) > 1 else words[0])
+        arguments = tuple(
+            tuple(self._any(item.width, f"{short}.{action.name}.{item.name}") for item in action.parameters)
+            for action in table.actions
+        )
+        hit = z3.Bool(f"{self.name}.{short}.hit") if table.keys else z3.BoolVal(False)
+        number = z3.BitVec(f"{self.name}.{short}.action", 8)
+        colour = None if table.meter is None else self._any(self._colour_bits(table.meter), f"{short}.colour")
+        self.lookups[short] = Lookup(tuple(keys), hit, number, arguments, colour)
+        return self.lookups[short]
+
+    def _colour_bits(self, meter: str) -> int:
+        target = self.program.meters[meter].target
+        assert target is not None
+        return target.width
+
+    def _act(self, action: model.ActionDef, arguments: Sequence[Any], state: State) -> None:
+        for statement in action.body:
+            if isinstance(statement, model.Assign):
+                self._assign(state, statement, arguments)
+            elif isinstance(statement, model.RegisterRead):
+                index, known = self._cell(state, statement.register, statement.index, arguments)
+                value = _fit(state.registers[statement.register][index], statement.target.width)
+                state.fields[statement.target] = z3.If(known, value, state.fields[statement.target])
+            elif isinstance(statement, model.RegisterWrite):
+                register = self.program.registers[statement.register]
+                index, known = self._cell(state, statement.register, statement.index, arguments)
+                value = z3.Extract(register.width - 1, 0, self._value(state, statement.value, arguments))
+                before = state.registers[statement.register]
+                state.registers[statement.register] = z3.If(known, z3.Store(before, index, value), before)
+            elif isinstance(statement, model.Hash):
+                state.fields[statement.target] = self._hash(state, statement, arguments)
+            elif isinstance(statement, model.Truncate):
+                length = self._value(state, statement.length, arguments)
+                state.size = z3.If(length < state.size, length, state.size)
+            elif isinstance(statement, model.ExecuteMeter):
+                state.fields[statement.target] = self._any(statement.target.width, "colour")
+            elif not isinstance(statement, model.Count):
+                raise model.UnsupportedFeatureError(f"a proof about {type(statement).__name__}", action.where)
+
+    def _cell(self, state: State, register: str, index: model.Expr, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        place = self._value(state, index, arguments)
+        size = self.program.registers[register].size
+        return z3.Extract(31, 0, place), z3.And(place >= 0, place < size)
+
+    def _hash(self, state: State, statement: model.Hash, arguments: Sequence[Any]) -> Any:
+        calculation = self.program.calculations[statement.calculation]
+        parts = []
+        for item in calculation.inputs:
+            if isinstance(item, model.Bits):
+                parts.append(z3.BitVecVal(item.value, item.width))
+            else:
+                parts.append(state.fields[item])
+        joined = z3.Concat(*parts) if len(parts) > 1 else parts[0]
+        value = z3.Function(f"{calculation.algorithm}.{joined.size()}", joined.sort(), z3.BitVecSort(32))(joined)
+        if joined.size() == sum(MESSAGE_BITS.values()):
+            for numbers in self.messages:
+                data = pack(numbers, list(MESSAGE_BITS.values()))
+                met = joined == z3.BitVecVal(int.from_bytes(data, "big"), joined.size())
+                value = z3.If(met, z3.BitVecVal(OVER_BYTES[calculation.algorithm](data), 32), value)
+        base = self._value(state, statement.base, arguments)
+        if statement.size & (statement.size - 1):
+            raise model.UnsupportedFeatureError("a proof about hashes modulo other numbers", calculation.where)
+        total = base + (z3.ZeroExt(WORK_BITS - 32, value) & (statement.size - 1))
+        return z3.Extract(statement.target.width - 1, 0, total)
+
+    def _assign(self, state: State, statement: model.Assign, arguments: Sequence[Any]) -> None:
+        value = self._value(state, statement.value, arguments)
+        state.fields[statement.target] = _fit(value, statement.target.width)
+
+    # -------------------------------------------------------------------------------------------------- expressions
+
+    def _any(self, width: int, what: str) -> Any:
+        self._free += 1
+        return z3.BitVec(f"{self.name}.{what}.{self._free}", width)
+
+    def _value(self, state: State, expression: model.Expr, arguments: Sequence[Any]) -> Any:
+        """Return an expression as a signed number of WORK_BITS."""
+        if _bits(expression) >= WORK_BITS:
+            raise model.UnsupportedFeatureError(f"a proof about numbers of {WORK_BITS} bits", "an expression")
+        if isinstance(expression, model.Const):
+            return z3.BitVecVal(expression.value, WORK_BITS)
+        if isinstance(expression, model.Field):
+            return _fit(state.fields[expression], WORK_BITS)
+        if isinstance(expression, model.Param):
+            return _fit(arguments[expression.index], WORK_BITS)
+        one, zero = z3.BitVecVal(1, WORK_BITS), z3.BitVecVal(0, WORK_BITS)
+        if isinstance(expression, model.Valid) or expression.op in (*model.BOOLEAN_OPS, "b2d"):
+            inner = expression.args[0] if isinstance(expression, model.Op) and expression.op == "b2d" else expression
+            return z3.If(self._condition(state, inner, arguments), one, zero)
+        if expression.op == "?":
+            left, right = (self._value(state, item, arguments) for item in expression.args[1:])
+            return z3.If(self._condition(state, expression.args[0], arguments), left, right)
+        values = [self._value(state, item, arguments) for item in expression.args]
+        if expression.op == "~":
+            return ~values[0]
+        left, right = values
+        match expression.op:
+            case "+":
+                return left + right
+            case "-":
+                return left - right
+            case "&":
+                return left & right
+            case "|":
+                return left | right
+            case "^":
+                return left ^ right
+            case "<<":
+                return left << right
+            case ">>":
+                return left >> right
+            case "usat_cast":
+                high = (z3.BitVecVal(1, WORK_BITS) << right) - 1
+                return z3.If(left < 0, zero, z3.If(left > high, high, left))
+        raise model.UnsupportedFeatureError(f"a proof about the operation {expression.op}", "an expression")
+
+    def _condition(self, state: State, expression: model.Expr | None, arguments: Sequence[Any]) -> Any:
+        if expression is None:
+            return z3.BoolVal(True)
+        if isinstance(expression, model.Valid):
+            return state.valid[expression.header]
+        if isinstance(expression, model.Const):
+            return z3.BoolVal(bool(expression.value))
+        if isinstance(expression, model.Op):
+            args = expression.args
+            match expression.op:
+                case "and":
+                    return z3.And(*(self._condition(state, item, arguments) for item in args))
+                case "or":
+                    return z3.Or(*(self._condition(state, item, arguments) for item in args))
+                case "not":
+                    return z3.Not(self._condition(state, args[0], arguments))
+                case "d2b" | "b2d":
+                    return self._condition(state, args[0], arguments)
+                case "?":
+                    test, one, other = (self._condition(state, item, arguments) for item in args)
+                    return z3.If(test, one, other)
+            if expression.op in model.COMPARISONS:
+                left, right = (self._value(state, item, arguments) for item in args)
+                return model.COMPARISONS[expression.op](left, right)
+        return self._value(state, expression, arguments) != 0
+
+
+def _bits(expression: model.Expr) -> int:
+    """Return a bound of an expression's bits, without the sign."""
+    if isinstance(expression, model.Const):
+        return expression.value.bit_length()
+    if isinstance(expression, model.Field | model.Param):
+        return expression.width
+    if isinstance(expression, model.Valid) or expression.op in (*model.BOOLEAN_OPS, "b2d"):
+        return 1
+    inner = [_bits(item) for item in expression.args[expression.op == "?" :]]
+    if expression.op == "<<":
+        by = expression.args[1]
+        return inner[0] + (by.value if isinstance(by, model.Const) else WORK_BITS)
+    if expression.op == "&":
+        masks = [item.value.bit_length() for item in expression.args if isinstance(item, model.Const)]
+        return min([max(inner), *masks]) if max(inner) < WORK_BITS else WORK_BITS
+    return max(inner) + (expression.op in ("+", "-", "~"))
+
+
+def _fit(value: Any, width: int) -> Any:
+    size = value.size()
+    return (
+        value if size == width else z3.ZeroExt(width - size, value) if size < width else z3.Extract(width - 1, 0, value)
+    )
+
+
+def _text(item: model.Field) -> str:
+    return f"{item.header}.{item.name}"
+
+
+def arbitrary_registers(program: model.ProgramDef, name: str) -> dict[str, Any]:
+    """Return registers that may hold anything."""
+    return {
+        item.name: z3.Array(f"{name}.{item.name}", z3.BitVecSort(32), z3.BitVecSort(item.width))
+        for item in program.registers.values()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- promises
+
+
+class Message(NamedTuple):
+    """The message whose losses are counted."""
+
+    job: Any
+    step: Any
+    message: Any
+    sender: Any
+
+    def has(self, packet: Machine) -> Any:
+        """Return whether a packet is one of the message's."""
+        same = [packet.field(packet.before, f"dlcp.{name}") == value for name, value in self._asdict().items()]
+        return z3.And(is_dlcp(packet), *same)
+
+
+def any_message() -> Message:
+    """Return a message with arbitrary numbers."""
+    return Message(*(z3.BitVec(f"message.{name}", bits) for name, bits in MESSAGE_BITS.items()))
+
+
+def is_dlcp(packet: Machine) -> Any:
+    """Return whether a packet is one of DLCP's, as hosts see it: by its bytes, whatever the parser makes of them."""
+
+    def value(name: str) -> Any:
+        return packet.field(packet.before, name)
+
+    def whole(*headers: str) -> Any:
+        return z3.And(*(z3.Not(packet.short[header]) for header in headers))
+
+    tagged = value("ethernet.ether_type") == 0x8100
+    kind = z3.If(tagged, value("vlan.ether_type"), value("ethernet.ether_type"))
+    ipv4 = [whole("ipv4"), kind == 0x0800, value("ipv4.version") == 4, value("ipv4.ihl") == 5]
+    ipv4 += [value("ipv4.frag_offset") == 0, value("ipv4.protocol") == 17]
+    ipv6 = [whole("ipv6"), kind == 0x86DD, value("ipv6.version") == 6, value("ipv6.next_header") == 17]
+    port = value("ports.dst_port")
+    return z3.And(
+        whole("ethernet", "ports", "udp", "dlcp"),
+        z3.Implies(tagged, whole("vlan")),
+        z3.Or(z3.And(*ipv4), z3.And(*ipv6)),
+        z3.UGE(port, UDP_PORT_BASE),
+        z3.ULT(port, UDP_PORT_BASE + UDP_PORT_COUNT),
+        z3.UGE(value("udp.length_"), 8 + HEADER_BYTES),
+        value("dlcp.version") == VERSION,
+    )
+
+
+def dropped_by_policy(packet: Machine) -> Any:
+    """Return whether a packet is dropped that is whole and has a route."""
+    return z3.And(packet.dropped, packet.routed)
+
+
+def given_up(packet: Machine) -> Any:
+    """Return whether a packet is dropped by policy outside the excess queue, or trimmed."""
+    return z3.Or(z3.And(dropped_by_policy(packet), packet.queue != int(Queue.EXCESS)), packet.trimmed)
+
+
+def breaks_protection(packet: Machine) -> Any:
+    """Return whether a packet is given up that is not a gradient's, or not from a trusted port, or protected."""
+
+    def value(name: str) -> Any:
+        return packet.field(packet.before, f"dlcp.{name}")
+
+    drop_class = z3.If(
+        packet.chose("classify", "set_class"),
+        packet.argument("classify", "set_class", "drop_class"),
+        value("drop_class"),
+    )
+    may = [is_dlcp(packet), packet.chose("port_trust", "trust"), value("type") == int(PacketType.DATA), drop_class != 0]
+    may += [value(name) == 0 for name in ("protected", "retransmission", "trimmed")]
+    return z3.And(z3.Or(dropped_by_policy(packet), packet.trimmed), z3.Not(z3.And(*may)))
+
+
+_REWRITTEN: Final = frozenset(
+    {
+        "ethernet.dst_addr",
+        "ethernet.src_addr",
+        "ipv4.ttl",
+        "ipv4.ecn",
+        "ipv4.hdr_checksum",
+        "ipv6.hop_limit",
+        "ipv6.ecn",
+    }
+)
+"""Fields that a router changes in any packet."""
+_CLEARED: Final = frozenset({"vlan.pcp", "ipv4.dscp", "ipv6.dscp", "dlcp.queue", "dlcp.drop_class", "udp.checksum"})
+"""Fields that are cleared, or corrected for it, if tags come from a port that is not trusted."""
+
+
+def _changed(packet: Machine, allowed: frozenset[str]) -> Any:
+    """Return whether a field of a valid header changes on the way through the switch, other than those allowed."""
+    changes = [packet.sent.size != packet.before.size]
+    for header in packet.program.headers.values():
+        if header.metadata:
+            continue
+        valid = packet.parsed.valid[header.name]
+        changes.append(packet.sent.valid[header.name] != valid)
+        changes += [
+            z3.And(valid, packet.sent.fields[item] != packet.before.fields[item])
+            for item in header.fields.values()
+            if _text(item).partition("[")[0] not in allowed
+        ]
+    return z3.Or(*changes)
+
+
+def breaks_other_traffic(packet: Machine) -> Any:
+    """Return whether a packet that is not DLCP's is treated otherwise than by a router, or than as ordinary traffic."""
+    wrong = z3.Or(packet.queue != int(Queue.ORDINARY), _changed(packet, _REWRITTEN))
+    forwarded = z3.Not(packet.dropped)
+    return z3.And(z3.Not(is_dlcp(packet)), z3.Or(dropped_by_policy(packet), z3.And(forwarded, wrong)))
+
+
+def breaks_trust(packet: Machine) -> Any:
+    """Return whether tags from a port that is not trusted have an effect, here or at a later switch."""
+    clear = [
+        packet.field(packet.sent, "dlcp.queue") == int(Queue.ORDINARY),
+        packet.field(packet.sent, "dlcp.drop_class") == 0,
+    ]
+    clear += [
+        z3.Implies(packet.parsed.valid[header], packet.field(packet.sent, f"{header}.{name}") == 0)
+        for header, name in (("ipv4", "dscp"), ("ipv6", "dscp"), ("vlan", "pcp"))
+    ]
+    wrong = z3.Or(packet.queue != int(Queue.ORDINARY), z3.Not(z3.And(*clear)), _changed(packet, _REWRITTEN | _CLEARED))
+    forwarded, untrusted = z3.Not(packet.dropped), z3.Not(packet.chose("port_trust", "trust"))
+    return z3.And(is_dlcp(packet), untrusted, z3.Or(dropped_by_policy(packet), z3.And(forwarded, wrong)))
+
+
+def breaks_ecn(packet: Machine) -> Any:
+    """Return whether an ECN field changes otherwise than to a mark, and in a packet that can carry one."""
+    ways = []
+    for header in ("ipv4", "ipv6"):
+        before, after = (packet.field(state, f"{header}.ecn") for state in (packet.before, packet.sent))
+        raised = z3.Or(after == before, z3.And(before != 0, after == 3))
+        ways.append(z3.And(packet.parsed.valid[header], z3.Not(raised)))
+    return z3.And(z3.Not(packet.dropped), z3.Or(*ways))
+
+
+def breaks_trimming(packet: Machine) -> Any:
+    """Return whether what is left of a trimmed packet has a wrong length, tag or queue, or more than its headers."""
+    bytes_ = z3.BitVecVal(14 + 8 + HEADER_BYTES, WORK_BITS)
+    for header, more in (("vlan", 4), ("ipv4", 20), ("ipv6", 40)):
+        bytes_ = bytes_ + z3.If(packet.parsed.valid[header], z3.BitVecVal(more, WORK_BITS), z3.BitVecVal(0, WORK_BITS))
+
+    def value(name: str) -> Any:
+        return packet.field(packet.sent, name)
+
+    right = [
+        z3.Or(packet.sent.size == bytes_, z3.And(packet.before.size < bytes_, packet.sent.size == packet.before.size))
+    ]
+    right += [packet.queue == int(Queue.CONTROL), value("dlcp.trimmed") == 1, value("dlcp.queue") == int(Queue.CONTROL)]
+    right += [value("udp.length_") == 8 + HEADER_BYTES]
+    right += [z3.Implies(packet.parsed.valid["ipv4"], value("ipv4.total_len") == 20 + 8 + HEADER_BYTES)]
+    right += [z3.Implies(packet.parsed.valid["ipv6"], value("ipv6.payload_len") == 8 + HEADER_BYTES)]
+    return z3.And(packet.trimmed, z3.Not(z3.And(*right)))
+
+
+PROMISES: Final[dict[str, Callable[[Machine], Any]]] = {
+    "protection": breaks_protection,
+    "other traffic": breaks_other_traffic,
+    "trust": breaks_trust,
+    "ecn": breaks_ecn,
+    "trimming": breaks_trimming,
+}
+"""Promises about single packets: each function returns whether a packet breaks its promise."""
+BOUND: Final = "bound"
+"""The promise about messages; see `bound_breaks`."""
+
+
+def bound_breaks(program: model.ProgramDef) -> Any:
+    """Return a formula that holds if the bound on a message's losses can be broken.
+
+    The induction: after any number of packets, either none of the message's has been given up, or the message owns its
+    slot, has used it since its first packet came, and as many drops are counted there as packets were given up. If
+    that holds before a packet, it holds after it, and the losses are within the budget. z3 looks for a packet after
+    which one of the two is false.
+    """
+    message, given, budget = any_message(), z3.BitVec("given", 17), z3.BitVec("budget", 16)
+    first_us, before_us = z3.BitVec("first_us", 48), z3.BitVec("before_us", 48)
+    packet = Machine(program, "packet")
+    owner = _owner(message)
+
+    def holds(registers: Mapping[str, Any], count: Any, now_us: Any) -> Any:
+        slot = owner & (SLOTS - 1)
+        held, used_us, spent = (registers[_register(program, name)][slot] for name in ("owner", "used_us", "spent"))
+        since_use, since_first = z3.Extract(31, 0, now_us) - used_us, z3.Extract(31, 0, now_us - first_us)
+        counted = z3.UGE(z3.ZeroExt(1, spent), count)
+        return z3.Or(count == 0, z3.And(held == owner, counted, z3.ULE(since_use, since_first)))
+
+    mine = message.has(packet)
+    count = given + z3.If(z3.And(mine, given_up(packet)), z3.BitVecVal(1, 17), z3.BitVecVal(0, 17))
+    limit = z3.ZeroExt(1, budget)
+    window = [z3.ULE(first_us, before_us), z3.ULE(before_us, packet.time_us)]
+    window += [z3.ULE(packet.time_us - first_us, SLOT_IDLE_US), z3.ULE(first_us, packet.time_us)]
+    return z3.And(
+        packet.sane,
+        *window,
+        holds(packet.before.registers, given, before_us),
+        z3.ULE(given, limit),
+        z3.Implies(mine, z3.ULE(packet.field(packet.before, "dlcp.budget"), budget)),
+        z3.Not(z3.And(holds(packet.queued.registers, count, packet.time_us), z3.ULE(count, limit))),
+    )
+
+
+def _register(program: model.ProgramDef, name: str) -> str:
+    return next(item for item in program.registers if item.endswith(f"slot_{name}"))
+
+
+def _owner(message: Message) -> Any:
+    """Return the owner that the program writes into the message's slot."""
+    joined = z3.Concat(*message)
+    return z3.Function(f"crc32.{joined.size()}", joined.sort(), z3.BitVecSort(32))(joined) | SLOT_OWNED
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+
+class AttackPacket(NamedTuple):
+    """A packet of an attack: its bytes, where and when it comes, and the packets left in its queue when it leaves."""
+
+    data: bytes
+    port: int
+    time_us: int
+    left_behind: int
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A way to break a promise: registers and entries that allow it, and packets that all come before the first leaves.
+
+    Parameters
+    ----------
+    registers
+        For each register, its value, and the cells that differ from it.
+    message, budget
+        The message that loses more than its budget; None for other promises.
+    """
+
+    promise: str
+    registers: Mapping[str, tuple[int, Mapping[int, int]]]
+    entries: Entries
+    packets: tuple[AttackPacket, ...]
+    message: tuple[int, ...] | None
+    budget: int | None
+
+
+PACKETS_MAX: Final = 3
+"""Packets of an attack on the bound: two of the message, and one in between that disturbs its slot."""
+
+
+def find_attack(program: model.ProgramDef, promise: str) -> Attack | None:
+    """Return an attack on a promise, or None if there is none of PACKETS_MAX packets (which proves nothing)."""
+    for count in range(1, PACKETS_MAX + 1 if promise == BOUND else 2):
+        packets: list[Machine] = []
+        for number in range(count):
+            registers = packets[-1].queued.registers if packets else None
+            packets.append(Machine(program, f"packet{number}", registers, COLLIDING))
+        solver = z3.SolverFor("QF_AUFBV")
+        for packet in packets:
+            solver.add(packet.sane, packet.routed, packet.wrong_checksum == 0, *map(z3.Not, packet.short.values()))
+            solver.add(z3.Or(*(_is_of(packet, numbers) for numbers in COLLIDING)))
+            solver.add(*(z3.ULE(item.colour, 2) for item in packet.lookups.values() if item.colour is not None))
+        solver.add(*_consistent(packets))
+        for one, other in pairwise(packets):
+            solver.add(z3.ULE(one.time_us, other.time_us), z3.ULE(other.time_us - packets[0].time_us, SLOT_IDLE_US))
+        message, budget = Message(*map(z3.BitVecVal, COLLIDING[0], MESSAGE_BITS.values())), z3.BitVec("budget", 16)
+        if promise == BOUND:
+            one, none = z3.BitVecVal(1, 17), z3.BitVecVal(0, 17)
+            lost = none
+            for packet in packets:
+                lost += z3.If(z3.And(message.has(packet), given_up(packet)), one, none)
+            mine = [z3.Implies(message.has(item), item.field(item.before, "dlcp.budget") == budget) for item in packets]
+            solver.add(*mine, z3.UGT(lost, z3.ZeroExt(1, budget)))
+        else:
+            solver.add(PROMISES[promise](packets[0]))
+        if solver.check() == z3.sat:
+            found = solver.model()
+            numbers = COLLIDING[0] if promise == BOUND else None
+            limit = _number(found, budget) if promise == BOUND else None
+            sent = tuple(_packet(found, packet) for packet in packets)
+            return Attack(promise, _registers(found, packets[0]), _entries(found, packets), sent, numbers, limit)
+    return None
+
+
+COLLIDING: Final = ((7, 0, 0, 0), (7, 26501, 0, 0))
+"""Two messages with the same slot: job, step, message and sender. Attacks consist of their packets."""
+
+
+def _is_of(packet: Machine, numbers: Sequence[int]) -> Any:
+    names = zip(MESSAGE_BITS, numbers, strict=True)
+    return z3.And(*(packet.field(packet.before, f"dlcp.{name}") == number for name, number in names))
+
+
+def _consistent(packets: Sequence[Machine]) -> Iterator[Any]:
+    """Yield what entries impose: packets with the same key find the same."""
+    for one, other in combinations(packets, 2):
+        for name, mine in one.lookups.items():
+            theirs = other.lookups[name]
+            same = [left == right for left, right in zip(mine.keys, theirs.keys, strict=True)]
+            found = [mine.hit == theirs.hit, mine.action == theirs.action]
+            for left, right in zip(mine.arguments, theirs.arguments, strict=True):
+                found += [first == second for first, second in zip(left, right, strict=True)]
+            if mine.colour is not None:
+                found.append(mine.colour == theirs.colour)
+            yield z3.Implies(z3.And(*same), z3.And(*found))
+
+
+def _number(found: Any, value: Any) -> int:
+    return int(found.eval(value, model_completion=True).as_long())
+
+
+def _holds(found: Any, value: Any) -> bool:
+    answer = found.eval(value, model_completion=True)
+    assert z3.is_true(answer) or z3.is_false(answer), answer
+    return z3.is_true(answer)
+
+
+def _packet(found: Any, packet: Machine) -> AttackPacket:
+    data = b""
+    ended = False
+    for name in packet.program.emitted:
+        parsed = _holds(found, packet.parsed.valid[name])
+        ended |= parsed and name == "udp"
+        if parsed or (ended and name == "dlcp"):
+            fields = packet.program.headers[name].fields.values()
+            values = [_number(found, packet.before.fields[item]) for item in fields]
+            part = bytearray(pack(values, [item.width for item in fields]))
+            if name == "ipv4":
+                part[10:12] = bytes(2)
+                part[10:12] = csum16(bytes(part)).to_bytes(2, "big")
+            data += part
+    where = _number(found, packet.port), _number(found, packet.time_us), _number(found, packet.left_behind)
+    return AttackPacket(data + bytes(8), *where)
+
+
+def _registers(found: Any, packet: Machine) -> dict[str, tuple[int, dict[int, int]]]:
+    contents = {}
+    for name, array in packet.before.registers.items():
+        value, cells = found.eval(array, model_completion=True), {}
+        while z3.is_store(value):
+            value, index, cell = value.children()
+            cells.setdefault(index.as_long(), cell.as_long())
+        contents[name] = value.children()[0].as_long(), cells
+    return contents
+
+
+def _entries(found: Any, packets: Sequence[Machine]) -> Entries:
+    """Return the entries that let the packets find what they find."""
+    entries: dict[tuple[str, tuple[int, ...]], TableEntry] = {}
+    members: dict[str, list[Action]] = {}
+    for packet in packets:
+        for name, lookup in packet.lookups.items():
+            number = _number(found, lookup.action)
+            table = packet.table(name)
+            if not _holds(found, packet.met(name)) or not _holds(found, lookup.hit) or number >= len(table.actions):
+                continue
+            keys = tuple(_number(found, key) for key in lookup.keys)
+            definition = table.actions[number]
+            values = [_number(found, value) for value in lookup.arguments[number]]
+            names = [parameter.name for parameter in definition.parameters]
+            target: Any = Action(definition.name, dict(zip(names, values, strict=True)))
+            if table.profile is not None:
+                known = members.setdefault(table.profile, [])
+                if target not in known:
+                    known.append(target)
+                target = MemberRef(known.index(target) + 1)
+            match = {key.name: _match(key, value) for key, value in zip(table.keys, keys, strict=True)}
+            meter = None
+            if lookup.colour is not None:
+                meter = {0: None, 1: MeterConfig(0, 0, 0, 1 << 20)}.get(
+                    _number(found, lookup.colour), MeterConfig(0, 0, 0, 0)
+                )
+            priority = int(table.match in ("ternary", "range"))
+            entries[name, keys] = TableEntry(table.name, match, target, priority, meter)
+    profiles = [Profile(name, tuple(enumerate(known, 1)), ()) for name, known in members.items()]
+    return Entries(tuple(profiles), entries=tuple(entries.values()))
+
+
+def _match(key: model.Key, value: int) -> int | tuple[int, int]:
+    return {"exact": value, "lpm": (value, key.width), "ternary": (value, (1 << key.width) - 1)}.get(
+        key.match, (value, value)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- proof
+
+
+def prove(program: model.ProgramDef, names: Sequence[str] = (*PROMISES, BOUND)) -> Iterator[tuple[str, bool, float]]:
+    """Yield each promise, whether it is proven, and the seconds that took."""
+    packet = Machine(program, "packet")
+    for name in names:
+        begin = monotonic()
+        solver = z3.SolverFor("QF_AUFBV")
+        solver.add(bound_breaks(program) if name == BOUND else z3.And(packet.sane, PROMISES[name](packet)))
+        yield name, solver.check() == z3.unsat, monotonic() - begin
+
+
+def main() -> int:
+    """Prove all promises; return 1 if one cannot be proven."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--program", type=Path, default=bmv2_json.PROGRAM_PATH, metavar="FILE")
+    program = bmv2_json.load_definition(parser.parse_args().program)
+    failed = False
+    for name, is_proven, seconds in prove(program):
+        print(f"{name:<14} {'proven' if is_proven else 'BROKEN'}  {seconds:5.1f} s", flush=True)
+        failed |= not is_proven
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
