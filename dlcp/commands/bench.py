@@ -15,7 +15,8 @@ from typing import Any, Final
 from dlcp.bench import BenchError, BenchResult, document, say
 from dlcp.commands.common import add, add_option, check_writable, real, refuse, whole
 from dlcp.host.processes import JobLayout, Processes, python_command
-from dlcp.inputs.configuration import Range, short
+from dlcp.inputs.configuration import Range
+from dlcp.inputs.error_text import short
 
 _ELSEWHERE: Final = (
     *("compression", "convergence", "cpu", "delay", "loss", "paths", "sim", "slow-path", "step", "switch", "tags"),

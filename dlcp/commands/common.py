@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlcp.inputs import configuration
-from dlcp.inputs.configuration import LOSS_BOUND, Range, short
+from dlcp.inputs.configuration import LOSS_BOUND, Range
+from dlcp.inputs.error_text import short
 
 if TYPE_CHECKING:
     from dlcp.sim.jobs.models import ModelInput

@@ -12,9 +12,11 @@ from dlcp import wire
 from dlcp.commands.common import DURATIONS, add, add_json, add_steps, real, refuse, whole
 from dlcp.commands.train import measure
 from dlcp.doctor import anything_missing, show
-from dlcp.doctor.examination import as_json, examine, parse_peer, reason_of
-from dlcp.doctor.path import DOCTOR_PORT, PROBES, ProbeListener, open_socket
+from dlcp.doctor.examination import as_json, examine, reason_of
+from dlcp.doctor.path import DOCTOR_PORT, PROBES, ProbeListener, open_everywhere, open_socket
 from dlcp.host.interfaces import interfaces
+from dlcp.host.ip import FAMILIES, IpFamily, family_of, resolve
+from dlcp.inputs.addresses import format_address, format_host, parse_address
 from dlcp.train.headroom import MEASURED_STEPS
 
 _LISTEN_TURN_S: Final = 1.0
@@ -47,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse("doctor", f"unknown: {' '.join(arguments.torchrun)}; see dlcp doctor --help")
     if arguments.listen is not None:
         try:
-            host, port = parse_peer(arguments.listen or "0.0.0.0")
+            address = parse_address(arguments.listen, 0, least_port=1) if arguments.listen else ("", 0)
         except ValueError as error:
             return refuse("doctor", f"--listen: {error}")
-        return _listen(host, port, ":" in arguments.listen, arguments.seconds)
+        return _listen(*address, arguments.seconds)
     sections, settings = examine(arguments.peer, arguments.packets)
     if arguments.json:
         print(json.dumps(as_json(sections, settings), indent=2))
@@ -59,18 +61,23 @@ def run(arguments: argparse.Namespace) -> int:
     return int(anything_missing(sections))
 
 
-def _listen(host: str, port: int, fixed: bool, seconds: float | None) -> int:
-    ports = [port] if fixed else range(port, wire.UDP_PORT_BASE - 1, -1)
+def _listen(host: str, port: int, seconds: float | None) -> int:
+    """Answer doctors at a host, or at every address of this machine if it is ``""``; port 0 takes a free one."""
+    ports = [port] if port else range(DOCTOR_PORT, wire.UDP_PORT_BASE - 1, -1)
     try:
-        listener = ProbeListener(open_socket(host, ports))
+        socks = [open_socket(resolve(host)[0], ports)] if host else open_everywhere(ports)
     except OSError as error:
         return refuse("doctor", f"cannot listen: {reason_of(error)}", 1)
-    port = listener.address[1]
-    own = ", ".join(interface.address for interface in interfaces() if not interface.loopback)
-    where = listener.address[0] if host != "0.0.0.0" else (own or "127.0.0.1")
-    print(f"listening at UDP port {port} of {where}", flush=True)
-    suffix = "" if port == DOCTOR_PORT else f":{port}"
-    print(f"on the other machine: dlcp doctor --peer {where.split(', ')[0]}{suffix}", flush=True)
+    listener = ProbeListener(*socks)
+    where, port = listener.address
+    own = [where]
+    if where in [family.any_address for family in FAMILIES]:
+        families = [IpFamily.of(sock) for sock in socks]
+        found = [each.address for each in interfaces() if not each.loopback and family_of(each.address) in families]
+        own = found or [families[0].loopback]
+    print(f"listening at UDP port {port} of {', '.join(own)}", flush=True)
+    peer = format_host(own[0]) if port == DOCTOR_PORT else format_address((own[0], port))
+    print(f"on the other machine: dlcp doctor --peer {peer}", flush=True)
     end_s = None if seconds is None else time.monotonic() + seconds
     with contextlib.suppress(KeyboardInterrupt), listener:
         while (left_s := _LISTEN_TURN_S if end_s is None else min(_LISTEN_TURN_S, end_s - time.monotonic())) > 0:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from dlcp.commands.common import add, refuse, whole
 from dlcp.host.processes import JobLayout, Processes
-from dlcp.inputs.configuration import STORE_VARIABLE, short
-from dlcp.inputs.error_text import ipv4_only, is_ipv6
+from dlcp.inputs.addresses import parse_address
+from dlcp.inputs.configuration import STORE_VARIABLE
 
 if TYPE_CHECKING:  # it loads gRPC
     from dlcp.session.store import StoreServer
@@ -111,12 +111,11 @@ def _layout(arguments: argparse.Namespace) -> JobLayout:
         if arguments.nodes > 1:
             raise ValueError("several machines need --master HOST:PORT, an address of machine 0 and a free port there")
         return JobLayout.local(arguments.processes)
-    if is_ipv6(arguments.master):
-        raise ValueError(f"--master: {ipv4_only(arguments.master)}")
-    host, _, port = arguments.master.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"--master takes HOST:PORT, got {short(arguments.master)}")
-    return JobLayout(arguments.processes, arguments.nodes, arguments.node, host, int(port))
+    try:
+        address = parse_address(arguments.master, least_port=1)
+    except ValueError as error:
+        raise ValueError(f"--master: {error}") from None
+    return JobLayout(arguments.processes, arguments.nodes, arguments.node, *address)
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:

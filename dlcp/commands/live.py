@@ -13,7 +13,7 @@ from dlcp.commands.common import add, refuse
 if TYPE_CHECKING:
     from dlcp.live.http_server import LiveServer
 
-_LISTEN: Final = "127.0.0.1:9465"
+_LISTEN: Final = "9465"
 """Default address, next to the port of ``dlcp fabric watch``."""
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one machine, `dlcp train --live PORT` does all of this."
     )
     parser.add_argument("folder", nargs="+", type=Path, help="where ranks write snapshots; it may be created later")
-    add(parser, "--listen", "[HOST:]PORT", str, "where to serve", default=_LISTEN)
+    add(parser, "--listen", "[HOST:]PORT", str, "where to serve; without HOST, this machine only", default=_LISTEN)
 
 
 def run(arguments: argparse.Namespace) -> int:

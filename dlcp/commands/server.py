@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from dlcp.commands.common import add, check_writable, option, refuse, write_late
+from dlcp.inputs.addresses import format_address
 from dlcp.inputs.configuration import HostPort
 from dlcp.session.options import Options
 from dlcp.transport.ledger import add_up
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     with server:
-        print(f"server ready at {server.address[0]}:{server.address[1]}", flush=True)
+        print(f"server ready at {format_address(server.address)}", flush=True)
         server.serve(stopped)
     if arguments.report is not None:
         ledger = add_up([ledger.summary() for ledger in server.ledgers])

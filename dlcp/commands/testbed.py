@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp.commands.common import add, add_link, add_training, check_folder, refuse
-from dlcp.inputs.configuration import short
+from dlcp.inputs.error_text import short
 
 if TYPE_CHECKING:
     from dlcp.controller.fabric import Fabric, SwitchKind

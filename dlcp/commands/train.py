@@ -14,7 +14,7 @@ from dlcp.commands import launch as launch_command
 from dlcp.commands import trace
 from dlcp.commands.common import add, add_option, add_steps, check_writable, refuse, write_late
 from dlcp.host.processes import JobLayout
-from dlcp.inputs.configuration import short
+from dlcp.inputs.error_text import short
 from dlcp.train import headroom, summary
 from dlcp.train.launcher import (
     Report,
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(parser, headroom.MEASURED_STEPS, "training steps of --measure")
     traced = "write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens"
     add(parser, "--trace", "FILE", Path, traced)
-    live = "serve a live page and Prometheus metrics for the ranks of this machine (host: 127.0.0.1)"
+    live = "serve a live page and Prometheus metrics for the ranks of this machine (without HOST, to it only)"
     add(parser, "--live", "[HOST:]PORT", str, live)
     add(parser, "--summary", "FILE", Path, "also write the summary to a file, as JSON")
 

@@ -34,9 +34,9 @@ from dlcp.host import processor
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import HOST_INTERFACE, Namespace, StarNetwork
 from dlcp.host.processes import Fact, ReportingFork, send_fact
+from dlcp.inputs.addresses import parse_address
 from dlcp.report.runs import RUN_NAMES, Run, RunFileError, check_complete, load_runs, summarize, write_summary
 from dlcp.switch import LoopbackHost, PortQueueing, SwitchProcess
-from dlcp.transport import parse_address
 from dlcp.transport.ledger import add_up
 from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, UDP_PORT_COUNT
 

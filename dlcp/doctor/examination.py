@@ -19,13 +19,14 @@ from dlcp.doctor import Diagnosis, Section, anything_missing, missing, note, ok
 from dlcp.doctor.path import DOCTOR_PORT, PROBES, PeerError, describe, try_path
 from dlcp.host import installed_version
 from dlcp.host.interfaces import NetworkInterface, interface_of, interfaces, with_route_to
+from dlcp.host.ip import FAMILIES, IPV4, IPV6, IpFamily, family_of, loopback, resolve
 from dlcp.inputs import configuration
-from dlcp.inputs.configuration import FILE_VARIABLE, PREFIX, Setting, host_and_port
-from dlcp.inputs.error_text import ipv4_only
+from dlcp.inputs.addresses import format_address, parse_address
+from dlcp.inputs.configuration import FILE_VARIABLE, PREFIX, Setting
 from dlcp.session.addresses import own_place, source_toward
 from dlcp.session.options import Options
 from dlcp.session.secret import configured_secret
-from dlcp.transport import Address, shared_memory
+from dlcp.transport import shared_memory
 from dlcp.transport.path_mtu import payload_for_mtu
 from dlcp.transport.shared_memory import SharedMemoryRendezvous
 from dlcp.transport.sockets import SO_RCVBUFFORCE, UDP_GRO, UDP_SEGMENT
@@ -156,9 +157,9 @@ ENOUGH_BUFFER_BYTES: Final = 425_984
 _SEGMENT_BYTES: Final = 1000
 _SEGMENTS: Final = 8
 _TIMEOUT_S: Final = 2.0
-_NOWHERE: Final = ("224.0.0.1", 9)
-"""The multicast group of all hosts, and the discard port. With a TTL of 0 the kernel transmits nothing to a group that
-the host belongs to, but would to another."""
+_NOWHERE: Final = {IPV4: ("224.0.0.1", 9), IPV6: ("ff01::1", 9)}
+"""The multicast group of all hosts, and the discard port. With a TTL of 0 the kernel transmits nothing to IPv4's, as
+the host belongs to it, but would to another. IPv6's never leaves the host."""
 
 
 def examine_segmentation() -> Diagnosis:
@@ -207,8 +208,8 @@ def described(interface: NetworkInterface) -> str:
 def examine_interface(interface: NetworkInterface) -> Diagnosis:
     """Report an interface's speed and MTU, and whether it takes bursts; without checksum offload some kernels give EIO.
 
-    The burst goes to a multicast address with a TTL of 0. The kernel processes it up to the point of transmission, so
-    nothing leaves the machine.
+    The burst goes to a multicast address that stays on this machine. The kernel processes it up to the point of
+    transmission.
     """
     subject = f"interface {interface.name}"
     text = f"{interface.address}, {described(interface)}"
@@ -273,29 +274,36 @@ def _examine_buffer(subject: str, option: int, force: int, sysctl: str) -> Diagn
 
 def _takes_bursts(interface: NetworkInterface) -> bool | None:
     """Return whether an interface takes a burst; None if that cannot be tested."""
+    family = family_of(interface.address)
     with _udp(interface.address) as sock:
         try:
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 0)
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 0)
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface.address))
+            if family is IPV4:
+                sock.setsockopt(family.level, socket.IP_MULTICAST_TTL, 0)
+                sock.setsockopt(family.level, socket.IP_MULTICAST_LOOP, 0)
+                sock.setsockopt(family.level, socket.IP_MULTICAST_IF, socket.inet_aton(interface.address))
+            else:
+                sock.setsockopt(family.level, socket.IPV6_MULTICAST_IF, socket.if_nametoindex(interface.name))
             sock.setsockopt(SOL_UDP, UDP_SEGMENT, _SEGMENT_BYTES)
-            sock.sendto(bytes(_SEGMENT_BYTES * 2), _NOWHERE)
+            sock.sendto(bytes(_SEGMENT_BYTES * 2), _NOWHERE[family])
         except OSError as error:
             return False if error.errno == errno.EIO else None
     return True
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.bind(("0.0.0.0", port))
-        except OSError:
-            return False
+    for family in FAMILIES:
+        if family.is_supported:
+            with family.udp_socket() as sock:
+                try:
+                    sock.bind((family.any_address, port))
+                except OSError:
+                    return False
     return True
 
 
-def _udp(host: str = "127.0.0.1") -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+def _udp(host: str = "") -> socket.socket:
+    host = host or loopback()
+    sock = family_of(host).udp_socket()
     sock.bind((host, 0))
     sock.settimeout(_TIMEOUT_S)
     return sock
@@ -346,30 +354,16 @@ def as_json(sections: Sequence[Section], settings: Sequence[Setting]) -> dict[st
 def examine_path(text: str, packets: int, settings: Sequence[Setting]) -> Section:
     """Examine the path to ``HOST[:PORT]``, where another doctor listens."""
     try:
-        peer = parse_peer(text)
+        peer = parse_address(text, DOCTOR_PORT, least_port=1)
         report = try_path(peer, packets)
     except PeerError as error:
         return Section(f"Path to {text}", [missing("answer", str(error), error.fix)])
     except (OSError, ValueError) as error:
-        return Section(
-            f"Path to {text}",
-            [missing("answer", f"cannot be reached: {ipv4_only(text.partition(':')[0]) or reason_of(error)}")],
-        )
+        return Section(f"Path to {text}", [missing("answer", f"cannot be reached: {reason_of(error)}")])
     section = describe(report)
     section.findings.insert(0, examine_route(peer[0]))
-    section.findings.extend(examine_payload(settings, report.mtu_bytes, "this path"))
+    section.findings.extend(examine_payload(settings, report.mtu_bytes, "this path", report.family))
     return section
-
-
-def parse_peer(text: str) -> Address:
-    """Parse ``HOST[:PORT]``.
-
-    Raises
-    ------
-    ValueError
-        The port is not a number in 1..65535.
-    """
-    return host_and_port(text, DOCTOR_PORT, least_port=1)
 
 
 def reason_of(error: Exception) -> str:
@@ -409,13 +403,13 @@ def examine_own_address(options: Options, environment: Mapping[str, str]) -> Dia
     """Report the address and interface that a rank on this machine would use, and why."""
     subject, master = "own address", environment.get("MASTER_ADDR")
     try:
-        place = own_place(options, master or "127.0.0.1")
+        place = own_place(options, (master or loopback(), 0))
     except OSError as error:
         text = f"there is no route to MASTER_ADDR={master}: {reason_of(error)}"
-        return missing(subject, text, "set MASTER_ADDR to an IPv4 address of rank 0's machine")
+        return missing(subject, text, "set MASTER_ADDR to an address of rank 0's machine")
     if place.settled:
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
+            with family_of(place.address).udp_socket() as tried:
                 tried.bind((place.address, 0))
         except (OSError, UnicodeError) as error:
             text = f"bind {options.bind!r} is not an address of this machine: {reason_of(error)}"
@@ -447,18 +441,21 @@ def _examine_choice(subject: str, address: str, why: str, host: str | None) -> D
         return ok(subject, text, **data)
     data |= {"faster_interface": better.name, "faster_speed_mbps": better.speed_mbps}
     text = f"{text}; {better.name} ({better.address}, {described(better)}) is faster"
-    if host and better.name in with_route_to(socket.gethostbyname(host)):
+    bind = format_address((better.address, 0))
+    if host and better.name in with_route_to(resolve(host)[0]):
         text = f"{text} and has a route there, too"
-        fix = f"give that route the smaller metric (ip route), or set DLCP_BIND={better.address}:0 here"
+        fix = f"give that route the smaller metric (ip route), or set DLCP_BIND={bind} here"
     else:
-        bind = f"DLCP_BIND={better.address}:0"
-        fix = f"if the other machines are on that network, meet at an address there (--rdzv-endpoint), or set {bind}"
+        meet = "meet at an address there (--rdzv-endpoint)"
+        fix = f"if the other machines are on that network, {meet}, or set DLCP_BIND={bind}"
     return note(subject, text, fix, **data)
 
 
 def _better(used: NetworkInterface) -> NetworkInterface | None:
     """Return the fastest interface if the one in use is slower or virtual, else None."""
-    others = [each for each in interfaces() if each.name != used.name and not each.loopback]
+    family = family_of(used.address)
+    found = [each for each in interfaces() if family_of(each.address) is family and not each.loopback]
+    others = [each for each in found if each.name != used.name]
     return max((each for each in others if used.slower_than(each)), key=lambda each: each.speed_mbps, default=None)
 
 
@@ -474,12 +471,12 @@ def examine_secret(options: Options) -> Diagnosis:
     return ok("job's secret", text, secret=given)
 
 
-def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str) -> list[Diagnosis]:
+def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str, family: IpFamily = IPV4) -> list[Diagnosis]:
     """Compare the chosen packet size with the MTU of ``where``."""
     setting = next((setting for setting in found if setting.name == "payload_bytes"), None)
     if setting is None or not isinstance(setting.value, int) or not mtu_bytes:
         return []
-    chosen, fits = setting.value, payload_for_mtu(min(mtu_bytes, _JUMBO_MTU_BYTES))
+    chosen, fits = setting.value, payload_for_mtu(min(mtu_bytes, _JUMBO_MTU_BYTES), family)
     data = {"payload_bytes": chosen, "payload_bytes_that_fit": fits}
     subject, variable = "packet size", f"{PREFIX}PAYLOAD_BYTES"
     if not chosen:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import statistics
 import struct
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -22,9 +23,10 @@ from typing import Final
 from dlcp import wire
 from dlcp.doctor import Diagnosis, Section, missing, note, ok
 from dlcp.host.closing import Closing
+from dlcp.host.ip import FAMILIES, IPV4, PMTUDISC_PROBE, UDP_BYTES, IpFamily, family_of, resolve
+from dlcp.inputs.addresses import format_address
 from dlcp.transport import Address
-from dlcp.transport.path_mtu import IPV4_UDP_BYTES, first_hop_mtu
-from dlcp.transport.sockets import IP_RECVTOS
+from dlcp.transport.path_mtu import first_hop_mtu
 
 DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
 """The last port of DLCP's block; ranks take ports from the first on."""
@@ -32,8 +34,6 @@ DOCTOR_PORT: Final = wire.UDP_PORT_BASE + wire.UDP_PORT_COUNT - 1
 _BODY = struct.Struct(">8sHBBII")
 _MAGIC: Final = b"DLCPDOC1"
 SMALLEST_BYTES: Final = wire.HEADER_BYTES + _BODY.size
-_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
-_IP_PKTINFO: Final = 8
 _SESSIONS: Final = 1024
 """Number of sessions for which a listener counts packets; it forgets the oldest first."""
 PROBES: Final = 200
@@ -42,7 +42,6 @@ INTERVAL_S: Final = 0.002
 GREET_S: Final = 3.0
 """Timeout for a peer's first answer."""
 _TRIES: Final = 3
-_SHORT_BYTES: Final = SMALLEST_BYTES + IPV4_UDP_BYTES
 _LOWEST_MTU: Final = 576
 _PROBES_OF_TAGS: Final = tuple(
     wire.dscp(queue, droppable) << 2 for queue in (0, 2, 6, 7) for droppable in (False, True)
@@ -88,12 +87,12 @@ class Probe:
     seen_tos: int = 0
     arrived: int = 0
 
-    def encode(self, *, answer: bool, packet_bytes: int) -> bytes:
-        """Return a UDP payload for an IP packet of ``packet_bytes``, or of the size of the probe if that is larger."""
+    def encode(self, *, answer: bool, payload_bytes: int = SMALLEST_BYTES) -> bytes:
+        """Return a UDP payload of ``payload_bytes``, or of the size of the probe if that is larger."""
         kind = wire.PacketType.HELLO_ACK if answer else wire.PacketType.HELLO
         header = wire.Header(kind, 0, wire.Queue.CONTROL, 0, 0, 0, 0, 0, 0, 0, 0, 1, self.token).encode()
         body = _BODY.pack(_MAGIC, self.size_bytes, self.wanted_tos, self.seen_tos, self.sequence, self.arrived)
-        return (header + body).ljust(packet_bytes - IPV4_UDP_BYTES, b"\0")
+        return (header + body).ljust(payload_bytes, b"\0")
 
 
 def decode(datagram: bytes | memoryview, *, answer: bool) -> Probe | None:
@@ -111,26 +110,57 @@ def decode(datagram: bytes | memoryview, *, answer: bool) -> Probe | None:
     return Probe(header.token, sequence, size, wanted, seen, arrived)
 
 
-def open_socket(host: str = "", ports: Iterable[int] = (0,)) -> socket.socket:
-    """Return a UDP socket that sets don't-fragment and reports the TOS byte and local address of received packets.
+def open_socket(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
+    """Return a UDP socket that sends without fragmentation, and reports the TOS byte and local address of packets.
+
+    Parameters
+    ----------
+    host
+        The numeric address to bind.
+    ports
+        The first free one is bound.
 
     Raises
     ------
     OSError
         None of the ports can be bound.
     """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    for option, value in ((_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE), (IP_RECVTOS, 1), (_IP_PKTINFO, 1)):
-        sock.setsockopt(socket.IPPROTO_IP, option, value)
+    family = family_of(host)
+    sock = family.udp_socket()
+    options = {family.mtu_discover: PMTUDISC_PROBE, family.receive_tos: 1, family.receive_info: 1}
+    for option, value in options.items():
+        sock.setsockopt(family.level, option, value)
     failure = OSError("no port to try")
     for port in ports:
         try:
             sock.bind((host, port))
         except OSError as error:
-            failure = OSError(error.errno, f"UDP {host or '*'}:{port}: {error.strerror}")
+            failure = OSError(error.errno, f"UDP {format_address((host, port))}: {error.strerror}")
         else:
             return sock
     sock.close()
+    raise failure
+
+
+def open_everywhere(ports: Iterable[int]) -> list[socket.socket]:
+    """Return a socket like :func:`open_socket` for every address of each family, at the first port free in all.
+
+    Raises
+    ------
+    OSError
+        No port is free.
+    """
+    failure = OSError("no port to try")
+    for port in ports:
+        with contextlib.ExitStack() as opened:
+            try:
+                hosts = [family.any_address for family in FAMILIES if family.is_supported]
+                found = [opened.enter_context(open_socket(host, [port])) for host in hosts]
+            except OSError as error:
+                failure = error
+            else:
+                opened.pop_all()
+                return found
     raise failure
 
 
@@ -139,61 +169,80 @@ class ProbeListener(Closing):
 
     Parameters
     ----------
-    sock
+    socks
         From :func:`open_socket`; closed by :meth:`close`.
+
+    Attributes
+    ----------
+    address
+        That of the first socket.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, *socks: socket.socket) -> None:
+        self._socks = socks
         self._arrived: OrderedDict[int, int] = OrderedDict()
-        self.address: Address = sock.getsockname()
+        self.address: Address = socks[0].getsockname()[:2]
 
     def serve(self, seconds: float) -> list[Address]:
         """Answer probes for ``seconds``; return the addresses that asked for the first time."""
         end_s = time.monotonic() + seconds
         fresh = []
         while (left_s := end_s - time.monotonic()) > 0:
-            self._sock.settimeout(left_s)
-            try:
-                datagram, ancillary, _, source = self._sock.recvmsg(65536, 128)
-            except TimeoutError:
-                break
-            except OSError:  # an ICMP error about an earlier answer
-                continue
-            question = decode(datagram, answer=False)
-            if question is None:
-                continue
-            if question.token not in self._arrived:
-                fresh.append(source)
-            self._answer(question, len(datagram) + IPV4_UDP_BYTES, ancillary, source)
+            for sock in wait(self._socks, left_s):
+                assert isinstance(sock, socket.socket)
+                try:
+                    datagram, ancillary, _, source = sock.recvmsg(65536, 128, socket.MSG_DONTWAIT)
+                except OSError:  # an ICMP error about an earlier answer
+                    continue
+                question = decode(datagram, answer=False)
+                if question is None:
+                    continue
+                if question.token not in self._arrived:
+                    fresh.append(source[:2])
+                self._answer(sock, question, len(datagram), ancillary, source)
         return fresh
 
     def close(self) -> None:
         """Stop listening."""
-        self._sock.close()
+        for sock in self._socks:
+            sock.close()
 
-    def _answer(self, question: Probe, size: int, ancillary: list[tuple[int, int, bytes]], source: Address) -> None:
+    def _answer(
+        self,
+        sock: socket.socket,
+        question: Probe,
+        payload_bytes: int,
+        ancillary: list[tuple[int, int, bytes]],
+        source: Address,
+    ) -> None:
+        family = IpFamily.of(sock)
         arrived = self._arrived.pop(question.token, 0) + 1
         self._arrived[question.token] = arrived
         if len(self._arrived) > _SESSIONS:
             self._arrived.popitem(last=False)
+        size = payload_bytes + before_payload(family)
         answer = Probe(question.token, question.sequence, size, question.wanted_tos, tos_of(ancillary), arrived)
-        reply = answer.encode(answer=True, packet_bytes=min(question.size_bytes, size))
-        extras = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", question.wanted_tos))]
+        reply = answer.encode(answer=True, payload_bytes=min(question.size_bytes, size) - before_payload(family))
+        extras = [(family.level, family.tos, struct.pack("i", question.wanted_tos))]
         extras += [  # answer from the address to which the question was sent
-            (socket.IPPROTO_IP, _IP_PKTINFO, struct.pack("i4s4s", 0, value[8:12], bytes(4)))
+            (level, kind, family.sent_from(value))
             for level, kind, value in ancillary
-            if (level, kind) == (socket.IPPROTO_IP, _IP_PKTINFO)
+            if (level, kind) == (family.level, family.info)
         ]
         with contextlib.suppress(OSError):  # too large for the way back: counts as lost
-            self._sock.sendmsg([reply], extras, 0, source)
+            sock.sendmsg([reply], extras, 0, source)
+
+
+def before_payload(family: IpFamily) -> int:
+    """Return the bytes of an IP packet before a probe."""
+    return family.header_bytes + UDP_BYTES
 
 
 def tos_of(ancillary: list[tuple[int, int, bytes]]) -> int:
-    """Return the TOS byte that a packet arrived with."""
-    return next(
-        (value[0] for level, kind, value in ancillary if (level, kind) == (socket.IPPROTO_IP, socket.IP_TOS)), 0
-    )
+    """Return the TOS byte that a packet arrived with: a byte in a control message of IPv4, an int in one of IPv6."""
+    kinds = {(family.level, family.tos) for family in FAMILIES}
+    found = (value for level, kind, value in ancillary if (level, kind) in kinds)
+    return int.from_bytes(next(found, b""), sys.byteorder)
 
 
 @dataclass
@@ -210,6 +259,7 @@ class PathReport:
 
     peer: Address
     interface_mtu_bytes: int
+    family: IpFamily = IPV4
     sent: int = 0
     arrived_there: int = 0
     arrived_back: int = 0
@@ -234,7 +284,7 @@ def try_path(peer: Address, count: int = PROBES) -> PathReport:
     """
     with Conversation(peer) as conversation:
         conversation.greet()
-        report = PathReport(peer, first_hop_mtu(peer))
+        report = PathReport(peer, first_hop_mtu(conversation.address), conversation.family)
         _try_loss(conversation, report, count)
         conversation.wait_s = max(0.1, min(2.0, 4 * max(report.rtts_s, default=0.25)))
         _try_sizes(conversation, report)
@@ -243,15 +293,26 @@ def try_path(peer: Address, count: int = PROBES) -> PathReport:
 
 
 class Conversation(Closing):
-    """Sends probes to a listening doctor and receives its answers; a context manager."""
+    """Sends probes to a listening doctor and receives its answers; a context manager.
+
+    Attributes
+    ----------
+    address
+        The peer's, with a numeric host.
+    short_bytes
+        Size of the smallest probe as an IP packet.
+    """
 
     def __init__(self, peer: Address) -> None:
         self.peer = peer
+        self.address = resolve(peer[0])[0], peer[1]
+        self.family = family_of(self.address[0])
+        self.short_bytes = SMALLEST_BYTES + before_payload(self.family)
         self.wait_s = 0.5
         self.token = secrets.randbits(64) | 1
         self.sequence = 0
-        self.sock = open_socket()
-        self.sock.connect(peer)
+        self.sock = open_socket(self.family.any_address)
+        self.sock.connect(self.address)
 
     def close(self) -> None:
         """Close the socket."""
@@ -266,11 +327,11 @@ class Conversation(Closing):
             The peer does not answer within :data:`GREET_S`.
         """
         host, port = self.peer
-        listen = f"run there: dlcp doctor --listen{'' if port == DOCTOR_PORT else f' {host}:{port}'}"
+        listen = f"run there: dlcp doctor --listen{'' if port == DOCTOR_PORT else f' {format_address(self.peer)}'}"
         end_s = time.monotonic() + GREET_S
         while time.monotonic() < end_s:
             try:
-                if self.ask(_SHORT_BYTES, _SHORT_BYTES):
+                if self.ask(self.short_bytes, self.short_bytes):
                     return
             except ConnectionRefusedError:
                 raise PeerError(f"{host} answers, but nothing listens at its UDP port {port}", listen) from None
@@ -297,9 +358,10 @@ class Conversation(Closing):
         """Send a question in an IP packet of ``size`` bytes; return its number, or None if it is too large to send."""
         self.sequence += 1
         probe = Probe(self.token, self.sequence, answer_size, wanted_tos)
-        extras = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))]
+        extras = [(self.family.level, self.family.tos, struct.pack("i", tos))]
+        payload_bytes = size - before_payload(self.family)
         try:
-            self.sock.sendmsg([probe.encode(answer=False, packet_bytes=size)], extras)
+            self.sock.sendmsg([probe.encode(answer=False, payload_bytes=payload_bytes)], extras)
         except OSError as error:
             if error.errno != errno.EMSGSIZE:
                 raise
@@ -325,7 +387,7 @@ class Conversation(Closing):
 
 def _try_loss(conversation: Conversation, report: PathReport, count: int) -> None:
     """Send packets at a constant rate, and count them at both ends."""
-    before = conversation.ask(_SHORT_BYTES, _SHORT_BYTES)
+    before = conversation.ask(conversation.short_bytes, conversation.short_bytes)
     sent_s: dict[int, float] = {}
     rtts_s: dict[int, float] = {}
     arrived = first_arrived = before[0].arrived if before else 0
@@ -340,7 +402,7 @@ def _try_loss(conversation: Conversation, report: PathReport, count: int) -> Non
 
     began_s = time.monotonic()
     for index in range(1, count + 1):
-        number = conversation.send(min(report.interface_mtu_bytes, 1200), _SHORT_BYTES)
+        number = conversation.send(min(report.interface_mtu_bytes, 1200), conversation.short_bytes)
         sent_s[number or -1] = time.monotonic()
         collect(began_s + index * INTERVAL_S)
     collect(time.monotonic() + conversation.wait_s)
@@ -357,9 +419,9 @@ def _try_sizes(conversation: Conversation, report: PathReport) -> None:
     def passes(size: int, answer_size: int) -> bool:
         return any(conversation.ask(size, answer_size) for _ in range(_TRIES))
 
-    top = min(report.interface_mtu_bytes, 65535)
+    top, short_bytes = report.interface_mtu_bytes, conversation.short_bytes
     report.mtu_bytes = _largest(lambda size: passes(size, size), top)
-    report.mtu_there_bytes = top if report.mtu_bytes == top else _largest(lambda size: passes(size, _SHORT_BYTES), top)
+    report.mtu_there_bytes = top if report.mtu_bytes == top else _largest(lambda size: passes(size, short_bytes), top)
 
 
 def _largest(passes: Callable[[int], bool], top: int) -> int:
@@ -390,15 +452,14 @@ def _try_tags(conversation: Conversation, report: PathReport) -> None:
 
 
 def _ask_often(conversation: Conversation, tos: int) -> tuple[Probe, int] | None:
-    answers = (conversation.ask(_SHORT_BYTES, _SHORT_BYTES, tos, tos) for _ in range(_TRIES))
+    answers = (conversation.ask(conversation.short_bytes, conversation.short_bytes, tos, tos) for _ in range(_TRIES))
     return next((answer for answer in answers if answer), None)
 
 
 def describe(report: PathReport) -> Section:
     """Return the findings about the path to a peer."""
-    host, port = report.peer
     look = (_round_trip_finding, _loss_finding, _largest_finding, _dscp_finding, _ecn_finding)
-    return Section(f"Path to {host}:{port}", [each(report) for each in look])
+    return Section(f"Path to {format_address(report.peer)}", [each(report) for each in look])
 
 
 def _round_trip_finding(report: PathReport) -> Diagnosis:

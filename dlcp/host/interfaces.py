@@ -7,13 +7,16 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dlcp.host.ip import FAMILIES, IPV6, family_of, is_link_local
+
 _SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFMTU = 0x8912, 0x8913, 0x8921
 _IFF_UP, _IFF_LOOPBACK, _IFF_MULTICAST = 0x1, 0x8, 0x1000
-_RTF_UP, _RTF_REJECT = 0x1, 0x200
+_RTF_UP, _RTF_REJECT, _RTF_LOCAL = 0x1, 0x200, 0x80000000
 _IFREQ_BYTES: Final = 40
 _ADDRESSES_MAX: Final = 1024
 SYSFS: Final = Path("/sys/class/net")
@@ -21,7 +24,7 @@ SYSFS: Final = Path("/sys/class/net")
 
 @dataclass(frozen=True, slots=True)
 class NetworkInterface:
-    """A network interface that is up, with one of its IPv4 addresses.
+    """A network interface that is up, with one of its addresses.
 
     Attributes
     ----------
@@ -54,10 +57,10 @@ class NetworkInterface:
 
 
 def interfaces() -> list[NetworkInterface]:
-    """Return the interfaces that are up, once for each of their IPv4 addresses."""
+    """Return the interfaces that are up, once for each of their addresses: IPv4, then IPv6 except link-local."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for name, address in _addresses(sock):
+        for name, address in [*_ipv4_addresses(sock), *_ipv6_addresses()]:
             with contextlib.suppress(OSError):  # removed since
                 flags = struct.unpack_from("H", _ask(sock, _SIOCGIFFLAGS, name), 16)[0]
                 mtu_bytes = struct.unpack_from("i", _ask(sock, _SIOCGIFMTU, name), 16)[0]
@@ -78,24 +81,56 @@ def interface_of(address: str) -> NetworkInterface | None:
 def only_way_out() -> NetworkInterface | None:
     """Return the interface of the default route, or the only one that is not loopback; None if there are several."""
     found = [each for each in interfaces() if not each.loopback]
-    default = with_route_to("0.0.0.0")
+    default = {name for family in FAMILIES for name in with_route_to(family.any_address)}
     found = [each for each in found if each.name in default] or found
     return found[0] if len({each.name for each in found}) == 1 else None
 
 
 def with_route_to(host: str) -> set[str]:
-    """Return the names of the interfaces that a route to an IPv4 address uses, the best and all others."""
-    number = int(ipaddress.IPv4Address(host))
-    found = set()
-    for line in Path("/proc/thread-self/net/route").read_text(encoding="ascii").splitlines()[1:]:
+    """Return the names of the interfaces that a route to a numeric address uses, the best and all others."""
+    address = ipaddress.ip_address(host)
+    routes = _ipv6_routes() if family_of(host) is IPV6 else _ipv4_routes()
+    return {
+        name
+        for name, network, flags in routes
+        if int(flags, 16) & (_RTF_UP | _RTF_REJECT) == _RTF_UP and address in ipaddress.ip_network(network)
+    }
+
+
+def _ipv4_routes() -> Iterator[tuple[str, str, str]]:
+    """Yield interface, network and flags of each IPv4 route."""
+    for line in _lines("route")[1:]:
         name, destination, _, flags, _, _, _, mask, *_ = line.split()
-        wanted, kept = (int.from_bytes(bytes.fromhex(field), "little") for field in (destination, mask))
-        if int(flags, 16) & (_RTF_UP | _RTF_REJECT) == _RTF_UP and number & kept == wanted:
-            found.add(name)
-    return found
+        network, kept = (socket.inet_ntoa(bytes.fromhex(field)[::-1]) for field in (destination, mask))
+        yield name, f"{network}/{kept}", flags
 
 
-def _addresses(sock: socket.socket) -> list[tuple[str, str]]:
+def _ipv6_routes() -> Iterator[tuple[str, str, str]]:
+    """Yield interface, network and flags of each IPv6 route, except those to addresses of this machine."""
+    for line in _lines("ipv6_route"):
+        destination, bits, *_, flags, name = line.split()
+        if not int(flags, 16) & _RTF_LOCAL:
+            yield name, f"{_ipv6(destination)}/{int(bits, 16)}", flags
+
+
+def _ipv6_addresses() -> list[tuple[str, str]]:
+    """Return the names of interfaces, and their IPv6 addresses that are valid beyond a link."""
+    lines = (line.split() for line in _lines("if_inet6"))
+    found = [(name, _ipv6(address)) for address, _, _, _, _, name in lines]
+    return [(name, address) for name, address in found if not is_link_local(address)]
+
+
+def _ipv6(digits: str) -> str:
+    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def _lines(name: str) -> list[str]:
+    """Return the lines of a kernel table of the calling thread's network namespace; none without that family."""
+    path = Path("/proc/thread-self/net", name)
+    return path.read_text(encoding="ascii").splitlines() if path.exists() else []
+
+
+def _ipv4_addresses(sock: socket.socket) -> list[tuple[str, str]]:
     """Return all IPv4 addresses with the names of their interfaces; see netdevice(7)."""
     buffer = array.array("B", bytes(_IFREQ_BYTES * _ADDRESSES_MAX))
     start, size = buffer.buffer_info()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dlcp.host.closing import Closing
+from dlcp.host.ip import IPV4, IPV6, IpFamily
 
 CONGESTION_CONTROL: Final = "cubic"
 """Congestion control of the hosts' TCP, so that results do not depend on the machine's default."""
@@ -41,7 +42,7 @@ _NAMED: Final = Path("/run/netns")
 """iproute2's folder of named namespaces."""
 _POLL_S: Final = 0.05
 _CLONE_NEWNET: Final = 0x40000000
-_SIOCETHTOOL: Final = 0x8946
+_SIOCETHTOOL, _SIOCSIFFLAGS, _SIOCSIFADDR = 0x8946, 0x8914, 0x8916
 _OFFLOADS_OFF: Final = (0x15, 0x17, 0x19, 0x1F, 0x24, 0x26, 0x2C)
 """Requests of linux/ethtool.h that turn offloads off with a value of 0: ETHTOOL_SRXCSUM, STXCSUM, SSG, STSO, SGSO,
 SFLAGS (VLAN tags, LRO) and SGRO. Without checksums, the kernel turns off UDP segmentation as well."""
@@ -114,9 +115,9 @@ class NetworkNamespace(ABC):
         """Set a parameter of this namespace by its path below ``/proc/sys``, such as ``net/ipv4/ip_forward``."""
         self.call(lambda: Path("/proc/sys", name).write_text(value, encoding="ascii"))
 
-    def prepare(self) -> None:
-        """Bring the loopback interface up, and turn IPv6 off on all interfaces, also on those to come."""
-        self.call(_prepare)
+    def prepare(self, family: IpFamily = IPV4) -> None:
+        """Bring the loopback interface up, with an address of one ``family`` only; turn IPv6 off if it is IPv4."""
+        self.call(partial(_prepare, family))
 
     def turn_off_offloads(self, interface: str) -> None:
         """Turn off the offloads of an interface, which would let frames lack checksums or be merged.
@@ -177,17 +178,17 @@ class NetworkNamespace(ABC):
 
 
 class Namespace(NetworkNamespace):
-    """A new anonymous namespace, with its loopback interface up and IPv6 off.
+    """A new anonymous namespace, with its loopback interface up and IPv6 off, or with IPv6 only.
 
     It lives as long as this process holds its file descriptor, or a process runs or a socket is open in it. So nothing
     is left behind, not even after a crash.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, family: IpFamily = IPV4) -> None:
         super().__init__(name)
         self._fd = _in_thread(_new_namespace_fd)
         try:
-            self.prepare()
+            self.prepare(family)
         except BaseException:
             self.close()
             raise
@@ -435,13 +436,16 @@ def _netns(*words: str) -> str:
     return done.stdout
 
 
-def _prepare() -> None:
-    # Before any interface comes up, so that IPv6 never announces an address.
-    for path in Path("/proc/sys/net/ipv6/conf").glob("*/disable_ipv6"):
-        path.write_text("1", encoding="ascii")
+def _prepare(family: IpFamily) -> None:
+    # Before any interface comes up, so that IPv6 never announces an address, or uses each without checking for others.
+    setting, value = ("disable_ipv6", "1") if family is IPV4 else ("accept_dad", "0")
+    for path in Path("/proc/sys/net/ipv6/conf").glob(f"*/{setting}"):
+        path.write_text(value, encoding="ascii")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         up = struct.pack("16sH22x", b"lo", 1)  # IFF_UP
-        fcntl.ioctl(sock.fileno(), 0x8914, up)  # SIOCSIFFLAGS
+        fcntl.ioctl(sock.fileno(), _SIOCSIFFLAGS, up)
+        if family is IPV6:  # remove 127.0.0.1, which the kernel has added
+            fcntl.ioctl(sock.fileno(), _SIOCSIFADDR, struct.pack("16sH22x", b"lo", socket.AF_INET))
 
 
 def _new_namespace_fd() -> int:

@@ -36,6 +36,7 @@ from types import FrameType
 from typing import Any, Final
 
 from dlcp.host.closing import Closing
+from dlcp.host.ip import family_of, loopback
 from dlcp.host.netlab import enter
 
 _FORK_DEADLINE_S: Final = 5.0
@@ -368,9 +369,10 @@ class JobLayout:
     @classmethod
     def local(cls, ranks: int) -> "JobLayout":
         """Return the layout of a job on this machine alone, whose store gets a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return cls(ranks, 1, 0, *probe.getsockname())
+        host = loopback()
+        with socket.socket(family_of(host).number) as probe:
+            probe.bind((host, 0))
+            return cls(ranks, 1, 0, host, probe.getsockname()[1])
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables with a process's rank and rendezvous address, under torchrun's names."""

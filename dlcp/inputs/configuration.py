@@ -25,6 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
+from dlcp.inputs.addresses import parse_address
+from dlcp.inputs.error_text import closest, short
+
 PREFIX: Final = "DLCP_"
 FILE_VARIABLE: Final = "DLCP_CONFIG"
 SECRET_VARIABLE: Final = "DLCP_SECRET"
@@ -119,7 +122,7 @@ class HostPort:
             raise ValueError(f"{name} must be host:port, got {short(value)}")
         if value:
             try:
-                host_and_port(value, None, self.least_port)
+                parse_address(value, 0, least_port=self.least_port)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
@@ -193,32 +196,6 @@ class ByPattern:
     def check(self, name: str, value: object) -> None:
         """Raise ValueError with the name if a value is not such a number or text."""
         self.parse(name, value)
-
-
-_PORTS: Final = 1 << 16
-_HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
-
-
-def host_and_port(text: str, default_port: int | None, least_port: int = 0) -> tuple[str, int]:
-    """Return host and port of ``host:port``; without a port, ``default_port`` or 0.
-
-    Raises
-    ------
-    ValueError
-        The text is not such an address.
-    """
-    if text.count(":") > 1:
-        from dlcp.inputs.error_text import ipv4_only, is_ipv6  # rarely needed
-
-        if is_ipv6(text):
-            raise ValueError(ipv4_only(text))
-    host, _, port = text.partition(":")
-    if not _HOST.fullmatch(host) or (port and not (port.isascii() and port.isdecimal())):
-        raise ValueError(f"expected host:port, got {short(text)}")
-    # Check the length first: Python refuses to convert thousands of digits, with an error that does not help users.
-    if port and (len(port) > len(str(_PORTS)) or not least_port <= int(port) < _PORTS):
-        raise ValueError(f"expected host:port, got {short(text)}: ports are {least_port} to {_PORTS - 1}")
-    return host, int(port) if port else default_port or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,25 +494,11 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() and abs(value) < 1 << 65 else f"{value:g}"
 
 
-_SHOWN: Final = 60
-"""Number of characters of a refused value that an error shows."""
-
-
-def short(value: object) -> str:
-    """Format a value for an error message: of a long one, only the beginning."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * _SHOWN:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 def _check_variables(environment: Iterable[str], declared: Iterable[str]) -> None:
     """Refuse an unknown variable: a mistyped one would silently have no effect."""
     known = {PREFIX + name.upper() for name in declared} | {FILE_VARIABLE, SECRET_VARIABLE}
     for name in environment:
         if name.startswith(PREFIX) and name not in known and not name.startswith(_INTERNAL):
-            from dlcp.inputs.error_text import closest  # rarely needed
-
             raise ValueError(f"{name} is set, but there is no such variable: correct or unset it{closest(name, known)}")
 
 
@@ -544,8 +507,6 @@ def _check_file(path: Path, held: Mapping[str, Any], declared: Mapping[str, Opti
     found: dict[str, object] = {}
     for name, value in held.items():
         if name not in declared:
-            from dlcp.inputs.error_text import closest  # rarely needed
-
             raise ValueError(f"{path}: there is no option {name!r}{closest(name, declared)}")
         wanted, allowed = declared[name].type, declared[name].allowed
         if type(value) is int and wanted is float:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of error messages: the text of another error, suggestions for a mistyped name, and addresses of IPv6."""
+"""Parts of error messages: the text of another error, suggestions for a mistyped name, and values in short form."""
 
 import difflib
-import ipaddress
-import socket
 import traceback
 from collections.abc import Iterable
+from typing import Final
 
 
 def describe(error: BaseException) -> str:
@@ -38,24 +37,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; it has {', '.join(names)}" if names else "; it has none"
 
 
-def is_ipv6(text: str) -> bool:
-    """Return whether a text is an IPv6 address, as in ``::1``, ``[::1]`` or ``[::1]:29500``."""
-    try:
-        ipaddress.IPv6Address(text[1:].partition("]")[0] if text.startswith("[") else text)
-    except ValueError:
-        return False
-    return True
+_SHOWN: Final = 60
+"""Number of characters of a refused value that an error shows."""
 
 
-def ipv4_only(host: str) -> str:
-    """Return that DLCP supports only IPv4, if a host has no other address than of IPv6; else ``""``."""
-    advice = "use an IPv4 address, or a name that has one"
-    if is_ipv6(host):
-        return f"DLCP supports only IPv4, not {host}: {advice}"
-    try:
-        families = {found[0] for found in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):
-        return ""
-    if socket.AF_INET in families or socket.AF_INET6 not in families:
-        return ""
-    return f"DLCP supports only IPv4, and {host} has only IPv6 addresses: {advice}"
+def short(value: object) -> str:
+    """Format a value for an error message: of a long one, only the beginning."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * _SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

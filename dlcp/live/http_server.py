@@ -35,6 +35,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from dlcp.host.closing import Closing
+from dlcp.host.ip import FAMILIES, loopback
+from dlcp.inputs.addresses import Address, format_address, format_host, parse_address
 from dlcp.live.ranks import RankProgress, Training
 from dlcp.report.style import render
 from dlcp.session.slowness import Cause
@@ -42,7 +44,6 @@ from dlcp.session.snapshots import STEP_EDGES_S, UNKNOWN, WATCHED, RankSnapshot
 from dlcp.session.training_session import SessionPhase
 from dlcp.transport.ledger import COUNTS
 
-_LOOPBACK: Final = "127.0.0.1"
 REFRESH_S: Final = 0.5
 """Interval at which files are read; short against the second between two snapshots of a rank."""
 QUIET_S: Final = 2.0
@@ -63,25 +64,19 @@ class AddressError(ValueError):
     """The page cannot be served at an address; the message says why."""
 
 
-def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of ``PORT`` or ``HOST:PORT``, with IPv6 addresses in brackets.
+def parse_listen(text: str) -> Address:
+    """Return host and port of ``PORT`` or ``HOST:PORT``; without a host, loopback.
 
     Raises
     ------
     AddressError
         The text is neither.
     """
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if text.startswith("[") else host
-    if (
-        not port.isascii()
-        or not port.isdecimal()
-        or len(port) > 5
-        or int(port) > 65535
-        or (":" in host and text[0] != "[")
-    ):
-        raise AddressError(f"takes PORT or HOST:PORT with a port in 0..65535, got {text!r}")
-    return host or _LOOPBACK, int(port)
+    port = text.removeprefix(":")
+    try:
+        return parse_address(f"{format_host(loopback())}:{port}" if port.isdecimal() else text)
+    except ValueError as error:
+        raise AddressError(f"takes PORT or HOST:PORT: {error}") from None
 
 
 class LiveServer(Closing, ThreadingHTTPServer):
@@ -132,9 +127,9 @@ class LiveServer(Closing, ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The page's URL for a browser on this machine."""
-        host, port = self.server_address[:2]
-        name = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(str(host), str(host))
-        return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
+        host, port = str(self.server_address[0]), self.server_address[1]
+        name = next((each.loopback for each in FAMILIES if each.any_address == host), host)
+        return f"http://{format_address((name, port))}/"
 
     @property
     def is_local(self) -> bool:

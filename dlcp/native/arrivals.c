@@ -87,14 +87,15 @@ static void take_whole_or_piece(engine *self, flow *from, const uint8_t *datagra
 }
 
 /* Return which of a peer's ports a packet comes from; negative: none. */
-static int64_t path_of(flow *from, const struct sockaddr_in *source) {
-    if (from->address.sin_addr.s_addr != source->sin_addr.s_addr)
+static int64_t path_of(flow *from, const socket_address *source) {
+    if (!same_host(&from->address, source))
         return -1;
-    if (from->address.sin_port == source->sin_port)
+    in_port_t port = port_of(source);
+    if (port_of(&from->address) == port)
         return 0;
     /* All packets of a burst have the same source. */
     for (int64_t i = 0, at = from->port_last; i < from->port_count; i++, at = at + 1 < from->port_count ? at + 1 : 0)
-        if (from->ports[at] == source->sin_port) {
+        if (from->ports[at] == port) {
             from->port_last = at;
             return at + 1;
         }
@@ -118,7 +119,7 @@ static void note_inbound(engine *self, double now_s) {
     self->inbound_count = 0;
 }
 
-static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const struct sockaddr_in *source, int tos,
+static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const socket_address *source, int tos,
                     double now_s) {
     if (refuses(self, NULL, datagram, bytes))
         return;
@@ -140,12 +141,11 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
 }
 
 /* Process one datagram, for use without a socket. */
-void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
-                  double now_s) {
+void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, const uint8_t *address, int64_t address_bytes,
+                  int64_t tos, double now_s) {
     io_begin_batch(&self->io);
     self->io.arrived_s = now_s;
-    struct sockaddr_in source = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-    source.sin_addr.s_addr = htonl(address);
+    socket_address source = socket_address_of(address, address_bytes);
     take_in(self, datagram, bytes, &source, (int)tos, now_s);
     flight_report(&self->io, self->flows, now_s); /* as after each batch from a socket */
 }
@@ -171,7 +171,9 @@ static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, i
             if (size > 0)
                 *segment = size;
         } else if (entry->cmsg_level == IPPROTO_IP && entry->cmsg_type == IP_TOS) {
-            *tos = *CMSG_DATA(entry);
+            *tos = *CMSG_DATA(entry); /* a byte, where IPv6 has an int */
+        } else if (entry->cmsg_level == IPPROTO_IPV6 && entry->cmsg_type == IPV6_TCLASS) {
+            memcpy(tos, CMSG_DATA(entry), sizeof *tos);
         } else if (entry->cmsg_level == SOL_SOCKET && entry->cmsg_type == SCM_TIMESTAMPNS) {
             struct timespec stamp;
             memcpy(&stamp, CMSG_DATA(entry), sizeof stamp);
@@ -181,19 +183,21 @@ static void read_ancillary(engine *self, struct msghdr *header, int64_t bytes, i
 }
 
 /* Process the datagrams of a burst, each of `segment` bytes except the last. */
-static void split(engine *self, struct msghdr *header, int64_t bytes, const uint8_t *buffer, int64_t segment, int tos,
-                  double now_s) {
+static void split(engine *self, const struct msghdr *header, int64_t bytes, const uint8_t *buffer, int64_t segment,
+                  int tos, double now_s) {
+    socket_address *source = header->msg_name; /* of an envelope */
+    source->bytes = header->msg_namelen;
     if (header->msg_flags & MSG_TRUNC)
         self->io.view.counters.truncated++;
     for (int64_t start = 0; start < bytes || !start; start += segment) {
-        take_in(self, buffer + start, smaller(bytes - start, segment), header->msg_name, tos, now_s);
+        take_in(self, buffer + start, smaller(bytes - start, segment), source, tos, now_s);
         if (!segment)
             break; /* an empty datagram */
     }
 }
 
 typedef struct {
-    struct sockaddr_in source;
+    socket_address source;
     union {
         char bytes[CONTROL_MAX];
         struct cmsghdr align;
@@ -202,7 +206,7 @@ typedef struct {
 
 static struct msghdr addressed(envelope *from, struct iovec *piece) {
     return (struct msghdr){.msg_name = &from->source,
-                           .msg_namelen = sizeof from->source,
+                           .msg_namelen = sizeof from->source.any,
                            .msg_iov = piece,
                            .msg_iovlen = 1,
                            .msg_control = from->control.bytes,

@@ -95,18 +95,16 @@ engine *dlcp_engine_new(const config *rules) {
     return self;
 }
 
-/* Add a peer: `address` is in host byte order, `service` has the type of service by queue and by whether a packet may
- * be dropped. Return its view, which the caller sets; NULL: no memory. */
-flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
-                     double now_s) {
+/* Add a peer: `address` is a socket address, `service` has the type of service by queue and by whether a packet may be
+ * dropped. Return its view, which the caller sets; NULL: no memory. */
+flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, const uint8_t *address, int64_t address_bytes,
+                     const uint8_t *service, double now_s) {
     flow *one = &self->flows[peer];
     if (path_make(one, 1) || table_make(&one->messages, SENT_CHAINS))
         return NULL;
     one->peer = peer;
     one->rank = rank;
-    one->address.sin_family = AF_INET;
-    one->address.sin_addr.s_addr = htonl(address);
-    one->address.sin_port = htons((uint16_t)port);
+    one->address = socket_address_of(address, address_bytes);
     memcpy(one->service, service, sizeof one->service);
     one->view.heard_s = now_s;
     one->disorder = DISORDER_FIRST;

@@ -130,8 +130,8 @@ engine *dlcp_engine_new(const config *rules);
 engine_view *dlcp_engine_view(engine *self);
 void dlcp_engine_stop(engine *self);
 void dlcp_engine_free(engine *self);
-flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, uint32_t address, int64_t port, const uint8_t *service,
-                     double now_s);
+flow_view *dlcp_peer(engine *self, int64_t peer, int64_t rank, const uint8_t *address, int64_t address_bytes,
+                     const uint8_t *service, double now_s);
 int64_t dlcp_add_socket(engine *self, int socket);
 void dlcp_accept(engine *self, int64_t peer, const uint16_t *ports, int64_t count);
 int64_t dlcp_spread(engine *self, int64_t peer, int64_t paths);
@@ -152,8 +152,8 @@ void dlcp_begin_step(engine *self, int64_t step, double now_s);
 void dlcp_forget(engine *self, int64_t peer, int64_t step, int64_t message);
 void dlcp_remind(engine *self, double now_s);
 void dlcp_send_control(engine *self, int64_t peer, int64_t type, int64_t size, const uint8_t *payload, int64_t bytes);
-void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, uint32_t address, int64_t port, int64_t tos,
-                  double now_s);
+void dlcp_take_in(engine *self, const uint8_t *datagram, int64_t bytes, const uint8_t *address, int64_t address_bytes,
+                  int64_t tos, double now_s);
 double dlcp_tick(engine *self, double now_s);
 int64_t dlcp_pump(engine *self, double now_s);
 int64_t dlcp_turn(engine *self, double until_s);

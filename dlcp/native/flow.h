@@ -2,7 +2,11 @@
 /* The state of the flow to and from a peer, how long it takes, and its paths. */
 #pragma once
 
+#include <stddef.h>
+#include <string.h>
+
 #include <netinet/in.h>
+#include <sys/socket.h>
 
 #include "packet.h"
 #include "pieces.h"
@@ -11,6 +15,34 @@
 #include "tunables.h"
 
 enum { ACK_RECENT = 8 };
+
+/* An address of a UDP socket, IPv4 or IPv6. */
+typedef struct {
+    struct sockaddr_storage any;
+    socklen_t bytes;
+} socket_address;
+
+/* Both families begin with the family and the port. What follows is the host, and otherwise zero. */
+enum { PORT_AT = offsetof(struct sockaddr_in, sin_port), HOST_AT = PORT_AT + sizeof(in_port_t) };
+_Static_assert(offsetof(struct sockaddr_in6, sin6_port) == PORT_AT, "families differ in where the port is");
+
+static inline socket_address socket_address_of(const uint8_t *address, int64_t bytes) {
+    socket_address one = {.bytes = (socklen_t)bytes};
+    assert(bytes > HOST_AT && (size_t)bytes <= sizeof one.any);
+    memcpy(&one.any, address, (size_t)bytes);
+    return one;
+}
+
+static inline in_port_t port_of(const socket_address *one) {
+    in_port_t port; /* in network byte order */
+    memcpy(&port, (const uint8_t *)&one->any + PORT_AT, sizeof port);
+    return port;
+}
+
+static inline bool same_host(const socket_address *one, const socket_address *other) {
+    return one->bytes == other->bytes && one->any.ss_family == other->any.ss_family &&
+           !memcmp((const uint8_t *)&one->any + HOST_AT, (const uint8_t *)&other->any + HOST_AT, one->bytes - HOST_AT);
+}
 
 typedef struct tx_message tx_message;
 typedef struct rx_message rx_message;
@@ -62,7 +94,7 @@ typedef struct {
 typedef struct {
     flow_view view;
     int64_t peer, rank;
-    struct sockaddr_in address;
+    socket_address address;
     neighbour local;            /* if the peer is on this host */
     uint8_t service[QUEUES][2]; /* by queue and by whether a packet may be dropped */
     /* Messages to the peer. */

@@ -162,12 +162,14 @@ static ssize_t send_vector(const io *self, flow *to, struct iovec *pieces, int64
     } control;
     memset(&control, 0, sizeof control);
     size_t used = 0;
-    if (tos)
+    if (tos && to->address.any.ss_family == AF_INET6)
+        used = put_ancillary(control.bytes, used, IPPROTO_IPV6, IPV6_TCLASS, &tos, sizeof tos);
+    else if (tos)
         used = put_ancillary(control.bytes, used, IPPROTO_IP, IP_TOS, &tos, sizeof tos);
     if (segment)
         used = put_ancillary(control.bytes, used, IPPROTO_UDP, UDP_SEGMENT, &segment, sizeof segment);
-    struct msghdr message = {.msg_name = &to->address,
-                             .msg_namelen = sizeof to->address,
+    struct msghdr message = {.msg_name = &to->address.any,
+                             .msg_namelen = to->address.bytes,
                              .msg_iov = pieces,
                              .msg_iovlen = (size_t)parts,
                              .msg_control = used ? control.bytes : NULL,

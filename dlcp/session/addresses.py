@@ -5,6 +5,8 @@ A host name often resolves to the host's slowest network, or to 127.0.1.1. So ea
 its route to the meeting host, which serves the ranks' store. On the meeting host itself this does not work, because a
 machine reaches itself at any of its addresses; ranks there look up the routes to the other ranks instead. A rank
 between two networks has an address in each, and one socket for both.
+
+All ranks use one family, IPv4 or IPv6: that in which they reach the meeting host.
 """
 
 import os
@@ -16,13 +18,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, NamedTuple
 
-from dlcp.inputs.error_text import ipv4_only
+from dlcp.host.ip import IPV4, LINK_LOCAL, family_of, is_link_local, is_loopback, loopback, resolve
+from dlcp.inputs.addresses import format_address, parse_address
 from dlcp.session.options import Options
-from dlcp.transport import Address, bind_socket, parse_address
+from dlcp.session.tcp_links import tcp_connections
+from dlcp.transport import Address, bind_socket
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
-ANY_ADDRESS: Final = "0.0.0.0"
-"""Bind address of a socket with several addresses: the kernel then chooses the source address by route."""
+DEFAULT_MASTER_PORT: Final = 29500
+"""The default of PyTorch's launcher."""
 _DISCARD_PORT: Final = 9
 
 
@@ -32,7 +36,7 @@ class RankPlace(NamedTuple):
     Attributes
     ----------
     address
-        The source address of the route to the meeting host, or the address that the options set.
+        The source address of the route to the meeting host, or the address that the options set; numeric.
     settled
         Whether all peers use this address.
     at_meeting
@@ -60,26 +64,44 @@ class OwnAddresses:
     toward: Mapping[int, str] = field(default_factory=dict)
 
 
-def meeting_host(options: Options, host: str | None = None) -> str:
-    """Return the host to which ranks look up their route: a parameter server, else ``host``, else ``MASTER_ADDR``."""
-    if options.server:
-        return parse_address(options.server)[0]
-    return host or os.environ.get("MASTER_ADDR", "127.0.0.1")
+def master_address() -> Address:
+    """Return ``MASTER_ADDR`` and ``MASTER_PORT``, by default PyTorch's on this machine.
+
+    Raises
+    ------
+    ValueError
+        ``MASTER_PORT`` is not a port.
+    """
+    host, port = os.environ.get("MASTER_ADDR") or loopback(), os.environ.get("MASTER_PORT", str(DEFAULT_MASTER_PORT))
+    try:
+        return host, parse_address(f"host:{port}")[1]
+    except ValueError:
+        raise ValueError(f"MASTER_PORT must be a port, got {port!r}") from None
 
 
-def own_place(options: Options, toward: str) -> RankPlace:
-    """Return this rank's place from its options, or from the route to the host ``toward``.
+def meeting_point(options: Options, master: Address | None = None) -> Address:
+    """Return the address to which ranks look up their route: a parameter server's, else ``master``, else the default.
+
+    The default is :func:`master_address`.
+    """
+    return parse_address(options.server, UDP_PORT_BASE) if options.server else master or master_address()
+
+
+def own_place(options: Options, toward: Address) -> RankPlace:
+    """Return this rank's place from its options, or from the route to the meeting host ``toward``.
 
     Raises
     ------
     OSError
-        The host is unknown, or there is no route to it.
+        The host is unknown, there is no route to it, or its address or the own one is link-local.
     """
     if options.bind:
-        return RankPlace(parse_address(options.bind)[0], settled=True)
+        return RankPlace(resolve(parse_address(options.bind, 0)[0])[0], settled=True)
     source, destination = _route(toward)
+    if is_link_local(source):
+        raise OSError(f"this machine reaches {destination} from {source}, which {LINK_LOCAL}")
     # A parameter server's workers send only to the server.
-    return RankPlace(source, settled=bool(options.server), at_meeting=_is_loopback(source) or source == destination)
+    return RankPlace(source, settled=bool(options.server), at_meeting=is_loopback(source) or source == destination)
 
 
 def own_addresses(rank: int, places: Mapping[int, RankPlace]) -> OwnAddresses:
@@ -100,10 +122,27 @@ def own_addresses(rank: int, places: Mapping[int, RankPlace]) -> OwnAddresses:
     return OwnAddresses(main, {peer: source for peer, source in remote.items() if source != main})
 
 
+def family_clash(hosts: Mapping[int, str]) -> str:
+    """Return why ranks with these addresses, by rank, cannot reach each other: their families differ; else ``""``.
+
+    Loopback addresses count only if there are no others: ranks at the meeting host find theirs later.
+    """
+    distinct = {rank: host for rank, host in sorted(hosts.items()) if not is_loopback(host)} or hosts
+    first, *others = distinct
+    for rank in others:
+        if family_of(distinct[rank]) is not family_of(distinct[first]):
+            return (
+                f"rank {first} has an address of {family_of(distinct[first]).name} ({distinct[first]}), and rank "
+                f"{rank} one of {family_of(distinct[rank]).name} ({distinct[rank]}), but all ranks must use one "
+                "family: set MASTER_ADDR to an address that all reach in the same one, instead of a name that has both"
+            )
+    return ""
+
+
 def source_toward(host: str, otherwise: str) -> str:
     """Return the address from which the kernel sends to a host, or ``otherwise`` if there is no route."""
     with suppress(OSError):
-        return _route(host)[0]
+        return _route((host, 0))[0]
     return otherwise
 
 
@@ -118,8 +157,9 @@ def bind(options: Options, addresses: OwnAddresses) -> socket.socket:
     OSError
         The port in ``options.bind`` is in use, or the address does not belong to this host.
     """
-    host = ANY_ADDRESS if addresses.toward else addresses.main
-    port = parse_address(options.bind)[1] if options.bind else 0
+    # With several addresses, the kernel chooses the source address by route.
+    host = family_of(addresses.main).any_address if addresses.toward else addresses.main
+    port = parse_address(options.bind, 0)[1] if options.bind else 0
     if port:
         return bind_socket(host, [port])
     try:
@@ -134,38 +174,50 @@ def advertised(options: Options, addresses: OwnAddresses, port: int) -> tuple[Ad
     """Return the address at which other ranks reach this one, and other hosts for single peers, by rank.
 
     ``options.advertise`` replaces both; if it has no port, the socket's own ``port`` is used.
+
+    Raises
+    ------
+    OSError
+        The host in ``options.advertise`` is unknown, or has no address of this rank's family.
     """
     if not options.advertise:
         return (addresses.main, port), addresses.toward
-    host, _, given_port = options.advertise.partition(":")
-    return (host, int(given_port) if given_port else port), {}
+    host, port = parse_address(options.advertise, port)
+    return (resolve(host, family_of(addresses.main))[0], port), {}
 
 
-def _route(host: str) -> tuple[str, str]:
-    """Return the address from which the kernel sends to a host, and the host's address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, _DISCARD_PORT))  # sends nothing; only looks up the route
-        except OSError as error:
-            raise OSError(error.errno, ipv4_only(host) or error.strerror) from None
-        return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+def _route(toward: Address) -> tuple[str, str]:
+    """Return the address from which the kernel sends to a host, and the host's numeric address.
+
+    Of several addresses it is the one that this process is connected to at the port, else the first with a route.
+    """
+    host, port = toward
+    found, failures = resolve(host), []
+    if len(found) > 1:
+        connected = {ends.peer for ends in tcp_connections()}
+        found.sort(key=lambda each: format_address((each, port)) not in connected)
+    for destination in found:
+        with family_of(destination).udp_socket() as probe:
+            try:
+                probe.connect((destination, _DISCARD_PORT))  # sends nothing; only looks up the route
+            except OSError as error:
+                failures.append(error)
+            else:
+                return str(probe.getsockname()[0]), destination
+    raise failures[0]
 
 
 def listening_host(host: str) -> str:
     """Return the address to listen on for clients that know this machine as ``host``.
 
     That is ``host``, unless it is a name that resolves to loopback only on this machine (127.0.1.1 in ``/etc/hosts``);
-    then it is every address.
+    then it is every address, of both families.
     """
-    if host == "localhost" or _is_loopback(host):
-        return host
     with suppress(OSError):
-        return ANY_ADDRESS if _is_loopback(socket.gethostbyname(host)) else host
+        found = resolve(host)
+        if host not in (*found, "localhost") and all(map(is_loopback, found)):
+            return IPV4.any_address  # gRPC then listens at those of IPv6, too
     return host
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.")
 
 
 @cache

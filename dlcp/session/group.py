@@ -27,6 +27,7 @@ from dlcp.collectives.message_numbers import broadcast_number
 from dlcp.collectives.reduction_rules import check_samples, weigh
 from dlcp.collectives.shards import binomial_tree
 from dlcp.host.closing import ExitCallback
+from dlcp.inputs.addresses import Address
 from dlcp.inputs.error_text import closest
 from dlcp.session.admission import RankAdmission
 from dlcp.session.averager import BucketTable, StepAverager
@@ -137,19 +138,19 @@ class Group:
         self._writer = ThreadPoolExecutor(1, "dlcp-group")
         self._exit = ExitCallback(self._at_exit)
         self._save: Save | None = None
-        self._master = ""
-        """The host that serves the store, if this rank has yet to join ranks that train."""
+        self._master: Address | None = None
+        """The address of the store, if this rank has yet to join ranks that train."""
         self._leaving = 0
         """The signal after which this rank leaves; 0 for none."""
         self._heeded: list[signal.Signals] = []
 
-    def join(self, master: str) -> None:
+    def join(self, master: Address) -> None:
         """Join the other ranks, and open this rank's endpoint; called by :func:`dlcp.session.join`.
 
         Parameters
         ----------
         master
-            The host that serves the store.
+            The address of the store.
 
         Raises
         ------
@@ -166,12 +167,12 @@ class Group:
             raise
         self.options = session.options
 
-    def join_later(self, master: str) -> None:
+    def join_later(self, master: Address) -> None:
         """Prepare to join ranks that train; :meth:`register` does it. Called by :func:`dlcp.session.join`."""
         self._at_first, self._master = (self.rank,), master
 
     def _open_session(
-        self, membership: Membership, master: str, *, is_new: bool = False
+        self, membership: Membership, master: Address | None, *, is_new: bool = False
     ) -> tuple[TrainingSession, StoreWatch]:
         assert self._store
         options, feedback = self.options, Residual()
@@ -291,7 +292,7 @@ class Group:
         except BaseException as problem:
             self.close(f"rank {self.rank} cannot take part: {problem}")
             raise
-        self.options, self._master = session.options, ""
+        self.options, self._master = session.options, None
         self._buckets = Buckets(layers_in_order(names))
         self._buckets.plan = plan
 

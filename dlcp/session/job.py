@@ -7,20 +7,20 @@ The rank, the number of ranks and the address of rank 0's store come from the en
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.inputs.addresses import parse_address
 from dlcp.inputs.configuration import STORE_VARIABLE
+from dlcp.session.addresses import master_address
 from dlcp.session.group import Group
 from dlcp.session.joining import next_number, running_number
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret
 from dlcp.session.store import Store, ended_key, serve
 
-DEFAULT_MASTER_PORT: Final = 29500
-"""The default of PyTorch's launcher."""
 _joined: list[Group] = []
 """The group that :func:`init` has joined, if any."""
 
@@ -43,7 +43,8 @@ def join(
         rank. With ``elastic``, a process whose rank has begun before, or is not below ``size``, comes later: it gets
         the next free number, and takes part once it has called :meth:`Group.register`.
     master
-        Address ``host:port`` of the store that rank 0 serves; by default ``MASTER_ADDR:MASTER_PORT``.
+        Address of the store that rank 0 serves, ``host:port`` or ``[ipv6]:port``; by default ``MASTER_ADDR`` and
+        ``MASTER_PORT``.
 
     Returns
     -------
@@ -52,7 +53,7 @@ def join(
     Raises
     ------
     ValueError
-        The rank or the size is unknown, or the rank is not in 0..size-1.
+        The rank or the size is unknown, the rank is not in 0..size-1, or the address is malformed.
     OSError, StoreError
         Rank 0 cannot serve the store, or cannot be reached; or this rank does not have the job's secret, see
         :func:`dlcp.session.secret.job_secret`.
@@ -63,8 +64,7 @@ def join(
     rank, size = _who(rank, size, may_be_later=options.elastic > 0)
     if size == 1 and rank == 0:
         return Group(options, 0, 1, None)
-    host, _, port = (master or _master()).rpartition(":")
-    address = host, int(port)
+    address = parse_address(master) if master else master_address()
     secret = job_secret(options)
     serves = rank == 0 and STORE_VARIABLE not in os.environ
     if serves:
@@ -80,9 +80,9 @@ def join(
         store.leave(ended_key(rank), "its process ended, or its connection broke")
         group = Group(options, rank, size, store, serves=serves)
         if running is None:
-            group.join(host)
+            group.join(address)
         else:
-            group.join_later(host)
+            group.join_later(address)
     except BaseException:
         store.close()
         raise
@@ -124,10 +124,6 @@ def _who(rank: int | None, size: int | None, *, may_be_later: bool) -> tuple[int
     if found["rank"] < 0 or (found["rank"] >= found["size"] and not may_be_later):
         raise ValueError(f"the rank must be in 0..{found['size'] - 1}, got {found['rank']}")
     return found["rank"], found["size"]
-
-
-def _master() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', DEFAULT_MASTER_PORT)}"
 
 
 # The group of this process, for frameworks whose users expect init() and rank() ---------------------------------------

@@ -21,12 +21,30 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 from dlcp.collectives.choice import Topology
-from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, bind, meeting_host, own_addresses, own_place
+from dlcp.host.ip import IpFamily
+from dlcp.inputs.addresses import format_address
+from dlcp.session.addresses import (
+    OwnAddresses,
+    RankPlace,
+    advertised,
+    bind,
+    family_clash,
+    meeting_point,
+    own_addresses,
+    own_place,
+)
 from dlcp.session.options import Options
 from dlcp.session.secret import KeyValueStore, SealedStore, proof, session_token
 from dlcp.transport import Address, Endpoint, Membership, TransportError, shared_memory
 from dlcp.transport.connection import OnMessage
-from dlcp.transport.path_mtu import COMMON_MTUS, PathProbe, candidate_payloads, first_hop_mtu, payload_for_mtu
+from dlcp.transport.path_mtu import (
+    COMMON_MTUS,
+    ETHERNET_MTU,
+    PathProbe,
+    candidate_payloads,
+    first_hop_mtu,
+    payload_for_mtu,
+)
 from dlcp.transport.shared_memory import EXPORT_BYTES, SharedMemory, SharedMemoryRendezvous
 
 if TYPE_CHECKING:  # loaded when options ask for it
@@ -79,8 +97,9 @@ class Agreement:
         Time limit of the whole agreement, in seconds from now on.
     secret
         The job's secret, for a store that strangers can write to: only values with proof of it count.
-    host
-        The host that serves the store; by default ``MASTER_ADDR``. A rank's route to it gives the rank's own address.
+    master
+        The address of the store; by default ``MASTER_ADDR:MASTER_PORT``. A rank's route to it gives the rank's own
+        address.
     membership
         Instead of ``rank`` and ``size``: the ranks that go on with a session that has begun.
     gone
@@ -106,7 +125,7 @@ class Agreement:
         size: int,
         deadline_s: float,
         secret: bytes | None = None,
-        host: str | None = None,
+        master: Address | None = None,
         membership: Membership | None = None,
         gone: Callable[[], str | None] = lambda: None,
         *,
@@ -118,7 +137,7 @@ class Agreement:
         self.store = self._sealed or store
         self.token = 0
         self.membership = membership or Membership(rank, ranks=tuple(range(size)))
-        self.host = host
+        self.master = master
         self.deadline_s = deadline_s
         self._end_s = time.monotonic() + deadline_s
 
@@ -406,10 +425,12 @@ def join(
         # All ranks skip the same topics, because options and entries decide that, and are the same on all. A rank that
         # fails publishes the verdict instead. With a secret, "through" comes last.
         try:
-            agreement.publish("place", own_place(options, meeting_host(options, agreement.host)))
+            agreement.publish("place", own_place(options, meeting_point(options, agreement.master)))
             missing = f"has not joined: {CHECK.format(call)}"
-            places = _collect_from_all(agreement, "place", missing, partial(_why_silent, agreement, call))
-            addresses = own_addresses(agreement.rank, {rank: RankPlace(*place) for rank, place in places.items()})
+            found = _collect_from_all(agreement, "place", missing, partial(_why_silent, agreement, call))
+            places = {rank: RankPlace(*place) for rank, place in found.items()}
+            _check_families({rank: place.address for rank, place in places.items()})
+            addresses = own_addresses(agreement.rank, places)
             sock = bind(options, addresses)
             undo.callback(sock.close)
             with _memory_rendezvous(options, export_bytes) as memory:
@@ -473,6 +494,7 @@ def _connect(
     agreement.publish("entry", entry)
     entries = _collect_from_all(agreement, "entry", "has not published its address")
     _compare_terms(entries)
+    _check_families({rank: entry["address"][0] for rank, entry in entries.items()})
     peers: dict[int, Address] = {
         peer: (entry["toward"].get(str(rank), entry["address"][0]), entry["address"][1])
         for peer, entry in entries.items()
@@ -484,6 +506,9 @@ def _connect(
     hosts = {peer: f"{entry['host']} {entry['address'][0]}" for peer, entry in entries.items()}
     remark, link, server_rank = "", None, max(agreement.ranks) + 1
     if options.server:
+        # The path to the server is not probed.
+        fits = payload_for_mtu(ETHERNET_MTU, IpFamily.of(sock))
+        options = options.with_(payload_bytes=options.payload_bytes or fits)
         workers = {peer: entries[peer]["address"] for peer in agreement.ranks}
         link, server = _invite_server(options, agreement, workers, token, undo)
         peers = {server_rank: server}
@@ -619,6 +644,12 @@ def _collect_from_all(
     return found
 
 
+def _check_families(hosts: Mapping[int, str]) -> None:
+    """Refuse ranks with addresses of different families; all ranks find the same."""
+    if why := family_clash(hosts):
+        raise NotJoinedError(why)
+
+
 def _compare_terms(entries: dict[int, Any]) -> None:
     lowest = min(entries)
     first = entries[lowest]["terms"]
@@ -640,8 +671,9 @@ def _probe_paths(
     -------
     The payload, and a warning for the user if it is smaller than wanted, else ``""``.
     """
+    family = IpFamily.of(sock)
     mtu = min((first_hop_mtu(address) for address in peers.values()), default=max(COMMON_MTUS))
-    candidates = candidate_payloads(mtu, options.payload_bytes)
+    candidates = candidate_payloads(mtu, options.payload_bytes, family)
     probe = PathProbe(agreement.rank, sock, peers, options.job, token, candidates)
     published = False
     give_up_s = agreement.left_s - REACH_SHARE * agreement.deadline_s
@@ -654,7 +686,7 @@ def _probe_paths(
         if cut_off or agreement.verdict() is not None or not agreement.left_s:
             break
     if probe.unreachable and agreement.verdict() is None:
-        where = ", ".join(f"rank {peer} at {peers[peer][0]}:{peers[peer][1]}" for peer in probe.unreachable)
+        where = ", ".join(f"rank {peer} at {format_address(peers[peer])}" for peer in probe.unreachable)
         raise NotJoinedError(
             f"rank {agreement.rank} gets no UDP packet through to {where}, or none back; "
             "allow UDP in the firewall, or set DLCP_BIND to an address that the other ranks can reach"
@@ -662,7 +694,7 @@ def _probe_paths(
     found = _collect_from_all(agreement, "path", "has not found which packet sizes get through")
     payload_bytes = min(passed for passed, _ in found.values())
     wanted = max(largest for _, largest in found.values())
-    least = min(payload_for_mtu(min(COMMON_MTUS)), wanted)
+    least = min(payload_for_mtu(min(COMMON_MTUS), family), wanted)
     if payload_bytes < least:
         raise NotJoinedError(
             f"packets with {least} bytes of payload do not get through, only with {payload_bytes}; check the MTU on "

@@ -15,7 +15,6 @@ from dlcp.inputs.error_text import closest
 from dlcp.policies.arms import AUTO_PRECISION, EXACT, HALF_NAMES, HALF_PRECISION, PRECISIONS, is_coarse
 from dlcp.transport import LossBound, TransportOptions
 from dlcp.transport.messages import SHARE
-from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
 from dlcp.transport.settings import Congestion, Seconds
 from dlcp.values.tags import TagPolicy
 
@@ -273,7 +272,8 @@ class Options:
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
         ranks = sorted(topology.hosts) if topology else range(workers)
         shared["flow_weight"] = flow_weight(self.algorithm, ranks, topology)
-        shared["payload_bytes"] = self.payload_bytes or PAYLOAD_UNKNOWN
+        if not self.payload_bytes:  # not measured: the default fits Ethernet
+            del shared["payload_bytes"]
         if self.advertise:  # behind an address translation, peers see ports other than this rank's
             shared["paths"] = 1
         return TransportOptions(**shared)

@@ -12,7 +12,6 @@ That rank stays connected to the store while the session lasts. When the connect
 
 import json
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,12 +22,14 @@ from typing import Any, Final, NamedTuple
 import dlcp
 from dlcp.collectives import ParameterServer
 from dlcp.host.closing import Closing
+from dlcp.host.ip import FAMILIES, family_of, resolve
+from dlcp.inputs.addresses import parse_address
 from dlcp.inputs.error_text import describe
 from dlcp.session.addresses import OwnAddresses, advertised
 from dlcp.session.options import Options
 from dlcp.session.secret import job_secret, proof
 from dlcp.session.store import Store, StoreError, StoreServer, ended_key
-from dlcp.transport import Address, Endpoint, Membership, TransportError, bind_socket, parse_address
+from dlcp.transport import Address, Endpoint, Membership, TransportError, bind_socket
 from dlcp.transport.ledger import Ledger
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
@@ -63,7 +64,7 @@ class ServerLink:
 
     def __init__(self, options: Options, deadline_s: float) -> None:
         self._options, self._end_s = options, time.monotonic() + deadline_s
-        self._address, self._secret = parse_address(options.server), job_secret(options)
+        self._address, self._secret = parse_address(options.server, UDP_PORT_BASE), job_secret(options)
         self._session = secrets.token_hex(16)
         self._store = Store(self._address, deadline_s, self._secret, options.tls, OWNER)
 
@@ -81,6 +82,8 @@ class ServerLink:
         ------
         TransportError
             The server refuses, or does not answer in time.
+        OSError
+            Its host has no address of the workers' family.
         """
         why = f"rank {min(workers)} gives up, or its process or connection is gone"
         self._store.leave(ended_key(self._session), why)
@@ -102,7 +105,8 @@ class ServerLink:
         if answer["refused"]:
             raise TransportError(f"the parameter server at {self._options.server} refuses: {answer['refused']}")
         host, port = answer["address"]
-        return host or self._address[0], port
+        family = family_of(workers[min(workers)][0])
+        return resolve(host or self._address[0], family)[0], port
 
     def lost(self) -> str | None:
         """Return why the server cannot serve any more, or None if it can."""
@@ -171,7 +175,7 @@ class SessionServer(Closing):
         """Sessions until their lowest rank has disconnected; None for those refused, or that the server has left."""
         self._leaving: list[threading.Thread] = []
         try:
-            self._store_server = StoreServer(parse_address(options.bind), self._secret, options.tls)
+            self._store_server = StoreServer(parse_address(options.bind, UDP_PORT_BASE), self._secret, options.tls)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen at {options.bind}: {error.strerror}") from None
         self.address = self._store_server.address
@@ -219,11 +223,14 @@ class SessionServer(Closing):
             )
         options = Options(**invitation["options"], advertise=self._options.advertise)
         workers: dict[int, Address] = {rank: (host, port) for rank, (host, port) in invitation["workers"]}
+        family = family_of(workers[min(workers)][0])
         for host, _ in workers.values():
-            socket.getaddrinfo(host, None, socket.AF_INET)
+            resolve(host, family)
+        is_any = self.address[0] in [each.any_address for each in FAMILIES]  # its store listens in both
+        own_host = family.any_address if is_any else resolve(self.address[0], family)[0]
         ports = self.address[1], *range(UDP_PORT_BASE, UDP_PORT_BASE + UDP_PORT_COUNT), 0
-        sock = bind_socket(self.address[0], ports)
-        address, _ = advertised(options, OwnAddresses(""), sock.getsockname()[1])
+        sock = bind_socket(own_host, ports)
+        address, _ = advertised(options, OwnAddresses(own_host), sock.getsockname()[1])
         # Each worker receives a single flow, the server's.
         transport = replace(options.transport(len(workers)), flow_weight=1.0)
         token = invitation["token"] ^ _mask(self._secret, invitation["session"])
@@ -234,7 +241,7 @@ class SessionServer(Closing):
         server = ParameterServer(endpoint.connection, ranks, options=options.reduction(), weighted=options.weighted)
         self.ledgers.append(server.ledger)
         self._report(f"job {options.job} with {len(workers)} workers begins")
-        return _Served(endpoint, server), address
+        return _Served(endpoint, server), address if options.advertise else ("", address[1])
 
     def _leave(self, session: str, reason: str | None) -> None:
         """Leave a session, in another thread: without a ``reason``, that waits until the workers have all averages."""

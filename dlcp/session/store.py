@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from dlcp.host.closing import ExitCallback
-from dlcp.inputs.error_text import ipv4_only
+from dlcp.inputs.addresses import format_address
 from dlcp.session.addresses import listening_host
 from dlcp.session.secret import PROOF_BYTES, REFUSALS_LOGGED, proof
 from dlcp.transport import Address, DeadlineError, RankEndedError, TransportError
@@ -191,7 +192,7 @@ class StoreServer(grpc.GenericRpcHandler):
         ]
         self._server = grpc.aio.server(handlers=[self], options=options)
         try:
-            where = f"{listening_host(address[0])}:{address[1]}"
+            where = format_address((listening_host(address[0]), address[1]))
             if self._tls:
                 key, certificate, root = _certificates(self._tls)
                 credentials = grpc.ssl_server_credentials([(key, certificate)], root, require_client_auth=True)
@@ -234,7 +235,7 @@ class StoreServer(grpc.GenericRpcHandler):
     async def _refuse(self, why: str, requests: Any, context: Any) -> None:
         self.refused += 1
         if self.refused <= REFUSALS_LOGGED:
-            log.warning("the store refuses %s, which %s", context.peer(), why)
+            log.warning("the store refuses %s, which %s", unquote(context.peer()), why)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
     async def _attend(self, rank: bytes, given: bytes, request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -476,14 +477,12 @@ def serve(address: Address, secret: bytes, tls: str = "") -> StoreServer:
     """
     with _serving:
         if address not in _servers:
-            if why := ipv4_only(address[0]):
-                raise OSError(errno.EAFNOSUPPORT, why)
             try:
                 _servers[address] = StoreServer(address, secret, tls)
             except OSError as error:
                 raise OSError(
                     error.errno,
-                    f"rank 0 cannot serve the store at {address[0]}:{address[1]} ({error.strerror}); MASTER_ADDR must "
+                    f"rank 0 cannot serve the store at {format_address(address)} ({error.strerror}); MASTER_ADDR must "
                     "be an address of its host, and MASTER_PORT a free TCP port there",
                 ) from None
             ExitCallback(_servers[address].close)
@@ -628,10 +627,10 @@ class _Link:
     """A rank's connection to the store. It sends a proof of the secret with each call, and verifies each answer's."""
 
     def __init__(self, address: Address, deadline_s: float, secret: bytes, tls: str, owner: str) -> None:
-        self._where, self._owner = f"the store of {owner} at {address[0]}:{address[1]}", owner
+        target = format_address(address)
+        self._where, self._owner = f"the store of {owner} at {target}", owner
         options = [*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50)]
         options += [("grpc.max_reconnect_backoff_ms", 500)]
-        target = f"{address[0]}:{address[1]}"
         if tls:
             key, certificate, root = _certificates(tls)
             credentials = grpc.ssl_channel_credentials(root, key, certificate)

@@ -27,7 +27,7 @@ from dlcp.session.options import Options
 from dlcp.session.recovery import PeerWatch
 from dlcp.session.store import ANSWER_S, BEAT_S, Store, StoreChannel, StoreError, ended_key
 from dlcp.session.training_session import LEFT, Fallback
-from dlcp.transport import Membership, PeerAbortedError, RankEndedError
+from dlcp.transport import Address, Membership, PeerAbortedError, RankEndedError
 
 log = logging.getLogger("dlcp")
 
@@ -99,7 +99,7 @@ class StoreWatch(PeerWatch):
     options
         The session's options.
     master
-        The host that serves the store.
+        The address of the store.
     division
         Who divides the data of each step.
     is_new
@@ -118,7 +118,7 @@ class StoreWatch(PeerWatch):
         store: Store,
         membership: Membership,
         options: Options,
-        master: str,
+        master: Address | None,
         division: Division,
         *,
         is_new: bool = False,
@@ -456,7 +456,7 @@ class StoreWatch(PeerWatch):
             members.rank,
             0,
             self._options.meet_s,
-            host=self._master,
+            master=self._master,
             membership=members,
             gone=gone,
             without_server=self._without_server,

@@ -5,6 +5,7 @@ The figures are those of ``ss -ti``. They need no privilege and no traffic of th
 library has opened a connection: Gloo, NCCL over sockets, or MPI. Linux only; elsewhere there are no connections.
 """
 
+import ipaddress
 import os
 import socket
 import stat
@@ -13,6 +14,8 @@ from contextlib import suppress
 from operator import sub
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from dlcp.inputs.addresses import Address, format_address
 
 _INFO_BYTES: Final = 192
 """``struct tcp_info`` of linux/tcp.h up to ``tcpi_sndbuf_limited``, which Linux 4.10 and later have."""
@@ -63,8 +66,13 @@ def tcp_connections() -> dict[TcpEnds, TcpUse]:
 
 
 def _ends(connection: socket.socket) -> TcpEnds:
-    own, peer = connection.getsockname(), connection.getpeername()
-    return TcpEnds(f"{own[0]}:{own[1]}", f"{peer[0]}:{peer[1]}")
+    return TcpEnds(*(format_address(_as_ipv4(end)) for end in (connection.getsockname(), connection.getpeername())))
+
+
+def _as_ipv4(end: Address) -> Address:
+    """Return an address as the other end sees it: a socket for both families shows IPv4 addresses as IPv6."""
+    mapped = ipaddress.IPv6Address(end[0]).ipv4_mapped if ":" in end[0] else None
+    return (str(mapped), end[1]) if mapped else end
 
 
 def _use(connection: socket.socket) -> TcpUse:

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.autograd import profiler
 
+from dlcp.host.ip import loopback
+from dlcp.inputs.addresses import Address, format_host, parse_address
 from dlcp.session.addresses import OwnAddresses, bind
 from dlcp.session.choosing import FrameworkRoute
 from dlcp.session.joining import Agreement, join, next_number
@@ -47,7 +49,7 @@ def agreement_of(group: dist.ProcessGroup | None, options: Options) -> Agreement
         name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store, rank = PrefixStore(name, store), dist.get_rank(group)
     store = PrefixStore(str(next_number(store, rank)), store)
-    return Agreement(store, rank, len(ranks), options.meet_s, secret, _host_of(store))
+    return Agreement(store, rank, len(ranks), options.meet_s, secret, _address_of(store))
 
 
 class LeavesAtExit(Protocol):
@@ -91,11 +93,15 @@ def _secret_of(options: Options) -> bytes | None:
     return configured_secret(options)
 
 
-def _host_of(store: Store) -> str | None:
-    """Return the host that serves a network store, if it is one."""
+def _without_port(text: str) -> str:
+    return format_host(parse_address(text, 0)[0]) if text else ""
+
+
+def _address_of(store: Store) -> Address | None:
+    """Return the address of a network store, if it is one."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else None
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, timeout: timedelta) -> Endpoint:
@@ -115,16 +121,15 @@ def endpoint_of_new_group(options: Options, store: Store, rank: int, size: int, 
     RuntimeError
         A rank has not joined within ``timeout``, or cannot be reached; the message names it.
     """
-    host = options.bind.partition(":")[0]
-    options = options.with_(bind=f"{host}:0" if host else "", advertise=options.advertise.partition(":")[0])
+    options = options.with_(bind=_without_port(options.bind), advertise=_without_port(options.advertise))
     if size == 1:  # nothing will ever be sent to its socket
-        sock = bind(options.with_(bind=""), OwnAddresses("127.0.0.1"))
+        sock = bind(options.with_(bind=""), OwnAddresses(loopback()))
         return Endpoint(Membership(rank, job=options.job, token=1), sock, options=options.transport(size))
     secret = _secret_of(options)  # before the number, as above
     # A group may be made again over the same store, which keeps the last one's entries.
     store = PrefixStore(str(next_number(store, rank)), store)
     agree = functools.partial(
-        Agreement, PrefixStore("dlcp", store), rank, size, options.meet_s, secret, _host_of(store)
+        Agreement, PrefixStore("dlcp", store), rank, size, options.meet_s, secret, _address_of(store)
     )
     store.set(f"here/{rank}", "")
     keys = [f"here/{peer}" for peer in range(size)]

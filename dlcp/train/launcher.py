@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from dlcp.host.interfaces import interface_of, only_way_out
+from dlcp.host.ip import loopback
 from dlcp.host.processes import python_command
 from dlcp.inputs import configuration
+from dlcp.inputs.addresses import format_host, parse_address
 from dlcp.inputs.error_text import closest
 
 if TYPE_CHECKING:
@@ -111,8 +113,6 @@ def read_reports(folder: Path) -> list[Report]:
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
-_ONE_MACHINE: Final = ("--standalone", "--local-addr", "127.0.0.1")
-"""Options for torchrun when the user chooses no rendezvous: one machine, and a free port."""
 _RENDEZVOUS: Final = ("nnodes", "node-rank", "rdzv", "master", "standalone", "local-addr")
 _FRESH_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Makes rank 0 serve a new store at every start. By default torchrun keeps one store over restarts, and Gloo's ranks
@@ -245,9 +245,9 @@ def torchrun_settings(torchrun: Sequence[str], script: Sequence[str]) -> argpars
     """
     from torch.distributed.run import config_from_args
 
-    chosen = has_rendezvous(torchrun)
+    chosen = has_rendezvous(torchrun)  # else: one machine, and a free port
     try:
-        settings = _parsed(torchrun if chosen else [*_ONE_MACHINE, *torchrun])
+        settings = _parsed(torchrun if chosen else ["--standalone", "--local-addr", loopback(), *torchrun])
     except UsageError:
         target_of(script)  # if there is no script, this error explains it better
         raise
@@ -326,10 +326,11 @@ def _use_route(settings: argparse.Namespace) -> None:
     from dlcp.session.options import Options
 
     # PyTorch's static rendezvous has separate options for its host.
-    host = settings.rdzv_endpoint.rpartition(":")[0] or settings.rdzv_endpoint or settings.master_addr
+    endpoint = settings.rdzv_endpoint or format_host(settings.master_addr)
     try:
-        place = own_place(Options(bind=""), host)
-    except OSError:  # torchrun reports this error
+        host, port = parse_address(endpoint, 0)
+        place = own_place(Options(bind=""), (host, port))
+    except (OSError, ValueError):  # torchrun reports this error
         return
     named = listening_host(host) != host
     interface = only_way_out() if named else interface_of(place.address)

@@ -28,7 +28,7 @@ from dlcp.transport.messages import (
 )
 from dlcp.transport.peer import Fail, Then
 from dlcp.transport.settings import Membership, TransportOptions
-from dlcp.transport.sockets import bind_socket, parse_address
+from dlcp.transport.sockets import bind_socket
 
 __all__ = [
     "EMPTY",
@@ -62,5 +62,4 @@ __all__ = [
     "TransportError",
     "TransportOptions",
     "bind_socket",
-    "parse_address",
 ]

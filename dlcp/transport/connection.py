@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.host.timeline import Timeline
 
 Emit = Callable[[int, bytes, int, int], object]
-"""Sends a packet without a socket: rank, datagram, IPv4 type of service, path."""
+"""Sends a packet without a socket: rank, datagram, type of service, path."""
 Call = Callable[[Callable[[], None]], None]
 """Runs a function in a connection's thread, in the order of the calls."""
 OnMessage = Callable[[int, float], None]

@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from dlcp.host.closing import ending_error
+from dlcp.inputs.addresses import format_address
 from dlcp.transport.connection import Connection, Links, OnMessage, OnUnexpected
 from dlcp.transport.messages import (
     Arrival,
@@ -145,7 +146,7 @@ class Endpoint:
             now_s = time.monotonic()
             if now_s > end_s:
                 addresses = {peer: self.connection.membership.peers[peer] for peer in strangers}
-                where = ", ".join(f"rank {peer} at {host}:{port}" for peer, (host, port) in addresses.items())
+                where = ", ".join(f"rank {peer} at {format_address(address)}" for peer, address in addresses.items())
                 raise PeerSilentError(
                     f"job {self.connection.membership.job}: no answer within {timeout_s:.0f} s from {where}; "
                     "is it running, is the port open, and is the session token the same?"

@@ -15,7 +15,6 @@ late.
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Final, NamedTuple
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlcp import wire
+from dlcp.host.ip import family_of
 from dlcp.native import ffi, lib
 from dlcp.transport.congestion import Report
 from dlcp.transport.messages import EMPTY, Address, Bytes, LossBound, MessageKey, ReceiveRequest, SendRequest
@@ -108,7 +108,7 @@ class Narrow(NamedTuple):
 
 
 class Datagram(NamedTuple):
-    """Without a socket: a packet to send, with its IPv4 type of service and path."""
+    """Without a socket: a packet to send, with its type of service and path."""
 
     peer: int
     datagram: bytes
@@ -374,8 +374,8 @@ class Engine:
         self.flows: dict[int, Any] = {}
         for peer, number in self._numbers.items():
             service = ffi.from_buffer(service_of(options.tagged, ecn_capable[peer]))
-            host, port = ipv4_number(peers[peer][0]), peers[peer][1]
-            self.flows[peer] = lib.dlcp_peer(engine, number, peer, host, port, service, now_s)
+            address = _packed(peers[peer])
+            self.flows[peer] = lib.dlcp_peer(engine, number, peer, address, len(address), service, now_s)
             if not self.flows[peer]:
                 raise MemoryError
         self._share(shared or SharedMemory())
@@ -543,8 +543,8 @@ class Engine:
 
     def take_in(self, datagram: memoryview, tos: int, source: Address, now_s: float) -> None:
         """Process one datagram, for use without a socket."""
-        host, port = ipv4_number(source[0]), source[1]
-        lib.dlcp_take_in(self._engine, ffi.from_buffer(datagram), len(datagram), host, port, tos, now_s)
+        address = _packed(source)
+        lib.dlcp_take_in(self._engine, ffi.from_buffer(datagram), len(datagram), address, len(address), tos, now_s)
 
     def tick(self, now_s: float) -> float:
         """Run due timers: acknowledge, probe, repeat, report; return the time of the next one."""
@@ -581,13 +581,14 @@ class Engine:
         self._wake_read = self._wake_write = -1
 
 
-def ipv4_number(host: str) -> int:
-    """Return an IPv4 address as a number in host byte order."""
-    return int(struct.unpack(">I", socket.inet_aton(host))[0])
+def _packed(address: Address) -> bytes:
+    """Return an address as C has it; a socket's own address may have further items."""
+    host, port = address[:2]
+    return family_of(host).packed(host, port)
 
 
 def service_of(tagged: bool, ecn_capable: bool) -> NDArray[np.uint8]:
-    """Return the IPv4 type of service by queue and droppability, shape (8, 2)."""
+    """Return the type of service, in IPv6 called traffic class, by queue and droppability, shape (8, 2)."""
     service = np.zeros((8, 2), np.uint8)
     if tagged:
         service[:] = [[wire.dscp(queue, droppable) << 2 for droppable in (False, True)] for queue in range(8)]

@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dlcp.inputs.addresses import Address as Address
 from dlcp.inputs.configuration import Range
 from dlcp.values.planes import PlaneLayout
 from dlcp.values.tags import AS_SEEDED, ChunkOrder, PacketTags
 
-Address = tuple[str, int]
 Bytes = NDArray[np.uint8]
 EMPTY: Final[Bytes] = np.zeros(0, np.uint8)
 SHARE: Final = Range(0, 1, below=True)

@@ -16,15 +16,14 @@ from multiprocessing.connection import wait  # select.select cannot handle descr
 from typing import Any, Final
 
 from dlcp import wire
+from dlcp.host.ip import IPV4, PMTUDISC_PROBE, UDP_BYTES, IpFamily, family_of
+from dlcp.inputs.addresses import Address
 from dlcp.wire import Header, PacketType, Queue
 
-Address = tuple[str, int]
-
-IPV4_UDP_BYTES: Final = 28
 COMMON_MTUS: Final = (9000, 1500, 1460, 1450, 1400, 1280, 576)
 """Jumbo frames, Ethernet, a large cloud's network, VXLAN, common tunnels, the minima of IPv6 and IPv4."""
-PAYLOAD_UNKNOWN: Final = 1440
-"""Fills Ethernet's MTU of 1500: used where no path can be probed, as to a parameter server."""
+ETHERNET_MTU: Final = 1500
+"""Assumed where no path can be probed, as to a parameter server."""
 PAYLOAD_LEAST: Final = 64
 """The smallest payload; a peer that does not receive even this is unreachable."""
 
@@ -37,30 +36,33 @@ WIDER_AFTER_S: Final = 10.0
 """The time after which a path that has become narrow is probed again for whole packets, and the shortest time between
 two searches that a peer's probes cause: if any probe did, two ranks would make each other search without end."""
 
-_IP_MTU_DISCOVER: Final = 10
-_IP_PMTUDISC_PROBE: Final = 3
-_IP_MTU: Final = 14
 log = logging.getLogger("dlcp")
 
 
-def payload_for_mtu(mtu: int) -> int:
+def headers_bytes(family: IpFamily) -> int:
+    """Return the bytes of a packet before its payload, from the IP header on."""
+    return family.header_bytes + UDP_BYTES + wire.HEADER_BYTES
+
+
+def payload_for_mtu(mtu: int, family: IpFamily = IPV4) -> int:
     """Return a packet's payload in bytes on a path of this MTU: a multiple of 8."""
-    return (mtu - IPV4_UDP_BYTES - wire.HEADER_BYTES) // 8 * 8
+    return (mtu - headers_bytes(family)) // 8 * 8
 
 
-def mtu_below(candidates: Sequence[int], passed: int) -> int:
+def mtu_below(candidates: Sequence[int], passed: int, family: IpFamily = IPV4) -> int:
     """Return the largest MTU at which ``passed`` was the largest of these payloads, from the largest, to pass."""
-    return min(size for size in candidates if size > passed) + IPV4_UDP_BYTES + wire.HEADER_BYTES - 1
+    return min(size for size in candidates if size > passed) + headers_bytes(family) - 1
 
 
 def first_hop_mtu(address: Address) -> int:
-    """Return the MTU of the first hop to an address, as this host's kernel knows it, in bytes."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    """Return the MTU of the first hop to an address, as this host's kernel knows it, in bytes, at most 65535."""
+    family = family_of(address[0])
+    with family.udp_socket() as sock:
         sock.connect(address)  # sends nothing; asks the routing table
-        return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+        return min(sock.getsockopt(family.level, family.mtu), 65535)  # IPv6's on loopback is larger
 
 
-def candidate_payloads(mtu: int, configured: int = 0) -> list[int]:
+def candidate_payloads(mtu: int, configured: int = 0, family: IpFamily = IPV4) -> list[int]:
     """Return the payload sizes worth trying, the largest first.
 
     Parameters
@@ -70,8 +72,8 @@ def candidate_payloads(mtu: int, configured: int = 0) -> list[int]:
     configured
         The requested size, which is then the largest; 0 for the largest common one.
     """
-    largest = configured or payload_for_mtu(min(mtu, max(COMMON_MTUS)))
-    common = {payload_for_mtu(size) for size in COMMON_MTUS}
+    largest = configured or payload_for_mtu(min(mtu, max(COMMON_MTUS)), family)
+    common = {payload_for_mtu(size, family) for size in COMMON_MTUS}
     return sorted({largest, PAYLOAD_LEAST} | {size for size in common if size < largest}, reverse=True)
 
 
@@ -177,7 +179,7 @@ class PathProbe:
         except wire.HeaderError:
             return True
         address = self.peers.get(header.sender)
-        if address is None or source != address or (header.token, header.job) != (self.token, self.job):
+        if address is None or source[:2] != address[:2] or (header.token, header.job) != (self.token, self.job):
             return True
         size = len(datagram) - wire.HEADER_BYTES
         if header.type is PacketType.HELLO and header.index == size:
@@ -204,6 +206,8 @@ class NarrowPath:
         For messages: the job and the peer.
     payload_bytes
         Of a full packet.
+    family
+        That of the path.
     flow
         The ``flow_view`` of ``engine.h``.
     probe
@@ -216,12 +220,13 @@ class NarrowPath:
         self,
         label: str,
         payload_bytes: int,
+        family: IpFamily,
         flow: Any,
         probe: Callable[[int], object],
         call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._label, self._flow, self._probe, self._call_later = label, flow, probe, call_later
-        self._candidates = candidate_payloads(max(COMMON_MTUS), payload_bytes)
+        self._family, self._candidates = family, candidate_payloads(max(COMMON_MTUS), payload_bytes, family)
         self._search: SizeSearch | None = None
         self._again_s = 0.0
 
@@ -268,16 +273,17 @@ class NarrowPath:
             "%s: packets of %d bytes no longer arrive, but those of %d do: the path's MTU has shrunk to at most %d, "
             "without an ICMP message; larger packets now leave in pieces; look for a tunnel or a route that has "
             "changed, and restart with payload_bytes=%d if it stays",
-            *(self._label, full, passed, mtu_below(self._candidates, passed), passed),
+            *(self._label, full, passed, mtu_below(self._candidates, passed, self._family), passed),
         )
 
 
 @contextlib.contextmanager
 def _never_fragmented(sock: socket.socket) -> Iterator[None]:
-    """Send with the don't-fragment bit, regardless of the kernel's path MTU."""
-    before = sock.getsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER)
-    sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+    """Send without fragmentation, regardless of the kernel's path MTU."""
+    family = IpFamily.of(sock)
+    before = sock.getsockopt(family.level, family.mtu_discover)
+    sock.setsockopt(family.level, family.mtu_discover, PMTUDISC_PROBE)
     try:
         yield
     finally:
-        sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, before)
+        sock.setsockopt(family.level, family.mtu_discover, before)

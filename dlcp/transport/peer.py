@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from dlcp import wire
+from dlcp.host.ip import family_of
 from dlcp.transport.congestion import RateControl
 from dlcp.transport.dctcp import QUEUE_MIN_S
 from dlcp.transport.engine import ControlPacket, Engine, Reported
@@ -397,7 +398,8 @@ class Liveness:
         if rank not in self._narrow:
             label, flow = f"job {self._membership.job}, rank {rank}", self._peers[rank].flow
             probe = partial(self._probe_size, rank)
-            self._narrow[rank] = NarrowPath(label, self._options.payload_bytes, flow, probe, self._call_later)
+            family = family_of(self._membership.peers[rank][0])
+            self._narrow[rank] = NarrowPath(label, self._options.payload_bytes, family, flow, probe, self._call_later)
         return self._narrow[rank]
 
     def _probe_size(self, rank: int, size: int) -> None:

@@ -70,7 +70,7 @@ class TransportOptions:
     Parameters
     ----------
     payload_bytes
-        Bytes of a message per packet. 1440 fills an MTU of 1500 (20 IPv4, 8 UDP, 32 DLCP).
+        Bytes of a message per packet. 1440 fills an MTU of 1500 over IPv4 (20 IP, 8 UDP, 32 DLCP).
     tagged
         False sends all packets as ordinary traffic in one queue, without tags, drop classes or urgency.
     congestion

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dlcp.host import netlab
+from dlcp.host.ip import IPV4, IPV6, family_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +22,10 @@ ROOT = Path(__file__).parents[2]
 class Nodes:
     """Nodes on networks; a context manager.
 
-    ``interfaces`` says which addresses of /24 networks each node has, by interface: nodes whose addresses begin alike
-    are on one network. ``hosts`` is what /etc/hosts says on a node. ``run(name)`` are the words before a command that
-    is to run there; ``file(name)`` is an executable that runs its arguments there.
+    ``interfaces`` says which addresses of /24 networks each node has, by interface, or of /64 networks of IPv6, which
+    the node then has alone: nodes whose addresses begin alike are on one network. ``hosts`` is what /etc/hosts says on
+    a node. ``run(name)`` are the words before a command that is to run there; ``file(name)`` is an executable that runs
+    its arguments there.
     """
 
     def __init__(self, folder, interfaces, hosts):
@@ -48,9 +51,10 @@ class Nodes:
         self.switch = self.spaces["the switch"] = netlab.Namespace("switch")
         bridges = set()
         for number, (name, interfaces) in enumerate(self.interfaces.items()):
-            node = self.spaces[name] = netlab.Namespace(name)
+            family = family_of(next(iter(interfaces.values())))
+            node = self.spaces[name] = netlab.Namespace(name, family)
             for interface, address in interfaces.items():
-                bridge = f"net{address.split('.')[1]}"
+                bridge, bits = f"net{re.split('[.:]', address)[1]}", {IPV4: 24, IPV6: 64}[family]
                 if bridge not in bridges:
                     self.switch.ip(f"link add {bridge} type bridge", f"link set {bridge} up")
                     bridges.add(bridge)
@@ -59,8 +63,8 @@ class Nodes:
                     f"link add {port} type veth peer name {interface} netns {node.path}",
                     f"link set {port} master {bridge} up",
                 )
-                node.ip(f"addr add {address}/24 dev {interface}", f"link set {interface} up")
-            (self.folder / f"hosts-{name}").write_text("127.0.0.1 localhost\n" + self.hosts(name))
+                node.ip(f"addr add {address}/{bits} dev {interface}", f"link set {interface} up")
+            (self.folder / f"hosts-{name}").write_text(f"{family.loopback} localhost\n" + self.hosts(name))
             # The namespace of mounts is for /etc/hosts, that of names for the host's own.
             enter = f"nsenter --net={node.path} unshare --mount --uts sh -c"
             inside = f'mount --bind {self.folder}/hosts-{name} /etc/hosts && hostname {name} && exec "$@"'

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dlcp.inputs.addresses import format_address
 from dlcp.session import addresses
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, own_addresses, own_place
 from dlcp.session.options import Options
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.timeout(500)
 def routes(monkeypatch):
     """The routes of a host on two networks, in the place of the kernel's."""
 
-    def route(host):
+    def route(toward):
+        host, _ = toward
         if host == "nowhere":
             raise OSError("Network is unreachable")
         destination = {"node-a": "127.0.1.1"}.get(host, host)
@@ -46,12 +48,18 @@ def routes(monkeypatch):
 
 
 def test_a_place_is_what_the_options_say_or_the_route(routes):
-    assert own_place(Options(bind="10.9.9.9:5"), "node-a") == RankPlace("10.9.9.9", settled=True)
-    assert own_place(Options(), "10.72.0.9") == RankPlace("10.72.0.1")
-    assert own_place(Options(), "10.72.0.1") == RankPlace("10.72.0.1", at_meeting=True)
-    assert own_place(Options(), "node-a") == RankPlace("127.0.0.1", at_meeting=True)
+    assert own_place(Options(bind="10.9.9.9:5"), ("node-a", 0)) == RankPlace("10.9.9.9", settled=True)
+    assert own_place(Options(), ("10.72.0.9", 0)) == RankPlace("10.72.0.1")
+    assert own_place(Options(), ("10.72.0.1", 0)) == RankPlace("10.72.0.1", at_meeting=True)
+    assert own_place(Options(), ("node-a", 0)) == RankPlace("127.0.0.1", at_meeting=True)
     with pytest.raises(OSError, match="unreachable"):
-        own_place(Options(), "nowhere")
+        own_place(Options(), ("nowhere", 0))
+
+
+def test_a_link_local_address_is_no_place(monkeypatch):
+    monkeypatch.setattr(addresses, "_route", lambda toward: ("fe80::2%eth0", toward[0]))
+    with pytest.raises(OSError, match="reaches fd00::1 from fe80::2%eth0, which is a link-local address"):
+        own_place(Options(), ("fd00::1", 0))
 
 
 HERE, LOOPBACK = RankPlace("10.71.0.1", at_meeting=True), RankPlace("127.0.0.1", at_meeting=True)
@@ -125,6 +133,14 @@ def test_a_rank_between_two_networks_has_an_address_in_each(tmp_path):
     assert [one["peers"].get("0") for one in found] == [None, "10.71.0.1", "10.72.0.1"]
 
 
+def test_ranks_without_ipv4_meet_by_name(tmp_path):
+    interfaces = {"node-a": {"eth0": "fd00:72::1"}, "node-b": {"eth0": "fd00:72::2"}}
+    with Nodes(tmp_path, interfaces, lambda _: "fd00:72::1 node-a\n") as nodes:
+        first, second = average_on(nodes, dict.fromkeys(interfaces, "node-a"))
+    assert (first["bound"], second["bound"]) == ("fd00:72::1", "fd00:72::2")
+    assert (first["peers"], second["peers"]) == ({"1": "fd00:72::2"}, {"0": "fd00:72::1"})
+
+
 TRAINING = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -139,11 +155,14 @@ dist.destroy_process_group()
 GRADIENT_BYTES = 2_000_000
 
 
-def test_the_network_of_the_rendezvous_is_used_where_names_lead_to_another(tmp_path):
+@pytest.mark.parametrize(("slow", "fast"), [("10.71.0.", "10.72.0."), ("fd00:71::", "fd00:72::")], ids=["IPv4", "IPv6"])
+def test_the_network_of_the_rendezvous_is_used_where_names_lead_to_another(tmp_path, slow, fast):
     """pytorch/gloo#335: the slow network is the one that names of hosts lead to."""
     pytest.importorskip("torch")
     (tmp_path / "script.py").write_text(TRAINING)
-    interfaces = {f"node-{name}": {"slow": f"10.71.0.{k}", "fast": f"10.72.0.{k}"} for k, name in enumerate("ab", 1)}
+    interfaces = {
+        f"node-{name}": {"slow": f"{slow}{number}", "fast": f"{fast}{number}"} for number, name in enumerate("ab", 1)
+    }
 
     def hosts(_):
         return "".join(f"{addresses['slow']} {name}\n" for name, addresses in interfaces.items())
@@ -151,7 +170,7 @@ def test_the_network_of_the_rendezvous_is_used_where_names_lead_to_another(tmp_p
     with Preloaded() as python, Nodes(tmp_path, interfaces, hosts) as nodes:
         words = [*python, "-m", "dlcp.cli", "train", "--option", "precision=32", "--nnodes", "2"]
         words += ["--nproc-per-node", "1"]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.72.0.1:{PORT}", "--rdzv-id", "x"]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", format_address((f"{fast}1", PORT)), "--rdzv-id", "x"]
         running = [
             nodes.popen(name, [*words, "--rdzv-conf", f"is_host={name == 'node-a'}", "--", tmp_path / "script.py"])
             for name in interfaces

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A path with faults between two doctors, over 127.0.0.1: a relay that drops, and that changes tags."""
+"""A path with faults between two doctors, over loopback: a relay that drops, and that changes tags."""
 
 import contextlib
 import select
-import socket
 import struct
 import threading
 
-from dlcp.doctor.path import ProbeListener, open_socket, tos_of
-from dlcp.transport.path_mtu import IPV4_UDP_BYTES
+from dlcp.doctor.path import ProbeListener, before_payload, open_socket, tos_of
+from dlcp.host.ip import IPV4
 
 
 @contextlib.contextmanager
@@ -38,16 +37,16 @@ class Pathway:
     an IP packet); ``tag(way, tos)`` says what becomes of its TOS byte, None if that gets it lost.
     """
 
-    def __init__(self, drop=lambda way, number, size: False, tag=lambda way, tos: tos):
-        self.drop, self.tag = drop, tag
-        self.front, self.back = open_socket("127.0.0.1"), open_socket("127.0.0.1")
-        self.address = self.front.getsockname()
+    def __init__(self, drop=lambda way, number, size: False, tag=lambda way, tos: tos, family=IPV4):
+        self.drop, self.tag, self.family = drop, tag, family
+        self.front, self.back = open_socket(family.loopback), open_socket(family.loopback)
+        self.address = self.front.getsockname()[:2]
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._relay, daemon=True)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
-        self.listener = self._stack.enter_context(listening(open_socket("127.0.0.1")))
+        self.listener = self._stack.enter_context(listening(open_socket(self.family.loopback)))
         self._thread.start()
         return self
 
@@ -71,5 +70,5 @@ class Pathway:
                 number = numbers[way]
                 numbers[way] += 1
                 tos = self.tag(way, tos_of(ancillary))
-                if tos is not None and not self.drop(way, number, len(data) + IPV4_UDP_BYTES):
-                    out.sendmsg([data], [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))], 0, target)
+                if tos is not None and not self.drop(way, number, len(data) + before_payload(self.family)):
+                    out.sendmsg([data], [(self.family.level, self.family.tos, struct.pack("i", tos))], 0, target)

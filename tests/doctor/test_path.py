@@ -8,6 +8,7 @@ import pytest
 from dlcp import wire
 from dlcp.doctor import Status
 from dlcp.doctor.path import PROBES, SMALLEST_BYTES, PeerError, Probe, decode, describe, open_socket, try_path
+from dlcp.host.ip import FAMILIES, IPV4, IPV6
 from tests.doctor.pathway import Pathway, listening
 
 pytestmark = pytest.mark.timeout(60)
@@ -17,8 +18,9 @@ def findings(report):
     return {finding.subject: finding for finding in describe(report).findings}
 
 
-def test_a_clean_path_is_told_clean():
-    with Pathway() as path:
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_clean_path_is_told_clean(family):
+    with Pathway(family=family) as path:
         report = try_path(path.address, 100)
     assert (report.sent, report.arrived_there, report.arrived_back, len(report.rtts_s)) == (100, 100, 100, 100)
     assert 0 < max(report.rtts_s) < 1
@@ -51,10 +53,12 @@ def test_a_little_loss_is_a_note():
     assert report.arrived_there == 98
 
 
-@pytest.mark.parametrize(("mtu_there", "mtu_back"), [(1500, 1500), (9000, 1477)])
-def test_the_largest_packet_is_found_to_the_byte(mtu_there, mtu_back):
+@pytest.mark.parametrize(
+    ("mtu_there", "mtu_back", "family"), [(1500, 1500, IPV4), (9000, 1477, IPV6)], ids=["IPv4", "IPv6"]
+)
+def test_the_largest_packet_is_found_to_the_byte(mtu_there, mtu_back, family):
     limits = {"there": mtu_there, "back": mtu_back}
-    with Pathway(lambda way, number, size: size > limits[way]) as path:
+    with Pathway(lambda way, number, size: size > limits[way], family=family) as path:
         report = try_path(path.address, 20)
     assert report.mtu_bytes == min(mtu_there, mtu_back)
     assert report.mtu_there_bytes == mtu_there
@@ -107,8 +111,8 @@ def test_a_peer_that_swallows_everything_is_given_up(monkeypatch):
 
 def test_a_listener_answers_probes_only_and_never_with_more_than_it_was_sent():
     question = Probe(7, 1, size_bytes=60_000)
-    whole = question.encode(answer=False, packet_bytes=500)
-    foreign = [b"", b"hello", whole[:40], b"\x00" + whole[1:], question.encode(answer=True, packet_bytes=500)]
+    whole = question.encode(answer=False, payload_bytes=472)
+    foreign = [b"", b"hello", whole[:40], b"\x00" + whole[1:], question.encode(answer=True, payload_bytes=472)]
     with (
         listening(open_socket("127.0.0.1")) as listener,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock,
@@ -127,7 +131,7 @@ def test_a_listener_answers_probes_only_and_never_with_more_than_it_was_sent():
 
 
 def test_a_probe_is_a_well_formed_packet_of_the_wire_format():
-    datagram = Probe(123, 4).encode(answer=False, packet_bytes=0)
+    datagram = Probe(123, 4).encode(answer=False)
     assert len(datagram) == SMALLEST_BYTES
     header = wire.decode(datagram)
     assert (header.type, header.token, header.queue) == (wire.PacketType.HELLO, 123, wire.Queue.CONTROL)
@@ -159,7 +163,7 @@ def test_a_hop_with_a_smaller_mtu_is_found_with_real_fragments_forbidden(namespa
                 f"route add default via 10.8.{subnet}.1",
             )
         assert router.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]).returncode == 0
-        with listening(far.call(lambda: open_socket("", [53703]))):
+        with listening(far.call(lambda: open_socket("0.0.0.0", [53703]))):
             report = near.call(lambda: try_path(("10.8.2.2", 53703), PROBES))
         assert (report.mtu_bytes, report.interface_mtu_bytes) == (1400, 1500)
         assert report.arrived_back == PROBES

@@ -8,7 +8,6 @@ import pytest
 
 from dlcp.doctor import Status
 from dlcp.doctor.examination import examine_options
-from dlcp.inputs import configuration
 from dlcp.inputs.configuration import HostPort, Range
 from dlcp.session.options import Options
 from dlcp.transport import LossBound, TransportOptions
@@ -117,8 +116,6 @@ def test_ranges(allowed, inside, outside, words):
 
 
 def test_addresses():
-    assert configuration.host_and_port("host", 7) == ("host", 7)
-    assert configuration.host_and_port("10.0.0.1:0", 7) == ("10.0.0.1", 0)
     with pytest.raises(ValueError, match="ports are 1 to 65535"):
         HostPort(least_port=1).check("server", "host:0")
     with pytest.raises(ValueError, match="server must be host:port, got 5"):

@@ -195,7 +195,7 @@ def test_a_process_that_fails_at_each_start_is_given_up(tmp_path, monkeypatch):
         (["--", "no-such-program"], "there is no program no-such-program"),
         (["--nodes", "2", "--", "true"], "several machines need --master"),
         (["--node", "1", "--", "true"], r"--node must lie in 0..0, got 1"),
-        (["--master", "here", "--", "true"], "--master takes HOST:PORT, got 'here'"),
+        (["--master", "here", "--", "true"], "--master: expected host:port, got 'here', which has no port"),
         (["--restart", "--", "true"], "--restart needs --elastic"),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+import urllib.request
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -223,8 +224,16 @@ def test_addresses(text, host, port):
 
 @pytest.mark.parametrize("text", ["", "port", "70000", "-1", "1.5", "host:", "host:http", "::1:9464", "²"])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(AddressError, match=r"takes PORT or HOST:PORT with a port in 0\.\.65535, got "):
+    with pytest.raises(AddressError, match=r"takes PORT or HOST:PORT: expected host:port, got "):
         parse_listen(text)
+
+
+def test_it_listens_at_addresses_of_ipv6(tmp_path):
+    for address, local in (("[::1]:0", True), ("[::]:0", False)):
+        with LiveServer([tmp_path], address) as server:
+            assert server.is_local == local
+            assert server.url == f"http://[::1]:{server.server_address[1]}/"
+            assert urllib.request.urlopen(f"{server.url}metrics").status == 200
 
 
 def test_it_listens_on_this_machine_only_unless_told_otherwise(tmp_path):

@@ -128,6 +128,10 @@ static void take_off_wire(int to, int at) {
     memmove(&world.wire[to][at], &world.wire[to][at + 1], (size_t)(--world.count[to] - at) * sizeof(packet *));
 }
 
+static struct sockaddr_in address_of(int rank, int way) {
+    return (struct sockaddr_in){AF_INET, htons((uint16_t)(PORT + way)), {htonl((uint32_t)rank)}, {0}};
+}
+
 ssize_t sendmsg(int socket, const struct msghdr *sent, int flags) {
     (void)flags;
     static uint8_t burst[2 * DATAGRAM_MAX];
@@ -163,13 +167,13 @@ ssize_t recvmsg(int socket, struct msghdr *got, int flags) {
     got->msg_controllen = 0;
     while (world.due[to] && world.count[to]) {
         packet *one = world.wire[to][0];
-        struct sockaddr_in source = {AF_INET, htons((uint16_t)(PORT + one->way)), {htonl((uint32_t)one->from)}, {0}};
+        struct sockaddr_in source = address_of(one->from, one->way);
         if (bytes && (memcmp(&source, got->msg_name, sizeof source) || one->bytes > segment || bytes % segment ||
                       !one->bytes || one->tos || bytes + one->bytes > 65507))
             break;
         if (!bytes) {
             segment = one->bytes;
-            memcpy(got->msg_name, &source, sizeof source);
+            memcpy(got->msg_name, &source, got->msg_namelen = sizeof source);
         }
         ASAN_UNPOISON_MEMORY_REGION(into, DATAGRAM_MAX);
         memcpy(into + bytes, one->data, (size_t)one->bytes);
@@ -238,7 +242,9 @@ static void start_rank(int rank, int tagged) {
     for (int peer = 0; peer < world.ranks; peer++) {
         if (peer == rank)
             continue;
-        flow_view *to = dlcp_peer(self, peer_of(rank, peer), peer, (uint32_t)peer, PORT, &service[0][0], world.now_s);
+        struct sockaddr_in address = address_of(peer, 0);
+        flow_view *to = dlcp_peer(self, peer_of(rank, peer), peer, (const uint8_t *)&address, sizeof address,
+                                  &service[0][0], world.now_s);
         REQUIRE(to);
         to->window = 1000, to->largest_window = 1 << 20;
         dlcp_accept(self, peer_of(rank, peer), ports, world.paths - 1);

@@ -18,7 +18,7 @@ from dlcp.session import joining
 from dlcp.session.joining import USE_DLCP, Agreement, NotJoinedError, join
 from dlcp.torch import Options
 from dlcp.transport import TransportOptions
-from dlcp.transport.path_mtu import PAYLOAD_UNKNOWN
+from dlcp.transport.path_mtu import ETHERNET_MTU, payload_for_mtu
 from dlcp.values.dtypes import ValueType
 from dlcp.values.tags import Layer, Segment
 
@@ -206,4 +206,4 @@ def test_the_first_verdict_counts(store):
 
 
 def test_where_nothing_can_be_asked_packets_fit_ethernet():
-    assert Options().transport(2).payload_bytes == PAYLOAD_UNKNOWN == TransportOptions().payload_bytes
+    assert Options().transport(2).payload_bytes == payload_for_mtu(ETHERNET_MTU) == TransportOptions().payload_bytes

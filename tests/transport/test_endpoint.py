@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endpoints over real sockets of this machine. Ports are whatever is free; every wait has a limit."""
 
-import socket
 import threading
 import time
 from contextlib import closing
@@ -9,6 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from dlcp.host.ip import FAMILIES, IpFamily
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
@@ -22,7 +22,6 @@ from dlcp.transport import (
     TransportError,
     TransportOptions,
     bind_socket,
-    parse_address,
 )
 from tests.transport.network import plain_tags
 from tests.waiting import until
@@ -31,8 +30,8 @@ LIMIT_S = 20
 TOKEN = 77
 
 
-def endpoints(count, *, tokens=None, options=None):
-    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(count)]
+def endpoints(count, *, tokens=None, options=None, host="127.0.0.1"):
+    sockets = [bind_socket(host, [0]) for _ in range(count)]
     addresses = {rank: sock.getsockname() for rank, sock in enumerate(sockets)}
     return [
         Endpoint(
@@ -48,9 +47,9 @@ def endpoints(count, *, tokens=None, options=None):
     ]
 
 
-@pytest.fixture
-def pair():
-    both = endpoints(2)
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def pair(request):
+    both = endpoints(2, host=request.param.loopback)
     yield both
     for endpoint in both:
         endpoint.close()
@@ -109,8 +108,7 @@ def test_many_threads_may_ask_at_once(pair):
 
 
 def test_noise_on_the_port_is_refused_and_counted(pair):
-    stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    with closing(stranger):
+    with closing(IpFamily.of(pair[1]._socket).udp_socket()) as stranger:
         target = pair[1]._socket.getsockname()
         for noise in (b"", b"GET / HTTP/1.1", bytes(2000), bytes(1400)):
             stranger.sendto(noise, target)
@@ -329,15 +327,3 @@ def test_the_first_free_port_is_taken_and_a_lack_of_ports_is_explained():
             assert second.getsockname()[1] != taken
         with pytest.raises(OSError, match=rf"cannot bind UDP at 127\.0\.0\.1, port {taken} \(Address already in use\)"):
             bind_socket("127.0.0.1", [taken])
-
-
-@pytest.mark.parametrize(
-    ("text", "address"), [("10.0.0.1:9000", ("10.0.0.1", 9000)), ("host", ("host", 53696)), ("host:", ("host", 53696))]
-)
-def test_addresses_are_host_and_port(text, address):
-    assert parse_address(text) == address
-
-
-def test_an_address_with_no_number_for_a_port_is_refused():
-    with pytest.raises(ValueError, match="expected host:port, got 'host:http'"):
-        parse_address("host:http")

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from dlcp import wire
+from dlcp.doctor.path import tos_of
+from dlcp.host.ip import FAMILIES, IPV4, IPV6, IpFamily
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
@@ -41,10 +43,10 @@ def bytes_of(size, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-@pytest.fixture
-def pair():
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def pair(request):
     """Rank 0 is an endpoint, rank 1 a bare socket; the last one is the endpoint's own."""
-    bare, sock = bind_socket("127.0.0.1", [0]), bind_socket("127.0.0.1", [0])
+    bare, sock = (bind_socket(request.param.loopback, [0]) for _ in range(2))
     with closing(bare), closing(Endpoint(Membership(0, {1: bare.getsockname()}, token=TOKEN), sock)) as endpoint:
         yield endpoint, bare, sock
         endpoint.close("the test is over")  # with a reason, for nobody would confirm anything
@@ -58,7 +60,7 @@ def packets(bare, kind, count=1):
         if select.select([bare], [], [], 0.1)[0]:
             datagram, ancillary, _, _ = bare.recvmsg(1 << 16, 128)
             if datagram[0] & 15 == kind:
-                found.append((datagram, next((data[0] for _, kind, data in ancillary if kind == socket.IP_TOS), 0)))
+                found.append((datagram, tos_of(ancillary)))
     assert len(found) == count
     return found
 
@@ -85,7 +87,8 @@ def test_marks_on_the_way_are_counted_and_echoed(pair):
     target = own.getsockname()
     for index in range(10):
         tos = CONGESTED if index < 4 else 2
-        ancillary = [(socket.IPPROTO_IP, socket.IP_TOS, struct.pack("i", tos))]
+        family = IpFamily.of(bare)
+        ancillary = [(family.level, family.tos, struct.pack("i", tos))]
         bare.sendmsg([data(index, bytes(1440), count=100)], ancillary, 0, target)
     marked = seen = 0
     while seen < 10:
@@ -107,9 +110,11 @@ def start(sender, receiver, payload):
     )
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused):
-    sockets = [bind_socket("127.0.0.1", [0]) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("refused", "family"), [(False, IPV4), (True, IPV4), (False, IPV6)], ids=["IPv4", "refused", "IPv6"]
+)
+def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused, family):
+    sockets = [bind_socket(family.loopback, [0]) for _ in range(2)]
     if refused:  # a socket that sends no checksums may not send segments
         sockets[0].setsockopt(socket.SOL_SOCKET, SO_NO_CHECK, 1)
         if segments_go(sockets[0], sockets[1]):

@@ -2,13 +2,13 @@
 """The payload that passes is found with real packets, also where the network silently drops large ones."""
 
 import random
-import socket
 import threading
 import time
 from contextlib import ExitStack
 
 import pytest
 
+from dlcp.host.ip import FAMILIES, IPV4, IPV6, IpFamily
 from dlcp.transport.path_mtu import (
     PAYLOAD_LEAST,
     TRIES,
@@ -23,9 +23,9 @@ LIMIT_S = 10
 TOKEN = 77
 
 
-def udp_socket():
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    sock.bind(("127.0.0.1", 0))
+def udp_socket(family=IPV4):
+    sock = family.udp_socket()
+    sock.bind((family.loopback, 0))
     sock.setblocking(False)
     return sock
 
@@ -35,7 +35,7 @@ class Path:
 
     def __init__(self, stack, ends, passes):
         self.ends, self.passes = ends, passes
-        self.doors = [stack.enter_context(udp_socket()) for _ in ends]
+        self.doors = [stack.enter_context(udp_socket(IpFamily.of(end))) for end in ends]
         self.stopped = False
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -52,11 +52,11 @@ class Path:
                     self.doors[back].sendto(datagram, self.ends[target].getsockname())
 
 
-def found(passes, candidates=None, limit_s=LIMIT_S):
+def found(passes, candidates=None, limit_s=LIMIT_S, family=IPV4):
     """The payload that each of two ranks finds on a path."""
-    candidates = candidates or candidate_payloads(65536)
+    candidates = candidates or candidate_payloads(65536, family=family)
     with ExitStack() as stack:
-        ends = [stack.enter_context(udp_socket()) for _ in range(2)]
+        ends = [stack.enter_context(udp_socket(family)) for _ in range(2)]
         path = Path(stack, ends, passes)
         probes = [
             PathProbe(rank, ends[rank], {1 - rank: path.doors[1 - rank].getsockname()}, 5, TOKEN, candidates)
@@ -78,10 +78,12 @@ def test_payloads_fill_the_packets_of_common_networks():
     assert candidate_payloads(65536)[:2] == [8936, 1440]
     assert candidate_payloads(9000, configured=1000) == [1000, 512, PAYLOAD_LEAST]
     assert candidate_payloads(1500, configured=64) == [64]
+    assert (payload_for_mtu(1500, IPV6), candidate_payloads(9000, family=IPV6)[:2]) == (1416, [8920, 1416])
 
 
-def test_the_first_hop_of_loopback_is_large():
-    assert first_hop_mtu(("127.0.0.1", 9)) >= 1500
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_hop_of_loopback_is_large(family):
+    assert first_hop_mtu((family.loopback, 9)) >= 1500
 
 
 def test_a_clean_path_takes_the_largest_at_once():
@@ -93,6 +95,10 @@ def test_a_clean_path_takes_the_largest_at_once():
 @pytest.mark.parametrize(("largest", "payload"), [(1472, 1440), (1472 - 50, 1384), (1000, 512), (100, PAYLOAD_LEAST)])
 def test_a_black_hole_is_measured(largest, payload):
     assert found(lambda size: size <= largest) == [(payload, True, [])] * 2
+
+
+def test_a_black_hole_is_measured_over_ipv6():
+    assert found(lambda size: size <= 1452, family=IPV6) == [(1416, True, [])] * 2
 
 
 def test_loss_does_not_look_like_a_black_hole():
@@ -127,8 +133,9 @@ def test_strangers_get_no_answer_and_are_not_believed():
         assert (probe.payload_bytes, probe.done) == (1440, True)
 
 
-def test_the_socket_is_left_as_it_was():
-    with udp_socket() as mine, udp_socket() as other:
-        before = mine.getsockopt(socket.IPPROTO_IP, 10)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_socket_is_left_as_it_was(family):
+    with udp_socket(family) as mine, udp_socket(family) as other:
+        before = mine.getsockopt(family.level, family.mtu_discover)
         PathProbe(0, mine, {1: other.getsockname()}, 5, TOKEN, [64]).turn(0)
-        assert mine.getsockopt(socket.IPPROTO_IP, 10) == before
+        assert mine.getsockopt(family.level, family.mtu_discover) == before
