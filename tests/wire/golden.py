@@ -5,18 +5,25 @@ It holds valid packets of every type with every field drawn at random, on every 
 not take for valid ones: too short, of another version, of no known type, on another port.
 """
 
+import socket
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from dlcp.host.ip import IPV4, IPV6, IpFamily
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType
 from tests.wire.wirebits import join, random_fields
 
 GOLDEN_PATH = Path(__file__).parents[1] / "data" / "golden.pcap"
 SEED = 84453
 RANDOM_PACKETS = 64
+
+
+VLAN = bytes.fromhex("8100 6005")
+OTHER_FRAMES = {"IPv6": (IPV6, b""), "802.1Q": (IPV4, VLAN), "IPv6-802.1Q": (IPV6, VLAN)}
+"""Families and 802.1Q tags of frames that the golden capture does not have."""
 
 
 class Golden(NamedTuple):
@@ -59,23 +66,29 @@ def _checksum(data: bytes) -> int:
     return ~total & 0xFFFF
 
 
-def frame(packet: Golden) -> bytes:
-    """Return the Ethernet frame of a packet: from host 0 to host 1 of a fabric, both checksums right."""
-    source, target = bytes((10, 0, 0, 1)), bytes((10, 0, 0, 2))
-    udp = struct.pack(">HHHH", 49152, packet.port, 8 + len(packet.datagram), 0)
-    pseudo = source + target + struct.pack(">BBH", 0, 17, len(udp) + len(packet.datagram))
+def frame(packet: Golden, family: IpFamily = IPV4, tags: bytes = b"") -> bytes:
+    """Return the Ethernet frame of a packet, with all checksums right: from host 0 to host 1 of a fabric.
+
+    ``tags`` of 802.1Q follow the Ethernet addresses.
+    """
+    hosts = {IPV4: ("10.0.0.1", "10.0.0.2"), IPV6: ("fd00::1", "fd00::2")}[family]
+    addresses, length = b"".join(socket.inet_pton(family.number, host) for host in hosts), 8 + len(packet.datagram)
+    udp = struct.pack(">HHHH", 49152, packet.port, length, 0)
+    pseudo = addresses + struct.pack(">IHBB", 0, length, 0, 17)  # the same sum in both families
     udp = udp[:6] + struct.pack(">H", _checksum(pseudo + udp + packet.datagram) or 0xFFFF)
-    ip = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(udp) + len(packet.datagram), 0, 0x4000, 64, 17, 0) + source + target
-    ip = ip[:10] + struct.pack(">H", _checksum(ip)) + ip[12:]
-    ethernet = bytes.fromhex("020000000002 020000000001 0800")
-    return ethernet + ip + udp + packet.datagram
+    if family is IPV6:
+        kind, ip = b"\x86\xdd", struct.pack(">IHBB", 6 << 28, length, 17, 64)
+    else:
+        ip = struct.pack(">BBHHHBBH", 0x45, 0, 20 + length, 0, 0x4000, 64, 17, 0)
+        kind, ip = b"\x08\x00", ip[:10] + struct.pack(">H", _checksum(ip + addresses))
+    return bytes.fromhex("020000000002 020000000001") + tags + kind + ip + addresses + udp + packet.datagram
 
 
-def capture(made: "Iterable[Golden] | None" = None) -> bytes:
+def capture(made: "Iterable[Golden] | None" = None, family: IpFamily = IPV4, tags: bytes = b"") -> bytes:
     """Return a capture file, of the golden packets or others: classic pcap, one packet every 10 us from time 0 on."""
     blocks = [struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1)]
     for number, packet in enumerate(packets() if made is None else made):
-        data = frame(packet)
+        data = frame(packet, family, tags)
         blocks += [struct.pack("<IIII", 0, 10 * number, len(data), len(data)), data]
     return b"".join(blocks)
 

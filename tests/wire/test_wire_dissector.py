@@ -25,7 +25,7 @@ from dlcp.wire import (
 )
 from dlcp.wire.dissector import ACK_LABELS, DISSECTOR_PATH, LABELS, generate
 from dlcp.wire.payloads import ACK_FIELD_BITS, QUESTION
-from tests.wire.golden import GOLDEN_PATH, Golden, capture, packets
+from tests.wire.golden import GOLDEN_PATH, OTHER_FRAMES, Golden, capture, packets
 from tests.wire.wirebits import split
 
 TSHARK = shutil.which("tshark")
@@ -134,6 +134,17 @@ def shown(datagrams, folder, *columns):
         row.split(";")
         for row in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     ]
+
+
+@needs_tshark
+@pytest.mark.parametrize(("family", "tags"), OTHER_FRAMES.values(), ids=OTHER_FRAMES)
+def test_tshark_finds_packets_behind_any_header(tmp_path, family, tags):
+    made = [packet for packet in packets() if packet.valid]
+    path = tmp_path / "other.pcap"
+    path.write_bytes(capture(made, family, tags))
+    command = [TSHARK, "-r", str(path), "-X", f"lua_script:{DISSECTOR_PATH}", "-T", "fields", "-edlcp.token"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert [number(row) for row in rows] == [decode(packet.datagram).token for packet in made]
 
 
 @needs_tshark

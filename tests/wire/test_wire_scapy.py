@@ -4,7 +4,7 @@ from random import Random
 import pytest
 
 from dlcp.wire import FIELD_BITS, HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, decode
-from tests.wire.golden import GOLDEN_PATH, frame, packets
+from tests.wire.golden import GOLDEN_PATH, OTHER_FRAMES, frame, packets
 from tests.wire.wirebits import join, random_fields, split
 
 pytest.importorskip("scapy", reason="Scapy is not installed")
@@ -62,6 +62,15 @@ def test_the_golden_capture_is_read_as_it_was_made():
             continue
         assert {name: read[DLCP].getfieldval(name) for name in FIELD_BITS} == split(packet.datagram)
         assert bytes(read[DLCP].payload) == packet.datagram[HEADER_BYTES:]
+
+
+@pytest.mark.parametrize(("family", "tags"), OTHER_FRAMES.values(), ids=OTHER_FRAMES)
+def test_packets_are_found_behind_any_header(family, tags):
+    packet = next(packets())
+    read = Ether(frame(packet, family, tags))
+    assert {name: read[DLCP].getfieldval(name) for name in FIELD_BITS} == split(packet.datagram)
+    del read[UDP].chksum
+    assert bytes(read) == frame(packet, family, tags)
 
 
 def test_the_checksums_of_the_golden_capture_are_right():
