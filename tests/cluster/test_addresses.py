@@ -7,10 +7,12 @@ import sys
 import pytest
 
 from dlcp.inputs.addresses import format_address
-from dlcp.session import addresses
-from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, own_addresses, own_place
+from dlcp.session import NotJoinedError, addresses
+from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, family_clash, own_addresses, own_place
 from dlcp.session.options import Options
 from tests.cluster.nodes import Nodes, finished
+from tests.families import needs_ipv6
+from tests.group.group_ranks import together
 from tests.train.preloaded import Preloaded
 
 AVERAGE = """
@@ -91,6 +93,21 @@ def test_an_advertised_address_is_for_all_peers():
     assert advertised(Options(), own, 7) == (("10.71.0.1", 7), {2: "10.72.0.1"})
     assert advertised(Options(advertise="10.0.0.1"), own, 7) == (("10.0.0.1", 7), {})
     assert advertised(Options(advertise="10.0.0.1:99"), own, 7) == (("10.0.0.1", 99), {})
+
+
+def test_ranks_of_both_families_are_named():
+    four, six, local = "10.72.0.1", "fd00:72::2", "127.0.0.1"
+    assert family_clash({0: local, 3: six, 5: "fd00:72::3"}) == family_clash({0: four, 1: local}) == ""
+    found = family_clash({0: local, 1: six, 2: "fd00:72::3", 4: four})
+    assert found.startswith("rank 1 has an address of IPv6 (fd00:72::2), and rank 4 one of IPv4 (10.72.0.1), but")
+
+
+@needs_ipv6
+def test_ranks_of_both_families_do_not_join():
+    hosts = ["127.0.0.1", "[::1]"]
+    options = [Options(bind=f"{host}:0", fallback=False, meet_s=20) for host in hosts]
+    with pytest.raises(NotJoinedError, match=r"rank 0 has an address of IPv4 \(127\.0\.0\.1\), and rank 1 one of IPv6"):
+        together(2, lambda group: group.rank, options)
 
 
 def average_on(nodes, masters):

@@ -11,7 +11,9 @@ import time
 import numpy as np
 import pytest
 
+from dlcp.inputs.addresses import format_address
 from dlcp.session import NotJoinedError, Options
+from tests.families import both_families
 from tests.group.group_ranks import serving, start_process, together
 from tests.transport.free_ports import free_port
 from tests.waiting import until
@@ -22,7 +24,7 @@ STEPS = 5
 
 
 def named(server):
-    return f"{server.address[0]}:{server.address[1]}"
+    return format_address(server.address)
 
 
 def options(server, **fields):
@@ -95,8 +97,9 @@ def test_it_takes_all_options_from_its_workers():
     assert lines == ["job 7 with 2 workers begins", "job 7 with 2 workers has ended"]
 
 
-def test_one_server_serves_sessions_of_any_format_beside_each_other():
-    with serving() as server:
+@both_families
+def test_one_server_serves_sessions_of_any_format_beside_each_other(family):
+    with serving(bind=format_address((family.loopback, 0))) as server:
         results = {}
 
         def session(dtype):

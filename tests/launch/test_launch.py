@@ -11,6 +11,8 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.host.processes import Attempts, JobLayout, Processes
+from dlcp.inputs.addresses import format_address
+from tests.families import both_families
 from tests.transport.free_ports import free_port
 from tests.waiting import gone, until
 
@@ -158,8 +160,10 @@ with dlcp.session.join(dlcp.session.Options(deadline_s=30)) as group:
 """
 
 
-def test_the_first_machine_serves_the_store_until_the_ranks_of_others_have_left():
-    place = ["-n", 1, "--nodes", 2, "--master", f"127.0.0.1:{free_port()}", "--elastic", 1]
+@both_families
+def test_the_first_machine_serves_the_store_until_the_ranks_of_others_have_left(family):
+    master = format_address((family.loopback, free_port()))
+    place = ["-n", 1, "--nodes", 2, "--master", master, "--elastic", 1]
     ends = []
     machines = [
         launch(*place, "--node", node, "--", sys.executable, "-c", LEAVES_EARLY, stderr=subprocess.PIPE, text=True)

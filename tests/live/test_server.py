@@ -18,6 +18,7 @@ pytest.importorskip("prometheus_client", reason="the live page takes the package
 from dlcp.cli import main
 from dlcp.live import http_server as module
 from dlcp.live.http_server import AddressError, LiveServer, parse_listen
+from tests.families import needs_ipv6
 from tests.live.snapshots import snapshot, write
 from tests.waiting import until
 
@@ -228,6 +229,7 @@ def test_what_is_no_address_is_refused(text):
         parse_listen(text)
 
 
+@needs_ipv6
 def test_it_listens_at_addresses_of_ipv6(tmp_path):
     for address, local in (("[::1]:0", True), ("[::]:0", False)):
         with LiveServer([tmp_path], address) as server:

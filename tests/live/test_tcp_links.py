@@ -6,17 +6,27 @@ import sys
 
 import pytest
 
+from dlcp.host.ip import IPV6
+from dlcp.inputs.addresses import format_address
 from dlcp.session.tcp_links import TcpEnds, tcp_connections
+from tests.families import both_families
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
 
-def test_both_ends_of_a_connection_are_found_with_what_they_have_sent():
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+@both_families
+@pytest.mark.parametrize("dual", [False, True])
+def test_both_ends_of_a_connection_are_found_with_what_they_have_sent(family, dual):
+    """A server for both families, as PyTorch's is, shows addresses of IPv4 as such of IPv6."""
+    listens = IPV6 if dual and socket.has_dualstack_ipv6() else family
+    host = listens.any_address if listens is not family or dual else family.loopback
+    with (
+        socket.create_server((host, 0), family=listens.number, dualstack_ipv6=dual and listens is IPV6) as server,
+        socket.create_connection((family.loopback, server.getsockname()[1])) as client,
+    ):
         accepted, _ = server.accept()
         with accepted:
-            (host, port), (_, other) = client.getsockname(), client.getpeername()
-            ends = TcpEnds(f"{host}:{port}", f"{host}:{other}")
+            ends = TcpEnds(format_address(client.getsockname()), format_address(client.getpeername()))
             before = tcp_connections()[ends]
             client.sendall(bytes(100_000))
             left = 100_000

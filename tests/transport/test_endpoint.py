@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from dlcp.host.ip import FAMILIES, IpFamily
+from dlcp.host.ip import IpFamily
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
@@ -23,6 +23,7 @@ from dlcp.transport import (
     TransportOptions,
     bind_socket,
 )
+from tests.families import FAMILIES
 from tests.transport.network import plain_tags
 from tests.waiting import until
 
@@ -47,7 +48,7 @@ def endpoints(count, *, tokens=None, options=None, host="127.0.0.1"):
     ]
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+@pytest.fixture(params=FAMILIES)
 def pair(request):
     both = endpoints(2, host=request.param.loopback)
     yield both

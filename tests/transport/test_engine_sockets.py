@@ -13,7 +13,7 @@ import pytest
 
 from dlcp import wire
 from dlcp.doctor.path import tos_of
-from dlcp.host.ip import FAMILIES, IPV4, IPV6, IpFamily
+from dlcp.host.ip import IPV4, IPV6, IpFamily
 from dlcp.transport import (
     RELIABLE,
     Endpoint,
@@ -27,6 +27,7 @@ from dlcp.transport import (
 )
 from dlcp.transport.engine import Engine
 from dlcp.wire import ACK_ENTRY, Header, PacketType
+from tests.families import FAMILIES, needs_ipv6
 from tests.native.rules import RULES
 from tests.transport.network import plain_tags
 from tests.waiting import until
@@ -43,7 +44,7 @@ def bytes_of(size, seed=0):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+@pytest.fixture(params=FAMILIES)
 def pair(request):
     """Rank 0 is an endpoint, rank 1 a bare socket; the last one is the endpoint's own."""
     bare, sock = (bind_socket(request.param.loopback, [0]) for _ in range(2))
@@ -111,7 +112,9 @@ def start(sender, receiver, payload):
 
 
 @pytest.mark.parametrize(
-    ("refused", "family"), [(False, IPV4), (True, IPV4), (False, IPV6)], ids=["IPv4", "refused", "IPv6"]
+    ("refused", "family"),
+    [(False, IPV4), (True, IPV4), pytest.param(False, IPV6, marks=needs_ipv6)],
+    ids=["IPv4", "refused", "IPv6"],
 )
 def test_a_kernel_that_refuses_bursts_gets_packets_one_by_one(refused, family):
     sockets = [bind_socket(family.loopback, [0]) for _ in range(2)]

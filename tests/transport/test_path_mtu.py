@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from dlcp.host.ip import FAMILIES, IPV4, IPV6, IpFamily
+from dlcp.host.ip import IPV4, IPV6, IpFamily
 from dlcp.transport.path_mtu import (
     PAYLOAD_LEAST,
     TRIES,
@@ -18,6 +18,7 @@ from dlcp.transport.path_mtu import (
     payload_for_mtu,
 )
 from dlcp.wire import Header, PacketType, Queue
+from tests.families import both_families, needs_ipv6
 
 LIMIT_S = 10
 TOKEN = 77
@@ -81,7 +82,7 @@ def test_payloads_fill_the_packets_of_common_networks():
     assert (payload_for_mtu(1500, IPV6), candidate_payloads(9000, family=IPV6)[:2]) == (1416, [8920, 1416])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@both_families
 def test_the_first_hop_of_loopback_is_large(family):
     assert first_hop_mtu((family.loopback, 9)) >= 1500
 
@@ -97,6 +98,7 @@ def test_a_black_hole_is_measured(largest, payload):
     assert found(lambda size: size <= largest) == [(payload, True, [])] * 2
 
 
+@needs_ipv6
 def test_a_black_hole_is_measured_over_ipv6():
     assert found(lambda size: size <= 1452, family=IPV6) == [(1416, True, [])] * 2
 
@@ -133,7 +135,7 @@ def test_strangers_get_no_answer_and_are_not_believed():
         assert (probe.payload_bytes, probe.done) == (1440, True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@both_families
 def test_the_socket_is_left_as_it_was(family):
     with udp_socket(family) as mine, udp_socket(family) as other:
         before = mine.getsockopt(family.level, family.mtu_discover)

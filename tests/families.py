@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of IP, for tests that take their sockets from either."""
+
+from contextlib import suppress
+
+import pytest
+
+from dlcp.host.ip import IPV4, IPV6
+
+
+def _has_ipv6():
+    with suppress(OSError), IPV6.udp_socket() as sock:
+        sock.bind((IPV6.loopback, 0))
+        return True
+    return False
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1: IPv6 is off")
+FAMILIES = [pytest.param(IPV4, id="IPv4"), pytest.param(IPV6, id="IPv6", marks=needs_ipv6)]
+both_families = pytest.mark.parametrize("family", FAMILIES)
