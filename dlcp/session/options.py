@@ -56,8 +56,8 @@ class Options:
         whichever is faster for the size), or ``server:HOST:PORT`` (a parameter server sums). The address is the one
         given to ``dlcp server --bind``. The server receives the job's options from its workers.
     bind
-        Address of this rank's UDP socket, ``host:port``; port 0 means the first free DLCP port. The default is that
-        port at the addresses that the kernel's routes to the rendezvous and to the other ranks use
+        Address of this rank's UDP socket, ``host:port`` or ``[ipv6]:port``; port 0 means the first free DLCP port. The
+        default is that port at the addresses that the kernel's routes to the rendezvous and to the other ranks use
         (``docs/cluster.md``).
     advertise
         Address at which other ranks reach this one, if not ``bind``.
@@ -71,9 +71,9 @@ class Options:
         then meet over TLS, and both sides present certificates; rank 0's must name ``MASTER_ADDR``. PyTorch's store has
         no TLS.
     payload_bytes
-        Payload of a packet in bytes; 1440 fills an MTU of 1500. 0, the default, selects the largest that passes on
-        every path, up to an MTU of 9000. Every choice is tested with packets on all paths first; if it does not pass,
-        DLCP uses the largest payload that does.
+        Payload of a packet in bytes; 1440 fills an MTU of 1500, and 1416 over IPv6. 0, the default, selects the largest
+        that passes on every path, up to an MTU of 9000. Every choice is tested with packets on all paths first; if it
+        does not pass, DLCP uses the largest payload that does.
     shared_memory
         Let ranks in the same network namespace, and so on the same host, exchange packets through memory instead of
         sockets; nothing is queued or lost there. No effect with ``immediate``, or for a rank with ``advertise``, whose

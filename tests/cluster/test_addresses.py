@@ -2,10 +2,12 @@
 """Which addresses ranks have: those that the kernel's routes say, whatever the names of hosts lead to."""
 
 import json
+import socket
 import sys
 
 import pytest
 
+from dlcp.host.ip import IPV4, IPV6
 from dlcp.inputs.addresses import format_address
 from dlcp.session import NotJoinedError, addresses
 from dlcp.session.addresses import OwnAddresses, RankPlace, advertised, family_clash, own_addresses, own_place
@@ -93,6 +95,20 @@ def test_an_advertised_address_is_for_all_peers():
     assert advertised(Options(), own, 7) == (("10.71.0.1", 7), {2: "10.72.0.1"})
     assert advertised(Options(advertise="10.0.0.1"), own, 7) == (("10.0.0.1", 7), {})
     assert advertised(Options(advertise="10.0.0.1:99"), own, 7) == (("10.0.0.1", 99), {})
+
+
+@needs_ipv6
+@pytest.mark.parametrize("listens", [IPV4, IPV6, None])
+def test_of_a_name_with_both_families_the_one_counts_in_which_the_store_was_reached(monkeypatch, listens):
+    monkeypatch.setattr(addresses, "resolve", lambda host: [IPV6.loopback, IPV4.loopback])
+    if listens is None:
+        assert own_place(Options(), ("both", 9)).address == IPV6.loopback
+        return
+    with (
+        socket.create_server((listens.loopback, 0), family=listens.number) as store,
+        socket.create_connection(store.getsockname()[:2]) as connection,
+    ):
+        assert own_place(Options(), ("both", connection.getpeername()[1])).address == listens.loopback
 
 
 def test_ranks_of_both_families_are_named():
