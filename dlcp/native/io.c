@@ -249,8 +249,11 @@ int io_send_burst(io *self, flow *to, burst *sent) {
     self->view.counters.sent_bursts++;
     if (send_vector(self, to, sent->pieces, sent->piece_count, sent->tos, segment, sent->way) >= 0)
         return 0;
-    if (segment && (errno == EIO || errno == EINVAL || errno == EOPNOTSUPP)) {
-        self->view.offload = false; /* no transmit checksum offload, or an old kernel */
+    bool refused = errno == EIO || errno == EINVAL || errno == EOPNOTSUPP;
+    if (segment && (refused || errno == EMSGSIZE)) {
+        /* No transmit checksum offload, or an old kernel; or, with EMSGSIZE, segments above the path MTU that the
+         * kernel has learned: it fragments packets that are sent alone. */
+        self->view.offload &= !refused;
         return send_one_by_one(self, to, sent);
     }
     return after_error(self);

@@ -4,11 +4,15 @@
 import random
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 
+import numpy as np
 import pytest
 
+from dlcp.host import netlab
 from dlcp.host.ip import IPV4, IPV6, IpFamily
+from dlcp.transport import RELIABLE, Endpoint, Membership, MessageKey, ReceiveRequest, SendRequest, bind_socket
 from dlcp.transport.path_mtu import (
     PAYLOAD_LEAST,
     TRIES,
@@ -19,6 +23,7 @@ from dlcp.transport.path_mtu import (
 )
 from dlcp.wire import Header, PacketType, Queue
 from tests.families import both_families, needs_ipv6
+from tests.transport.network import plain_tags
 
 LIMIT_S = 10
 TOKEN = 77
@@ -133,6 +138,33 @@ def test_strangers_get_no_answer_and_are_not_believed():
         say(other, PacketType.HELLO_ACK)
         probe.turn(1)
         assert (probe.payload_bytes, probe.done) == (1440, True)
+
+
+@both_families
+def test_bursts_larger_than_the_kernels_path_mtu_arrive(family):
+    """After a router's ICMP message, the kernel refuses bursts of such packets, and fragments single ones."""
+    works, reason = netlab.available()
+    if not works:
+        pytest.skip(reason)
+    near, far = hosts = [netlab.Namespace(name, family) for name in ("near", "far")]
+    addresses, bits = (("10.9.0.1", "10.9.0.2"), 24) if family is IPV4 else (("fd00:9::1", "fd00:9::2"), 64)
+    with closing(near), closing(far):
+        near.ip(f"link add eth0 type veth peer name eth0 netns {far.path}")
+        for host, address in zip(hosts, addresses, strict=True):
+            host.ip("link set eth0 up", f"addr add {address}/{bits} dev eth0")
+        near.ip(f"route add {addresses[1]} dev eth0 mtu 1300")
+        sockets = [
+            host.call(partial(bind_socket, address, [0])) for host, address in zip(hosts, addresses, strict=True)
+        ]
+        names = [sock.getsockname() for sock in sockets]
+        ends = [Endpoint(Membership(rank, {1 - rank: names[1 - rank]}, token=TOKEN), sockets[rank]) for rank in (0, 1)]
+        with closing(ends[0]), closing(ends[1]):
+            payload = np.arange(500_000, dtype=np.uint32).view(np.uint8)
+            arrival = ends[1].receive(ReceiveRequest(0, MessageKey(0, 0), len(payload), RELIABLE, "layer"))
+            tags = plain_tags(-(-len(payload) // 1440))
+            ends[0].send(SendRequest(1, MessageKey(0, 0), memoryview(payload), tags, RELIABLE, "layer"))
+            np.testing.assert_array_equal(arrival.result(LIMIT_S).payload, payload)
+            assert not ends[0].connection.counters()["send_errors"]
 
 
 @both_families
