@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import HostLayout, Layout
+from dlcp.host.ip import family_of
 from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.switch import QUEUES, EventCount
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType, Queue
@@ -285,7 +286,7 @@ def _carried(layout: Layout, queues: int) -> PortRate:
 
 
 def _bound(host: HostLayout) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host.address else socket.AF_INET, socket.SOCK_DGRAM)
+    sock = family_of(host.address).udp_socket()
     sock.bind((host.address, UDP_PORT_BASE))
     return sock
 

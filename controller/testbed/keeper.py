@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +50,7 @@ from dlcp.controller.testbed.layout import (
 )
 from dlcp.controller.testbed.requirements import mininet_network
 from dlcp.host.closing import Closing
+from dlcp.host.ip import IPV4, family_of
 from dlcp.host.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
 from dlcp.host.processes import end, python_command
 
@@ -401,7 +403,7 @@ class Network:
         node = self._mininet.addHost(plan.name, ip=None)
         namespace = NamedNamespace(plan.namespace)
         namespace.attach(node.pid)
-        namespace.prepare()
+        namespace.prepare(family_of(plan.address) if isinstance(plan, HostLayout) else IPV4)
         return node
 
     def _add_link(self, first: Any, interface: str, second: Any, other_interface: str) -> None:
@@ -413,7 +415,8 @@ class Network:
         commands = [
             f"link set {HOST_INTERFACE} down",
             f"link set {HOST_INTERFACE} address {host.mac} mtu {self._layout.mtu_bytes} up",
-            f"addr add {_alone(host)} dev {HOST_INTERFACE}",
+            # The address is known to be unique; detecting duplicates would take a second.
+            f"addr add {_alone(host)} dev {HOST_INTERFACE}" + " nodad" * (":" in host.address),
         ]
         for other in self._layout.hosts:
             if other is not host:
@@ -436,8 +439,8 @@ class Network:
 
 
 def _alone(host: HostLayout) -> str:
-    """Return a host's address as a network of its own. IPv6 hosts know theirs to be unique: no detection is needed."""
-    return f"{host.address}/128" if ":" in host.address else f"{host.address}/32"
+    """Return a host's address as a network of its own."""
+    return str(ip_network(host.address))
 
 
 # ---------------------------------------------------------------------------------------------------------- the process
