@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from dlcp.controller import topology_files
 from dlcp.inputs.document import Document, PlaceError, Step
 from dlcp.inputs.error_text import nearest
 from dlcp.switch import QUEUES, PortQueueing
@@ -418,6 +419,8 @@ def distances(fabric: Fabric, switch: str) -> dict[str, int]:
 def load(path: Path) -> Fabric:
     """Read a fabric from a YAML or JSON file that holds the fields of :class:`Fabric`.
 
+    It may also be a topology that `dlcp.controller.topology_files` reads.
+
     ``hosts`` may be a number instead of a list: that many hosts with default names and addresses. ``links`` may then be
     left out if there is one switch, to which all hosts are linked. Without ``switches``, it is a built-in switch with
     loopback ports. Paths of certificate files are relative to the file.
@@ -431,9 +434,20 @@ def load(path: Path) -> Fabric:
     content = document.content
     if isinstance(content, dict) and isinstance(content.get("hosts"), int):
         _spell_out(content)
+    if topology_files.is_topology(content):
+        return _converted(document)
     fabric = document.convert(Fabric)
     switches = tuple(_beside(path.parent, switch) for switch in fabric.switches)
     return replace(fabric, switches=switches)
+
+
+def _converted(document: Document) -> Fabric:
+    """Return the fabric of another tool's topology."""
+    try:
+        content = topology_files.fabric_content(document.content)
+    except PlaceError as error:
+        raise document.error(str(error), error.steps) from None
+    return document.convert(Fabric, content=content, origin_of=topology_files.origin_of(document.content))
 
 
 def _spell_out(content: dict[str, Any]) -> None:

@@ -134,7 +134,8 @@ class Document:
         try:
             return converted(self.content if content is None else content, kind)
         except PlaceError as error:
-            self._refuse_foreign()
+            if content is None:
+                self._refuse_foreign()
             raise self.error(str(error), origin_of(error.steps)) from None
 
     def error(self, message: str, steps: Sequence[Step]) -> DocumentError:

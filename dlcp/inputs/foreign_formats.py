@@ -12,6 +12,7 @@ from typing import Any, Final
 _HEAD: Final = 4096
 """Bytes that are searched for marks, which all come first."""
 _TO_NETWORK: Final = "list its hosts, switches and links in a file of DLCP (docs/simulate.md, docs/fabric.md)"
+_TO_FABRIC: Final = "`dlcp fabric`, `dlcp switch` and `dlcp testbed` read it as a fabric (docs/fabric.md)"
 _TO_GOAL: Final = "write its messages as GOAL (docs/traces.md), or as `patterns` of an experiment"
 _TO_TRACE: Final = "DLCP replays GOAL, Chakra (NAME.RANK.et) and profiles of PyTorch (docs/traces.md)"
 _CHAKRA_JSON: Final = ("Chakra's JSON (chakra_jsonizer)", "give the files NAME.RANK.et from which it was made")
@@ -45,10 +46,10 @@ def _has_chakra_nodes(content: dict[str, Any]) -> bool:
 
 
 _DOCUMENTS: Final[tuple[tuple[Callable[[dict[str, Any]], bool], str, str], ...]] = (
-    (_has("p4_src"), "p4-utils' p4app.json", _TO_NETWORK),
-    (_nested("topology", "assignment_strategy", "auto_arp_tables", "hosts"), "p4-utils' p4app.json", _TO_NETWORK),
+    (_has("p4_src"), "p4-utils' p4app.json", _TO_FABRIC),
+    (_nested("topology", "assignment_strategy", "auto_arp_tables", "hosts"), "p4-utils' p4app.json", _TO_FABRIC),
     (_has("program", "targets"), "a manifest of p4app", _TO_NETWORK),
-    (_is_tutorial, "the topology.json of p4lang's tutorials", _TO_NETWORK),
+    (_is_tutorial, "the topology.json of p4lang's tutorials", _TO_FABRIC),
     (_nested("topology", "nodes", "kinds"), "containerlab's topology", _TO_NETWORK),
     (_has("application", "controllers", "hosts"), "a network of MiniEdit (Mininet)", _TO_NETWORK),
     (
