@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -13,9 +13,12 @@ from rich.tree import Tree
 from dlcp.controller.compiled_program import KINDS, CompiledProgram
 from dlcp.controller.fabric import Fabric, Port
 from dlcp.controller.switch_client import Outcome, Plan, Readings
+from dlcp.controller.testbed.accounts import SwitchAccount
 from dlcp.switch import Entries
 
 _CHANGES_SHOWN = 20
+TAIL_DROP: Final = "TAIL_DROP"
+"""A drop at a full queue. The switch program does not see it; the built-in switch counts it."""
 _STYLES = {"insert": "green", "modify": "yellow", "delete": "red"}
 
 
@@ -122,16 +125,15 @@ def ports_table(fabric: Fabric, readings: Mapping[str, Readings]) -> Table:
     """Return the counters of the switches' ports, without ports that have counted nothing."""
     table = _table("port", "leads to", right=("forwarded", "Mbyte", "marked", "dropped", "waiting"))
     for switch, read in readings.items():
-        for number, neighbour in fabric.neighbours[switch].items():
+        for number in fabric.neighbours[switch]:
             sent = [count for count in read.events if count.event == "FORWARDED" and count.port == number]
             dropped = read.packets("POLICY_DROP", port=number)
             if not sent and not dropped:
                 continue
-            leads_to = neighbour.host.name if neighbour.host is not None else str(neighbour.port)
             waiting = sum(read.depths.get((number, queue), 0) for queue in range(8)) if read.depths is not None else "-"
             table.add_row(
                 str(Port(switch, number)),
-                leads_to,
+                _leads_to(fabric, switch, number),
                 str(sum(count.packets for count in sent)),
                 f"{sum(count.bytes for count in sent) / 1e6:.1f}",
                 str(read.packets("MARKED", port=number)),
@@ -139,6 +141,59 @@ def ports_table(fabric: Fabric, readings: Mapping[str, Readings]) -> Table:
                 str(waiting),
             )
     return table
+
+
+WATCHED: Final = {
+    "FORWARDED": "forwarded",
+    "MARKED": "marked",
+    "POLICY_DROP": "policy drops",
+    TAIL_DROP: "tail drops",
+    "OVER_SHARE": "over share",
+    "NO_ROUTE": "no route",
+    "REFUSED": "refused",
+    "UNTRUSTED": "untrusted",
+}
+"""The counters that are shown live, and their headings."""
+
+
+def _by_queue(account: SwitchAccount) -> dict[tuple[int, int], Counter[str]]:
+    """Return the watched packets of a switch, by port and queue."""
+    found: dict[tuple[int, int], Counter[str]] = {}
+    for place, packets in account.events.items():
+        if place.event in WATCHED and packets:
+            found.setdefault((place.port, place.queue), Counter())[place.event] += packets
+    for queue, packets in (account.tail_drops or {}).items():
+        found.setdefault(queue, Counter())[TAIL_DROP] += packets
+    return dict(sorted(found.items()))
+
+
+def queues_table(fabric: Fabric, accounts: Mapping[str, SwitchAccount]) -> Table:
+    """Return the packets at each queue of each port: where they went, or why they did not."""
+    table = _table("port", "link", right=("queue", *WATCHED.values()))
+    for switch, account in accounts.items():
+        for (port, queue), packets in _by_queue(account).items():
+            numbers = [
+                "-" if name == TAIL_DROP and account.tail_drops is None else str(packets[name]) for name in WATCHED
+            ]
+            table.add_row(str(Port(switch, port)), _leads_to(fabric, switch, port), str(queue), *numbers)
+    return table
+
+
+def queue_lines(fabric: Fabric, accounts: Mapping[str, SwitchAccount]) -> list[str]:
+    """Return the same as plain lines, one for each queue with packets."""
+    return [
+        f"{Port(switch, port)} ({_leads_to(fabric, switch, port)}) queue {queue}: "
+        + ", ".join(f"{heading} {packets[name]}" for name, heading in WATCHED.items() if packets[name])
+        for switch, account in accounts.items()
+        for (port, queue), packets in _by_queue(account).items()
+    ]
+
+
+def _leads_to(fabric: Fabric, switch: str, port: int) -> str:
+    neighbour = fabric.neighbours[switch].get(port)
+    if neighbour is None:
+        return "no link"
+    return neighbour.host.name if neighbour.host is not None else str(neighbour.port)
 
 
 def _table(*left: str, right: Sequence[str]) -> Table:

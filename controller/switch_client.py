@@ -9,7 +9,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
@@ -495,6 +495,58 @@ def _commands(ports: Mapping[int, PortQueueing]) -> list[str]:
         else:
             lines += [f"set_queue_depth {depth} {port} {queue}" for queue, depth in enumerate(depths)]
     return [*lines, ""]
+
+
+async def program(session: Session, fabric: Fabric) -> Outcome:
+    """Become a switch's controller, and make it hold all that a fabric wants of it.
+
+    Raises
+    ------
+    ControlError
+        Another controller is primary, or the switch does not answer or refuses a change.
+    QueueDepthError
+        BMv2's queue depths cannot be set. Without its tool or a Thrift address, they are left as they are.
+    """
+    switch = session.switch
+    await session.become_primary()
+    outcome = await reconcile(session, wanted(fabric, switch, session.pipeline))
+    if switch.kind == "bmv2" and not queue_depths_unavailable(switch):
+        await set_queue_depths(switch, entries(fabric, switch.name).ports)
+    return outcome
+
+
+async def ask_all(
+    fabric: Fabric, pipeline: CompiledProgram, ask: Callable[[Session], Awaitable[_T]], **options: Any
+) -> dict[str, _T | str]:
+    """Call ``ask`` with a session to each switch, concurrently.
+
+    Parameters
+    ----------
+    options
+        Further arguments of :class:`Session`.
+
+    Returns
+    -------
+    By switch, its answer, or its error as text.
+
+    Raises
+    ------
+    ValueError
+        No switch has a control address.
+    """
+
+    async def talk(switch: FabricSwitch) -> _T | str:
+        try:
+            async with Session(switch, pipeline, **options) as session:
+                return await ask(session)
+        except (ControlError, QueueDepthError) as error:
+            return str(error)
+
+    switches = [switch for switch in fabric.switches if switch.grpc]
+    if not switches:
+        raise ValueError("no switch has a control address; add one to the file, as in grpc: 127.0.0.1:9559")
+    answers = await asyncio.gather(*map(talk, switches))
+    return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------ counters

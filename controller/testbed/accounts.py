@@ -5,17 +5,19 @@ This module also measures whether a port sends at its rate, and whether the mach
 testbed measures the processors and not the network.
 """
 
+import json
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.layout import HostLayout, Layout
+from dlcp.controller.testbed.layout import HostLayout, Layout, StateFile
 from dlcp.host.ip import family_of
 from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.switch import QUEUES, EventCount
@@ -28,6 +30,8 @@ SETTLE_S: Final = 0.4
 """All packets have arrived once counters have not changed for this long. A full port drains faster: 64 packets of 1514
 bytes in each of eight queues take 0.2 s at 32 Mbit/s."""
 SETTLE_DEADLINE_S: Final = 15.0
+COUNTERS_DEADLINE_S: Final = 15.0
+_COUNTERS_POLL_S: Final = 0.02
 RATE_WINDOW_S: Final = 1.0
 """Window over which a port's rate is measured: a burst of two frames is far below one percent of it."""
 
@@ -155,6 +159,25 @@ def nic_counts(host: HostLayout) -> NicCount:
     )
 
 
+def fresh_counters(files: StateFile, switch: str) -> dict[str, Any]:
+    """Wait until a built-in switch next writes its own counters, and return these.
+
+    Raises
+    ------
+    TestbedError
+        It has not written them within ``COUNTERS_DEADLINE_S``.
+    """
+    path, asked_s = files.counters(switch), time.time()
+    while not path.exists() or path.stat().st_mtime <= asked_s:
+        if time.time() > asked_s + COUNTERS_DEADLINE_S:
+            raise TestbedError(
+                f"switch {switch} has not updated {path} for {COUNTERS_DEADLINE_S:g} s; check that it still runs"
+            )
+        time.sleep(_COUNTERS_POLL_S)
+    counters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return counters
+
+
 def tail_drops(counters: Mapping[str, Any]) -> dict[tuple[int, int], int]:
     """Return the tail drops by port and queue, from the built-in switch's own counters."""
     return {
@@ -266,12 +289,16 @@ def port_rates(layout: Layout, mixes: Sequence[int] = (1, QUEUES)) -> list[PortR
 
 def _carried(layout: Layout, queues: int) -> PortRate:
     sender, receiver = layout.hosts[0], layout.hosts[-1]
-    asked_bps = layout.port_of(receiver).rate_bps
+    asked_bps = layout.port_of(receiver).queueing.rate_bps
     stopped = threading.Event()
     # Without a bound socket, the receiver would answer each packet with an ICMP error.
-    sink = NamedNamespace(receiver.namespace).call(lambda: _bound(receiver))
-    source = NamedNamespace(sender.namespace).call(lambda: _bound(sender))
-    flood = threading.Thread(target=_flood, args=(source, receiver, queues, OVERLOAD * asked_bps, stopped))
+    sink, source = bound(receiver), bound(sender)
+    # Of drop class 0, which the policy never drops; in turn into the lowest queues.
+    headers = (Header(PacketType.DATA, 0, queue, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0) for queue in range(queues))
+    flood = threading.Thread(
+        target=send_paced,
+        args=(source, (receiver.address, UDP_PORT_BASE), cycle(map(filled, headers)), OVERLOAD * asked_bps, stopped),
+    )
     with sink, source:
         flood.start()
         try:
@@ -285,29 +312,34 @@ def _carried(layout: Layout, queues: int) -> PortRate:
     return PortRate(queues, asked_bps, 8 * after.since(before).received_bytes / (ended_s - began_s))
 
 
-def _bound(host: HostLayout) -> socket.socket:
-    sock = family_of(host.address).udp_socket()
-    sock.bind((host.address, UDP_PORT_BASE))
-    return sock
+def bound(host: HostLayout, udp_port: int = UDP_PORT_BASE) -> socket.socket:
+    """Return a UDP socket in a host's namespace, bound to its address; by default to the port that DLCP uses."""
+
+    def open_socket() -> socket.socket:
+        sock = family_of(host.address).udp_socket()
+        sock.bind((host.address, udp_port))
+        return sock
+
+    return NamedNamespace(host.namespace).call(open_socket)
 
 
-def _flood(source: socket.socket, to: HostLayout, queues: int, rate_bps: float, stopped: threading.Event) -> None:
-    """Send at a rate until stopped, the packets in turn into the lowest ``queues`` queues."""
-    packets = [_packet(queue) for queue in range(queues)]
+def send_paced(
+    source: socket.socket, to: tuple[str, int], packets: Iterable[bytes], rate_bps: float, stopped: threading.Event
+) -> None:
+    """Send packets of ``FRAME_BYTES`` to an address and port at a rate in bit/s, until stopped."""
     per_s = rate_bps / (8 * FRAME_BYTES)
-    began_s, sent = time.monotonic(), 0
-    while not stopped.is_set():
-        due = int((time.monotonic() - began_s) * per_s)
-        while sent < due:
-            source.sendto(packets[sent % queues], (to.address, UDP_PORT_BASE))
-            sent += 1
-        time.sleep(_TICK_S)
+    began_s = time.monotonic()
+    for sent, packet in enumerate(packets):
+        while sent >= (time.monotonic() - began_s) * per_s and not stopped.is_set():
+            time.sleep(_TICK_S)
+        if stopped.is_set():
+            return
+        source.sendto(packet, to)
 
 
-def _packet(queue: int) -> bytes:
-    """Return a data packet for a queue, of drop class 0, which the policy never drops."""
-    header = Header(PacketType.DATA, 0, queue, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0).encode()
-    return header.ljust(FRAME_BYTES - _HEADERS_BYTES, b"\0")
+def filled(header: Header) -> bytes:
+    """Return a header with a payload of zeros, so that its frame has ``FRAME_BYTES``."""
+    return header.encode().ljust(FRAME_BYTES - _HEADERS_BYTES, b"\0")
 
 
 IDLE_MIN: Final = 0.1
@@ -511,7 +543,7 @@ def _policy(accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Compari
 
 def _rate(layout: Layout, hosts: list[HostLayout], accounts: Accounts) -> Comparison:
     """Check that no port has carried more than its rate."""
-    asked = {host.name: layout.port_of(host).rate_bps for host in hosts}
+    asked = {host.name: layout.port_of(host).queueing.rate_bps for host in hosts}
     name = max(asked, key=lambda name: accounts.busiest_bps[name] / asked[name])
     busiest = accounts.busiest_bps[name]
     allowed = asked[name] * (1 + RATE_TOLERANCE + accounts.late_s / RATE_WINDOW_S)

@@ -53,6 +53,7 @@ from dlcp.host.closing import Closing
 from dlcp.host.ip import IPV4, family_of
 from dlcp.host.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
 from dlcp.host.processes import end, python_command
+from dlcp.switch import write_ports
 
 # -------------------------------------------------------------------------------------------------- ports of namespaces
 
@@ -148,6 +149,17 @@ _PIDFD_GETFD: Final = 438
 """Number of the system call, the same on every architecture."""
 
 
+def limit_port(namespace: NamedNamespace, interface: str, rate_bps: int) -> None:
+    """Set or change the rate of a BMv2 port, in bit/s of Ethernet frames.
+
+    Raises
+    ------
+    NamespaceError
+        The kernel has no token bucket filter.
+    """
+    namespace.limit_rate(interface, rate_bps, burst_bytes=PORT_BURST_BYTES, limit_bytes=PORT_LIMIT_BYTES)
+
+
 def shrink_packet_buffers(pid: int) -> None:
     """Shrink the send buffers of all packet sockets of a process.
 
@@ -240,6 +252,11 @@ class SwitchProgram(ABC):
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def queueing(self) -> Path:
+        """The file of its ports' queueing. `dlcp testbed slow` changes it, for this process and for those after it."""
+        return self._files.queueing(self.plan.name)
+
     def start(self) -> None:
         """Start the process, and wait until it accepts connections.
 
@@ -248,6 +265,8 @@ class SwitchProgram(ABC):
         TestbedError
             It exited, or did not answer in time; the message has the end of its log.
         """
+        if not self.queueing.exists():
+            write_ports(self.queueing, {port.number: port.queueing for port in self.plan.ports})
         # `ip netns exec` remounts /sys for the namespace, where BMv2 reads the state of its ports.
         argv = ["ip", "netns", "exec", self.plan.namespace, *self.argv]
         with self.log.open("ab") as log:
@@ -310,7 +329,7 @@ class Builtin(SwitchProgram):
     @property
     def counters(self) -> Path:
         """The file of its counters."""
-        return self._files.path(f".{self.plan.name}.counters.json")
+        return self._files.counters(self.plan.name)
 
     @property
     def argv(self) -> list[str]:
@@ -319,8 +338,7 @@ class Builtin(SwitchProgram):
         return [
             *python_command("dlcp.cli", "switch"),
             *(word for port in ports for word in ("--port", f"{port.number}=packet:{port.interface}")),
-            *(word for port in ports for word in ("--rate-bps", f"{port.number}={port.rate_bps}")),
-            *(word for port in ports for word in ("--depth-packets", f"{port.number}={port.depth_packets}")),
+            *("--queueing", str(self.queueing)),
             *("--p4runtime", f"{LOOPBACK}:{CONTROL_PORT}", "--insecure", "--device-id", str(self.plan.device_id)),
             *("--counters", str(self.counters), "--counters-every", "0.2"),
         ]
@@ -378,9 +396,9 @@ class Network:
         self._proxy = NamespaceProxy([port for program in self._programs.values() for port in program.forwarded])
 
     def supervise(self) -> None:
-        """Restart each switch that has exited. It starts empty, as after a power cycle."""
+        """Restart each switch that has exited, empty as after a power cycle, unless it was broken by hand."""
         for name, program in self._programs.items():
-            if not program.running:
+            if not program.running and not self._files.broken(name).exists():
                 self._restarts[name] += 1
                 self._run(name)
 
@@ -433,9 +451,7 @@ class Network:
         namespace.ip(f"link set {port.interface} mtu {self._layout.mtu_bytes} up")
         namespace.turn_off_offloads(port.interface)
         if self._layout.kind == "bmv2":
-            namespace.limit_rate(
-                port.interface, port.rate_bps, burst_bytes=PORT_BURST_BYTES, limit_bytes=PORT_LIMIT_BYTES
-            )
+            limit_port(namespace, port.interface, port.queueing.rate_bps)
 
 
 def _alone(host: HostLayout) -> str:

@@ -9,16 +9,19 @@ import dataclasses
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from dlcp.controller.fabric import Fabric, Port, SwitchKind, as_port
 from dlcp.controller.testbed import TestbedError, came_true
-from dlcp.host.netlab import NamedNamespace
+from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
+from dlcp.inputs.error_text import nearest
+from dlcp.switch import PortQueueing
 
 LOOPBACK: Final = "127.0.0.1"
 RUN_FOLDER: Final = Path("/run/dlcp")
@@ -31,12 +34,11 @@ INTERFACE_NAME_MAX: Final = 15
 
 @dataclass(frozen=True)
 class PortLayout:
-    """One port of a switch: its interface in the switch's namespace, its rate, and the depth of its queues."""
+    """One port of a switch: its interface in the switch's namespace, and the queueing that the fabric gives it."""
 
     number: int
     interface: str
-    rate_bps: int
-    depth_packets: int
+    queueing: PortQueueing
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,21 @@ class HostLayout:
     mac: str
     switch: str
     port: int
+
+
+class LinkEnd(NamedTuple):
+    """One end of a link: the node, its interface there and the namespace; ``port`` is 0 at a host."""
+
+    node: str
+    port: int
+    namespace: str
+    interface: str
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.port}" if self.port else self.node
+
+
+_Node = TypeVar("_Node", SwitchLayout, HostLayout)
 
 
 @dataclass(frozen=True)
@@ -92,8 +109,14 @@ class Layout:
         return [*(switch.namespace for switch in self.switches), *(host.namespace for host in self.hosts)]
 
     def switch(self, name: str) -> SwitchLayout:
-        """Return the switch of this name."""
-        return next(switch for switch in self.switches if switch.name == name)
+        """Return the switch of this name.
+
+        Raises
+        ------
+        TestbedError
+            There is none; the message lists the known names.
+        """
+        return _named("switch", self.switches, name)
 
     def port_of(self, host: HostLayout) -> PortLayout:
         """Return the switch port of a host."""
@@ -102,6 +125,55 @@ class Layout:
     def port(self, switch: str, number: int) -> PortLayout:
         """Return a port of a switch."""
         return next(port for port in self.switch(switch).ports if port.number == number)
+
+    def host(self, name: str) -> HostLayout:
+        """Return the host of this name.
+
+        Raises
+        ------
+        TestbedError
+            There is none; the message lists the known names.
+        """
+        return _named("host", self.hosts, name)
+
+    @property
+    def links(self) -> list[tuple[LinkEnd, LinkEnd]]:
+        """The two ends of every link. The first end is a switch's; the second is a host's or a switch's."""
+        at_hosts = [
+            (self._end(Port(host.switch, host.port)), LinkEnd(host.name, 0, host.namespace, HOST_INTERFACE))
+            for host in self.hosts
+        ]
+        return [*at_hosts, *((self._end(a), self._end(b)) for a, b in self.trunks)]
+
+    def links_of(self, names: Sequence[str]) -> list[tuple[LinkEnd, LinkEnd]]:
+        """Return the links that have each of these names at one end.
+
+        Parameters
+        ----------
+        names
+            One or two, each a host, a switch, or a port as ``SWITCH:PORT``. One name means all links there.
+
+        Raises
+        ------
+        TestbedError
+            No node or port has such a name, or no link joins the two.
+        """
+        known = {name for link in self.links for end in link for name in (end.node, str(end))}
+        for name in names:
+            if name not in known:
+                raise TestbedError(f"no host, switch or port is named {name!r}{nearest(name, sorted(known))}")
+        found = [
+            link for link in self.links if all(any(name in (end.node, str(end)) for end in link) for name in names)
+        ]
+        if not found:
+            raise TestbedError(
+                f"no link joins {' and '.join(names)}; `dlcp testbed status` shows where hosts are linked"
+            )
+        return found
+
+    def _end(self, port: Port) -> LinkEnd:
+        plan = self.port(port.switch, port.number)
+        return LinkEnd(port.switch, port.number, self.switch(port.switch).namespace, plan.interface)
 
     def spread(self, count: int) -> tuple[HostLayout, ...]:
         """Return ``count`` hosts, taken from each switch in turn, so that their traffic crosses the fabric."""
@@ -129,7 +201,7 @@ def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
             next(free),
             next(free),
             tuple(
-                _port(fabric, Port(switch.name, number), switch.interface(number))
+                _port(fabric, kind, Port(switch.name, number), switch.interface(number))
                 for number in fabric.neighbours[switch.name]
             ),
         )
@@ -145,6 +217,14 @@ def lay_out(fabric: Fabric, kind: SwitchKind, name: str) -> Layout:
     return Layout(name, kind, switches, hosts, trunks)
 
 
+def _named(kind: str, parts: Sequence[_Node], name: str) -> _Node:
+    """Return the host or switch of a name; refuse an unknown one."""
+    by_name = {part.name: part for part in parts}
+    if name not in by_name:
+        raise TestbedError(f"no {kind} is named {name!r}{nearest(name, by_name)}")
+    return by_name[name]
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports of this machine's loopback that are free now."""
     with contextlib.ExitStack() as stack:
@@ -152,7 +232,7 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def _port(fabric: Fabric, port: Port, interface: str) -> PortLayout:
+def _port(fabric: Fabric, kind: SwitchKind, port: Port, interface: str) -> PortLayout:
     queueing = fabric.queueing_at(port)
     if len(interface) > INTERFACE_NAME_MAX:
         raise TestbedError(
@@ -162,7 +242,11 @@ def _port(fabric: Fabric, port: Port, interface: str) -> PortLayout:
         raise TestbedError(f"{port} has no rate, so no packet would ever queue there; give its link a rate_bps")
     if len(set(queueing.depths())) > 1:
         raise TestbedError(f"{port}: a testbed's queues must be equally deep; give a single depth_packets")
-    return PortLayout(port.number, interface, queueing.rate_bps, queueing.depths()[0])
+    if kind == "bmv2" and (queueing.delay_s or queueing.loss):
+        raise TestbedError(
+            f"{port}: BMv2 has neither delay nor loss; leave both out at the link, or use built-in switches"
+        )
+    return PortLayout(port.number, interface, queueing)
 
 
 KEEPER_DEADLINE_S: Final = 15.0
@@ -262,6 +346,18 @@ class StateFile:
     def path(self, suffix: str) -> Path:
         """Return the file of this testbed with the given suffix, such as ``.json``."""
         return RUN_FOLDER / f"{self.name}{suffix}"
+
+    def counters(self, switch: str) -> Path:
+        """Return the file of a built-in switch's own counters."""
+        return self.path(f".{switch}.counters.json")
+
+    def queueing(self, switch: str) -> Path:
+        """Return the file of the queueing of a built-in switch's ports."""
+        return self.path(f".{switch}.queueing.json")
+
+    def broken(self, switch: str) -> Path:
+        """Return the file that exists while a switch is to stay down."""
+        return self.path(f".{switch}.broken")
 
     def read(self) -> TestbedState | None:
         """Return the state on disk; None if there is no testbed.

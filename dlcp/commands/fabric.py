@@ -9,7 +9,9 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,7 +19,7 @@ from dlcp.commands.common import DIFFERS, DURATIONS, add, add_json, real, refuse
 
 if TYPE_CHECKING:
     from dlcp.controller.compiled_program import CompiledProgram
-    from dlcp.controller.fabric import Fabric, FabricSwitch
+    from dlcp.controller.fabric import Fabric
     from dlcp.controller.switch_client import Outcome, Plan, Readings, Session
 
 WATCHING: Final = "watching"
@@ -26,6 +28,7 @@ _METRICS: Final = "127.0.0.1:9464"
 """Where ``watch`` serves metrics by default: the customary port of exporters."""
 _FILE_COLUMNS: Final = 120
 """Width of output that does not go to a terminal."""
+_WATCH_EVERY_S: Final = 1.0
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:]*):[0-9]{1,5}")
 _T = TypeVar("_T")
 
@@ -45,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(command, "--program", "FOLDER", Path, "compiled program to use instead of DLCP's own")
         if name in ("plan", "status"):
             add_json(command)
+        if name == "status":
+            live = "show the counters of each queue live; without a terminal, print what has changed"
+            command.add_argument("--watch", action="store_true", help=live)
+            add(command, "--every", "SECONDS", real(DURATIONS), "interval of --watch", default=_WATCH_EVERY_S)
         if name == "plan":
             command.add_argument("--all", action="store_true", help="show all changes, however many")
         if name in ("apply", "watch"):
@@ -76,18 +83,18 @@ def _check(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledP
     held = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
     for found in held.values():
         pipeline.encode(found)
-    _console().print(fabric_table(fabric, held))
+    console().print(fabric_table(fabric, held))
     return 0
 
 
 def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import plan_json, plan_tree
-    from dlcp.controller.switch_client import plan, wanted
+    from dlcp.controller.switch_client import ask_all, plan, wanted
 
     async def ask(session: "Session") -> "Plan":
         return await plan(session, wanted(fabric, session.switch, pipeline))
 
-    found = asyncio.run(_everywhere(fabric, pipeline, ask))
+    found = asyncio.run(ask_all(fabric, pipeline, ask))
     plans = [answer for answer in found.values() if not isinstance(answer, str)]
     if arguments.json:
         shown = {
@@ -97,50 +104,50 @@ def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledPr
         print(json.dumps({"switches": shown}, indent=2))
     else:
         for each in plans:
-            _console().print(plan_tree(each, pipeline, every=arguments.all))
+            console().print(plan_tree(each, pipeline, every=arguments.all))
     return _print_errors(found) or (DIFFERS if any(plans) else 0)
 
 
 def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import outcome_line
-    from dlcp.controller.entries import entries
-    from dlcp.controller.switch_client import queue_depths_unavailable, reconcile, set_queue_depths, wanted
+    from dlcp.controller.switch_client import ask_all, program, queue_depths_unavailable
 
     async def write(session: "Session") -> "Outcome":
-        await session.become_primary()
-        outcome = await reconcile(session, wanted(fabric, session.switch, pipeline))
-        if session.switch.kind == "bmv2" and not queue_depths_unavailable(session.switch):
-            await set_queue_depths(session.switch, entries(fabric, session.switch.name).ports)
-        return outcome
+        return await program(session, fabric)
 
-    found = asyncio.run(_everywhere(fabric, pipeline, write, election_id=arguments.election_id))
+    found = asyncio.run(ask_all(fabric, pipeline, write, election_id=arguments.election_id))
     for name, answer in found.items():
         if not isinstance(answer, str):
-            _console().print(outcome_line(answer))
+            console().print(outcome_line(answer))
             reason = queue_depths_unavailable(fabric.switch(name))
             if reason:
-                _console().print(reason, style="yellow")
+                console().print(reason, style="yellow")
     return _print_errors(found)
 
 
 def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import ports_table, status_json, status_table
-    from dlcp.controller.switch_client import plan, read_counters, wanted
+    from dlcp.controller.switch_client import ask_all, plan, read_counters, wanted
+
+    if arguments.watch:
+        if arguments.json:
+            raise ValueError("--json and --watch exclude each other: leave out one")
+        return watch_counters(fabric, pipeline, arguments.every)
 
     async def ask(session: "Session") -> "tuple[Plan, Readings | None]":
         found = await plan(session, wanted(fabric, session.switch, pipeline))
         counted = None if found.install else await read_counters(session, fabric.neighbours[session.switch.name])
         return found, counted
 
-    found = asyncio.run(_everywhere(fabric, pipeline, ask))
+    found = asyncio.run(ask_all(fabric, pipeline, ask))
     if arguments.json:
         print(json.dumps(status_json(fabric, found), indent=2))
         return _print_errors(found)
     shown = {name: "does not answer" if isinstance(answer, str) else answer for name, answer in found.items()}
-    _console().print(status_table(fabric, shown))
+    console().print(status_table(fabric, shown))
     counted = {name: answer[1] for name, answer in found.items() if not isinstance(answer, str) and answer[1]}
     if counted:
-        _console().print(ports_table(fabric, counted))
+        console().print(ports_table(fabric, counted))
     return _print_errors(found)
 
 
@@ -163,6 +170,53 @@ def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledP
     return 0
 
 
+def watch_counters(
+    fabric: "Fabric",
+    pipeline: "CompiledProgram",
+    every_s: float,
+    tail_drops: "Callable[[str], Mapping[tuple[int, int], int] | None]" = lambda switch: None,
+) -> int:
+    """Show the switches' counters until a signal; return the exit status.
+
+    Parameters
+    ----------
+    every_s
+        Interval of readings, in seconds.
+    tail_drops
+        Returns the tail drops of a switch, by port and queue; None if it does not count them.
+    """
+    from rich.live import Live
+
+    from dlcp.controller.display import queue_lines, queues_table
+    from dlcp.controller.switch_client import ask_all, read_counters
+    from dlcp.controller.testbed.accounts import SwitchAccount
+
+    async def ask(session: "Session") -> "SwitchAccount":
+        readings = await read_counters(session, fabric.neighbours[session.switch.name])
+        return SwitchAccount.of(readings.events, tail_drops(session.switch.name))
+
+    async def show() -> None:
+        before: dict[str, SwitchAccount] = {}
+        with Live(console=console(), auto_refresh=False) if sys.stdout.isatty() else contextlib.nullcontext() as live:
+            while True:
+                found = await ask_all(fabric, pipeline, ask)
+                _print_errors(found)
+                now = {name: account for name, account in found.items() if not isinstance(account, str)}
+                if live is not None:
+                    live.update(queues_table(fabric, now), refresh=True)
+                else:
+                    new = {
+                        name: account.since(before.get(name, SwitchAccount(Counter()))) for name, account in now.items()
+                    }
+                    for line in queue_lines(fabric, new):
+                        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+                before |= now
+                await asyncio.sleep(every_s)
+
+    asyncio.run(_until_signal(show()))
+    return 0
+
+
 async def _until_signal(work: Awaitable[None]) -> None:
     """Await some work until SIGTERM or SIGINT."""
     task = asyncio.ensure_future(work)
@@ -170,26 +224,6 @@ async def _until_signal(work: Awaitable[None]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-async def _everywhere(
-    fabric: "Fabric", pipeline: "CompiledProgram", ask: "Callable[[Session], Awaitable[_T]]", **options: Any
-) -> dict[str, _T | str]:
-    """Query all switches concurrently; return each one's answer, or its error as text, by the name of the switch."""
-    from dlcp.controller.switch_client import ControlError, QueueDepthError, Session
-
-    async def talk(switch: "FabricSwitch") -> _T | str:
-        try:
-            async with Session(switch, pipeline, **options) as session:
-                return await ask(session)
-        except (ControlError, QueueDepthError) as error:
-            return str(error)
-
-    switches = [switch for switch in fabric.switches if switch.grpc]
-    if not switches:
-        raise ValueError("no switch has a control address; add one to the file, as in grpc: 127.0.0.1:9559")
-    answers = await asyncio.gather(*map(talk, switches))
-    return {switch.name: answer for switch, answer in zip(switches, answers, strict=True)}
 
 
 def _print_errors(found: dict[str, Any]) -> int:
@@ -200,7 +234,8 @@ def _print_errors(found: dict[str, Any]) -> int:
     return int(bool(wrong))
 
 
-def _console() -> Any:
+def console() -> Any:
+    """Return a console of a fixed width, unless it is a terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)

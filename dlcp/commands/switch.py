@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--rate-bps", "[PORT=]RATE", _setting(_RATE_BPS), rate, action="append")
     depth = "depth of every queue, or of those of one port, in packets; may be repeated"
     add(how, "--depth-packets", "[PORT=]PACKETS", _setting(_DEPTH_PACKETS), depth, action="append")
+    queueing = "rate, depths, delay and loss of single ports, as the `ports` of --entries; read again on SIGHUP"
+    add(how, "--queueing", "FILE", Path, queueing)
     add(how, "--program", "FILE", Path, "compiled program, as BMv2's JSON (default: DLCP's own)")
     how.add_argument(
         "--backend",
@@ -146,6 +148,8 @@ def build(arguments: argparse.Namespace) -> "tuple[Switch, P4RuntimeDevice | Non
         ports = [port for group in groups for port in group.counters]
         _check_settings(arguments, ports)
         queueing = {port: _override(entries.ports.get(port, PortQueueing()), arguments, port) for port in ports}
+        if arguments.queueing is not None:
+            queueing |= _port_settings(arguments.queueing, ports)
         switch = Switch(program or EmptyProgram(), groups, queueing)
         if arguments.p4runtime is not None:
             device = _device(arguments, switch, program, backend)
@@ -228,6 +232,32 @@ def _check_settings(arguments: argparse.Namespace, ports: Sequence[int]) -> None
                 raise ValueError(f"{option} {port}={value:g}: unknown port {port}")
 
 
+def _port_settings(file: Path, ports: Collection[int]) -> "dict[int, PortQueueing]":
+    """Return the queueing of the ports that a file names."""
+    from dlcp.switch import read_ports
+
+    found = read_ports(file)
+    unknown = sorted(found.keys() - set(ports))
+    if unknown:
+        raise ValueError(f"{file}: unknown port {unknown[0]}; the ports are {sorted(ports)}")
+    return found
+
+
+def _change_settings(switch: "Switch", file: Path) -> None:
+    """Read the queueing of ports again, and change it before the next packets; a wrong file changes nothing."""
+    try:
+        found = _port_settings(file, switch.queues)
+    except (OSError, ValueError) as error:
+        refuse("switch", f"nothing has changed: {error}")
+        return
+
+    def change() -> None:
+        for port, queueing in found.items():
+            switch.queues[port].configure(queueing)
+
+    switch.call(change)
+
+
 def _ports(arguments: argparse.Namespace, place: _Place) -> "Iterator[PortGroup]":
     """Open the switch's ports in its fabric, or those of --port."""
     from dlcp.switch import LoopbackHost, LoopbackPorts, PacketPort
@@ -306,6 +336,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     from dlcp.switch import READY
 
     switch, device = build(arguments)
+    if arguments.queueing is not None:  # before a controller can reach it
+        signal.signal(signal.SIGHUP, lambda *_: _change_settings(switch, arguments.queueing))
     server, at = None, ""
     if device is not None:
         from dlcp.switch.p4runtime import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address

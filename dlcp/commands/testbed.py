@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from dlcp.commands import testbed_tools
 from dlcp.commands.common import add, add_link, add_training, check_folder, refuse
 from dlcp.inputs.error_text import short
 
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = commands.add_parser("run", help="train over a testbed with Gloo and with DLCP, and write a report page")
     status = commands.add_parser("status", help="show the running testbed")
     down = commands.add_parser("down", help="remove a testbed, or the rest of a crashed one")
-    for each in (up, run, status, down):
+    live = "show the counters of each queue live; without a terminal, print what has changed"
+    status.add_argument("--watch", action="store_true", help=live)
+    for each in (up, run, status, down, *testbed_tools.add_commands(commands)):
         add(each, "--name", "NAME", _name, "prefix of its namespaces and files", default=_NAME)
     for each in (up, run):
         _add_shape(each)
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlcp.controller.testbed import TestbedError
     from dlcp.host.netlab import NamespaceError
 
-    actions = {"up": _up, "run": _run, "status": _status, "down": _down}
+    actions = {"up": _up, "run": _run, "status": _status, "down": _down, **testbed_tools.ACTIONS}
     try:
         return actions[arguments.action](arguments)
     except (TestbedError, NamespaceError, OSError, ValueError) as error:
@@ -90,6 +93,8 @@ def _status(arguments: argparse.Namespace) -> int:
     if not (state.alive and state.ready):
         print(f"testbed {arguments.name!r} has crashed; `dlcp testbed down` removes what it left")
         return 1
+    if arguments.watch:
+        return testbed_tools.watch(arguments.name)
     _show(arguments.name, state)
     return 0
 
@@ -192,8 +197,8 @@ def _setup(arguments: argparse.Namespace, state: "TestbedState", fabric: "Fabric
     return TestbedSetup(
         seed=arguments.seed,
         steps=arguments.steps,
-        rate_bps=port.rate_bps,
-        depth_packets=port.depth_packets,
+        rate_bps=port.queueing.rate_bps,
+        depth_packets=port.queueing.depths()[0],
         loss_bound=arguments.loss_bound,
         precision=arguments.precision,
         collective="server" if collective == "ps" else "direct",
@@ -218,6 +223,7 @@ def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
 
 def _show(name: str, state: "TestbedState") -> None:
     """Print the hosts and switches of a testbed, and how to reach them."""
+    from dlcp.controller.testbed.faults import changes
     from dlcp.controller.testbed.layout import StateFile
     from dlcp.controller.testbed.lifecycle import FABRIC
 
@@ -230,5 +236,9 @@ def _show(name: str, state: "TestbedState") -> None:
         print(f"  switch {plan.name:<8} {runs}, process {made.process.pid}, {len(plan.ports)} ports{again}")
     for host in layout.hosts:
         print(f"  host {host.name:<10} {host.address:<12} at {host.switch}:{host.port}")
-    print(f"  in a host:  ip netns exec {layout.hosts[0].namespace} COMMAND")
+    for a, b in layout.trunks:
+        print(f"  link {a} - {b}")
+    for line in changes(state):
+        print(f"  {line}")
+    print(f"  in a host:  dlcp testbed shell {layout.hosts[0].name} COMMAND")
     print(f"  switches:   dlcp fabric status {StateFile(name).path(FABRIC)}")

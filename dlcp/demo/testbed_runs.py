@@ -3,8 +3,6 @@
 
 import dataclasses
 import hashlib
-import json
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from dlcp.controller.testbed.accounts import (
     RateWatch,
     SwitchAccount,
     compare,
+    fresh_counters,
     nic_counts,
     settle,
     tail_drops,
@@ -38,9 +37,6 @@ _BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "ecn"}
 """Options for DLCP over BMv2. Behind its queues BMv2 has a FIFO buffer of 128 packets before the transmit thread. TCP
 keeps it full, so every packet is some 50 ms late at 32 Mbit/s, however little DLCP sends. Delay-based control would
 take that for its own queue and almost stop; ECN marks come from DLCP's own queue only."""
-
-_COUNTERS_DEADLINE_S: Final = 15.0
-_COUNTERS_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +130,9 @@ class TestbedNetwork(DemoNetwork):
             {name: nic.since(before[1][name]) for name, nic in nics.items()},
             busiest,
             restarts - before[2],
-            max((self._counters(name)["late_max_s"] for name in switches), default=0.0) if self._builtin else 0.0,
+            max((fresh_counters(self._files, name)["late_max_s"] for name in switches), default=0.0)
+            if self._builtin
+            else 0.0,
             idle,
         )
         return as_counters(self.accounts.switches) | {"late_max_s": self.accounts.late_s if self._builtin else None}
@@ -148,31 +146,12 @@ class TestbedNetwork(DemoNetwork):
 
     def _account(self, name: str) -> SwitchAccount:
         """Return a switch's counts; only those of the built-in switch include tail drops."""
-        tails = tail_drops(self._counters(name)) if self._builtin else None
+        tails = tail_drops(fresh_counters(self._files, name)) if self._builtin else None
         return SwitchAccount.of(self._controller.events(name), tails)
 
     @property
     def _builtin(self) -> bool:
         return self._layout.kind == "builtin"
-
-    def _counters(self, name: str) -> dict[str, Any]:
-        """Wait until the built-in switch next writes its counters, and return them.
-
-        Raises
-        ------
-        TestbedError
-            It has not written them within ``_COUNTERS_DEADLINE_S``.
-        """
-        path = self._files.path(f".{name}.counters.json")
-        asked_s = time.time()
-        while path.stat().st_mtime <= asked_s:
-            if time.time() > asked_s + _COUNTERS_DEADLINE_S:
-                raise TestbedError(
-                    f"switch {name} has not updated {path} for {_COUNTERS_DEADLINE_S:g} s; check that it still runs"
-                )
-            time.sleep(_COUNTERS_POLL_S)
-        counters: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return counters
 
 
 def check(setup: TestbedSetup, state: TestbedState) -> None:

@@ -16,7 +16,9 @@ from dlcp.switch.entry_files import (
     parse_match,
     parse_number,
     read_entries,
+    read_ports,
     write_entries,
+    write_ports,
 )
 from dlcp.switch.event_counters import (
     EVENT_COUNTERS,
@@ -99,6 +101,8 @@ __all__ = [
     "parse_match",
     "parse_number",
     "read_entries",
+    "read_ports",
     "udp_headers",
     "write_entries",
+    "write_ports",
 ]

@@ -30,6 +30,7 @@ P4Runtime (packets/s and packets for a packet meter).
 import dataclasses
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -222,6 +223,25 @@ def read_entries(path: Path, definition: model.ProgramDef) -> tuple[Entries, Doc
     """
     document = Document(path)
     return _parsed(document.convert(_File), definition, document), document
+
+
+def read_ports(path: Path) -> dict[int, PortQueueing]:
+    """Return the queueing of each port in a file of the format shown above; its entries are ignored.
+
+    Raises
+    ------
+    DocumentError
+        The file cannot be read, or does not have that format.
+    """
+    return Document(path).convert(_File).ports
+
+
+def write_ports(path: Path, ports: Mapping[int, PortQueueing]) -> None:
+    """Write a file for `read_ports`, replacing it atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    content = {"ports": {str(port): dataclasses.asdict(queueing) for port, queueing in ports.items()}}
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
 
 
 def parse_entries(content: Mapping[str, Any], definition: model.ProgramDef) -> Entries:

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look into a testbed that is up: ping its hosts, capture a link's packets, and follow packets from host to host."""
+
+import asyncio
+import re
+import secrets
+import selectors
+import shutil
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dlcp.controller.compiled_program import CompiledProgram
+from dlcp.controller.fabric import Fabric, distances
+from dlcp.controller.switch_client import Readings, Session, ask_all, read_counters
+from dlcp.controller.testbed import TestbedError
+from dlcp.controller.testbed.accounts import SwitchAccount, bound, filled, fresh_counters, send_paced, tail_drops
+from dlcp.controller.testbed.layout import HostLayout, LinkEnd, StateFile, TestbedState
+from dlcp.host.closing import Closing
+from dlcp.host.netlab import NamedNamespace
+from dlcp.switch.ports import enlarge_buffers
+from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT, Header, HeaderError, PacketType, Queue, decode, dscp
+
+# ----------------------------------------------------------------------------------------------------------------- ping
+
+
+_PING_EVERY_S: Final = 0.2
+_PINGS_AT_ONCE: Final = 16
+
+
+class Ping(NamedTuple):
+    """Echo requests from one host to another, the answers, and their mean round-trip time; None without an answer."""
+
+    sender: str
+    receiver: str
+    sent: int
+    answered: int
+    rtt_ms: float | None
+
+
+def ping(pairs: Sequence[tuple[HostLayout, HostLayout]], count: int, deadline_s: float) -> list[Ping]:
+    """Send ``count`` ICMP echo requests between pairs of hosts, and wait ``deadline_s`` seconds for the last answer.
+
+    Raises
+    ------
+    TestbedError
+        The command ``ping`` is missing.
+    """
+    if shutil.which("ping") is None:
+        raise TestbedError("the command `ping` is missing; install Debian's package iputils-ping")
+
+    def one(pair: tuple[HostLayout, HostLayout]) -> Ping:
+        sender, receiver = pair
+        words = ["ping", "-n", "-q", "-c", str(count), "-i", str(_PING_EVERY_S), "-W", str(deadline_s)]
+        done = NamedNamespace(sender.namespace).run([*words, receiver.address], capture_output=True, text=True)
+        counts = re.search(r"(\d+) packets transmitted, (\d+) received", done.stdout)
+        if counts is None:
+            raise TestbedError(f"ping from {sender.name} to {receiver.name}: {(done.stderr or done.stdout).strip()}")
+        rtt = re.search(r"= [\d.]+/([\d.]+)/", done.stdout)
+        return Ping(sender.name, receiver.name, int(counts[1]), int(counts[2]), float(rtt[1]) if rtt else None)
+
+    with ThreadPoolExecutor(_PINGS_AT_ONCE) as pool:
+        return list(pool.map(one, pairs))
+
+
+# -------------------------------------------------------------------------------------------------------------- capture
+
+
+_ETH_P_ALL: Final = 3
+_SOL_PACKET, _PACKET_IGNORE_OUTGOING, _SO_TIMESTAMPNS = 263, 23, 35
+_TIMESPEC: Final = struct.Struct("@qq")
+_FRAME_MAX: Final = 1 << 16
+_PCAP_HEADER: Final = struct.pack("=IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, _FRAME_MAX, 1)
+"""Of a file with times in nanoseconds and Ethernet frames (draft-ietf-opsawg-pcap)."""
+_PCAP_RECORD: Final = struct.Struct("=IIII")
+
+
+class Frame(NamedTuple):
+    """A frame as it arrived at one end of a link, and when, in nanoseconds of real time."""
+
+    end: LinkEnd
+    time_ns: int
+    data: bytes
+
+
+class Tap(Closing):
+    """Sees all frames that arrive at some ends of links; a context manager.
+
+    The built-in switch sends past the place where the kernel would show outgoing frames, so a tap shows none. Tap both
+    ends of a link to see both directions.
+
+    Raises
+    ------
+    TestbedError
+        An interface cannot be opened.
+    """
+
+    def __init__(self, ends: Sequence[LinkEnd]) -> None:
+        self._selector = selectors.DefaultSelector()
+        try:
+            for end in ends:
+                sock = NamedNamespace(end.namespace).call(partial(_packet_socket, end.interface))
+                self._selector.register(sock, selectors.EVENT_READ, end)
+        except OSError as error:
+            self.close()
+            raise TestbedError(f"cannot capture at {end}: {error.strerror}; this needs CAP_NET_RAW") from error
+
+    def frames(self, timeout_s: float) -> list[Frame]:
+        """Return the frames that wait; without any, wait up to ``timeout_s`` seconds."""
+        found = []
+        for key, _ in self._selector.select(timeout_s):
+            assert isinstance(key.fileobj, socket.socket)
+            with suppress(OSError):  # no more frames, or the interface is down
+                while True:
+                    data, ancillary, _, _ = key.fileobj.recvmsg(_FRAME_MAX, socket.CMSG_SPACE(_TIMESPEC.size))
+                    seconds, nanoseconds = _TIMESPEC.unpack(ancillary[0][2])
+                    found.append(Frame(key.data, seconds * 10**9 + nanoseconds, data))
+        return found
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+
+def _packet_socket(interface: str) -> socket.socket:
+    sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    sock.setblocking(False)
+    enlarge_buffers(sock)
+    sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    sock.bind((interface, _ETH_P_ALL))
+    return sock
+
+
+def capture(state: TestbedState, where: str, seconds: float, count: int, stopped: threading.Event) -> list[Frame]:
+    """Return the frames that cross a link in both directions, in the order of their times.
+
+    Parameters
+    ----------
+    where
+        The link: a host, or a port as ``SWITCH:PORT``.
+    seconds, count
+        Ends after this time, or with this many frames.
+    stopped
+        Ends when this is set.
+
+    Raises
+    ------
+    TestbedError
+        There is no such link.
+    """
+    links = state.layout.links_of([where])
+    if len(links) > 1:
+        ports = ", ".join(str(end) for link in links for end in link if end.node == where)
+        raise TestbedError(f"{where} has {len(links)} links; choose one of {ports}")
+    found: list[Frame] = []
+    give_up_s = time.monotonic() + seconds
+    with Tap(links[0]) as tap:
+        while len(found) < count and not stopped.is_set() and (left_s := give_up_s - time.monotonic()) > 0:
+            found += tap.frames(min(left_s, 0.2))
+    return sorted(found[:count], key=lambda frame: frame.time_ns)
+
+
+def write_pcap(path: Path, frames: Sequence[Frame]) -> None:
+    """Write frames into a capture file for Wireshark, tcpdump or Scapy."""
+    records = [
+        _PCAP_RECORD.pack(frame.time_ns // 10**9, frame.time_ns % 10**9, len(frame.data), len(frame.data)) + frame.data
+        for frame in frames
+    ]
+    path.write_bytes(_PCAP_HEADER + b"".join(records))
+
+
+_ETHERNET_KINDS: Final = {0x0806: "ARP", 0x8100: "VLAN"}
+_IP_KINDS: Final = {1: "ICMP", 6: "TCP", 17: "UDP", 58: "ICMPv6"}
+
+
+def kind_of(frame: bytes) -> str:
+    """Return what a frame is, as in ``DLCP DATA job 1 queue 6 class 3``, ``TCP`` or ``ARP``."""
+    ether_type = int.from_bytes(frame[12:14], "big")
+    if ether_type not in (0x0800, 0x86DD) or len(frame) < 34:
+        return _ETHERNET_KINDS.get(ether_type, f"EtherType 0x{ether_type:04x}")
+    protocol, start = (frame[23], 14 + 4 * (frame[14] & 15)) if ether_type == 0x0800 else (frame[20], 54)
+    header = _dlcp_header(frame, start) if protocol == socket.IPPROTO_UDP else None
+    if header is None:
+        return _IP_KINDS.get(protocol, f"IP protocol {protocol}")
+    return f"DLCP {header.type.name} job {header.job} queue {header.queue} class {header.drop_class}"
+
+
+def _dlcp_header(frame: bytes, udp_start: int) -> Header | None:
+    """Return the DLCP header of a UDP datagram in a frame; None if it has none."""
+    port = int.from_bytes(frame[udp_start + 2 : udp_start + 4], "big")
+    if UDP_PORT_BASE <= port < UDP_PORT_BASE + UDP_PORT_COUNT:
+        with suppress(HeaderError):
+            return decode(frame[udp_start + 8 :])
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------- trace
+
+
+_TRACE_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT - 1
+"""The last of DLCP's ports, so that a training can go on: it uses the first."""
+_QUIET_S: Final = 0.5
+"""All packets have arrived if none has for this long: more than a full port takes to drain at 32 Mbit/s."""
+_DRAIN_DEADLINE_S: Final = 15.0
+_PORT_LOSSES: Final = {
+    "lost": "lost on the line from",
+    "lost_arriving": "lost on the line into",
+    "unreachable": "sent to a link that is down at",
+    "send_errors": "refused by the interface of",
+    "oversize": "too long for",
+    "overrun": "came too fast for the socket of",
+}
+"""Drops that the built-in switch counts outside its program, by port."""
+_EVENTS: Final = {
+    "POLICY_DROP": "dropped by policy",
+    "NO_ROUTE": "without a route",
+    "REFUSED": "refused",
+    "UNTRUSTED": "tags cleared",
+    "OVER_SHARE": "over the job's share",
+    "MARKED": "marked",
+}
+"""Events of the program, except that it forwards."""
+
+
+@dataclass(frozen=True)
+class TaggedFlow:
+    """Data packets of one message: how many, with which tags, and the rate of their frames in bit/s."""
+
+    count: int = 100
+    job: int = 0
+    queue: int = Queue.LAST_GRADIENT
+    drop_class: int = 0
+    rate_bps: float = 2e6
+
+
+@dataclass(frozen=True)
+class SwitchHop:
+    """A flow's packets at one switch: those that arrived, those that left, and what its counters say of the time."""
+
+    switch: str
+    arrived: int
+    left: int
+    why: list[str]
+
+
+@dataclass(frozen=True)
+class FlowTrace:
+    """A flow's packets on their way: sent, received, and at each switch, from the sender on."""
+
+    sent: int
+    received: int
+    hops: list[SwitchHop]
+
+
+def trace(state: TestbedState, fabric: Fabric, sender: HostLayout, receiver: HostLayout, flow: TaggedFlow) -> FlowTrace:
+    """Send a flow from host to host, and count its packets at both ends of every link.
+
+    Packets are recognized by their token, so other traffic does not affect the counts. The reasons come from the
+    switches' counters, which include all traffic of the time.
+
+    Parameters
+    ----------
+    fabric
+        The testbed's own, with the addresses of its switches.
+
+    Raises
+    ------
+    TestbedError
+        A socket cannot be opened, or packets still arrive long after the last was sent.
+    """
+    token = secrets.randbits(64)
+    headers = (
+        Header(PacketType.DATA, 0, flow.queue, flow.drop_class, 0, flow.job, 0xFFFF, 0, 0, 0, index, flow.count, token)
+        for index in range(flow.count)
+    )
+    before = _accounts(state, fabric)
+    seen: Counter[LinkEnd] = Counter()
+    stopped = threading.Event()
+    ends = [end for link in state.layout.links for end in link]
+    with bound(receiver, _TRACE_PORT), bound(sender, _TRACE_PORT) as source, Tap(ends) as tap:
+        source.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp(flow.queue, flow.drop_class > 0) << 2)
+        to = (receiver.address, _TRACE_PORT)
+        sending = threading.Thread(
+            target=send_paced, args=(source, to, map(filled, headers), flow.rate_bps, stopped), daemon=True
+        )
+        sending.start()
+        try:
+            _count(tap, token, sending, seen)
+        finally:
+            stopped.set()
+            sending.join()
+    after = _accounts(state, fabric)
+    hops = []
+    for switch in _by_distance(fabric, sender.switch):
+        links = [(near, far) for link in state.layout.links for near, far in (link, link[::-1]) if near.node == switch]
+        arrived, left = sum(seen[near] for near, _ in links), sum(seen[far] for _, far in links)
+        if arrived or left:
+            hops.append(SwitchHop(switch, arrived, left, _why(switch, before[switch], after[switch])))
+    return FlowTrace(flow.count, sum(seen[end] for end in ends if end.node == receiver.name), hops)
+
+
+def _count(tap: Tap, token: int, sending: threading.Thread, seen: "Counter[LinkEnd]") -> None:
+    """Count the flow's frames at each end, until none comes any more."""
+    mark = token.to_bytes(8, "big")
+    quiet_since_s = time.monotonic()
+    give_up_s = float("inf")
+    while sending.is_alive() or time.monotonic() < quiet_since_s + _QUIET_S:
+        if sending.is_alive():
+            quiet_since_s = time.monotonic()
+            give_up_s = quiet_since_s + _DRAIN_DEADLINE_S
+        if time.monotonic() > give_up_s:
+            raise TestbedError(
+                f"packets still arrive {_DRAIN_DEADLINE_S:.0f} s after the last was sent; a link is too slow"
+            )
+        for frame in tap.frames(0.05):
+            if mark in frame.data[:128]:
+                seen[frame.end] += 1
+                quiet_since_s = time.monotonic()
+
+
+def _by_distance(fabric: Fabric, first: str) -> list[str]:
+    distance = distances(fabric, first)
+    return sorted(distance, key=lambda switch: distance[switch])
+
+
+def _accounts(state: TestbedState, fabric: Fabric) -> dict[str, tuple[SwitchAccount, Mapping[int, Any]] | str]:
+    """Return each switch's account and the counters of its ports, which only the built-in switch has; or an error."""
+    files = StateFile(state.layout.name)
+
+    async def ask(session: Session) -> Readings:
+        return await read_counters(session, fabric.neighbours[session.switch.name])
+
+    found: dict[str, tuple[SwitchAccount, Mapping[int, Any]] | str] = {}
+    for name, readings in asyncio.run(ask_all(fabric, CompiledProgram(), ask)).items():
+        if isinstance(readings, str):
+            broken = files.broken(name).exists()
+            found[name] = f"is broken; run `dlcp testbed mend switch {name}`" if broken else readings
+        elif state.layout.kind == "builtin":
+            own = fresh_counters(files, name)
+            ports = {port["port"]: port for port in own["ports"]}
+            found[name] = SwitchAccount.of(readings.events, tail_drops(own)), ports
+        else:
+            found[name] = SwitchAccount.of(readings.events, None), {}
+    return found
+
+
+def _why(
+    switch: str,
+    before: tuple[SwitchAccount, Mapping[int, Any]] | str,
+    after: tuple[SwitchAccount, Mapping[int, Any]] | str,
+) -> list[str]:
+    """Return what a switch has counted between two readings, except that it forwarded packets."""
+    if isinstance(after, str) or isinstance(before, str):
+        return [after if isinstance(after, str) else "did not answer before"]
+    account = after[0].since(before[0])
+    packets: Counter[str] = Counter()
+    for place, count in account.events.items():
+        if place.event in _EVENTS:
+            packets[f"{_EVENTS[place.event]} at {switch}:{place.port}, queue {place.queue}"] += count
+    for (port, queue), count in (account.tail_drops or {}).items():
+        packets[f"found queue {queue} of {switch}:{port} full"] += count
+    for port, counters in after[1].items():
+        for name, words in _PORT_LOSSES.items():
+            packets[f"{words} {switch}:{port}"] += counters[name] - before[1][port][name]
+    lines = [f"{count} {words}" for words, count in packets.items() if count > 0]
+    return lines if account.tail_drops is not None else [*lines, "BMv2 does not count drops at full queues"]
