@@ -163,17 +163,10 @@ class _Converter:
                 self._at[end] = ends[2 - number], address
         if options.get("weight") == 1:
             del options["weight"]
-        for name in options:
-            if name not in _LINK_OPTIONS:
-                raise PlaceError(_unsupported(name, "a link"), *steps)
-            field, convert = _LINK_OPTIONS[name]
-            try:
-                found[field] = convert(options[name])
-            except (AttributeError, KeyError, TypeError, ValueError):
-                raise PlaceError(
-                    f"{name} is {options[name]!r}; expected a number, or a delay such as 5ms", *steps
-                ) from None
-        return found
+        try:
+            return found | link_fields(options)
+        except PlaceError as error:
+            raise PlaceError(str(error), *steps) from None
 
     def _end(self, end: str, port: int | None, interface: str | None, steps: tuple[Step, ...]) -> str:
         """Return a switch's end of a link as ``SWITCH:PORT``; without a number it is the next port, as in Mininet."""
@@ -237,14 +230,34 @@ def _delay_s(value: Any) -> float:
     return float(number) * _SECONDS[unit or "ms"]
 
 
-_LINK_OPTIONS: Final[dict[str, tuple[str, Callable[[Any], Any]]]] = {
+LINK_OPTIONS: Final[dict[str, tuple[str, Callable[[Any], Any]]]] = {
     "bw": ("rate_bps", lambda value: round(float(value) * 1e6)),
     "delay": ("delay_s", _delay_s),
     "loss": ("loss", lambda value: float(value) / 100),
     "max_queue_size": ("depth_packets", int),
     "queue_length": ("depth_packets", int),
 }
-"""Options of links, as Mininet's TCLink takes them (Mbit/s, percent, packets), and the fields of a fabric's link."""
+"""The field of a fabric's link for each option, and its conversion."""
+
+
+def link_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of Mininet's TCLink (in Mbit/s, percent, packets, and times as 5ms) as a fabric link's fields.
+
+    Raises
+    ------
+    PlaceError
+        An option is not supported, or its value is wrong.
+    """
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in LINK_OPTIONS:
+            raise PlaceError(_unsupported(name, "a link"))
+        own, convert = LINK_OPTIONS[name]
+        try:
+            found[own] = convert(value)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise PlaceError(f"{name} is {value!r}; write a number, or a delay as 5ms") from None
+    return found
 
 
 def _refuse_others(options: Mapping[str, Any], known: set[str], owner: str, steps: tuple[Step, ...]) -> None:

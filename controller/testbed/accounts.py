@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import HostLayout, Layout, StateFile
 from dlcp.host.ip import family_of
-from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
+from dlcp.host.netlab import NamedNamespace
 from dlcp.switch import QUEUES, EventCount
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType, Queue
 
@@ -151,11 +151,11 @@ def nic_counts(host: HostLayout) -> NicCount:
     text = NamedNamespace(host.namespace).call(lambda: Path("/proc/thread-self/net/dev").read_text(encoding="ascii"))
     for line in text.splitlines():
         name, _, numbers = line.partition(":")
-        if name.strip() == HOST_INTERFACE:
+        if name.strip() == host.interface:
             values = [int(number) for number in numbers.split()]
             return NicCount(sent=values[9], received=values[1], received_bytes=values[0])
     raise TestbedError(
-        f"host {host.name} has no interface {HOST_INTERFACE}; run `dlcp testbed down` and build the testbed again"
+        f"host {host.name} has no interface {host.interface}; run `dlcp testbed down` and build the testbed again"
     )
 
 

@@ -96,9 +96,13 @@ class NamespaceProxy(Closing):
             raise TestbedError(f"cannot listen for connections to the switches: {error.strerror}") from error
 
     def close(self) -> None:
-        """Accept no more connections; open ones end with this process."""
+        """Close all connections, and accept no more."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_PROXY_DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_PROXY_DEADLINE_S)
+        self._loop.close()
 
     async def _open(self, ports: Sequence[ForwardedPort]) -> None:
         for port in ports:
@@ -116,6 +120,14 @@ def connect(namespace: str, port: int) -> socket.socket:
     return NamedNamespace(namespace).call(lambda: socket.create_connection((LOOPBACK, port), timeout=5))
 
 
+async def _cancel_others() -> None:
+    """Cancel all tasks of this loop but this one, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 async def _carry(port: ForwardedPort, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Forward one connection until either end closes it."""
     try:
@@ -125,7 +137,8 @@ async def _carry(port: ForwardedPort, reader: asyncio.StreamReader, writer: asyn
     except OSError:
         writer.close()  # the switch is down; the controller retries
         return
-    await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
+    with contextlib.suppress(asyncio.CancelledError):  # the proxy closes; asyncio would log it as an error
+        await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -270,7 +283,10 @@ class SwitchProgram(ABC):
         # `ip netns exec` remounts /sys for the namespace, where BMv2 reads the state of its ports.
         argv = ["ip", "netns", "exec", self.plan.namespace, *self.argv]
         with self.log.open("ab") as log:
-            process = self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            # In a session of its own, because Ctrl-C in a script's terminal is not for it.
+            process = self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         in_time = came_true(lambda: process.poll() is not None or self._answers(), _START_DEADLINE_S)
         if process.poll() is not None:
             raise TestbedError(f"switch {self.plan.name} exited with status {process.returncode}: {self.said()}")
@@ -347,6 +363,67 @@ class Builtin(SwitchProgram):
 _PROGRAMS: Final[dict[SwitchKind, type[SwitchProgram]]] = {"bmv2": Bmv2, "builtin": Builtin}
 
 
+class Switches:
+    """The switches of a testbed, as processes in namespaces that exist.
+
+    Parameters
+    ----------
+    layout
+        The testbed.
+    files
+        Files for the state, where the switches' processes are recorded, and for the logs.
+    """
+
+    def __init__(self, layout: Layout, files: StateFile) -> None:
+        self._layout = layout
+        self._files = files
+        self._programs = {plan.name: _PROGRAMS[layout.kind](plan, files) for plan in layout.switches}
+        self._restarts = dict.fromkeys(self._programs, 0)
+        self._proxy: NamespaceProxy | None = None
+
+    def start(self) -> None:
+        """Prepare the interfaces, start the switches, and forward their control ports.
+
+        Raises
+        ------
+        TestbedError, NamespaceError
+            A switch does not start, or an interface cannot be prepared.
+        """
+        for switch in self._layout.switches:
+            for port in switch.ports:
+                self._prepare_port(switch, port)
+        for name in self._programs:
+            self._run(name)
+        self._proxy = NamespaceProxy([port for program in self._programs.values() for port in program.forwarded])
+
+    def supervise(self) -> None:
+        """Restart each switch that has exited, empty as after a power cycle, unless it was broken by hand."""
+        for name, program in self._programs.items():
+            if not program.running and not self._files.broken(name).exists():
+                self._restarts[name] += 1
+                self._run(name)
+
+    def stop(self) -> None:
+        """End the switches."""
+        if self._proxy is not None:
+            self._proxy.close()
+        for program in self._programs.values():
+            program.stop()
+
+    def _run(self, name: str) -> None:
+        """Start the program of a switch, and record its process."""
+        program = self._programs[name]
+        program.start()
+        self._files.update_switch(name, StartedSwitch(ProcessId.of(program.pid), self._restarts[name]))
+
+    def _prepare_port(self, switch: SwitchLayout, port: PortLayout) -> None:
+        namespace = NamedNamespace(switch.namespace)
+        namespace.ip(f"link set {port.interface} mtu {self._layout.mtu_bytes} up")
+        namespace.turn_off_offloads(port.interface)
+        if self._layout.kind == "bmv2":
+            limit_port(namespace, port.interface, port.queueing.rate_bps)
+
+
 # ---------------------------------------------------------------------------------------------------------- the network
 
 
@@ -358,16 +435,13 @@ class Network:
     layout
         The network to build.
     files
-        Files for the state, where the switches' processes are recorded, and for the logs.
+        Files of its switches.
     """
 
     def __init__(self, layout: Layout, files: StateFile) -> None:
         self._layout = layout
-        self._files = files
         self._mininet = mininet_network()
-        self._programs = {plan.name: _PROGRAMS[layout.kind](plan, files) for plan in layout.switches}
-        self._restarts = dict.fromkeys(self._programs, 0)
-        self._proxy: NamespaceProxy | None = None
+        self.switches = Switches(layout, files)
 
     def start(self) -> None:
         """Build everything and start the switches.
@@ -388,33 +462,12 @@ class Network:
         self._mininet.build()
         for host in self._layout.hosts:
             self._introduce(host)
-        for switch in self._layout.switches:
-            for port in switch.ports:
-                self._prepare_port(switch, port)
-        for name in self._programs:
-            self._run(name)
-        self._proxy = NamespaceProxy([port for program in self._programs.values() for port in program.forwarded])
-
-    def supervise(self) -> None:
-        """Restart each switch that has exited, empty as after a power cycle, unless it was broken by hand."""
-        for name, program in self._programs.items():
-            if not program.running and not self._files.broken(name).exists():
-                self._restarts[name] += 1
-                self._run(name)
+        self.switches.start()
 
     def stop(self) -> None:
         """End the switches and remove everything."""
-        if self._proxy is not None:
-            self._proxy.close()
-        for program in self._programs.values():
-            program.stop()
+        self.switches.stop()
         self._mininet.stop()
-
-    def _run(self, name: str) -> None:
-        """Start the program of a switch, and record its process."""
-        program = self._programs[name]
-        program.start()
-        self._files.update_switch(name, StartedSwitch(ProcessId.of(program.pid), self._restarts[name]))
 
     def _add_node(self, plan: SwitchLayout | HostLayout) -> Any:
         # No address here: Mininet would set it with ifconfig, which cannot choose the route.
@@ -445,13 +498,6 @@ class Network:
                 ]
         namespace.ip(*commands)
         namespace.turn_off_offloads(HOST_INTERFACE)
-
-    def _prepare_port(self, switch: SwitchLayout, port: PortLayout) -> None:
-        namespace = NamedNamespace(switch.namespace)
-        namespace.ip(f"link set {port.interface} mtu {self._layout.mtu_bytes} up")
-        namespace.turn_off_offloads(port.interface)
-        if self._layout.kind == "bmv2":
-            limit_port(namespace, port.interface, port.queueing.rate_bps)
 
 
 def _alone(host: HostLayout) -> str:
@@ -487,7 +533,7 @@ def keep(layout: Layout) -> None:
         files.write(dataclasses.replace(made, ready=True))
         print(KEEPER_READY, flush=True)
         while not stopped.wait(SUPERVISE_S):
-            network.supervise()
+            network.switches.supervise()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -55,7 +55,7 @@ class SwitchLayout:
 
 @dataclass(frozen=True)
 class HostLayout:
-    """One host: its namespace, its addresses, and its switch port."""
+    """One host: its namespace, its addresses, its switch port, and its own interface."""
 
     name: str
     namespace: str
@@ -63,6 +63,7 @@ class HostLayout:
     mac: str
     switch: str
     port: int
+    interface: str = HOST_INTERFACE
 
 
 class LinkEnd(NamedTuple):
@@ -140,7 +141,7 @@ class Layout:
     def links(self) -> list[tuple[LinkEnd, LinkEnd]]:
         """The two ends of every link. The first end is a switch's; the second is a host's or a switch's."""
         at_hosts = [
-            (self._end(Port(host.switch, host.port)), LinkEnd(host.name, 0, host.namespace, HOST_INTERFACE))
+            (self._end(Port(host.switch, host.port)), LinkEnd(host.name, 0, host.namespace, host.interface))
             for host in self.hosts
         ]
         return [*at_hosts, *((self._end(a), self._end(b)) for a, b in self.trunks)]

@@ -28,6 +28,10 @@ _PROGRAMS: Final = {
 _BMV2: Final = "p4lang's package p4lang-bmv2 (https://build.opensuse.org/package/show/home:p4lang/p4lang-bmv2)"
 
 
+_CAPABILITIES: Final = {"NET_ADMIN": 12, "NET_RAW": 13, "SYS_ADMIN": 21}
+"""Numbers of the capabilities that root needs, which a container may lack (linux/capability.h)."""
+
+
 def mininet_folder() -> Path | None:
     """Return the folder of Mininet's Python package; None if it is not installed."""
     found = importlib.util.find_spec("mininet")
@@ -39,7 +43,9 @@ def missing(switch: SwitchKind) -> list[str]:
     """Return the missing requirements of a testbed with this kind of switch, each with the package that provides it."""
     if sys.platform != "linux":
         return [f"Linux: {sys.platform} has no network namespaces"]
-    lacking = [] if os.geteuid() == 0 else ["root: it creates network namespaces and opens packet sockets"]
+    lacking = [f"CAP_{name}: start the container with --privileged, or --cap-add {name}" for name in _not_permitted()]
+    if os.geteuid() != 0:
+        lacking = ["root: it creates network namespaces and opens packet sockets"]
     lacking += [f"`{name}`: {source}" for name, source in _PROGRAMS.items() if shutil.which(name) is None]
     if mininet_folder() is None:
         lacking.append("Mininet's Python package: Debian's package mininet")
@@ -50,6 +56,13 @@ def missing(switch: SwitchKind) -> list[str]:
     if importlib.util.find_spec("finsy") is None:
         lacking.append("finsy, the P4Runtime client: pip install dlcp[fabric]")
     return lacking
+
+
+def _not_permitted() -> list[str]:
+    """Return the needed capabilities that this process does not have."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    effective = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
+    return [name for name, number in _CAPABILITIES.items() if not effective >> number & 1]
 
 
 def load_mininet(module: str) -> Any:

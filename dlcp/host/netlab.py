@@ -256,11 +256,15 @@ class NamedNamespace(NetworkNamespace):
             raise NamespaceError(f"namespace {self.name}: processes {left} do not end: they are blocked in the kernel")
         return len(began)
 
+    def detach(self) -> None:
+        """Remove the name; the namespace lives on while a process runs in it."""
+        _netns("delete", self.name)
+
     def remove(self) -> None:
         """End its processes, and delete it with its interfaces."""
         if self.exists:
             self.clear()
-            _netns("delete", self.name)
+            self.detach()
 
 
 @dataclass(frozen=True)
