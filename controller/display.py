@@ -148,12 +148,16 @@ WATCHED: Final = {
     "MARKED": "marked",
     "POLICY_DROP": "policy drops",
     TAIL_DROP: "tail drops",
+    "TRIMMED": "trimmed",
     "OVER_SHARE": "over share",
     "NO_ROUTE": "no route",
     "REFUSED": "refused",
     "UNTRUSTED": "untrusted",
 }
 """The counters that are shown live, and their headings."""
+
+
+_ALWAYS_WATCHED: Final = ("FORWARDED", "MARKED", "POLICY_DROP", TAIL_DROP)
 
 
 def _by_queue(account: SwitchAccount) -> dict[tuple[int, int], Counter[str]]:
@@ -169,11 +173,13 @@ def _by_queue(account: SwitchAccount) -> dict[tuple[int, int], Counter[str]]:
 
 def queues_table(fabric: Fabric, accounts: Mapping[str, SwitchAccount]) -> Table:
     """Return the packets at each queue of each port: where they went, or why they did not."""
-    table = _table("port", "link", right=("queue", *WATCHED.values()))
+    seen = {event for account in accounts.values() for counts in _by_queue(account).values() for event in counts}
+    shown = {name: heading for name, heading in WATCHED.items() if name in seen or name in _ALWAYS_WATCHED}
+    table = _table("port", "link", right=("queue", *shown.values()))
     for switch, account in accounts.items():
         for (port, queue), packets in _by_queue(account).items():
             numbers = [
-                "-" if name == TAIL_DROP and account.tail_drops is None else str(packets[name]) for name in WATCHED
+                "-" if name == TAIL_DROP and account.tail_drops is None else str(packets[name]) for name in shown
             ]
             table.add_row(str(Port(switch, port)), _leads_to(fabric, switch, port), str(queue), *numbers)
     return table

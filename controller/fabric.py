@@ -434,7 +434,8 @@ def load(path: Path) -> Fabric:
     content = document.content
     if isinstance(content, dict) and isinstance(content.get("hosts"), int):
         _spell_out(content)
-    if topology_files.is_topology(content):
+    # A fabric's own file has a list of hosts, or their number.
+    if isinstance(content, dict) and not isinstance(content.get("hosts"), list) and topology_files.is_topology(content):
         return _converted(document)
     fabric = document.convert(Fabric)
     switches = tuple(_beside(path.parent, switch) for switch in fabric.switches)

@@ -10,20 +10,22 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric
 from dlcp.controller.switch_client import ELECTION_ID, ControlError, QueueDepthError, Session, program
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.keeper import limit_port
-from dlcp.controller.testbed.layout import LinkEnd, StateFile, TestbedState
+from dlcp.controller.testbed.layout import StateFile, TestbedState, WireEnd
 from dlcp.controller.testbed.lifecycle import PROGRAM_DEADLINE_S, UP_DEADLINE_S, fabric_of
 from dlcp.controller.watch import RETRY_S
 from dlcp.host.netlab import NamedNamespace
 from dlcp.switch import PortQueueing, read_ports, write_ports
 
-_Link = tuple[LinkEnd, LinkEnd]
+_Link = tuple[WireEnd, WireEnd]
+_NO_ROOM: Final = ("pfifo", "limit", "0")
+"""A queueing discipline that drops every packet."""
 
 
 def break_links(state: TestbedState, names: Sequence[str]) -> list[_Link]:
@@ -42,9 +44,14 @@ def break_links(state: TestbedState, names: Sequence[str]) -> list[_Link]:
         An interface does not go down.
     """
     links = state.layout.links_of(names)
-    for end, _ in links:
-        # Only the switch's end: a host whose own interface goes down loses its routes.
-        NamedNamespace(end.namespace).ip(f"link set {end.interface} down")
+    for link in links:
+        if state.layout.kind == "bmv2":
+            # BMv2 would receive nothing at any port while an interface is down. A queue without room stops both ends.
+            for end in link:
+                NamedNamespace(end.namespace).tc("qdisc", "replace", "dev", end.interface, "root", *_NO_ROOM)
+        else:
+            # Only the switch's end: a host whose own interface goes down loses its routes.
+            NamedNamespace(link[0].namespace).ip(f"link set {link[0].interface} down")
     return links
 
 
@@ -60,6 +67,8 @@ def mend_links(state: TestbedState, names: Sequence[str]) -> list[_Link]:
     for link in links:
         NamedNamespace(link[0].namespace).ip(f"link set {link[0].interface} up")
         for end in link:
+            if not end.port and _is_broken(end):
+                NamedNamespace(end.namespace).tc("qdisc", "delete", "dev", end.interface, "root")
             if end.port:
                 _set_queueing(state, end, state.layout.port(end.node, end.port).queueing)
     return links
@@ -168,7 +177,7 @@ def changes(state: TestbedState) -> list[str]:
     broken = [switch.name for switch in state.layout.switches if files.broken(switch.name).exists()]
     found = [f"switch {name} is broken: dlcp testbed mend switch {name}" for name in broken]
     for link in state.layout.links:
-        wrong = ["is broken"] if _is_down(link[0]) else []
+        wrong = ["is broken"] if _is_broken(link[0]) else []
         for end in link:
             now = _queueing(state, end) if end.port else None
             if now is not None and now != state.layout.port(end.node, end.port).queueing:
@@ -178,19 +187,19 @@ def changes(state: TestbedState) -> list[str]:
     return found
 
 
-def _is_down(end: LinkEnd) -> bool:
-    shown = NamedNamespace(end.namespace).run(
-        ["ip", "-o", "link", "show", end.interface], capture_output=True, text=True
-    )
-    return "UP" not in shown.stdout.partition("<")[2].partition(">")[0].split(",")
+def _is_broken(end: WireEnd) -> bool:
+    show = ["ip", "-o", "link", "show", end.interface]
+    shown = NamedNamespace(end.namespace).run(show, capture_output=True, text=True).stdout
+    flags = shown.partition("<")[2].partition(">")[0].split(",")
+    return "UP" not in flags or f"qdisc {_NO_ROOM[0]} " in shown
 
 
-def _queueing(state: TestbedState, end: LinkEnd) -> PortQueueing:
+def _queueing(state: TestbedState, end: WireEnd) -> PortQueueing:
     """Return the queueing of a port as it is now."""
     return read_ports(StateFile(state.layout.name).queueing(end.node))[end.port]
 
 
-def _set_queueing(state: TestbedState, end: LinkEnd, queueing: PortQueueing) -> None:
+def _set_queueing(state: TestbedState, end: WireEnd, queueing: PortQueueing) -> None:
     """Change the queueing of a port, also for the switch's next start."""
     path = StateFile(state.layout.name).queueing(end.node)
     write_ports(path, {**read_ports(path), end.port: queueing})

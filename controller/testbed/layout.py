@@ -66,7 +66,7 @@ class HostLayout:
     interface: str = HOST_INTERFACE
 
 
-class LinkEnd(NamedTuple):
+class WireEnd(NamedTuple):
     """One end of a link: the node, its interface there and the namespace; ``port`` is 0 at a host."""
 
     node: str
@@ -138,15 +138,15 @@ class Layout:
         return _named("host", self.hosts, name)
 
     @property
-    def links(self) -> list[tuple[LinkEnd, LinkEnd]]:
+    def links(self) -> list[tuple[WireEnd, WireEnd]]:
         """The two ends of every link. The first end is a switch's; the second is a host's or a switch's."""
         at_hosts = [
-            (self._end(Port(host.switch, host.port)), LinkEnd(host.name, 0, host.namespace, host.interface))
+            (self._end(Port(host.switch, host.port)), WireEnd(host.name, 0, host.namespace, host.interface))
             for host in self.hosts
         ]
         return [*at_hosts, *((self._end(a), self._end(b)) for a, b in self.trunks)]
 
-    def links_of(self, names: Sequence[str]) -> list[tuple[LinkEnd, LinkEnd]]:
+    def links_of(self, names: Sequence[str]) -> list[tuple[WireEnd, WireEnd]]:
         """Return the links that have each of these names at one end.
 
         Parameters
@@ -172,9 +172,9 @@ class Layout:
             )
         return found
 
-    def _end(self, port: Port) -> LinkEnd:
+    def _end(self, port: Port) -> WireEnd:
         plan = self.port(port.switch, port.number)
-        return LinkEnd(port.switch, port.number, self.switch(port.switch).namespace, plan.interface)
+        return WireEnd(port.switch, port.number, self.switch(port.switch).namespace, plan.interface)
 
     def spread(self, count: int) -> tuple[HostLayout, ...]:
         """Return ``count`` hosts, taken from each switch in turn, so that their traffic crosses the fabric."""

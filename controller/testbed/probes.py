@@ -24,7 +24,7 @@ from dlcp.controller.fabric import Fabric, distances
 from dlcp.controller.switch_client import Readings, Session, ask_all, read_counters
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.accounts import SwitchAccount, bound, filled, fresh_counters, send_paced, tail_drops
-from dlcp.controller.testbed.layout import HostLayout, LinkEnd, StateFile, TestbedState
+from dlcp.controller.testbed.layout import HostLayout, StateFile, TestbedState, WireEnd
 from dlcp.host.closing import Closing
 from dlcp.host.netlab import NamedNamespace
 from dlcp.switch.ports import enlarge_buffers
@@ -76,8 +76,11 @@ def ping(pairs: Sequence[tuple[HostLayout, HostLayout]], count: int, deadline_s:
 
 
 _ETH_P_ALL: Final = 3
-_SOL_PACKET, _PACKET_IGNORE_OUTGOING, _SO_TIMESTAMPNS = 263, 23, 35
+_SOL_PACKET, _PACKET_AUXDATA, _PACKET_IGNORE_OUTGOING, _SO_TIMESTAMPNS = 263, 8, 23, 35
 _TIMESPEC: Final = struct.Struct("@qq")
+_AUXDATA: Final = struct.Struct("@IIIHHHH")
+"""struct tpacket_auxdata: status first, and last the VLAN tag, which the kernel strips from the frame."""
+_VLAN_VALID: Final = 0x10
 _FRAME_MAX: Final = 1 << 16
 _PCAP_HEADER: Final = struct.pack("=IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, _FRAME_MAX, 1)
 """Of a file with times in nanoseconds and Ethernet frames (draft-ietf-opsawg-pcap)."""
@@ -87,7 +90,7 @@ _PCAP_RECORD: Final = struct.Struct("=IIII")
 class Frame(NamedTuple):
     """A frame as it arrived at one end of a link, and when, in nanoseconds of real time."""
 
-    end: LinkEnd
+    end: WireEnd
     time_ns: int
     data: bytes
 
@@ -104,7 +107,7 @@ class Tap(Closing):
         An interface cannot be opened.
     """
 
-    def __init__(self, ends: Sequence[LinkEnd]) -> None:
+    def __init__(self, ends: Sequence[WireEnd]) -> None:
         self._selector = selectors.DefaultSelector()
         try:
             for end in ends:
@@ -121,9 +124,7 @@ class Tap(Closing):
             assert isinstance(key.fileobj, socket.socket)
             with suppress(OSError):  # no more frames, or the interface is down
                 while True:
-                    data, ancillary, _, _ = key.fileobj.recvmsg(_FRAME_MAX, socket.CMSG_SPACE(_TIMESPEC.size))
-                    seconds, nanoseconds = _TIMESPEC.unpack(ancillary[0][2])
-                    found.append(Frame(key.data, seconds * 10**9 + nanoseconds, data))
+                    found.append(_received(key.fileobj, key.data))
         return found
 
     def close(self) -> None:
@@ -134,10 +135,22 @@ class Tap(Closing):
         self._selector.close()
 
 
+def _received(sock: socket.socket, end: WireEnd) -> Frame:
+    """Receive a frame, and put its VLAN tag back."""
+    data, ancillary, _, _ = sock.recvmsg(_FRAME_MAX, 2 * socket.CMSG_SPACE(_AUXDATA.size))
+    parts = {level: content for level, _, content in ancillary}
+    seconds, nanoseconds = _TIMESPEC.unpack(parts[socket.SOL_SOCKET])
+    status, *_, tag, tag_type = _AUXDATA.unpack(parts[_SOL_PACKET])
+    if status & _VLAN_VALID:
+        data = data[:12] + struct.pack("!HH", tag_type, tag) + data[12:]
+    return Frame(end, seconds * 10**9 + nanoseconds, data)
+
+
 def _packet_socket(interface: str) -> socket.socket:
     sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     sock.setblocking(False)
     enlarge_buffers(sock)
+    sock.setsockopt(_SOL_PACKET, _PACKET_AUXDATA, 1)
     sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
     sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
     sock.bind((interface, _ETH_P_ALL))
@@ -230,6 +243,7 @@ _EVENTS: Final = {
     "REFUSED": "refused",
     "UNTRUSTED": "tags cleared",
     "OVER_SHARE": "over the job's share",
+    "TRIMMED": "trimmed",
     "MARKED": "marked",
 }
 """Events of the program, except that it forwards."""
@@ -287,11 +301,14 @@ def trace(state: TestbedState, fabric: Fabric, sender: HostLayout, receiver: Hos
         for index in range(flow.count)
     )
     before = _accounts(state, fabric)
-    seen: Counter[LinkEnd] = Counter()
+    seen: Counter[WireEnd] = Counter()
     stopped = threading.Event()
     ends = [end for link in state.layout.links for end in link]
     with bound(receiver, _TRACE_PORT), bound(sender, _TRACE_PORT) as source, Tap(ends) as tap:
-        source.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp(flow.queue, flow.drop_class > 0) << 2)
+        option = (socket.IPPROTO_IP, socket.IP_TOS)
+        if source.family == socket.AF_INET6:
+            option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+        source.setsockopt(*option, dscp(flow.queue, flow.drop_class > 0) << 2)
         to = (receiver.address, _TRACE_PORT)
         sending = threading.Thread(
             target=send_paced, args=(source, to, map(filled, headers), flow.rate_bps, stopped), daemon=True
@@ -308,11 +325,14 @@ def trace(state: TestbedState, fabric: Fabric, sender: HostLayout, receiver: Hos
         links = [(near, far) for link in state.layout.links for near, far in (link, link[::-1]) if near.node == switch]
         arrived, left = sum(seen[near] for near, _ in links), sum(seen[far] for _, far in links)
         if arrived or left:
-            hops.append(SwitchHop(switch, arrived, left, _why(switch, before[switch], after[switch])))
+            why = _why(switch, before[switch], after[switch])
+            if left < arrived and state.layout.kind == "bmv2":
+                why.append("BMv2 counts neither drops at full queues nor at links that are down")
+            hops.append(SwitchHop(switch, arrived, left, why))
     return FlowTrace(flow.count, sum(seen[end] for end in ends if end.node == receiver.name), hops)
 
 
-def _count(tap: Tap, token: int, sending: threading.Thread, seen: "Counter[LinkEnd]") -> None:
+def _count(tap: Tap, token: int, sending: threading.Thread, seen: "Counter[WireEnd]") -> None:
     """Count the flow's frames at each end, until none comes any more."""
     mark = token.to_bytes(8, "big")
     quiet_since_s = time.monotonic()
@@ -375,5 +395,4 @@ def _why(
     for port, counters in after[1].items():
         for name, words in _PORT_LOSSES.items():
             packets[f"{words} {switch}:{port}"] += counters[name] - before[1][port][name]
-    lines = [f"{count} {words}" for words, count in packets.items() if count > 0]
-    return lines if account.tail_drops is not None else [*lines, "BMv2 does not count drops at full queues"]
+    return [f"{count} {words}" for words, count in packets.items() if count > 0]

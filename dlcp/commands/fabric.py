@@ -185,7 +185,9 @@ def watch_counters(
     tail_drops
         Returns the tail drops of a switch, by port and queue; None if it does not count them.
     """
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     from dlcp.controller.display import queue_lines, queues_table
     from dlcp.controller.switch_client import ask_all, read_counters
@@ -197,20 +199,19 @@ def watch_counters(
 
     async def show() -> None:
         before: dict[str, SwitchAccount] = {}
+        said: set[str] = set()
         with Live(console=console(), auto_refresh=False) if sys.stdout.isatty() else contextlib.nullcontext() as live:
             while True:
                 found = await ask_all(fabric, pipeline, ask)
-                _print_errors(found)
-                now = {name: account for name, account in found.items() if not isinstance(account, str)}
+                now = {name: answer for name, answer in found.items() if not isinstance(answer, str)}
+                errors = {answer for answer in found.values() if isinstance(answer, str)}
                 if live is not None:
-                    live.update(queues_table(fabric, now), refresh=True)
+                    live.update(Group(queues_table(fabric, now), *map(Text, sorted(errors))), refresh=True)
                 else:
-                    new = {
-                        name: account.since(before.get(name, SwitchAccount(Counter()))) for name, account in now.items()
-                    }
-                    for line in queue_lines(fabric, new):
+                    new = {name: now[name].since(before.get(name, SwitchAccount(Counter()))) for name in now}
+                    for line in [*queue_lines(fabric, new), *sorted(errors - said)]:
                         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-                before |= now
+                before, said = before | now, errors
                 await asyncio.sleep(every_s)
 
     asyncio.run(_until_signal(show()))

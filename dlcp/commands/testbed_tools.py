@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
     """Declare the actions with their own options, and return their parsers."""
     shell = commands.add_parser("shell", help="open a shell in a host's or switch's network, or run a command there")
     shell.add_argument("host", metavar="HOST", help="host or switch")
-    shell.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="command and arguments")
+    shell.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="command and arguments")
     ping = commands.add_parser("ping", help="ping between all hosts, or two; exit status 1 if an answer is missing")
     ping.add_argument("hosts", nargs="*", metavar="HOST", help="two hosts (default: all pairs)")
     add(ping, "--count", "N", whole(1, 1000), "echo requests per pair", default=2)
@@ -63,7 +63,7 @@ def _shell(arguments: argparse.Namespace, state: "TestbedState") -> int:
     nodes: dict[str, HostLayout | SwitchLayout] = {node.name: node for node in state.layout.hosts}
     nodes |= {node.name: node for node in state.layout.switches}
     node = nodes.get(arguments.host) or state.layout.host(arguments.host)
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     words = command or [os.environ.get("SHELL", "/bin/sh")]
     if not command:
         print(f"a shell in the network of {node.name}; `exit` leaves it", flush=True)

@@ -12,6 +12,7 @@ import pytest
 
 from dlcp.cli import main
 from dlcp.commands.common import DIFFERS
+from dlcp.switch import IngressEvent, event_index
 from tests.controller.switches import running
 from tests.transport.free_ports import free_port
 from tests.waiting import until
@@ -66,6 +67,22 @@ def test_plan_apply_and_status_in_turn(builtin, file, capsys):
     assert "s1: 7 to modify, 86 unchanged" in capsys.readouterr().out
     assert main(["fabric", "status", str(file)]) == 0
     assert "7 changes due" in capsys.readouterr().out
+
+
+def test_counters_are_watched_without_a_terminal(builtin, file):
+    builtin.restart()
+    assert main(["fabric", "apply", str(file)]) == 0
+    counter = builtin.loop.program.counters["ingress_events"]
+    dropped = event_index(1, 6, 5, IngressEvent.POLICY_DROP)
+    words = [sys.executable, "-m", "dlcp.cli", "fabric", "status", "--watch", "--every", "0.1", str(file)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watching:
+        try:
+            for _ in range(2):
+                counter[dropped] = counter[dropped].packets + 7, 0
+                assert watching.stdout.readline().endswith("s1:1 (h1) queue 6: policy drops 7\n")
+        finally:
+            watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 0
 
 
 def test_plan_and_status_as_json(builtin, file, capsys):

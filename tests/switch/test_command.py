@@ -22,6 +22,7 @@ from dlcp.switch import (
     SwitchProcessError,
     load_definition,
     read_entries,
+    write_ports,
 )
 from dlcp.wire import Flag, Header, PacketType, dscp
 from tests import waiting
@@ -177,6 +178,24 @@ def test_packet_ports_carry_a_ping_between_namespaces(namespaces, tmp_path):
         for sock in sockets:
             sock.close()
         assert switch.stop()["ports"][1]["queues"][6]["transmitted"] == 1
+
+
+def test_the_queueing_of_ports_is_read_again_on_a_signal(tmp_path):
+    path = tmp_path / "ports.json"
+    write_ports(path, {1: PortQueueing(rate_bps=1_000_000)})
+    with SwitchProcess(["--fabric", fabric(tmp_path), "--queueing", str(path)], counters_every_s=0.05) as switch:
+
+        def rates():
+            return [port["rate_bps"] for port in switch.snapshot()["ports"]]
+
+        assert rates() == [1_000_000, 20_000_000]
+        write_ports(path, {2: PortQueueing(rate_bps=2_000_000)})
+        os.kill(switch.pid, signal.SIGHUP)
+        waiting.until(lambda: rates() == [1_000_000, 2_000_000], "the rate has not changed")
+        write_ports(path, {3: PortQueueing()})
+        os.kill(switch.pid, signal.SIGHUP)
+        waiting.until(lambda: "nothing has changed" in switch._printed(), "an unknown port is accepted")
+        assert rates() == [1_000_000, 2_000_000]
 
 
 def test_errors_are_one_line_and_a_status(tmp_path, capsys):
