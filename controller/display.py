@@ -143,7 +143,7 @@ def ports_table(fabric: Fabric, readings: Mapping[str, Readings]) -> Table:
     return table
 
 
-WATCHED: Final = {
+PACKETS_COUNTED: Final = {
     "FORWARDED": "forwarded",
     "MARKED": "marked",
     "POLICY_DROP": "policy drops",
@@ -154,17 +154,17 @@ WATCHED: Final = {
     "REFUSED": "refused",
     "UNTRUSTED": "untrusted",
 }
-"""The counters that are shown live, and their headings."""
+"""The counters of each queue, and their headings."""
 
 
-_ALWAYS_WATCHED: Final = ("FORWARDED", "MARKED", "POLICY_DROP", TAIL_DROP)
+_ALWAYS: Final = ("FORWARDED", "MARKED", "POLICY_DROP", TAIL_DROP)
 
 
 def _by_queue(account: SwitchAccount) -> dict[tuple[int, int], Counter[str]]:
-    """Return the watched packets of a switch, by port and queue."""
+    """Return the counts of a switch, by port and queue."""
     found: dict[tuple[int, int], Counter[str]] = {}
     for place, packets in account.events.items():
-        if place.event in WATCHED and packets:
+        if place.event in PACKETS_COUNTED and packets:
             found.setdefault((place.port, place.queue), Counter())[place.event] += packets
     for queue, packets in (account.tail_drops or {}).items():
         found.setdefault(queue, Counter())[TAIL_DROP] += packets
@@ -174,7 +174,7 @@ def _by_queue(account: SwitchAccount) -> dict[tuple[int, int], Counter[str]]:
 def queues_table(fabric: Fabric, accounts: Mapping[str, SwitchAccount]) -> Table:
     """Return the packets at each queue of each port: where they went, or why they did not."""
     seen = {event for account in accounts.values() for counts in _by_queue(account).values() for event in counts}
-    shown = {name: heading for name, heading in WATCHED.items() if name in seen or name in _ALWAYS_WATCHED}
+    shown = {name: heading for name, heading in PACKETS_COUNTED.items() if name in seen or name in _ALWAYS}
     table = _table("port", "link", right=("queue", *shown.values()))
     for switch, account in accounts.items():
         for (port, queue), packets in _by_queue(account).items():
@@ -189,7 +189,7 @@ def queue_lines(fabric: Fabric, accounts: Mapping[str, SwitchAccount]) -> list[s
     """Return the same as plain lines, one for each queue with packets."""
     return [
         f"{Port(switch, port)} ({_leads_to(fabric, switch, port)}) queue {queue}: "
-        + ", ".join(f"{heading} {packets[name]}" for name, heading in WATCHED.items() if packets[name])
+        + ", ".join(f"{heading} {packets[name]}" for name, heading in PACKETS_COUNTED.items() if packets[name])
         for switch, account in accounts.items()
         for (port, queue), packets in _by_queue(account).items()
     ]

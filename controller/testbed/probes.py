@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -228,6 +228,8 @@ _TRACE_PORT: Final = UDP_PORT_BASE + UDP_PORT_COUNT - 1
 _QUIET_S: Final = 0.5
 """All packets have arrived if none has for this long: more than a full port takes to drain at 32 Mbit/s."""
 _DRAIN_DEADLINE_S: Final = 15.0
+_Counted = tuple[SwitchAccount, Mapping[int, Any]]
+"""The account of a switch, and the counters of its ports, which only the built-in switch has."""
 _PORT_LOSSES: Final = {
     "lost": "lost on the line from",
     "lost_arriving": "lost on the line into",
@@ -237,16 +239,6 @@ _PORT_LOSSES: Final = {
     "overrun": "came too fast for the socket of",
 }
 """Drops that the built-in switch counts outside its program, by port."""
-_EVENTS: Final = {
-    "POLICY_DROP": "dropped by policy",
-    "NO_ROUTE": "without a route",
-    "REFUSED": "refused",
-    "UNTRUSTED": "tags cleared",
-    "OVER_SHARE": "over the job's share",
-    "TRIMMED": "trimmed",
-    "MARKED": "marked",
-}
-"""Events of the program, except that it forwards."""
 
 
 @dataclass(frozen=True)
@@ -262,12 +254,16 @@ class TaggedFlow:
 
 @dataclass(frozen=True)
 class SwitchHop:
-    """A flow's packets at one switch: those that arrived, those that left, and what its counters say of the time."""
+    """A flow's packets at one switch: those that arrived and left; and what it has counted in that time.
+
+    ``account`` has its counts by queue; None if it did not answer. ``notes`` are other reasons for a loss.
+    """
 
     switch: str
     arrived: int
     left: int
-    why: list[str]
+    account: SwitchAccount | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -325,10 +321,7 @@ def trace(state: TestbedState, fabric: Fabric, sender: HostLayout, receiver: Hos
         links = [(near, far) for link in state.layout.links for near, far in (link, link[::-1]) if near.node == switch]
         arrived, left = sum(seen[near] for near, _ in links), sum(seen[far] for _, far in links)
         if arrived or left:
-            why = _why(switch, before[switch], after[switch])
-            if left < arrived and state.layout.kind == "bmv2":
-                why.append("BMv2 counts neither drops at full queues nor at links that are down")
-            hops.append(SwitchHop(switch, arrived, left, why))
+            hops.append(_hop(state, SwitchHop(switch, arrived, left), before[switch], after[switch]))
     return FlowTrace(flow.count, sum(seen[end] for end in ends if end.node == receiver.name), hops)
 
 
@@ -356,14 +349,14 @@ def _by_distance(fabric: Fabric, first: str) -> list[str]:
     return sorted(distance, key=lambda switch: distance[switch])
 
 
-def _accounts(state: TestbedState, fabric: Fabric) -> dict[str, tuple[SwitchAccount, Mapping[int, Any]] | str]:
-    """Return each switch's account and the counters of its ports, which only the built-in switch has; or an error."""
+def _accounts(state: TestbedState, fabric: Fabric) -> dict[str, _Counted | str]:
+    """Return the counters of each switch, or an error."""
     files = StateFile(state.layout.name)
 
     async def ask(session: Session) -> Readings:
         return await read_counters(session, fabric.neighbours[session.switch.name])
 
-    found: dict[str, tuple[SwitchAccount, Mapping[int, Any]] | str] = {}
+    found: dict[str, _Counted | str] = {}
     for name, readings in asyncio.run(ask_all(fabric, CompiledProgram(), ask)).items():
         if isinstance(readings, str):
             broken = files.broken(name).exists()
@@ -377,22 +370,15 @@ def _accounts(state: TestbedState, fabric: Fabric) -> dict[str, tuple[SwitchAcco
     return found
 
 
-def _why(
-    switch: str,
-    before: tuple[SwitchAccount, Mapping[int, Any]] | str,
-    after: tuple[SwitchAccount, Mapping[int, Any]] | str,
-) -> list[str]:
-    """Return what a switch has counted between two readings, except that it forwarded packets."""
+def _hop(state: TestbedState, hop: SwitchHop, before: _Counted | str, after: _Counted | str) -> SwitchHop:
+    """Return a hop with what its switch has counted between two readings."""
     if isinstance(after, str) or isinstance(before, str):
-        return [after if isinstance(after, str) else "did not answer before"]
-    account = after[0].since(before[0])
-    packets: Counter[str] = Counter()
-    for place, count in account.events.items():
-        if place.event in _EVENTS:
-            packets[f"{_EVENTS[place.event]} at {switch}:{place.port}, queue {place.queue}"] += count
-    for (port, queue), count in (account.tail_drops or {}).items():
-        packets[f"found queue {queue} of {switch}:{port} full"] += count
+        return replace(hop, notes=[after if isinstance(after, str) else "did not answer before"])
+    lost: Counter[str] = Counter()
     for port, counters in after[1].items():
         for name, words in _PORT_LOSSES.items():
-            packets[f"{words} {switch}:{port}"] += counters[name] - before[1][port][name]
-    return [f"{count} {words}" for words, count in packets.items() if count > 0]
+            lost[f"{words} {hop.switch}:{port}"] += counters[name] - before[1][port][name]
+    notes = [f"{count} {words}" for words, count in lost.items() if count > 0]
+    if hop.left < hop.arrived and state.layout.kind == "bmv2":
+        notes.append("BMv2 counts neither drops at full queues nor at links that are down")
+    return replace(hop, account=after[0].since(before[0]), notes=notes)

@@ -129,6 +129,7 @@ def _capture(arguments: argparse.Namespace, state: "TestbedState") -> int:
 
 
 def _trace(arguments: argparse.Namespace, state: "TestbedState") -> int:
+    from dlcp.controller.display import queue_lines
     from dlcp.controller.testbed.lifecycle import fabric_of
     from dlcp.controller.testbed.probes import TaggedFlow, trace
 
@@ -136,12 +137,14 @@ def _trace(arguments: argparse.Namespace, state: "TestbedState") -> int:
     if sender is receiver:
         raise ValueError("trace takes two different hosts")
     flow = TaggedFlow(arguments.count, arguments.job, arguments.queue, arguments.drop_class, arguments.rate_mbps * 1e6)
-    found = trace(state, fabric_of(arguments.name), sender, receiver, flow)
+    fabric = fabric_of(arguments.name)
+    found = trace(state, fabric, sender, receiver, flow)
     tags = f"job {flow.job}, queue {flow.queue}, drop class {flow.drop_class}"
     print(f"{sender.name} sent {found.sent} packets to {receiver.name}: {tags}")
     for hop in found.hops:
         print(f"  {hop.switch}: {hop.arrived} arrived, {hop.left} left")
-        for line in hop.why:
+        counted = queue_lines(fabric, {hop.switch: hop.account}) if hop.account else []
+        for line in (*counted, *hop.notes):
             print(f"    {line}")
     print(f"{receiver.name} received {found.received}")
     return 0 if found.received == found.sent else 1
