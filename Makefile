@@ -63,7 +63,7 @@ sim: $(STAMP) ## simulate a selection of the published experiments, and write a 
 	@$(BIN)/dlcp sim all --quick
 
 test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
-	@.ci/packages ip tc mnexec ifconfig
+	@.ci/packages ip tc mnexec ifconfig ping
 	@$(UNSET); DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
 docs: $(STAMP) ## build the documentation into out/site, with warnings as errors

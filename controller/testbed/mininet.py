@@ -104,11 +104,13 @@ def configure(net: Any, name: str = "mininet", **settings: Any) -> Fabric:
     FabricError
         The network is not a fabric: a host has no link or several, for example.
     """
-    others = [switch.name for switch in net.switches if not isinstance(switch, DlcpSwitch)]
+    others = [f"{each.name} is a {type(each).__name__}" for each in net.switches if not isinstance(each, DlcpSwitch)]
     kinds: set[SwitchKind] = {switch.kind for switch in net.switches if isinstance(switch, DlcpSwitch)}
     if others or len(kinds) != 1:
-        wrong = f"switch {others[0]} is another" if others else "they are of two kinds" if kinds else "it has none"
-        raise TestbedError(f"all switches must be of class DlcpSwitch and one kind, but {wrong}; use switch=DlcpSwitch")
+        wrong = others[0] if others else "there are two kinds" if kinds else "there is none"
+        raise TestbedError(
+            f"all switches must be DlcpSwitches of one kind, but {wrong}; use Mininet(switch=DlcpSwitch)"
+        )
     (kind,) = kinds
     lacking = missing(kind)
     if lacking:

@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     actions = {"up": _up, "run": _run, "status": _status, "down": _down, **testbed_tools.ACTIONS}
     try:
         return actions[arguments.action](arguments)
+    except PermissionError as error:
+        return refuse("testbed", f"{error}; run it as root, with sudo")
     except (TestbedError, NamespaceError, OSError, ValueError) as error:
         return refuse("testbed", error)
 
