@@ -67,7 +67,7 @@ def mend_links(state: TestbedState, names: Sequence[str]) -> list[_Link]:
     for link in links:
         NamedNamespace(link[0].namespace).ip(f"link set {link[0].interface} up")
         for end in link:
-            if not end.port and _is_broken(end):
+            if _is_broken(end):
                 NamedNamespace(end.namespace).tc("qdisc", "delete", "dev", end.interface, "root")
             if end.port:
                 _set_queueing(state, end, state.layout.port(end.node, end.port).queueing)
@@ -158,16 +158,14 @@ def change_links(
     """
     if state.layout.kind == "bmv2" and (delay_s is not None or loss is not None):
         raise TestbedError("BMv2 has neither delay nor loss: change only the rate, or use built-in switches")
-    given: dict[str, Any] = {"rate_bps": rate_bps, "delay_s": delay_s, "loss": loss}
-    wanted = {name: value for name, value in given.items() if value is not None}
     links = state.layout.links_of(names)
     for link in links:
-        for end in link:
+        for number, end in enumerate(link):
+            # A port loses frames in both directions, so one end is enough.
+            given: dict[str, Any] = {"rate_bps": rate_bps, "delay_s": delay_s, "loss": None if number else loss}
+            wanted = {name: value for name, value in given.items() if value is not None}
             if end.port:
                 _set_queueing(state, end, dataclasses.replace(_queueing(state, end), **wanted))
-            wanted.pop("loss", None)  # a port loses frames in both directions, so one end is enough
-        if loss is not None:
-            wanted["loss"] = loss
     return links
 
 
@@ -204,7 +202,7 @@ def _set_queueing(state: TestbedState, end: WireEnd, queueing: PortQueueing) -> 
     path = StateFile(state.layout.name).queueing(end.node)
     write_ports(path, {**read_ports(path), end.port: queueing})
     process = state.switches[end.node].process
-    if state.layout.kind == "bmv2":
+    if state.layout.kind == "bmv2" and not _is_broken(end):
         limit_port(NamedNamespace(end.namespace), end.interface, queueing.rate_bps)
-    elif process.alive:
+    if state.layout.kind == "builtin" and process.alive:
         os.kill(process.pid, signal.SIGHUP)
