@@ -151,6 +151,7 @@ dlcp fabric apply star.yaml
         needs="fabric,demo",
         examples="""
 dlcp testbed up
+dlcp testbed trace host0 host3                         where packets go, and why they do not
 dlcp testbed run --collective ps
 dlcp testbed down
 """,

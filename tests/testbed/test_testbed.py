@@ -226,7 +226,7 @@ def test_training_survives_a_switch_that_dies(needs, name, kind, steps, accuracy
 def test_all_reduce_over_bmv2_is_refused_with_the_reason(needs, name):
     needs("bmv2")
     state = up(small_star(6), "bmv2", name)
-    with pytest.raises(TestbedError, match="one transmit thread"):
+    with pytest.raises(TestbedError, match="single transmit thread"):
         check(TestbedSetup(collective="direct"), state)
     with pytest.raises(TestbedError, match="takes 7 hosts"):
         check(TestbedSetup(collective="server"), state)
