@@ -228,7 +228,7 @@ def test_all_reduce_over_bmv2_is_refused_with_the_reason(needs, name):
     state = up(small_star(6), "bmv2", name)
     with pytest.raises(TestbedError, match="single transmit thread"):
         check(TestbedSetup(collective="direct"), state)
-    with pytest.raises(TestbedError, match="takes 7 hosts"):
+    with pytest.raises(TestbedError, match="needs 7 hosts"):
         check(TestbedSetup(collective="server"), state)
 
 
