@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs check fast test sim dist test-testbed test-mxnet test-tensorflow test-jax test-integrations lint bench p4 clean
+.PHONY: help demo docs check fast test prove sim dist test-testbed test-mxnet test-tensorflow test-jax test-integrations lint bench p4 clean
 
 # Python keeps compiled modules even if the user's environment says no: else each process of the tests compiles all that
 # it imports, TensorFlow for 5 s.
@@ -66,6 +66,10 @@ test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train
 	@.ci/packages ip tc mnexec ifconfig ping
 	@$(UNSET); DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
+prove: $(STAMP) ## prove what the switch program promises, for all packets, and that faults in it are found; minutes
+	@$(BIN)/python p4/prove.py
+	@$(BIN)/python -m pytest tests/p4/test_proof.py -m "prove or not prove"
+
 docs: $(STAMP) ## build the documentation into out/site, with warnings as errors
 	@$(BIN)/sphinx-build -q -W --keep-going -c docs -d out/doctrees . out/site
 	@echo out/site/index.html
@@ -78,6 +82,7 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
+	@$(BIN)/mypy --strict p4/prove.py
 	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py
 
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json

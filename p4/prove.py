@@ -19,10 +19,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import z3
 
@@ -40,6 +41,9 @@ MESSAGE_BITS: Final = {"job": 16, "step": 32, "message": 16, "sender": 16}
 SLOTS: Final = 1 << 16
 SLOT_IDLE_US: Final = 1_000_000
 SLOT_OWNED: Final = 1 << 31
+
+
+_Name = TypeVar("_Name")
 
 
 # ------------------------------------------------------------------------------------------------------- one packet
@@ -78,23 +82,30 @@ class State:
             return self
         if z3.is_false(condition):
             return other
-        parts = []
-        for mine, theirs in (
-            (self.fields, other.fields),
-            (self.valid, other.valid),
-            (self.registers, other.registers),
-            (self.applied, other.applied),
-        ):
-            names = {**mine, **theirs}
-            parts.append({name: _choose(condition, mine.get(name), theirs.get(name)) for name in names})
-        fields, valid, registers, applied = parts
-        return State(fields, valid, registers, z3.If(condition, self.size, other.size), applied)
+
+        def each(mine: dict[_Name, Any], theirs: dict[_Name, Any]) -> dict[_Name, Any]:
+            return {name: _choose(condition, mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
+
+        return State(
+            each(self.fields, other.fields),
+            each(self.valid, other.valid),
+            each(self.registers, other.registers),
+            z3.If(condition, self.size, other.size),
+            each(self.applied, other.applied),
+        )
 
 
 def _choose(condition: Any, one: Any, other: Any) -> Any:
     if one is None or other is None:  # only `applied` lacks names: of tables not met
         one, other = (z3.BoolVal(False) if item is None else item for item in (one, other))
     return one if one is other or one.eq(other) else z3.If(condition, one, other)
+
+
+def _until(
+    run: Callable[[str | None, str | None, State], State], stop: str | None, name: str | None, state: State
+) -> State:
+    """Run the nodes from ``name`` up to ``stop``."""
+    return run(name, stop, state)
 
 
 class Machine:
@@ -309,7 +320,7 @@ class Machine:
                     then = run(node.then, join, state.copy())
                     state = then.join(condition, run(node.otherwise, join, state.copy()))
                 else:
-                    state = self._table(node, state, lambda following, item, join=join: run(following, join, item))
+                    state = self._table(node, state, partial(_until, run, join))
                 name = join
             return state
 
@@ -868,7 +879,7 @@ def _number(found: Any, value: Any) -> int:
 def _holds(found: Any, value: Any) -> bool:
     answer = found.eval(value, model_completion=True)
     assert z3.is_true(answer) or z3.is_false(answer), answer
-    return z3.is_true(answer)
+    return bool(z3.is_true(answer))
 
 
 def _packet(found: Any, packet: Machine) -> AttackPacket:
@@ -890,9 +901,10 @@ def _packet(found: Any, packet: Machine) -> AttackPacket:
 
 
 def _registers(found: Any, packet: Machine) -> dict[str, tuple[int, dict[int, int]]]:
-    contents = {}
+    contents: dict[str, tuple[int, dict[int, int]]] = {}
     for name, array in packet.before.registers.items():
-        value, cells = found.eval(array, model_completion=True), {}
+        cells: dict[int, int] = {}
+        value = found.eval(array, model_completion=True)
         while z3.is_store(value):
             value, index, cell = value.children()
             cells.setdefault(index.as_long(), cell.as_long())
@@ -933,9 +945,9 @@ def _entries(found: Any, packets: Sequence[Machine]) -> Entries:
 
 
 def _match(key: model.Key, value: int) -> int | tuple[int, int]:
-    return {"exact": value, "lpm": (value, key.width), "ternary": (value, (1 << key.width) - 1)}.get(
-        key.match, (value, value)
-    )
+    if key.match == "exact":
+        return value
+    return value, {"lpm": key.width, "ternary": (1 << key.width) - 1}.get(key.match, value)
 
 
 # -------------------------------------------------------------------------------------------------------------- proof
