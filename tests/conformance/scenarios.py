@@ -312,7 +312,7 @@ def changes(rng: random.Random) -> Iterator[Step]:
 
     yield Change("insert", share | {"meter": RED})
     yield from jobs("meter")
-    yield Change("modify", share | {"action": "unlimited"})
+    yield Change("modify", share | {"action": "unlimited", "params": {}})
     yield from jobs("meter not used")
     yield Change("modify", share)
     yield from jobs("meter used again")
@@ -324,7 +324,7 @@ def changes(rng: random.Random) -> Iterator[Step]:
     yield Change("insert", share | {"meter": meter(200, 400)})
     for _ in range(3):
         yield from jobs("bucket")
-    yield Change("modify", share | {"action": "unlimited", "meter": meter(500, 900)})
+    yield Change("modify", share | {"action": "unlimited", "params": {}, "meter": meter(500, 900)})
     yield from jobs("bucket of an action that does not look at it")
     yield Change("modify", share)
     for _ in range(4):
