@@ -40,7 +40,7 @@ control DlcpIngress(
             // After a parser error, a truncated header may still be valid.
             if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION && from_parser.parser_err == PARSER_ERROR_OK) {
                 trust.apply(hdr, meta);
-                if (hdr.dlcp.type != DLCP_DATA) {
+                if (hdr.dlcp.type != DLCP_DATA || hdr.dlcp.trimmed == 1) {
                     meta.is_control = 1;
                 } else if (hdr.dlcp.retransmission == 0) {
                     meta.entropy = hdr.dlcp.index + hdr.dlcp.step;

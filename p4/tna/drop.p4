@@ -6,8 +6,8 @@ struct slot_t {
 }
 
 // Colours a packet red if the queue is deeper than the threshold of its drop class, but never more of one message than
-// its header's budget allows at this switch. The traffic manager drops red packets if the queue is still deep when they
-// reach it. In QUEUE_EXCESS every droppable packet is coloured red: while other queues are served, no packet leaves
+// this switch's part of the budget in its header. The traffic manager drops red packets if the queue is still deep when
+// they reach it. In QUEUE_EXCESS every droppable packet is coloured red: while other queues are served, no packet leaves
 // that queue, so egress cannot report its depth; the traffic manager knows it anyway. Job, step, message and sender
 // identify a message. Their 32-bit hash is the slot's owner; its low bits are the slot's index.
 control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_intrinsic_metadata_t ig) {
@@ -53,7 +53,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
     RegisterAction<bit<16>, slot_index_t, bit<1>>(slot_spent) spend = {
         void apply(inout bit<16> spent, out bit<1> granted) {
             granted = 0;
-            if (spent < hdr.dlcp.budget) {
+            if (spent < meta.budget) {
                 spent = spent + 1;
                 granted = 1;
             }
@@ -62,7 +62,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
 
     RegisterAction<bit<16>, slot_index_t, bit<16>>(slot_spent) spend_first = {
         void apply(inout bit<16> spent, out bit<16> granted) {
-            if (hdr.dlcp.budget > 0) {
+            if (meta.budget > 0) {
                 spent = 1;
             } else {
                 spent = 0;
@@ -83,6 +83,51 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
         actions = { drop_above; @defaultonly NoAction; }
         const default_action = NoAction();
         size = THRESHOLD_TABLE_SIZE;
+    }
+
+    // A Tofino shifts by constants only.
+    action all_of_budget() {
+        meta.budget = hdr.dlcp.budget;
+    }
+
+    action half_of_budget() {
+        meta.budget = hdr.dlcp.budget >> 1;
+    }
+
+    action quarter_of_budget() {
+        meta.budget = hdr.dlcp.budget >> 2;
+    }
+
+    action eighth_of_budget() {
+        meta.budget = hdr.dlcp.budget >> 3;
+    }
+
+    action sixteenth_of_budget() {
+        meta.budget = hdr.dlcp.budget >> 4;
+    }
+
+    action thirtysecond_of_budget() {
+        meta.budget = hdr.dlcp.budget >> 5;
+    }
+
+    action sixtyfourth_of_budget() {
+        meta.budget = hdr.dlcp.budget >> 6;
+    }
+
+    // All switches that a message crosses may together drop its budget. The control plane gives each its part.
+    table budget_part {
+        key = { hdr.dlcp.job: ternary @name("job"); }
+        actions = {
+            all_of_budget;
+            half_of_budget;
+            quarter_of_budget;
+            eighth_of_budget;
+            sixteenth_of_budget;
+            thirtysecond_of_budget;
+            sixtyfourth_of_budget;
+        }
+        const default_action = all_of_budget();
+        size = BUDGET_TABLE_SIZE;
     }
 
     action remember() {
@@ -108,6 +153,7 @@ control SelectiveDrop(inout headers_t hdr, inout metadata_t meta, in ingress_int
         // Computed first and unconditionally, because without dependencies it needs no additional stage.
         owner = owner_hash.get({ hdr.dlcp.job, hdr.dlcp.step, hdr.dlcp.message, hdr.dlcp.sender });
         now_ticks = ig.ingress_mac_tstamp[47:16];
+        budget_part.apply();
         if (hdr.report.isValid()) {
             queue = hdr.report.queue[DEPTH_INDEX_WIDTH - 1:0];
             cells = hdr.report.depth_cells;

@@ -61,6 +61,7 @@ struct metadata_t {
     bit<16> dst_port;
     bit<32> entropy;    // differs between the packets of a flow that may take different paths
     bit<2> color;
+    bit<16> budget;     // this switch's part of the message's budget
     bit<1> may_drop;    // data that is not protected, in a class that may be dropped
     bit<1> droppable;   // within its budget: the traffic manager drops it if its queue is still deep
     bit<1> excess;      // beyond the job's share: the traffic manager drops it if its queue is deep, regardless of budget

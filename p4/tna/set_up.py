@@ -62,9 +62,20 @@ SHAPER_BURST_PACKETS: Final = 2
 
 Data = int | bool | str | list[int] | list[bool]
 
-_TERNARY: Final = {"classify": ("job", "type", "queue", "drop_class")}
+_TERNARY: Final = {"classify": ("job", "type", "queue", "drop_class"), "budget_part": ("job",)}
 """Fields of the tables with ternary matches. In the other tables, only an exact or a longest prefix matches."""
 _DEPTHS: Final = ("drop_threshold", "ecn_threshold")
+
+BUDGET_PARTS: Final = (
+    "all_of_budget",
+    "half_of_budget",
+    "quarter_of_budget",
+    "eighth_of_budget",
+    "sixteenth_of_budget",
+    "thirtysecond_of_budget",
+    "sixtyfourth_of_budget",
+)
+"""Actions of `budget_part`, by halvings: a Tofino shifts by constants only."""
 
 
 class SetUpError(ValueError):
@@ -232,7 +243,13 @@ def queue_writes(
 
 
 def entry_writes(entries: Entries, mtu_bytes: int) -> Iterator[Write]:
-    """Yield the program's entries, each after the entries that it refers to."""
+    """Yield the program's entries, each after the entries that it refers to.
+
+    Raises
+    ------
+    SetUpError
+        A Tofino cannot do what an entry asks for.
+    """
     for profile in entries.profiles:
         yield from _profile(profile)
     for entry in entries.entries:
@@ -304,13 +321,37 @@ def _profile(profile: Profile) -> Iterator[Write]:
         yield Write(profile.profile, (Key("$SELECTOR_GROUP_ID", number),), data)
 
 
+def tofino_action(action: Action) -> Action:
+    """Return the action that stands for one of the fabric's entries here.
+
+    ``metered`` takes no depth: the program does not know that of queue 0, and so has no marks to owe.
+
+    Raises
+    ------
+    SetUpError
+        There is none.
+    """
+    if action.name == "part_of_budget":
+        halvings = action.params["halvings"]
+        if halvings >= len(BUDGET_PARTS):
+            raise SetUpError(
+                f"this switch would get 1/{1 << halvings} of each message's drop budget, and the program has parts "
+                f"down to 1/{1 << len(BUDGET_PARTS) - 1}: use fewer equal paths, or fewer pipes"
+            )
+        return Action(BUDGET_PARTS[halvings])
+    if action.name == "trim":
+        raise SetUpError("a Tofino cannot trim packets: leave the entries of table trimming out")
+    return Action("metered") if action.name == "metered" else action
+
+
 def _entry(entry: TableEntry, mtu_bytes: int) -> Write:
     action: str | None = None
     params: dict[str, Data]
     if isinstance(entry.target, Action):
-        action, params = entry.target.name, dict(entry.target.params)
+        here = tofino_action(entry.target)
+        action, params = here.name, dict(here.params)
         if entry.table in _DEPTHS:
-            params["depth"] = cells(entry.target.params["depth"], mtu_bytes)
+            params["depth"] = cells(here.params["depth"], mtu_bytes)
     else:
         params = {"$ACTION_MEMBER_ID" if isinstance(entry.target, MemberRef) else "$SELECTOR_GROUP_ID": entry.target.id}
     if entry.meter is not None:
@@ -348,12 +389,14 @@ PROGRAM: Final = "dlcp"
 ALL_PIPES: Final = 0xFFFF
 EMPTIED: Final = (
     "ipv4_route",
+    "ipv6_route",
     "route_selector",
     "route_members",
     "ethernet_route",
     "port_trust",
     "classify",
     "job_share",
+    "budget_part",
     "drop_threshold",
     "ecn_threshold",
     "device_port",

@@ -344,13 +344,19 @@ class Machine:
         return _outcome(hit=True)
 
     def _chosen(self, members: list[int], table: dict[str, Any], scope: Scope) -> int:
-        """Return a member by the hash of the flow plus ``entropy``, as the program for BMv2; a Tofino has its way."""
+        """Return a member by the hash of the flow plus ``entropy``, as the program for BMv2; a Tofino has its way.
+
+        Of IPv6 addresses, all bits count, as on BMv2.
+        """
         fields = [tree for tree, kind, _ in table["key"] if kind == "selector"]
         for tree in fields:
             owner = self.value(tree[1], scope)
             if owner.header and not owner.valid:
                 raise P4Error(f"a selector reads {tree[2]} of a header that is not there")
         selecting = {tree[2]: self.value(tree, scope) for tree in fields}
+        ipv6 = scope.find("hdr").fields["ipv6"]
+        if ipv6.valid:
+            selecting |= {name: ipv6.fields[name] for name in ("src_addr", "dst_addr")}
         flow = [selecting[name] for name in ("src_addr", "dst_addr", "protocol", "src_port", "dst_port")]
         path = zlib.crc32(to_bytes(joined(flow))) + selecting["entropy"].number
         return members[path % (1 << 32) % len(members)]

@@ -4,15 +4,17 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 import set_up
 from set_up import DevicePort, Key, QueuePlace, SetUpError, Write
 
+from dlcp.controller.entries import budget_parts
 from dlcp.controller.entries import entries as entries_of
-from dlcp.controller.fabric import load
-from dlcp.switch import QUEUES, PortQueueing
+from dlcp.controller.fabric import leaf_spine, load
+from dlcp.switch import QUEUES, Action, Entries, PortQueueing, TableEntry
 from tests.tna.fake_bfrt import FakeClient, FakeInfo, Refused, device_with_ports
 from tests.tna.p4text import P4
 
@@ -21,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "controller" / "examples"
 PORTS = [DevicePort(number, device, "10G") for number, device in ((1, 8), (2, 9), (3, 140), (4, 268))]
 """Device ports of three pipes."""
 
-pytestmark = pytest.mark.skipif(not SCHEMA.exists(), reason="p4/build/tna/bf-rt.json was never compiled")
+pytestmark = pytest.mark.compiled("tna")
 
 
 @pytest.fixture
@@ -66,7 +68,9 @@ def entry(info, table, **key):
 def test_all_that_is_written_fits_the_program_and_the_driver(written, fabric):
     counts = {name: len(written.table_get(name).entries) for name in set_up.EMPTIED}
     expected = entries_of(fabric, "leaf1")
-    for name in ("ipv4_route", "ethernet_route", "port_trust", "classify", "job_share", "drop_threshold"):
+    tables = {each.table for each in expected.entries}
+    assert {"ipv4_route", "port_trust", "classify", "job_share", "budget_part", "drop_threshold"} < tables
+    for name in tables:
         assert counts[name] == sum(each.table == name for each in expected.entries) > 0, name
     assert counts["device_port"] == len(PORTS)
     assert counts["route_members"] == len(expected.profiles[0].members)
@@ -181,6 +185,51 @@ def test_the_report_step_is_below_the_lowest_threshold_of_the_examples(written):
     """Else a queue that has drained could stay above its threshold for good, as far as ingress knows."""
     step = int(re.search(r"REPORT_STEP_CELLS = (\d+);", (P4 / "tna" / "constants.p4").read_text())[1])
     assert step < min(values["depth"] for _, values in written.table_get("drop_threshold").entries.values())
+
+
+def test_hosts_with_ipv6_get_routes_with_their_whole_addresses(info, device):
+    fabric = replace(leaf_spine(2, 2, 2, ipv6=True), switches=load(EXAMPLES / "leaf-spine.yaml").switches)
+    for write in set_up.writes(fabric, "leaf1", PORTS, device):
+        device.write(write)
+    keys = {key for (_, (key,)) in info.table_get("ipv6_route").entries}
+    assert keys == {("ipv6_dst", int(ip_address(host.address)), None, 128) for host in fabric.hosts}
+    assert not info.table_get("ipv4_route").entries
+
+
+def test_the_part_of_the_budget_becomes_an_action(written, fabric):
+    ((_, key), (action, _)), *others = written.table_get("budget_part").entries.items()
+    assert not others
+    assert key == (("$MATCH_PRIORITY", 0xFFFFFE, None, None), ("job", 0, 0, None))
+    assert action.endswith(".quarter_of_budget")
+    (leaf, spine) = (budget_parts(fabric)[name] for name in ("leaf1", "spine1"))
+    assert (set_up.BUDGET_PARTS[leaf], set_up.BUDGET_PARTS[spine]) == ("quarter_of_budget", "quarter_of_budget")
+
+
+def test_each_part_of_the_budget_is_what_its_action_computes():
+    text = (P4 / "tna" / "drop.p4").read_text()
+    found = re.findall(r"action (\w+_of_budget)\(\) \{\s*meta\.budget = hdr\.dlcp\.budget(?: >> (\d))?;", text)
+    assert [name for name, _ in found] == list(set_up.BUDGET_PARTS)
+    assert [int(halvings or 0) for _, halvings in found] == list(range(len(found)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (TableEntry("budget_part", {}, Action("part_of_budget", {"halvings": 7}), 1), r"1/128 .* parts down to 1/64"),
+        (
+            TableEntry("trimming", {"job": 7}, Action("trim")),
+            "cannot trim packets: leave the entries of table",
+        ),
+    ],
+)
+def test_what_a_tofino_cannot_do_is_refused(entry, complaint):
+    with pytest.raises(SetUpError, match=complaint):
+        list(set_up.entry_writes(Entries(entries=(entry,)), 1500))
+
+
+def test_a_share_has_no_depth(written, fabric):
+    assert all("depth" not in values for _, values in written.table_get("job_share").entries.values())
+    assert all("depth" in e.target.params for e in entries_of(fabric, "leaf1").entries if e.table == "job_share")
 
 
 def test_shares_are_in_kbit_and_not_made_smaller(written, fabric):

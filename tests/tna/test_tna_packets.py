@@ -17,6 +17,8 @@ from tests.tna.p4tokens import P4Error
 
 pytest.importorskip("msgspec", reason="entries are read with msgspec: pip install dlcp[switch]")
 
+from set_up import BUDGET_PARTS
+
 from dlcp.switch import Program
 from tests.conformance import replay
 from tests.conformance.recording import Burst, Change, Packet, SetEntries, Step
@@ -28,12 +30,18 @@ PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 
 pytestmark = pytest.mark.compiled("v1model")
 SENT_AGAIN = "the `entropy` of a retransmitted packet"
+NOT_TRIMMED = "`trimming`, `trim`, `Trim`"
+NO_MARKS = "`marks_owed`, and the depth that `metered` takes"
 NOT_HERE = {
     "depth.stf": "A burst that arrives before any packet leaves is not coloured",
     "excess.stf": "No budget is charged, and only the traffic manager counts these drops",
 }
 """Files of which not all holds here, and what p4/README.md says of it."""
-DIFFERENT = {"route.stf": (SENT_AGAIN, {"sent again"})}
+DIFFERENT = {
+    "route.stf": (SENT_AGAIN, {"sent again"}),
+    "trim.stf": (NOT_TRIMMED, {"of a job that is trimmed"}),
+    "share.stf": (NO_MARKS, {"of a job with a share, ECN-capable"}),
+}
 """By file: the row of p4/README.md, and what all packets are that are answered otherwise."""
 SEQUENCES, PACKETS = 6, 320
 TAGS = 44
@@ -107,6 +115,7 @@ def _answers(script: stf.Script) -> dict[int, bytes]:
 
 @pytest.mark.parametrize("number", range(SEQUENCES))
 def test_random_packets_entries_depths_and_slots_are_treated_alike(number, tna, v1model):
+    tna.clear_entries()
     steps = list(_without_differences(fuzz_steps.sequence(f"tofino {number}", PACKETS), tna))
     made = replay.answered(steps, v1model)
     assert sum(1 for _ in made.packets()) > PACKETS / 2
@@ -135,7 +144,7 @@ def test_random_packets_entries_depths_and_slots_are_treated_alike(number, tna, 
 
 
 def _without_differences(steps: Sequence[Step], tna: TnaProgram) -> Iterator[Step]:
-    """Leave out what may differ: some packets, drops from bursts, and the thresholds of queue 0."""
+    """Leave out what may differ: some packets, drops from bursts, thresholds of queue 0, trimming and owed marks."""
     for step in steps:
         if isinstance(step, Packet):
             if not tna.differs(step.data):
@@ -144,19 +153,57 @@ def _without_differences(steps: Sequence[Step], tna: TnaProgram) -> Iterator[Ste
             leads, packets = ([p for p in part if not tna.differs(p.data)] for part in (step.leads, step.packets))
             yield Burst(leads, [packet for packet in packets if not packet.data[TAGS] >> 2 & 7], step.depths)
         elif isinstance(step, SetEntries):
-            yield SetEntries(step.entries | {"entries": [entry for entry in step.entries["entries"] if _alike(entry)]})
-        elif not isinstance(step, Change) or _alike(step.entry):
+            entries = [_possible(entry) for entry in step.entries["entries"] if _alike(entry)]
+            yield SetEntries(step.entries | {"entries": entries})
+        elif not isinstance(step, Change):
             yield step
+        elif _alike(step.entry):
+            yield Change(step.operation, _possible(step.entry))
 
 
 def _alike(entry: dict[str, Any]) -> bool:
-    return entry["table"] != "drop_threshold" or entry["match"]["queue"] != 0
+    return entry["table"] != "trimming" and (entry["table"] != "drop_threshold" or entry["match"]["queue"] != 0)
+
+
+def _possible(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with parameters that a Tofino can have: no smaller part of a budget, and no marks."""
+    if entry.get("action") == "part_of_budget":
+        return entry | {"params": {"halvings": min(len(BUDGET_PARTS) - 1, entry["params"]["halvings"])}}
+    return entry | {"params": {"depth": DEPTH_MAX}} if entry.get("action") == "metered" else entry
+
+
+def _of_budget(halvings: int) -> stf.Script:
+    """Return packets over a threshold: four of a message whose budget allows three to be dropped here."""
+    packet = (
+        "packet 1 ethernet() ipv4(src=10.0.0.1, dst=10.0.0.3) udp() "
+        f"dlcp(queue=5, drop_class=6, job=7, budget={(4 << halvings) - 1})\n"
+    )
+    return stf.parse(
+        f"""\
+add port_trust ig_port:1 trust()
+member route_selector 3 to_next_hop(port:3, mac:02:00:00:00:00:03)
+add ipv4_route ipv4_dst:10.0.0.3/32 member 3
+add drop_threshold queue:5 drop_class:6 drop_above(depth:10)
+add budget_part 1 part_of_budget(halvings:{halvings})
+register_write queue_depth(3,5) 11
+{packet}{packet}{packet}no_packet
+{packet}expect 3
+"""
+    )
+
+
+@pytest.mark.parametrize("halvings", range(len(BUDGET_PARTS)))
+def test_each_part_of_a_budget_is_that_of_the_other_program(halvings, tna, v1model):
+    for program in (tna, v1model):
+        assert stf.run(_of_budget(halvings), stf.BuiltIn(program)).failures == []
 
 
 def test_every_action_table_and_parser_state_is_reached(tna, v1model):
     tna.machine.reached.clear()
     for path in (ROOT / "p4" / "stf").glob("*.stf"):
         stf.run(stf.read(path), stf.BuiltIn(tna))
+    for halvings in range(len(BUDGET_PARTS)):
+        stf.run(_of_budget(halvings), stf.BuiltIn(tna))
     blocks = tna.machine.source.blocks.values()
     wanted = {f"{block.name}.{name}" for block in blocks for name in (*block.actions, *block.states)}
     wanted |= {f"{name} hit" for block in blocks for name in block.tables if not block.tables[name]["entries"]}
@@ -170,7 +217,7 @@ def test_a_change_of_the_program_is_noticed(tmp_path, v1model):
         (folder / name).mkdir(parents=True)
         for path in (SOURCE.parents[1] / name).glob("*.p4"):
             text = path.read_text()
-            (folder / name / path.name).write_text(text.replace("spent < hdr.dlcp.budget", "spent <= hdr.dlcp.budget"))
+            (folder / name / path.name).write_text(text.replace("spent < meta.budget", "spent <= meta.budget"))
     changed = TnaProgram(v1model, folder / "tna" / "dlcp.p4")
     outcome = stf.run(stf.read(ROOT / "p4" / "stf" / "drop.stf"), stf.BuiltIn(changed))
     assert any("unexpected packet" in line or "expected" in line for line in outcome.failures)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from set_up import tofino_action
+
 from dlcp.switch import DROP_PORT, Action, MemberRef, MeterConfig, Program
 from dlcp.wire import VERSION, Queue
 from tests.tna.p4externs import Bucket, Counter, Hash, PacketIn, PacketOut, Register, TooShortError
@@ -76,7 +78,10 @@ class TnaProgram:
         self.profiles = _Names({"route_selector": _Profile(self, beside.profiles["route_selector"])})
         self.tables = _Names(self.tables)
         self.registers = _Names(
-            {name: _Cells(self, name) for name in ("queue_depth", "slot_owner", "slot_used_us", "slot_spent")}
+            {
+                name: _Cells(self, name)
+                for name in ("queue_depth", "slot_owner", "slot_used_us", "slot_spent", "marks_owed")
+            }
         )
         self.counters = _Names({name: _Counts(self, name) for name in ("ingress_events", "egress_events")})
         self.now_us = 0
@@ -154,8 +159,19 @@ class TnaProgram:
         with suppress(TooShortError):
             machine.call_stage(machine.stages[0], [PacketIn(data, {}, 0), headers, meta, ig])
         dlcp = headers.fields["dlcp"]
-        again = dlcp.valid and dlcp.fields["version"].number == VERSION and dlcp.fields["retransmission"].number
-        return "sent again" if again else ""
+        if not dlcp.valid or dlcp.fields["version"].number != VERSION:
+            return ""
+        if dlcp.fields["retransmission"].number:
+            return "sent again"
+        if self._has_entry("trimming", dlcp):
+            return "of a job that is trimmed"
+        if self._has_entry("job_share", dlcp) and headers.fields["ipv4"].fields["ecn"].number:
+            return "of a job with a share, ECN-capable"
+        return ""
+
+    def _has_entry(self, table: str, dlcp: Struct) -> bool:
+        """Return whether a table has an entry for the packet's job."""
+        return any(entry.match["job"][0] == dlcp.fields["job"].number for entry in self.machine.tables[table].entries)
 
     def egress(
         self, packet: bytearray, carry: bytes, port: int, enq_us: int, waited_us: int, enq: int, deq: int, now_us: int
@@ -267,8 +283,10 @@ class _Table:
 def _numbers(program: TnaProgram, action: Action) -> tuple[str, list[int]]:
     """Return an action's short name and its parameters in order; depths in cells, as ``set_up.py`` has them."""
     name = action.name.rpartition(".")[2]
-    if name == "NoAction":
+    if name in ("NoAction", "trim"):
         return name, []
+    action = tofino_action(Action(name, action.params))
+    name = action.name
     blocks = program.machine.source.blocks.values()
     parameters = next(block.actions[name][0] for block in blocks if name in block.actions)
     numbers = [action.params[parameter] for parameter in parameters]
@@ -315,6 +333,8 @@ class _Cells:
         parts, queue_depth = self._machine.parts, self._machine.top.find("queue_depth")
         if self._name == "queue_depth":
             return int(queue_depth.cell(index).number) // CELLS
+        if self._name == "marks_owed":
+            return 0
         if self._name == "slot_spent":
             return int(parts["slot_spent"].cell(index).number)
         slot = parts["slot_owner"].cell(index)
