@@ -6,6 +6,7 @@ came out and it did not; what was forwarded is counted by the program itself, an
 """
 
 import dataclasses
+import socket
 import sys
 import time
 import zlib
@@ -54,13 +55,22 @@ class Uncertain(SwitchError):
     """The answer to a packet could not be determined."""
 
 
+def _headers(data: bytes) -> tuple[bool, int, int]:
+    """Return whether a frame is IPv6, and where its IP header and what follows UDP would begin."""
+    at = 18 if data[12:14] == b"\x81\x00" else 14
+    is_ipv6 = data[at - 2 : at] == b"\x86\xdd"
+    return is_ipv6, at, at + (48 if is_ipv6 else 28)
+
+
 def owner_of(data: bytes) -> int | None:
     """Return the owner that a packet's message would be of a slot, if there may be a DLCP header in it."""
-    if len(data) < 74 or data[12:14] != b"\x08\x00" or data[23] != 17:
+    is_ipv6, at, udp_end = _headers(data)
+    if len(data) < udp_end + HEADER_BYTES or (not is_ipv6 and data[at - 2 : at] != b"\x08\x00"):
         return None
-    if int.from_bytes(data[36:38], "big") not in _UDP_PORTS:
+    protocol, port = data[at + 6 if is_ipv6 else at + 9], int.from_bytes(data[udp_end - 6 : udp_end - 4], "big")
+    if protocol != socket.IPPROTO_UDP or port not in _UDP_PORTS:
         return None
-    header = data[42:74]
+    header = data[udp_end:]
     return zlib.crc32(header[4:6] + header[8:16])
 
 
@@ -72,10 +82,8 @@ def slot_of(data: bytes) -> int | None:
 
 def _plausible(sent: bytes, came: bytes) -> bool:
     """Say whether a packet can have become another: a switch changes no IP addresses or payloads, but it may trim."""
-    at = 18 if sent[12:14] == b"\x81\x00" else 14
-    is_ipv6 = sent[at - 2 : at] == b"\x86\xdd"
+    is_ipv6, at, udp_end = _headers(sent)
     addresses = slice(at + 8, at + 40) if is_ipv6 else slice(at + 12, at + 20)
-    udp_end = at + (48 if is_ipv6 else 28)
     tags_end = udp_end + 4
     if len(came) not in (len(sent), udp_end + HEADER_BYTES):
         return False
