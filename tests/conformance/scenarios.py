@@ -125,6 +125,19 @@ def _add(left: int, right: int) -> int:
     return (total & 0xFFFF) + (total >> 16)
 
 
+def trimming(rng: random.Random) -> Iterator[Step]:
+    """A job whose packets are trimmed, and one that loses them, with the whole budget and a part of it."""
+    more: list[Entry] = [{"table": "trimming", "match": {"job": 0x1234}, "action": "trim"}]
+    for priority, match, halvings in ((2, {"job": 1}, 2), (1, {}, 0)):
+        part = {"action": "part_of_budget", "params": {"halvings": halvings}}
+        more.append({"table": "budget_part", "match": match, "priority": priority, **part})
+    yield SetEntries(plain_site(thresholds={(5, 6): 8}, more=tuple(more)).entries)
+    for job, size in itertools.product((0x1234, 1), (0, 4, 1000)):
+        for _ in range(10):
+            yield depth(3, 5, 60)
+            yield Message(job, size).packet("trimmed, or of a part", payload=rng.randbytes(size), budget=8)
+
+
 def drops(rng: random.Random) -> Iterator[Step]:
     """The drop rule: thresholds, budgets, slots that are another's, and slots that age."""
     thresholds = {(queue, drop_class): 4 * (8 - drop_class) for queue in range(2, 7) for drop_class in range(1, 8)}
@@ -375,6 +388,7 @@ SCENARIOS: dict[str, Callable[[random.Random], Iterator[Step]]] = {
     **{f"passing{number}": passing for number in range(1, PASSING + 1)},
     "malformed": malformed,
     "checksums": checksums,
+    "trimming": trimming,
     "drops": drops,
     "shares": shares,
     "changes": changes,

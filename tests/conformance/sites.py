@@ -116,7 +116,7 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
     for queue in rng.sample(range(8), 5):
         action = {"action": "mark_above", "params": {"depth": rng.choice([0, 5, 2**19 - 1])}}
         entries.append({"table": "ecn_threshold", "match": {"queue": queue}, **action})
-    for job in rng.sample(JOBS, 2):
+    for job in rng.sample(JOBS, 3):
         entries.append({"table": "trimming", "match": {"job": job}, "action": "trim"})
     for priority, job in enumerate([*rng.sample(JOBS, 2), None], 1):
         match = {} if job is None else {"job": job}
@@ -124,11 +124,13 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
         entries.append({"table": "budget_part", "match": match, "priority": 9 - priority, **part})
     for job, control, port in rng.sample(list(itertools.product(JOBS, (0, 1), ports)), 24):
         entry = {"table": "job_share", "match": {"job": job, "control": control, "eg_port": port}}
+        # Without thresholds, nothing depends on which packets have left.
+        depth = {"depth": rng.choice((0, 2, 9)) if thresholds else 2**19 - 1}
         shares: list[Entry] = [
             {"action": "unlimited"},
-            {"action": "metered", "params": {"depth": rng.choice((0, 2, 9))}},
+            {"action": "metered", "params": depth},
             *(
-                {"action": "metered", "params": {"depth": rng.choice((0, 2, 9))}, "meter": rates}
+                {"action": "metered", "params": depth, "meter": rates}
                 for rates in (GREEN, YELLOW, RED, meter(700, 1500))
             ),
         ]

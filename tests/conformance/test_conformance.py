@@ -36,6 +36,7 @@ EVENTS = {
         4: "policy drop",
         5: "budget spent",
         6: "slot taken",
+        7: "trimmed",
     },
     "egress_events": {0: "forwarded", 1: "marked"},
 }

@@ -38,8 +38,8 @@ def test_check_shows_what_becomes_of_each_switch(capsys):
     assert main(["fabric", "check", str(EXAMPLES / "leaf-spine.yaml")]) == 0
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
-    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "93"] in rows
-    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "87"] in rows
+    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "94"] in rows
+    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "88"] in rows
 
 
 def test_a_wrong_description_is_one_line_that_says_where(file, capsys):
@@ -57,14 +57,14 @@ def test_plan_apply_and_status_in_turn(builtin, file, capsys):
     assert "install program" in planned
     assert "insert ipv4_route ipv4_dst=10.0.0.3 -> group 3" in planned
     assert main(["fabric", "apply", str(file)]) == 0
-    assert "s1: program installed, 93 inserted, 0 unchanged; 3 requests" in capsys.readouterr().out
+    assert "s1: program installed, 94 inserted, 0 unchanged; 3 requests" in capsys.readouterr().out
     assert main(["fabric", "apply", str(file)]) == 0
-    assert capsys.readouterr().out == "s1: nothing to do, 93 entries are correct\n"
+    assert capsys.readouterr().out == "s1: nothing to do, 94 entries are correct\n"
     assert main(["fabric", "plan", str(file)]) == 0
     capsys.readouterr()
     file.write_text(file.read_text().replace("ecn_at: 0.27", "ecn_at: 0.5"))
     assert main(["fabric", "plan", str(file)]) == DIFFERS
-    assert "s1: 7 to modify, 86 unchanged" in capsys.readouterr().out
+    assert "s1: 15 to modify, 79 unchanged" in capsys.readouterr().out
     assert main(["fabric", "status", str(file)]) == 0
     assert "7 changes due" in capsys.readouterr().out
 
@@ -90,7 +90,7 @@ def test_plan_and_status_as_json(builtin, file, capsys):
     assert main(["fabric", "plan", "--json", str(file)]) == DIFFERS
     planned = json.loads(capsys.readouterr().out)["switches"]["s1"]
     assert planned["install_program"]
-    assert len(planned["changes"]) == 93
+    assert len(planned["changes"]) == 94
     assert {"action": "insert", "entity": "ipv4_route ipv4_dst=10.0.0.3 -> group 3"} in planned["changes"]
     assert main(["fabric", "status", "--json", str(file)]) == 0
     assert json.loads(capsys.readouterr().out)["switches"]["s1"]["counters"] is None
@@ -98,7 +98,7 @@ def test_plan_and_status_as_json(builtin, file, capsys):
     capsys.readouterr()
     assert main(["fabric", "plan", "--json", str(file)]) == 0
     assert json.loads(capsys.readouterr().out) == {
-        "switches": {"s1": {"install_program": False, "changes": [], "unchanged": 93}}
+        "switches": {"s1": {"install_program": False, "changes": [], "unchanged": 94}}
     }
     assert main(["fabric", "status", "--json", str(file)]) == 0
     state = json.loads(capsys.readouterr().out)["switches"]["s1"]
@@ -135,13 +135,13 @@ def test_watch_answers_prometheus_until_it_is_told_to_stop(builtin, file):
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
         try:
             assert watch.stdout.readline().startswith("watching: s1; metrics at http://127.0.0.1:")
-            inserted = 'dlcp_switch_changes_total{action="insert",switch="s1"} 93.0'
+            inserted = 'dlcp_switch_changes_total{action="insert",switch="s1"} 94.0'
             until(lambda: inserted in scrape(metrics), lambda: scrape(metrics))
             watch.send_signal(signal.SIGTERM)
             assert watch.wait(20) == 0
         finally:
             watch.kill()
-        assert "switch s1: program installed, 93 inserted" in watch.stderr.read()
+        assert "switch s1: program installed, 94 inserted" in watch.stderr.read()
 
 
 def scrape(address):

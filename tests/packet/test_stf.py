@@ -29,7 +29,20 @@ FILES = sorted((ROOT / "p4" / "stf").glob("*.stf*"))
 ATTEMPTS = 3
 EVERY = 8
 """One in this many of p4testgen's cases uses P4Runtime: a case takes a dozen calls."""
-CONTROLS = {"parser", "trust", "share", "classify", "route", "depth", "drop", "excess", "mark", "p4testgen"}
+CONTROLS = {
+    "parser",
+    "trust",
+    "share",
+    "classify",
+    "route",
+    "depth",
+    "drop",
+    "excess",
+    "mark",
+    "ipv6",
+    "trim",
+    "p4testgen",
+}
 SETUP = """
 member route_selector 3 to_next_hop(port:3, mac:02:00:00:00:00:03)
 add ipv4_route ipv4_dst:10.0.0.3/32 member 3

@@ -665,13 +665,13 @@ def visible_tables(program: ProgramDef) -> list[TableDef]:
 def lay_out(program: ProgramDef) -> StateLayout:
     """Assign names and offsets to all tables, profiles, registers, counters and meters."""
     tables = {}
-    users: dict[str, list[tuple[str, tuple[Parameter, ...], tuple[Statement, ...]]]] = {}
+    users: dict[str, list[tuple[str, tuple[Parameter, ...]]]] = {}
     widths: dict[str, int] = {}
     for number, table in enumerate(visible_tables(program)):
         widest = max((len(action.parameters) for action in table.actions), default=0)
         if table.profile is not None:
             # The compiler copies an action for each table that uses it.
-            actions = [(action.name, action.parameters, action.body) for action in table.actions]
+            actions = [(action.name, action.parameters) for action in table.actions]
             if users.setdefault(table.profile, actions) != actions:
                 raise UnsupportedFeatureError(
                     "an action profile that tables with different actions share", f"action profile {table.profile}"
