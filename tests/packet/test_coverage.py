@@ -34,7 +34,8 @@ def test_packet_tests_reach_everything():
 @pytest.mark.parametrize(
     ("file", "lost"),
     [
-        ("mark", "table DlcpEgress.ecn_threshold: action DlcpEgress.mark_above"),
+        ("ipv6", "table DlcpIngress.route.ipv6_route: ipv6_dst any"),
+        ("trim", "table DlcpIngress.selective_drop.trimming: action DlcpIngress.selective_drop.trim"),
         ("share", "table DlcpIngress.share.job_share: entry does unlimited"),
         ("trust", "table DlcpIngress.trust.port_trust: entry does clear_tags"),
         ("classify", "table DlcpIngress.classify.classify: job mask"),
