@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 
+from dlcp.host.ip import family_of
 from dlcp.host.processes import send_fact
 from dlcp.transport import (
     RELIABLE,
@@ -155,7 +156,7 @@ def _until_terminated() -> Iterator[None]:
 
 def tcp_sink(bind: Address, count: _Count, channel: Connection) -> None:
     """Receive over TCP until interrupted."""
-    server = socket.create_server(bind)
+    server = socket.create_server(bind, family=family_of(bind[0]).number)
     send_fact(channel, {"ready": True})
     open_sockets = [server]
     while True:

@@ -29,6 +29,7 @@ from dlcp.demo.background import BackgroundBurst
 from dlcp.demo.run import DemoNetwork, Progress, execute, fair_shares
 from dlcp.demo.variants import DemoSetup, Variant
 from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
+from dlcp.inputs.addresses import format_address
 from dlcp.report.runs import Run
 from dlcp.switch import PROGRAM_PATH
 from dlcp.wire import Queue
@@ -116,7 +117,7 @@ class TestbedNetwork(DemoNetwork):
 
     def bind_of(self, host: int, port: int) -> str:
         """Return the host's address."""
-        return f"{self._hosts[host].address}:{port}"
+        return format_address((self._hosts[host].address, port))
 
     def counters(self) -> dict[str, Any]:
         """Wait until the last packet has arrived, and return the switches' counts since the run began."""
