@@ -26,7 +26,7 @@ TITLE = "not checked"
 @functools.cache
 def outdated(what: str) -> str:
     """Return why tests marked with ``v1model``, ``tna`` or ``recorded`` are skipped; empty if they are not."""
-    if os.environ.get("CI"):
+    if os.environ.get("GITHUB_ACTIONS"):  # its workflow fails instead, so that nobody forgets to compile
         return ""
     return _recordings() if what == "recorded" else _build(what)
 

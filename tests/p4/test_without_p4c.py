@@ -33,7 +33,7 @@ def tree(tmp_path):
 
 
 def run(tree, *command, **more):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CI", "PYTEST"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB", "PYTEST"))}
     environment |= {"PYTHONPATH": str(tree), "P4C": "no-such-compiler", "P4C_TOFINO": "no-such-compiler", **more}
     return subprocess.run(
         [sys.executable, "-m", *command], cwd=tree, env=environment, capture_output=True, text=True, timeout=120
@@ -61,6 +61,8 @@ def test_a_changed_rule_is_green_and_says_what_was_not_checked(tree):
     assert outcome.returncode == 1
     assert "sources changed since the program was compiled: run `make p4`" in outcome.stderr
 
-    strict = run(tree, "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/p4/test_p4_sources.py", CI="true")
+    strict = run(
+        tree, "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/p4/test_p4_sources.py", GITHUB_ACTIONS="true"
+    )
     assert strict.returncode == 1
     assert "test_the_compiled_programs_come_from_these_sources" in strict.stdout
