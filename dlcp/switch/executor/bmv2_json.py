@@ -22,7 +22,7 @@ Json: TypeAlias = Mapping[str, Any]
 
 MAX_WIDTH: Final = 63
 """Widest value in computations: the bits of a signed 64-bit integer without the sign."""
-WORD_BITS: Final = 32
+SPLIT_BITS: Final = 32
 """Wider fields are split into words of this width, the first of which may be narrower. They can be copied, hashed and
 matched by prefix, but not computed with."""
 
@@ -428,8 +428,8 @@ class _Reader:
                     signed.add(name)
                 parts = [width]
                 if width > MAX_WIDTH:
-                    parts = [width % WORD_BITS or WORD_BITS]
-                    parts += [WORD_BITS] * ((width - parts[0]) // WORD_BITS)
+                    parts = [width % SPLIT_BITS or SPLIT_BITS]
+                    parts += [SPLIT_BITS] * ((width - parts[0]) // SPLIT_BITS)
                 words = []
                 for number, part in enumerate(parts):
                     label = name if len(parts) == 1 else f"{name}[{number}]"
