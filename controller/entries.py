@@ -130,8 +130,6 @@ _NAMED_JOB: Final = 2
 """Priorities in `classify`; remaps of the policy have higher ones."""
 _CLASSIFIED: Final = {name: (1 << FIELD_BITS[name]) - 1 for name in ("type", "job", "queue", "drop_class")}
 """Masks of the fields of `classify` that match a single value."""
-_NEVER: Final = (1 << 19) - 1
-"""A depth that no queue exceeds: traffic beyond a share causes no marks, because they made steps longer."""
 _BURST_PACKETS_MIN: Final = 8
 """Smallest burst of a meter, in packets of the largest size, so that a job can send back to back."""
 
@@ -274,7 +272,7 @@ def _shares(fabric: Fabric, ports: Sequence[Port]) -> list[TableEntry]:
         TableEntry(
             "job_share",
             {"job": job.id, "control": control, "eg_port": port.number},
-            Action("metered", {"depth": _NEVER}),
+            Action("metered"),
             meter=_meter(fabric, port, job, job.control_share if control else fabric.share_at(job, port)),
         )
         for job in fabric.jobs

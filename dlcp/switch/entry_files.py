@@ -11,8 +11,7 @@ An example with all parts::
       ],
       "entries": [
         {"table": "ipv4_route", "match": {"ipv4_dst": "10.0.0.1/32"}, "group": 1},
-        {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1},
-         "action": "metered", "params": {"depth": 9},
+        {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1}, "action": "metered",
          "meter": {"cir": 12500000, "cburst": 50000, "pir": 12500000, "pburst": 50000}},
         {"table": "classify", "match": {"job": "0x10&&&0xf0"}, "priority": 1,
          "action": "set_class", "params": {"queue": 3, "drop_class": 0}}

@@ -64,9 +64,6 @@ const bit<3> EVENT_MARKED = 1;
 #define EVENT_INDEX(port, queue, drop_class, event) \
     ((bit<32>)((port)[PORT_INDEX_WIDTH - 1:0] ++ (queue) ++ (drop_class) ++ (event)))
 
-// Array index of (port, job). Jobs with the same seven low bits share marks, which costs one of them some speed.
-#define SHARE_INDEX(port, job) ((bit<32>)((port)[PORT_INDEX_WIDTH - 1:0] ++ (job)[6:0]))
-
 const bit<32> DEPTH_REGISTER_SIZE = 1 << DEPTH_INDEX_WIDTH;
 const bit<32> EVENT_COUNTER_SIZE = 1 << EVENT_INDEX_WIDTH;
 const bit<32> SLOT_REGISTER_SIZE = 1 << SLOT_WIDTH;

@@ -324,8 +324,6 @@ def _profile(profile: Profile) -> Iterator[Write]:
 def tofino_action(action: Action) -> Action:
     """Return the action that stands for one of the fabric's entries here.
 
-    ``metered`` takes no depth: the program does not know that of queue 0, and so has no marks to owe.
-
     Raises
     ------
     SetUpError
@@ -341,7 +339,7 @@ def tofino_action(action: Action) -> Action:
         return Action(BUDGET_PARTS[halvings])
     if action.name == "trim":
         raise SetUpError("a Tofino cannot trim packets: leave the entries of table trimming out")
-    return Action("metered") if action.name == "metered" else action
+    return action
 
 
 def _entry(entry: TableEntry, mtu_bytes: int) -> Write:

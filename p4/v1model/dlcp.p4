@@ -102,9 +102,6 @@ control DlcpEgress(inout headers_t hdr, inout metadata_t meta, inout standard_me
         queue_depth.write(DEPTH_INDEX(std.egress_port, meta.queue), std.deq_qdepth);
         egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_FORWARDED));
         if (ecn_threshold.apply().hit && std.deq_qdepth > limit) {
-            meta.mark = 1;
-        }
-        if (meta.mark == 1) {
             if (hdr.ipv4.isValid() && hdr.ipv4.ecn != ECN_NOT_CAPABLE) {
                 hdr.ipv4.ecn = ECN_CONGESTED;
                 egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_MARKED));

@@ -20,7 +20,6 @@ struct metadata_t {
     bit<1> refused;     // dropped in any case
     bit<1> is_control;
     bit<1> trimmed;     // egress cuts it to its headers
-    bit<1> mark;        // egress marks it if it is ECN-capable
     bit<3> queue;
     bit<3> drop_class;
     bit<16> src_port;   // of TCP and UDP; 0 if the parser has not read ports

@@ -51,19 +51,12 @@ control PortTrust(inout headers_t hdr, inout metadata_t meta, inout standard_met
 
 // Limits a job to its share of a port. Traffic beyond the share goes to the lowest queue, below ordinary traffic, and
 // is sent only when the port would otherwise be idle. Control packets have their own share, so that a burst of
-// gradients cannot delay the control packets that end it. While QUEUE_EXCESS is deep, nothing of it may reach the
-// receiver for a while, so its packets cannot tell the sender of congestion. Therefore each that is added then makes one
-// of the job's next packets within the share carry a mark.
+// gradients cannot delay the control packets that end it.
 control JobShare(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t std) {
     direct_meter<bit<2>>(MeterType.bytes) share_meter;
-    register<bit<8>, bit<32>>(SHARE_TABLE_SIZE) marks_owed;
 
-    bit<19> limit = 0;
-
-    // `depth` of QUEUE_EXCESS in packets; deeper than that, packets added to it are worth a mark.
-    action metered(bit<19> depth) {
+    action metered() {
         share_meter.read(meta.color);
-        limit = depth;
     }
 
     action unlimited() {
@@ -84,19 +77,9 @@ control JobShare(inout headers_t hdr, inout metadata_t meta, inout standard_meta
 
     apply {
         job_share.apply();
-        bit<8> owed;
-        marks_owed.read(owed, SHARE_INDEX(std.egress_spec, hdr.dlcp.job));
         if (meta.color != METER_GREEN) {
             ingress_events.count(EVENT_INDEX(std.egress_spec, meta.queue, meta.drop_class, EVENT_OVER_SHARE));
             meta.queue = QUEUE_EXCESS;
-            bit<19> depth;
-            queue_depth.read(depth, DEPTH_INDEX(std.egress_spec, QUEUE_EXCESS));
-            if (depth > limit && meta.is_control == 0) {
-                marks_owed.write(SHARE_INDEX(std.egress_spec, hdr.dlcp.job), owed |+| 1);
-            }
-        } else if (owed != 0 && meta.is_control == 0) {
-            meta.mark = 1;
-            marks_owed.write(SHARE_INDEX(std.egress_spec, hdr.dlcp.job), owed - 1);
         }
     }
 }

@@ -48,7 +48,7 @@ def populate(program: Program) -> None:
     for job in range(1, JOBS + 1, 2):
         for port in range(1, HOSTS + UPLINKS + 1):
             match = {"job": job, "control": 0, "eg_port": port}
-            tables["job_share"].insert(match, Action("metered", {"depth": 48}))
+            tables["job_share"].insert(match, Action("metered"))
             tables["job_share"].set_meter(match, share)
     for queue in range(8):
         tables["ecn_threshold"].insert({"queue": queue}, Action("mark_above", {"depth": 48}))

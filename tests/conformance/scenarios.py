@@ -145,7 +145,6 @@ def drops(rng: random.Random) -> Iterator[Step]:
         "table": "job_share",
         "match": {"job": 2, "control": 0, "eg_port": 3},
         "action": "metered",
-        "params": {"depth": 3},
         "meter": RED,
     }
     site = plain_site(thresholds=thresholds | {(0, 6): 10, (1, 3): 0}, more=(excess,))
@@ -240,7 +239,6 @@ def shares(rng: random.Random) -> Iterator[Step]:
             "table": "job_share",
             "match": {"job": job, "control": control, "eg_port": 3},
             "action": "metered",
-            "params": {"depth": 3},
         }
         entries.append(entry | ({"meter": rates} if rates else {}))
     entries.append({"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 2}, "action": "unlimited"})
@@ -310,13 +308,11 @@ def changes(rng: random.Random) -> Iterator[Step]:
         "table": "job_share",
         "match": {"job": 7, "control": 0, "eg_port": 3},
         "action": "metered",
-        "params": {"depth": 3},
     }
     other: Entry = {
         "table": "job_share",
         "match": {"job": 1, "control": 0, "eg_port": 3},
         "action": "metered",
-        "params": {"depth": 3},
     }
 
     def jobs(kind: str) -> Iterator[Step]:
@@ -325,7 +321,7 @@ def changes(rng: random.Random) -> Iterator[Step]:
 
     yield Change("insert", share | {"meter": RED})
     yield from jobs("meter")
-    yield Change("modify", share | {"action": "unlimited", "params": {}})
+    yield Change("modify", share | {"action": "unlimited"})
     yield from jobs("meter not used")
     yield Change("modify", share)
     yield from jobs("meter used again")
@@ -337,7 +333,7 @@ def changes(rng: random.Random) -> Iterator[Step]:
     yield Change("insert", share | {"meter": meter(200, 400)})
     for _ in range(3):
         yield from jobs("bucket")
-    yield Change("modify", share | {"action": "unlimited", "params": {}, "meter": meter(500, 900)})
+    yield Change("modify", share | {"action": "unlimited", "meter": meter(500, 900)})
     yield from jobs("bucket of an action that does not look at it")
     yield Change("modify", share)
     for _ in range(4):

@@ -124,15 +124,10 @@ def random_site(rng: random.Random, *, thresholds: bool) -> Site:
         entries.append({"table": "budget_part", "match": match, "priority": 9 - priority, **part})
     for job, control, port in rng.sample(list(itertools.product(JOBS, (0, 1), ports)), 24):
         entry = {"table": "job_share", "match": {"job": job, "control": control, "eg_port": port}}
-        # Without thresholds, nothing depends on which packets have left.
-        depth = {"depth": rng.choice((0, 2, 9)) if thresholds else 2**19 - 1}
         shares: list[Entry] = [
             {"action": "unlimited"},
-            {"action": "metered", "params": depth},
-            *(
-                {"action": "metered", "params": depth, "meter": rates}
-                for rates in (GREEN, YELLOW, RED, meter(700, 1500))
-            ),
+            {"action": "metered"},
+            *({"action": "metered", "meter": rates} for rates in (GREEN, YELLOW, RED, meter(700, 1500))),
         ]
         entries.append(entry | rng.choice(shares))
     rng.shuffle(entries)

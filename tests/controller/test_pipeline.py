@@ -12,7 +12,7 @@ ROUTE = TableEntry("ipv4_route", {"ipv4_dst": (0x0A00014D, 24)}, GroupRef(3))
 SHARE = TableEntry(
     "job_share",
     {"job": 7, "control": 0, "eg_port": 300},
-    Action("metered", {"depth": 9}),
+    Action("metered"),
     meter=MeterConfig(1000, 200, 1000, 200),
 )
 CLASSIFY = TableEntry(
@@ -31,7 +31,7 @@ def test_what_is_encoded_reads_as_it_was_written(pipeline):
         "route_selector member 1: to_next_hop(port=1, mac=02:00:00:00:00:01)",
         "route_selector group 3: members 1, 2",
         "ipv4_route ipv4_dst=10.0.1.0/24 -> group 3",
-        "job_share job=7 control=0 eg_port=300 -> metered(depth=9) at 1000 B/s, burst 200 B",
+        "job_share job=7 control=0 eg_port=300 -> metered() at 1000 B/s, burst 200 B",
         "classify job=16&&&0xf0 type=1 priority 4 -> set_class(queue=3, drop_class=0)",
     ]
 
@@ -152,7 +152,7 @@ def test_what_a_difference_says_makes_the_switch_right_whatever_it_held(pipeline
 def test_a_full_table_is_emptied_before_it_is_filled_again(pipeline):
     jobs = [
         tuple(
-            TableEntry("job_share", {"job": job, "control": 0, "eg_port": 1}, Action("metered", {"depth": 9}))
+            TableEntry("job_share", {"job": job, "control": 0, "eg_port": 1}, Action("metered"))
             for job in range(first, first + 8192)
         )
         for first in (0, 8192)

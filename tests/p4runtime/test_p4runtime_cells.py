@@ -92,7 +92,7 @@ def test_registers_are_read(control):
     (one,) = control.read(words.cell("register", "slot_spent", 65_535))
     assert one == words.cell("register", "slot_spent", 65_535, data={"bitstring": b"\0"})
     assert len(control.read(words.cell("register", "queue_depth", None))) == 512
-    assert len(control.read(p4r.Entity(register_entry=p4r.RegisterEntry()))) == 512 + 3 * 65_536 + 8192
+    assert len(control.read(p4r.Entity(register_entry=p4r.RegisterEntry()))) == 512 + 3 * 65_536
 
 
 def test_direct_counters_are_refused(control):

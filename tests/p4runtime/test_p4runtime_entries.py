@@ -215,9 +215,9 @@ def test_direct_meters(control):
     words = control.words
     key = {"job": 5, "control": 0, "eg_port": 1}
     asked = {"meter_config": p4r.MeterConfig()}
-    control.write(INSERT, words.entry("job_share", key, words.action("metered", depth=9)))
+    control.write(INSERT, words.entry("job_share", key, words.action("metered")))
     assert not control.entries("job_share", **asked)[0].HasField("meter_config")
-    entry = words.entry("job_share", key, words.action("metered", depth=9), meter_config=p4r.MeterConfig(**METER))
+    entry = words.entry("job_share", key, words.action("metered"), meter_config=p4r.MeterConfig(**METER))
     control.write(MODIFY, entry)
     assert control.entries("job_share", **asked) == [entry.table_entry]
     assert not control.entries("job_share")[0].HasField("meter_config")
@@ -252,14 +252,12 @@ def test_a_new_entry_in_an_old_place_has_no_meter(control):
     entry = words.entry(
         "job_share",
         {"job": 1, "control": 0, "eg_port": 1},
-        words.action("metered", depth=9),
+        words.action("metered"),
         meter_config=p4r.MeterConfig(**METER),
     )
     control.write(INSERT, entry)
     control.write(DELETE, entry)
-    control.write(
-        INSERT, words.entry("job_share", {"job": 2, "control": 0, "eg_port": 1}, words.action("metered", depth=9))
-    )
+    control.write(INSERT, words.entry("job_share", {"job": 2, "control": 0, "eg_port": 1}, words.action("metered")))
     (found,) = control.entries("job_share", meter_config=p4r.MeterConfig())
     assert not found.HasField("meter_config")
 

@@ -31,9 +31,7 @@ def populate(control):
         INSERT,
         words.entry("ipv4_route", {"ipv4_dst": (0x0A000000, 8)}, ("group", 6)),
         words.entry("classify", {"job": (1, 1)}, words.action("as_tagged"), priority=4, metadata=b"why"),
-        words.entry(
-            "job_share", {"job": 1, "control": 0, "eg_port": 2}, words.action("metered", depth=9), meter_config=meter
-        ),
+        words.entry("job_share", {"job": 1, "control": 0, "eg_port": 2}, words.action("metered"), meter_config=meter),
     )
 
 

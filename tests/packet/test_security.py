@@ -34,9 +34,9 @@ add port_trust ig_port:{TENANT_PORT} trust()
 member route_selector 3 to_next_hop(port:{OUT_PORT}, mac:02:00:00:00:00:03)
 add ipv4_route ipv4_dst:10.0.0.3/32 member 3
 # Job 8 has a tenth of the port for its data and a hundredth for its control packets.
-add job_share job:8 control:0 eg_port:{OUT_PORT} metered(depth:9)
+add job_share job:8 control:0 eg_port:{OUT_PORT} metered()
 meter_set_rates job_share job:8 control:0 eg_port:{OUT_PORT} 125000:4000 125000:4000
-add job_share job:8 control:1 eg_port:{OUT_PORT} metered(depth:9)
+add job_share job:8 control:1 eg_port:{OUT_PORT} metered()
 meter_set_rates job_share job:8 control:1 eg_port:{OUT_PORT} 12500:2000 12500:2000
 """
 THRESHOLDS = "".join(f"add drop_threshold queue:5 drop_class:{n} drop_above(depth:{40 - 4 * n})\n" for n in range(1, 8))

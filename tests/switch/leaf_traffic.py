@@ -18,7 +18,6 @@ IPV6_ROUTES = [(NETWORK + i, 128, "member", i) for i in range(1, 5)] + [
 MEMBERS = {i: (i, 0x020000000000 + i) for i in range(1, 7)}
 GROUPS = {1: [5, 1, 3], 2: [6, 2]}
 METER = MeterConfig(cir=20_000, cburst=150, pir=50_000, pburst=260)
-MARK_DEPTH = 20
 TRIMMED_JOBS = (2, 4)
 BUDGET_PARTS = [((2, 0xFFFF), 1, 2), ((0, 0), 0, 1)]  # job, halvings, priority
 CLASSIFY = [  # job, type, queue, drop_class, priority, result
@@ -56,9 +55,7 @@ def populate(program):
     for job in (1, 2, 3):
         for port in range(1, PORTS + 1):
             match = {"job": job, "control": 0, "eg_port": port}
-            tables["job_share"].insert(
-                match, Action("metered", {"depth": MARK_DEPTH}) if job < 3 else Action("unlimited")
-            )
+            tables["job_share"].insert(match, Action("metered" if job < 3 else "unlimited"))
             if port % 2:
                 tables["job_share"].set_meter(match, METER)
     for queue in range(8):
@@ -109,7 +106,7 @@ def populate_oracle(oracle):
             peak = [METER.pir / 1e6, METER.pburst, METER.pburst, 0]
             committed = [METER.cir / 1e6, METER.cburst, METER.cburst, 0]
             meter = [peak, committed] if port % 2 else None
-            action, data = ("metered", [MARK_DEPTH]) if job < 3 else ("unlimited", [])
+            action, data = "metered" if job < 3 else "unlimited", []
             add("job_share", equals(job, 0, port), 0, action, data, meter)
     for queue in range(8):
         if queue != 5:

@@ -35,7 +35,7 @@ EXAMPLE = """{
   ],
   "entries": [
     {"table": "ipv4_route", "match": {"ipv4_dst": "10.0.0.0/24"}, "group": 1},
-    {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1}, "action": "metered", "params": {"depth": 9},
+    {"table": "job_share", "match": {"job": 7, "control": 0, "eg_port": 1}, "action": "metered",
      "meter": {"cir": 12500000, "cburst": 50000, "pir": 12500000, "pburst": 60000}},
     {"table": "classify", "match": {"job": "0x10&&&0xf0", "type": 1}, "priority": 5,
      "action": "set_class", "params": {"queue": 3, "drop_class": 0}}

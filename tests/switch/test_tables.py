@@ -266,11 +266,11 @@ def test_the_meter_of_an_entry_goes_with_it(program):
     table = program.tables["job_share"]
     match = {"job": 1, "control": 0, "eg_port": 2}
     config = MeterConfig(1, 2, 3, 4)
-    table.insert(match, Action("metered", {"depth": 9}))
+    table.insert(match, Action("metered"))
     table.set_meter(match, config)
     assert table.get_meter(match) == config
     table.delete(match)
-    table.insert(match, Action("metered", {"depth": 9}))
+    table.insert(match, Action("metered"))
     assert table.get_meter(match) is None
     with pytest.raises(EntryError, match="committed rate 9 exceeds the peak rate 3"):
         table.set_meter(match, MeterConfig(9, 2, 3, 4))

@@ -31,7 +31,6 @@ PROGRAM = ROOT / "p4" / "build" / "dlcp.json"
 pytestmark = pytest.mark.compiled("v1model")
 SENT_AGAIN = "the `entropy` of a retransmitted packet"
 NOT_TRIMMED = "`trimming`, `trim`, `Trim`"
-NO_MARKS = "`marks_owed`, and the depth that `metered` takes"
 NOT_HERE = {
     "depth.stf": "A burst that arrives before any packet leaves is not coloured",
     "excess.stf": "No budget is charged, and only the traffic manager counts these drops",
@@ -40,7 +39,6 @@ NOT_HERE = {
 DIFFERENT = {
     "route.stf": (SENT_AGAIN, {"sent again"}),
     "trim.stf": (NOT_TRIMMED, {"of a job that is trimmed"}),
-    "share.stf": (NO_MARKS, {"of a job with a share, ECN-capable"}),
 }
 """By file: the row of p4/README.md, and what all packets are that are answered otherwise."""
 SEQUENCES, PACKETS = 6, 320
@@ -144,7 +142,7 @@ def test_random_packets_entries_depths_and_slots_are_treated_alike(number, tna, 
 
 
 def _without_differences(steps: Sequence[Step], tna: TnaProgram) -> Iterator[Step]:
-    """Leave out what may differ: some packets, drops from bursts, thresholds of queue 0, trimming and owed marks."""
+    """Leave out what may differ: some packets, drops from bursts, thresholds of queue 0, and trimming."""
     for step in steps:
         if isinstance(step, Packet):
             if not tna.differs(step.data):
@@ -166,10 +164,10 @@ def _alike(entry: dict[str, Any]) -> bool:
 
 
 def _possible(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with parameters that a Tofino can have: no smaller part of a budget, and no marks."""
+    """Return an entry that a Tofino can have: its part of a budget has a limit."""
     if entry.get("action") == "part_of_budget":
         return entry | {"params": {"halvings": min(len(BUDGET_PARTS) - 1, entry["params"]["halvings"])}}
-    return entry | {"params": {"depth": DEPTH_MAX}} if entry.get("action") == "metered" else entry
+    return entry
 
 
 def _of_budget(halvings: int) -> stf.Script:

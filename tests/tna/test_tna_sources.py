@@ -64,14 +64,9 @@ def test_tables_have_the_same_keys_actions_and_sizes(name):
     assert ours.size == theirs.size
 
 
-@pytest.mark.parametrize("name", sorted(set(V1MODEL.actions) & set(TNA.actions) - {"metered"}))
+@pytest.mark.parametrize("name", sorted(set(V1MODEL.actions) & set(TNA.actions)))
 def test_actions_take_the_same_parameters(name):
     assert TNA.actions[name] == V1MODEL.actions[name]
-
-
-def test_a_share_is_metered_without_a_depth():
-    assert (V1MODEL.actions["metered"], TNA.actions["metered"]) == (("bit<19> depth",), ("",))
-    assert "metered" in differences()
 
 
 def test_constants_and_headers_have_one_source():

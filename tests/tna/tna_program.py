@@ -78,10 +78,7 @@ class TnaProgram:
         self.profiles = _Names({"route_selector": _Profile(self, beside.profiles["route_selector"])})
         self.tables = _Names(self.tables)
         self.registers = _Names(
-            {
-                name: _Cells(self, name)
-                for name in ("queue_depth", "slot_owner", "slot_used_us", "slot_spent", "marks_owed")
-            }
+            {name: _Cells(self, name) for name in ("queue_depth", "slot_owner", "slot_used_us", "slot_spent")}
         )
         self.counters = _Names({name: _Counts(self, name) for name in ("ingress_events", "egress_events")})
         self.now_us = 0
@@ -163,15 +160,8 @@ class TnaProgram:
             return ""
         if dlcp.fields["retransmission"].number:
             return "sent again"
-        if self._has_entry("trimming", dlcp):
-            return "of a job that is trimmed"
-        if self._has_entry("job_share", dlcp) and headers.fields["ipv4"].fields["ecn"].number:
-            return "of a job with a share, ECN-capable"
-        return ""
-
-    def _has_entry(self, table: str, dlcp: Struct) -> bool:
-        """Return whether a table has an entry for the packet's job."""
-        return any(entry.match["job"][0] == dlcp.fields["job"].number for entry in self.machine.tables[table].entries)
+        trimmed = (entry.match["job"][0] for entry in self.machine.tables["trimming"].entries)
+        return "of a job that is trimmed" if dlcp.fields["job"].number in trimmed else ""
 
     def egress(
         self, packet: bytearray, carry: bytes, port: int, enq_us: int, waited_us: int, enq: int, deq: int, now_us: int
@@ -333,8 +323,6 @@ class _Cells:
         parts, queue_depth = self._machine.parts, self._machine.top.find("queue_depth")
         if self._name == "queue_depth":
             return int(queue_depth.cell(index).number) // CELLS
-        if self._name == "marks_owed":
-            return 0
         if self._name == "slot_spent":
             return int(parts["slot_spent"].cell(index).number)
         slot = parts["slot_owner"].cell(index)
