@@ -67,7 +67,7 @@ test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train
 	@$(UNSET); DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
 prove: $(STAMP) ## prove what the switch program promises, for all packets, and that faults in it are found; minutes
-	@$(BIN)/python p4/prove.py
+	@$(BIN)/python p4/proof/prove.py
 	@$(BIN)/python -m pytest tests/p4/test_proof.py -m "prove or not prove"
 
 docs: $(STAMP) ## build the documentation into out/site, with warnings as errors
@@ -82,7 +82,7 @@ lint: $(STAMP) ## check style, types and layers
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy --strict
 	@$(BIN)/mypy --strict p4/compile.py
-	@$(BIN)/mypy --strict p4/prove.py
+	@MYPYPATH=p4/proof:. $(BIN)/mypy --strict p4/proof/prove.py
 	@MYPYPATH=p4/tna:. $(BIN)/mypy --strict p4/tna/set_up.py
 
 bench: $(STAMP) ## measure everything again, into out/bench/NAME.json

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.p4.p4source import P4, load_script
+from tests.p4.p4source import P4, load_compile
 
 RECORDINGS = P4.parent / "tests" / "data" / "conformance"
 TITLE = "not checked"
@@ -32,7 +32,7 @@ def outdated(what: str) -> str:
 
 
 def _build(what: str) -> str:
-    p4_compile = load_script("compile")
+    p4_compile = load_compile()
     program = {"v1model": p4_compile.BMV2, "tna": p4_compile.TNA}[what]
     compiler = p4_compile.compiler(program)
     if shutil.which(compiler) is not None or not p4_compile.differences(programs=(program,)):

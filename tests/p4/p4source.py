@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of the P4 sources, from their text; and the scripts of ``p4/`` as modules (``p4/`` must be no package)."""
+"""Contents of the P4 sources, from their text; and ``p4/compile.py`` as a module (``p4/`` must be no package)."""
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 P4 = Path(__file__).parents[2] / "p4"
@@ -11,11 +10,10 @@ CONSTANT = re.compile(r"^const bit<(\d+)> (\w+) = ([^;]+);", re.MULTILINE)
 DEFINITION = re.compile(r"^#define (\w+) (\d+)\b", re.MULTILINE)
 
 
-def load_script(name):
-    """Import a script of ``p4/``, such as ``compile``."""
-    spec = importlib.util.spec_from_file_location(f"p4_{name}", P4 / f"{name}.py")
+def load_compile():
+    """Import ``p4/compile.py``."""
+    spec = importlib.util.spec_from_file_location("p4_compile", P4 / "compile.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

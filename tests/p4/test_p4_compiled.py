@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from dlcp.wire import FIELD_BITS, UDP_PORT_BASE, UDP_PORT_COUNT
-from tests.p4.p4source import P4, constants, load_script
+from tests.p4.p4source import P4, constants, load_compile
 
-p4_compile = load_script("compile")
+p4_compile = load_compile()
 CONFIG = P4 / "build" / p4_compile.CONFIG
 P4INFO = P4 / "build" / p4_compile.P4INFO
 

@@ -15,9 +15,9 @@ from dlcp.wire import (
     Queue,
     dscp,
 )
-from tests.p4.p4source import P4, constants, events, load_script
+from tests.p4.p4source import P4, constants, events, load_compile
 
-p4_compile = load_script("compile")
+p4_compile = load_compile()
 
 
 @pytest.fixture

@@ -8,13 +8,15 @@ import pytest
 
 pytest.importorskip("z3", reason="proofs need z3: pip install z3-solver")
 
+import promises
+from attacks import find_attack
+from prove import prove
+
 from dlcp.switch import DROP_PORT, Program, apply_entries
 from dlcp.switch.executor import bmv2_json
 from dlcp.wire import FIELD_BITS, HEADER_BYTES, PacketType
 from tests.p4.mutants import PROGRAM, mutants
-from tests.p4.p4source import load_script
-
-prove = load_script("prove")
+from tests.p4.p4source import constants
 
 pytestmark = pytest.mark.compiled("v1model")
 
@@ -23,9 +25,15 @@ ALWAYS = ("a drop beyond the budget", "any slot taken over", "control packets dr
 """The faults of `make test`; `make prove` has all."""
 
 
+def test_the_promises_have_the_program_s_numbers():
+    found = constants()
+    slots = promises.SLOTS, promises.SLOT_IDLE_US, promises.SLOT_OWNED
+    assert slots == (1 << found["SLOT_WIDTH"], found["SLOT_IDLE_US"], found["SLOT_OWNED"])
+
+
 def test_the_program_keeps_its_promises():
-    found = {name: is_proven for name, is_proven, _ in prove.prove(bmv2_json.load_definition(PROGRAM))}
-    assert found == dict.fromkeys([*prove.PROMISES, prove.BOUND], True)
+    found = {name: is_proven for name, is_proven, _ in prove(bmv2_json.load_definition(PROGRAM))}
+    assert found == dict.fromkeys([*promises.PROMISES, promises.BOUND], True)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +43,9 @@ def test_a_fault_is_refused_and_its_attack_succeeds(name):
     mutant = BY_NAME[name]
     document = mutant.document()
     program = bmv2_json.parse(document)
-    ((_, is_proven, _),) = prove.prove(program, [mutant.promise])
+    ((_, is_proven, _),) = prove(program, [mutant.promise])
     assert not is_proven
-    attack = prove.find_attack(program, mutant.promise)
+    attack = find_attack(program, mutant.promise)
     assert attack is not None
     assert broken(document, attack), attack
     assert not broken(json.loads(PROGRAM.read_text()), attack), "the attack works on the program itself"
@@ -62,7 +70,7 @@ def broken(document: dict[str, Any], attack: Any) -> bool:
         if port != DROP_PORT:
             size = program.egress(data, carry, port, packet.time_us, 0, 0, packet.left_behind, packet.time_us)
         results.append((packet.data, bytes(data[:size]), queue))
-    if attack.promise == prove.BOUND:
+    if attack.promise == promises.BOUND:
         lost = sum(is_of(before, attack.message) and given_up(before, after, queue) for before, after, queue in results)
         return lost > attack.budget
     return BREAKS[attack.promise](*results[0], attack)

@@ -1,52 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves what the switch program promises, for all packets, entries and register contents: ``make prove``.
+"""A compiled program as formulas over one packet, for z3.
 
-The program is the compiled one, ``build/dlcp.json``: parser and controls become formulas over one packet (`Machine`),
-and z3 looks for a packet that breaks a promise (`PROMISES`). What a control plane writes is arbitrary: any entry may
-match, with any action and any arguments, except that it names a port that exists. Meters may give any colour, hashes
-any number, registers may hold anything. So nothing depends on which messages share a slot.
-
-One promise is about a whole message: of it, no more packets are given up outside the excess queue than the budget in
-its packets. Its proof is by induction over the packets that a switch handles, of this message and of all others, in any
-order. It needs that packets are handled one at a time, as BMv2's ingress does, and that a message's packets come within
-SLOT_IDLE_US of each other.
-
-If a promise is broken, `find_attack` looks for a short sequence of packets that breaks it, from registers that it
-chooses, with the hash that switches use; `python3 p4/prove.py` prints it.
+What a control plane writes is arbitrary: any entry may match, with any action and any arguments, except that it names a
+port that exists. Meters may give any colour, hashes any number, and registers may hold anything.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, pairwise
-from pathlib import Path
-from time import monotonic
 from typing import Any, Final, NamedTuple, TypeVar
 
 import z3
 
-from dlcp.switch import Action, Entries, MemberRef, MeterConfig, Profile, TableEntry
-from dlcp.switch.executor import analysis, bmv2_json, model
-from dlcp.switch.executor.hashes import OVER_BYTES, csum16, pack
-from dlcp.wire import HEADER_BYTES, UDP_PORT_BASE, UDP_PORT_COUNT, VERSION, PacketType, Queue
+from dlcp.switch import DROP_PORT
+from dlcp.switch.executor import analysis, model
+from dlcp.switch.executor.hashes import OVER_BYTES, pack
+from dlcp.wire import FIELD_BITS
 
 WORK_BITS: Final = 80
 """Width of computations: BMv2 computes with numbers of any size, and this is more than any of the program's needs."""
-DROP_PORT: Final = 511
 ROUTES: Final = ("ipv4_route", "ipv6_route", "ethernet_route")
-MESSAGE_BITS: Final = {"job": 16, "step": 32, "message": 16, "sender": 16}
+MESSAGE_BITS: Final = {name: FIELD_BITS[name] for name in ("job", "step", "message", "sender")}
 """What identifies a message, as the program hashes it."""
-SLOTS: Final = 1 << 16
-SLOT_IDLE_US: Final = 1_000_000
-SLOT_OWNED: Final = 1 << 31
-
 
 _Name = TypeVar("_Name")
-
-
-# ------------------------------------------------------------------------------------------------------- one packet
 
 
 class Lookup(NamedTuple):
@@ -148,7 +125,7 @@ class Machine:
         self._free = 0
         self._rules: list[Any] = []
         fields = {
-            item: z3.BitVecVal(0, item.width) if header.metadata else z3.BitVec(f"{name}.{_text(item)}", item.width)
+            item: z3.BitVecVal(0, item.width) if header.metadata else z3.BitVec(f"{name}.{text_of(item)}", item.width)
             for header in program.headers.values()
             for item in header.fields.values()
         }
@@ -553,7 +530,8 @@ def _fit(value: Any, width: int) -> Any:
     )
 
 
-def _text(item: model.Field) -> str:
+def text_of(item: model.Field) -> str:
+    """Return ``header.field``."""
     return f"{item.header}.{item.name}"
 
 
@@ -563,417 +541,3 @@ def arbitrary_registers(program: model.ProgramDef, name: str) -> dict[str, Any]:
         item.name: z3.Array(f"{name}.{item.name}", z3.BitVecSort(32), z3.BitVecSort(item.width))
         for item in program.registers.values()
     }
-
-
-# ---------------------------------------------------------------------------------------------------------- promises
-
-
-class Message(NamedTuple):
-    """The message whose losses are counted."""
-
-    job: Any
-    step: Any
-    message: Any
-    sender: Any
-
-    def has(self, packet: Machine) -> Any:
-        """Return whether a packet is one of the message's."""
-        same = [packet.field(packet.before, f"dlcp.{name}") == value for name, value in self._asdict().items()]
-        return z3.And(is_dlcp(packet), *same)
-
-
-def any_message() -> Message:
-    """Return a message with arbitrary numbers."""
-    return Message(*(z3.BitVec(f"message.{name}", bits) for name, bits in MESSAGE_BITS.items()))
-
-
-def is_dlcp(packet: Machine) -> Any:
-    """Return whether a packet is one of DLCP's, as hosts see it: by its bytes, whatever the parser makes of them."""
-
-    def value(name: str) -> Any:
-        return packet.field(packet.before, name)
-
-    def whole(*headers: str) -> Any:
-        return z3.And(*(z3.Not(packet.short[header]) for header in headers))
-
-    tagged = value("ethernet.ether_type") == 0x8100
-    kind = z3.If(tagged, value("vlan.ether_type"), value("ethernet.ether_type"))
-    ipv4 = [whole("ipv4"), kind == 0x0800, value("ipv4.version") == 4, value("ipv4.ihl") == 5]
-    ipv4 += [value("ipv4.frag_offset") == 0, value("ipv4.protocol") == 17]
-    ipv6 = [whole("ipv6"), kind == 0x86DD, value("ipv6.version") == 6, value("ipv6.next_header") == 17]
-    port = value("ports.dst_port")
-    return z3.And(
-        whole("ethernet", "ports", "udp", "dlcp"),
-        z3.Implies(tagged, whole("vlan")),
-        z3.Or(z3.And(*ipv4), z3.And(*ipv6)),
-        z3.UGE(port, UDP_PORT_BASE),
-        z3.ULT(port, UDP_PORT_BASE + UDP_PORT_COUNT),
-        z3.UGE(value("udp.length_"), 8 + HEADER_BYTES),
-        value("dlcp.version") == VERSION,
-    )
-
-
-def dropped_by_policy(packet: Machine) -> Any:
-    """Return whether a packet is dropped that is whole and has a route."""
-    return z3.And(packet.dropped, packet.routed)
-
-
-def given_up(packet: Machine) -> Any:
-    """Return whether a packet is dropped by policy outside the excess queue, or trimmed."""
-    return z3.Or(z3.And(dropped_by_policy(packet), packet.queue != int(Queue.EXCESS)), packet.trimmed)
-
-
-def breaks_protection(packet: Machine) -> Any:
-    """Return whether a packet is given up that is not a gradient's, or not from a trusted port, or protected."""
-
-    def value(name: str) -> Any:
-        return packet.field(packet.before, f"dlcp.{name}")
-
-    drop_class = z3.If(
-        packet.chose("classify", "set_class"),
-        packet.argument("classify", "set_class", "drop_class"),
-        value("drop_class"),
-    )
-    may = [is_dlcp(packet), packet.chose("port_trust", "trust"), value("type") == int(PacketType.DATA), drop_class != 0]
-    may += [value(name) == 0 for name in ("protected", "retransmission", "trimmed")]
-    return z3.And(z3.Or(dropped_by_policy(packet), packet.trimmed), z3.Not(z3.And(*may)))
-
-
-_REWRITTEN: Final = frozenset(
-    {
-        "ethernet.dst_addr",
-        "ethernet.src_addr",
-        "ipv4.ttl",
-        "ipv4.ecn",
-        "ipv4.hdr_checksum",
-        "ipv6.hop_limit",
-        "ipv6.ecn",
-    }
-)
-"""Fields that a router changes in any packet."""
-_CLEARED: Final = frozenset({"vlan.pcp", "ipv4.dscp", "ipv6.dscp", "dlcp.queue", "dlcp.drop_class", "udp.checksum"})
-"""Fields that are cleared, or corrected for it, if tags come from a port that is not trusted."""
-
-
-def _changed(packet: Machine, allowed: frozenset[str]) -> Any:
-    """Return whether a field of a valid header changes on the way through the switch, other than those allowed."""
-    changes = [packet.sent.size != packet.before.size]
-    for header in packet.program.headers.values():
-        if header.metadata:
-            continue
-        valid = packet.parsed.valid[header.name]
-        changes.append(packet.sent.valid[header.name] != valid)
-        changes += [
-            z3.And(valid, packet.sent.fields[item] != packet.before.fields[item])
-            for item in header.fields.values()
-            if _text(item).partition("[")[0] not in allowed
-        ]
-    return z3.Or(*changes)
-
-
-def breaks_other_traffic(packet: Machine) -> Any:
-    """Return whether a packet that is not DLCP's is treated otherwise than by a router, or than as ordinary traffic."""
-    wrong = z3.Or(packet.queue != int(Queue.ORDINARY), _changed(packet, _REWRITTEN))
-    forwarded = z3.Not(packet.dropped)
-    return z3.And(z3.Not(is_dlcp(packet)), z3.Or(dropped_by_policy(packet), z3.And(forwarded, wrong)))
-
-
-def breaks_trust(packet: Machine) -> Any:
-    """Return whether tags from a port that is not trusted have an effect, here or at a later switch."""
-    clear = [
-        packet.field(packet.sent, "dlcp.queue") == int(Queue.ORDINARY),
-        packet.field(packet.sent, "dlcp.drop_class") == 0,
-    ]
-    clear += [
-        z3.Implies(packet.parsed.valid[header], packet.field(packet.sent, f"{header}.{name}") == 0)
-        for header, name in (("ipv4", "dscp"), ("ipv6", "dscp"), ("vlan", "pcp"))
-    ]
-    wrong = z3.Or(packet.queue != int(Queue.ORDINARY), z3.Not(z3.And(*clear)), _changed(packet, _REWRITTEN | _CLEARED))
-    forwarded, untrusted = z3.Not(packet.dropped), z3.Not(packet.chose("port_trust", "trust"))
-    return z3.And(is_dlcp(packet), untrusted, z3.Or(dropped_by_policy(packet), z3.And(forwarded, wrong)))
-
-
-def breaks_ecn(packet: Machine) -> Any:
-    """Return whether an ECN field changes otherwise than to a mark, and in a packet that can carry one."""
-    ways = []
-    for header in ("ipv4", "ipv6"):
-        before, after = (packet.field(state, f"{header}.ecn") for state in (packet.before, packet.sent))
-        raised = z3.Or(after == before, z3.And(before != 0, after == 3))
-        ways.append(z3.And(packet.parsed.valid[header], z3.Not(raised)))
-    return z3.And(z3.Not(packet.dropped), z3.Or(*ways))
-
-
-def breaks_trimming(packet: Machine) -> Any:
-    """Return whether what is left of a trimmed packet has a wrong length, tag or queue, or more than its headers."""
-    bytes_ = z3.BitVecVal(14 + 8 + HEADER_BYTES, WORK_BITS)
-    for header, more in (("vlan", 4), ("ipv4", 20), ("ipv6", 40)):
-        bytes_ = bytes_ + z3.If(packet.parsed.valid[header], z3.BitVecVal(more, WORK_BITS), z3.BitVecVal(0, WORK_BITS))
-
-    def value(name: str) -> Any:
-        return packet.field(packet.sent, name)
-
-    right = [
-        z3.Or(packet.sent.size == bytes_, z3.And(packet.before.size < bytes_, packet.sent.size == packet.before.size))
-    ]
-    right += [packet.queue == int(Queue.CONTROL), value("dlcp.trimmed") == 1, value("dlcp.queue") == int(Queue.CONTROL)]
-    right += [value("udp.length_") == 8 + HEADER_BYTES]
-    right += [z3.Implies(packet.parsed.valid["ipv4"], value("ipv4.total_len") == 20 + 8 + HEADER_BYTES)]
-    right += [z3.Implies(packet.parsed.valid["ipv6"], value("ipv6.payload_len") == 8 + HEADER_BYTES)]
-    return z3.And(packet.trimmed, z3.Not(z3.And(*right)))
-
-
-PROMISES: Final[dict[str, Callable[[Machine], Any]]] = {
-    "protection": breaks_protection,
-    "other traffic": breaks_other_traffic,
-    "trust": breaks_trust,
-    "ecn": breaks_ecn,
-    "trimming": breaks_trimming,
-}
-"""Promises about single packets: each function returns whether a packet breaks its promise."""
-BOUND: Final = "bound"
-"""The promise about messages; see `bound_breaks`."""
-
-
-def bound_breaks(program: model.ProgramDef) -> Any:
-    """Return a formula that holds if the bound on a message's losses can be broken.
-
-    The induction: after any number of packets, either none of the message's has been given up, or the message owns its
-    slot, has used it since its first packet came, and as many drops are counted there as packets were given up. If
-    that holds before a packet, it holds after it, and the losses are within the budget. z3 looks for a packet after
-    which one of the two is false.
-    """
-    message, given, budget = any_message(), z3.BitVec("given", 17), z3.BitVec("budget", 16)
-    first_us, before_us = z3.BitVec("first_us", 48), z3.BitVec("before_us", 48)
-    packet = Machine(program, "packet")
-    owner = _owner(message)
-
-    def holds(registers: Mapping[str, Any], count: Any, now_us: Any) -> Any:
-        slot = owner & (SLOTS - 1)
-        held, used_us, spent = (registers[_register(program, name)][slot] for name in ("owner", "used_us", "spent"))
-        since_use, since_first = z3.Extract(31, 0, now_us) - used_us, z3.Extract(31, 0, now_us - first_us)
-        counted = z3.UGE(z3.ZeroExt(1, spent), count)
-        return z3.Or(count == 0, z3.And(held == owner, counted, z3.ULE(since_use, since_first)))
-
-    mine = message.has(packet)
-    count = given + z3.If(z3.And(mine, given_up(packet)), z3.BitVecVal(1, 17), z3.BitVecVal(0, 17))
-    limit = z3.ZeroExt(1, budget)
-    window = [z3.ULE(first_us, before_us), z3.ULE(before_us, packet.time_us)]
-    window += [z3.ULE(packet.time_us - first_us, SLOT_IDLE_US), z3.ULE(first_us, packet.time_us)]
-    return z3.And(
-        packet.sane,
-        *window,
-        holds(packet.before.registers, given, before_us),
-        z3.ULE(given, limit),
-        z3.Implies(mine, z3.ULE(packet.field(packet.before, "dlcp.budget"), budget)),
-        z3.Not(z3.And(holds(packet.queued.registers, count, packet.time_us), z3.ULE(count, limit))),
-    )
-
-
-def _register(program: model.ProgramDef, name: str) -> str:
-    return next(item for item in program.registers if item.endswith(f"slot_{name}"))
-
-
-def _owner(message: Message) -> Any:
-    """Return the owner that the program writes into the message's slot."""
-    joined = z3.Concat(*message)
-    return z3.Function(f"crc32.{joined.size()}", joined.sort(), z3.BitVecSort(32))(joined) | SLOT_OWNED
-
-
-# ------------------------------------------------------------------------------------------------------------ attacks
-
-
-class AttackPacket(NamedTuple):
-    """A packet of an attack: its bytes, where and when it comes, and the packets left in its queue when it leaves."""
-
-    data: bytes
-    port: int
-    time_us: int
-    left_behind: int
-
-
-@dataclass(frozen=True)
-class Attack:
-    """A way to break a promise: registers and entries that allow it, and packets that all come before the first leaves.
-
-    Parameters
-    ----------
-    registers
-        For each register, its value, and the cells that differ from it.
-    message, budget
-        The message that loses more than its budget; None for other promises.
-    """
-
-    promise: str
-    registers: Mapping[str, tuple[int, Mapping[int, int]]]
-    entries: Entries
-    packets: tuple[AttackPacket, ...]
-    message: tuple[int, ...] | None
-    budget: int | None
-
-
-PACKETS_MAX: Final = 3
-"""Packets of an attack on the bound: two of the message, and one in between that disturbs its slot."""
-
-
-def find_attack(program: model.ProgramDef, promise: str) -> Attack | None:
-    """Return an attack on a promise, or None if there is none of PACKETS_MAX packets (which proves nothing)."""
-    for count in range(1, PACKETS_MAX + 1 if promise == BOUND else 2):
-        packets: list[Machine] = []
-        for number in range(count):
-            registers = packets[-1].queued.registers if packets else None
-            packets.append(Machine(program, f"packet{number}", registers, COLLIDING))
-        solver = z3.SolverFor("QF_AUFBV")
-        for packet in packets:
-            solver.add(packet.sane, packet.routed, packet.wrong_checksum == 0, *map(z3.Not, packet.short.values()))
-            solver.add(z3.Or(*(_is_of(packet, numbers) for numbers in COLLIDING)))
-            solver.add(*(z3.ULE(item.colour, 2) for item in packet.lookups.values() if item.colour is not None))
-        solver.add(*_consistent(packets))
-        for one, other in pairwise(packets):
-            solver.add(z3.ULE(one.time_us, other.time_us), z3.ULE(other.time_us - packets[0].time_us, SLOT_IDLE_US))
-        message, budget = Message(*map(z3.BitVecVal, COLLIDING[0], MESSAGE_BITS.values())), z3.BitVec("budget", 16)
-        if promise == BOUND:
-            one, none = z3.BitVecVal(1, 17), z3.BitVecVal(0, 17)
-            lost = none
-            for packet in packets:
-                lost += z3.If(z3.And(message.has(packet), given_up(packet)), one, none)
-            mine = [z3.Implies(message.has(item), item.field(item.before, "dlcp.budget") == budget) for item in packets]
-            solver.add(*mine, z3.UGT(lost, z3.ZeroExt(1, budget)))
-        else:
-            solver.add(PROMISES[promise](packets[0]))
-        if solver.check() == z3.sat:
-            found = solver.model()
-            numbers = COLLIDING[0] if promise == BOUND else None
-            limit = _number(found, budget) if promise == BOUND else None
-            sent = tuple(_packet(found, packet) for packet in packets)
-            return Attack(promise, _registers(found, packets[0]), _entries(found, packets), sent, numbers, limit)
-    return None
-
-
-COLLIDING: Final = ((7, 0, 0, 0), (7, 26501, 0, 0))
-"""Two messages with the same slot: job, step, message and sender. Attacks consist of their packets."""
-
-
-def _is_of(packet: Machine, numbers: Sequence[int]) -> Any:
-    names = zip(MESSAGE_BITS, numbers, strict=True)
-    return z3.And(*(packet.field(packet.before, f"dlcp.{name}") == number for name, number in names))
-
-
-def _consistent(packets: Sequence[Machine]) -> Iterator[Any]:
-    """Yield what entries impose: packets with the same key find the same."""
-    for one, other in combinations(packets, 2):
-        for name, mine in one.lookups.items():
-            theirs = other.lookups[name]
-            same = [left == right for left, right in zip(mine.keys, theirs.keys, strict=True)]
-            found = [mine.hit == theirs.hit, mine.action == theirs.action]
-            for left, right in zip(mine.arguments, theirs.arguments, strict=True):
-                found += [first == second for first, second in zip(left, right, strict=True)]
-            if mine.colour is not None:
-                found.append(mine.colour == theirs.colour)
-            yield z3.Implies(z3.And(*same), z3.And(*found))
-
-
-def _number(found: Any, value: Any) -> int:
-    return int(found.eval(value, model_completion=True).as_long())
-
-
-def _holds(found: Any, value: Any) -> bool:
-    answer = found.eval(value, model_completion=True)
-    assert z3.is_true(answer) or z3.is_false(answer), answer
-    return bool(z3.is_true(answer))
-
-
-def _packet(found: Any, packet: Machine) -> AttackPacket:
-    data = b""
-    ended = False
-    for name in packet.program.emitted:
-        parsed = _holds(found, packet.parsed.valid[name])
-        ended |= parsed and name == "udp"
-        if parsed or (ended and name == "dlcp"):
-            fields = packet.program.headers[name].fields.values()
-            values = [_number(found, packet.before.fields[item]) for item in fields]
-            part = bytearray(pack(values, [item.width for item in fields]))
-            if name == "ipv4":
-                part[10:12] = bytes(2)
-                part[10:12] = csum16(bytes(part)).to_bytes(2, "big")
-            data += part
-    where = _number(found, packet.port), _number(found, packet.time_us), _number(found, packet.left_behind)
-    return AttackPacket(data + bytes(8), *where)
-
-
-def _registers(found: Any, packet: Machine) -> dict[str, tuple[int, dict[int, int]]]:
-    contents: dict[str, tuple[int, dict[int, int]]] = {}
-    for name, array in packet.before.registers.items():
-        cells: dict[int, int] = {}
-        value = found.eval(array, model_completion=True)
-        while z3.is_store(value):
-            value, index, cell = value.children()
-            cells.setdefault(index.as_long(), cell.as_long())
-        contents[name] = value.children()[0].as_long(), cells
-    return contents
-
-
-def _entries(found: Any, packets: Sequence[Machine]) -> Entries:
-    """Return the entries that let the packets find what they find."""
-    entries: dict[tuple[str, tuple[int, ...]], TableEntry] = {}
-    members: dict[str, list[Action]] = {}
-    for packet in packets:
-        for name, lookup in packet.lookups.items():
-            number = _number(found, lookup.action)
-            table = packet.table(name)
-            if not _holds(found, packet.met(name)) or not _holds(found, lookup.hit) or number >= len(table.actions):
-                continue
-            keys = tuple(_number(found, key) for key in lookup.keys)
-            definition = table.actions[number]
-            values = [_number(found, value) for value in lookup.arguments[number]]
-            names = [parameter.name for parameter in definition.parameters]
-            target: Any = Action(definition.name, dict(zip(names, values, strict=True)))
-            if table.profile is not None:
-                known = members.setdefault(table.profile, [])
-                if target not in known:
-                    known.append(target)
-                target = MemberRef(known.index(target) + 1)
-            match = {key.name: _match(key, value) for key, value in zip(table.keys, keys, strict=True)}
-            meter = None
-            if lookup.colour is not None:
-                meter = {0: None, 1: MeterConfig(0, 0, 0, 1 << 20)}.get(
-                    _number(found, lookup.colour), MeterConfig(0, 0, 0, 0)
-                )
-            priority = int(table.match in ("ternary", "range"))
-            entries[name, keys] = TableEntry(table.name, match, target, priority, meter)
-    profiles = [Profile(name, tuple(enumerate(known, 1)), ()) for name, known in members.items()]
-    return Entries(tuple(profiles), entries=tuple(entries.values()))
-
-
-def _match(key: model.Key, value: int) -> int | tuple[int, int]:
-    if key.match == "exact":
-        return value
-    return value, {"lpm": key.width, "ternary": (1 << key.width) - 1}.get(key.match, value)
-
-
-# -------------------------------------------------------------------------------------------------------------- proof
-
-
-def prove(program: model.ProgramDef, names: Sequence[str] = (*PROMISES, BOUND)) -> Iterator[tuple[str, bool, float]]:
-    """Yield each promise, whether it is proven, and the seconds that took."""
-    packet = Machine(program, "packet")
-    for name in names:
-        begin = monotonic()
-        solver = z3.SolverFor("QF_AUFBV")
-        solver.add(bound_breaks(program) if name == BOUND else z3.And(packet.sane, PROMISES[name](packet)))
-        yield name, solver.check() == z3.unsat, monotonic() - begin
-
-
-def main() -> int:
-    """Prove all promises; return 1 if one cannot be proven."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--program", type=Path, default=bmv2_json.PROGRAM_PATH, metavar="FILE")
-    program = bmv2_json.load_definition(parser.parse_args().program)
-    failed = False
-    for name, is_proven, seconds in prove(program):
-        print(f"{name:<14} {'proven' if is_proven else 'BROKEN'}  {seconds:5.1f} s", flush=True)
-        failed |= not is_proven
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
