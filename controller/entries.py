@@ -3,9 +3,8 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from ipaddress import ip_address
-from itertools import combinations_with_replacement, product
+from itertools import product
 from typing import Final
 
 from dlcp.controller.fabric import PORT_MAX, Fabric, Host, Job, Port, Remap, distances
@@ -31,56 +30,6 @@ def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
             to_edge[at.switch] = _ports_toward(fabric, switch, distances(fabric, at.switch))
         found[host.name] = to_edge[at.switch]
     return found
-
-
-def crossed(fabric: Fabric) -> list[list[list[str]]]:
-    """Return the switches that the packets of a message may cross, for each pair of switches with hosts.
-
-    Packets are sprayed over all shortest paths. The switches come in stages: every packet crosses one of each.
-    """
-    edges = sorted({at.switch for at in fabric.attachments.values()})
-    found = {edge: distances(fabric, edge) for edge in edges}
-    ways = []
-    for one, other in combinations_with_replacement(edges, 2):
-        stages: list[list[str]] = [[] for _ in range(found[one][other] + 1)]
-        for switch in fabric.switches:
-            if found[one][switch.name] + found[other][switch.name] == found[one][other]:
-                stages[found[one][switch.name]].append(switch.name)
-        ways.append(stages)
-    return ways
-
-
-def budget_parts(fabric: Fabric) -> dict[str, int]:
-    """Return each switch's part of a message's drop budget, as a number of halvings.
-
-    Each switch, or pipe of a switch, counts its drops on its own. So the parts of all switches that a message may cross
-    add up to 1 at most, and no spraying can make them drop more. Each stage of a path gets an equal part, and each
-    switch of a stage an equal part of that, rounded down to a power of a half. Then parts are doubled as long as there
-    is room, those of switches with hosts first: at their ports paths meet.
-    """
-    ways = crossed(fabric)
-    pipes = {switch.name: switch.pipes for switch in fabric.switches}
-    least = dict(pipes)
-    for stages in ways:
-        for stage in stages:
-            for switch in stage:
-                least[switch] = max(least[switch], len(stages) * len(stage) * pipes[switch])
-
-    def fits(halvings: Mapping[str, int]) -> bool:
-        parts = {name: Fraction(pipes[name], 1 << count) for name, count in halvings.items()}
-        return all(sum(parts[switch] for stage in stages for switch in stage) <= 1 for stages in ways)
-
-    halvings = {name: (count - 1).bit_length() for name, count in least.items()}
-    edges = {at.switch for at in fabric.attachments.values()}
-    groups = [edges, {switch.name for switch in fabric.switches} - edges]
-    doubled = True
-    while doubled:
-        doubled = False
-        for group in groups:
-            more = {name: count - (name in group and count > 0) for name, count in halvings.items()}
-            if more != halvings and fits(more):
-                halvings, doubled = more, True
-    return halvings
 
 
 def spray_groups(hops: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, ...], int]:
@@ -227,7 +176,7 @@ def _remaps(remaps: Sequence[Remap], jobs: Sequence[Job]) -> list[TableEntry]:
 
 
 def _budget_part(fabric: Fabric, switch: str) -> list[TableEntry]:
-    part = Action("part_of_budget", {"halvings": budget_parts(fabric)[switch]})
+    part = Action("part_of_budget", {"halvings": fabric.budget_parts[switch]})
     return [TableEntry("budget_part", {}, part, 1)]
 
 

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from dlcp.controller import topology_files
+from dlcp.host.ip import IPV6, family_of
 from dlcp.inputs.document import Document, PlaceError, Step
 from dlcp.inputs.error_text import nearest
 from dlcp.switch import QUEUES, PortQueueing
@@ -373,6 +375,17 @@ class Fabric:
             if neighbour.host is not None
         }
 
+    @cached_property
+    def budget_parts(self) -> Mapping[str, int]:
+        """Each switch's part of a message's drop budget, as a number of halvings.
+
+        Each switch, or pipe of a switch, counts its drops on its own. So the parts of all switches that a message may
+        cross add up to 1 at most: they cannot drop more, however packets are sprayed. Each stage of a path gets an
+        equal part, and each switch of a stage an equal part of that, rounded down to a power of one half. Then parts
+        are doubled as long as there is room, those of switches with hosts first: at their ports paths meet.
+        """
+        return _budget_parts(self)
+
     def switch(self, name: str) -> FabricSwitch:
         """Return the switch of that name.
 
@@ -416,6 +429,50 @@ def distances(fabric: Fabric, switch: str) -> dict[str, int]:
     return found
 
 
+def stages_between(fabric: Fabric) -> list[list[list[str]]]:
+    """Return the switches that the packets of a message may cross, for each pair of switches with hosts.
+
+    Packets are sprayed over all shortest paths. The switches come in stages: every packet crosses one of each.
+    """
+    edges = sorted({at.switch for at in fabric.attachments.values()})
+    found = {edge: distances(fabric, edge) for edge in edges}
+    paths = []
+    for one, other in combinations_with_replacement(edges, 2):
+        stages: list[list[str]] = [[] for _ in range(found[one][other] + 1)]
+        for switch in fabric.switches:
+            if found[one][switch.name] + found[other][switch.name] == found[one][other]:
+                stages[found[one][switch.name]].append(switch.name)
+        paths.append(stages)
+    return paths
+
+
+def _budget_parts(fabric: Fabric) -> dict[str, int]:
+    paths = stages_between(fabric)
+    pipes = {switch.name: switch.pipes for switch in fabric.switches}
+    denominators = dict(pipes)
+    for stages in paths:
+        for stage in stages:
+            for switch in stage:
+                denominators[switch] = max(denominators[switch], len(stages) * len(stage) * pipes[switch])
+
+    def fits(halvings: Mapping[str, int]) -> bool:
+        most = max(halvings.values())
+        parts = {name: pipes[name] << (most - count) for name, count in halvings.items()}
+        return all(sum(parts[switch] for stage in stages for switch in stage) <= 1 << most for stages in paths)
+
+    halvings = {name: (count - 1).bit_length() for name, count in denominators.items()}
+    edges = {at.switch for at in fabric.attachments.values()}
+    groups = [edges, {switch.name for switch in fabric.switches} - edges]
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for group in groups:
+            doubled = {name: count - (name in group and count > 0) for name, count in halvings.items()}
+            if doubled != halvings and fits(doubled):
+                halvings, has_changed = doubled, True
+    return halvings
+
+
 def load(path: Path) -> Fabric:
     """Read a fabric from a YAML or JSON file that holds the fields of :class:`Fabric`.
 
@@ -432,11 +489,10 @@ def load(path: Path) -> Fabric:
     """
     document = Document(path)
     content = document.content
+    if topology_files.is_topology(content):
+        return _converted(document)
     if isinstance(content, dict) and isinstance(content.get("hosts"), int):
         _spell_out(content)
-    # A fabric's own file has a list of hosts, or their number.
-    if isinstance(content, dict) and not isinstance(content.get("hosts"), list) and topology_files.is_topology(content):
-        return _converted(document)
     fabric = document.convert(Fabric)
     switches = tuple(_beside(path.parent, switch) for switch in fabric.switches)
     return replace(fabric, switches=switches)
@@ -587,19 +643,17 @@ def _check_ends(fabric: Fabric, link: Link, switches: Mapping[str, FabricSwitch]
     if a is None and b is None:
         raise FabricError(f"{link.a} and {link.b} are both hosts; a link needs a switch at one end", *steps)
     for side, port, other in (("a", a, b), ("b", b, a)):
-        if port is not None and other is not None and switches[port.switch].ports == "loopback":
+        if port is None or switches[port.switch].ports != "loopback":
+            continue
+        if other is not None:
             raise FabricError(
                 f"loopback ports lead only to hosts; {port.switch} needs packet ports to reach a switch", *steps, side
             )
-        if port is not None and switches[port.switch].ports == "loopback" and other is None:
-            host = next(item for item in fabric.hosts if item.name == (link.b if side == "a" else link.a))
-            if ":" in host.address:
-                raise FabricError(
-                    f"host {host.name!r} has an IPv6 address, and loopback ports carry IPv4 only; "
-                    f"give {port.switch} packet ports",
-                    *steps,
-                    side,
-                )
+        host = next(item for item in fabric.hosts if item.name in (link.a, link.b))
+        if family_of(host.address) is IPV6:
+            raise FabricError(
+                f"loopback ports carry IPv4; {port.switch} needs packet ports to reach {host.name!r}", *steps, side
+            )
 
 
 def _check_reach(fabric: Fabric) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from dlcp.inputs.document import PlaceError, Step, converted
+from dlcp.inputs.foreign_formats import is_tutorial
 
 _OF_PROGRAM: Final = {
     *("p4_src", "program", "json_path", "cli_input", "runtime_json", "client_module", "sw_bin", "sw_path"),
@@ -59,7 +60,7 @@ class _Host:
 
 def is_topology(content: Any) -> bool:
     """Return whether a file's content is one of the formats that :func:`fabric_content` reads."""
-    return isinstance(content, dict) and (_of_p4_utils(content) or _of_tutorials(content))
+    return isinstance(content, dict) and (is_p4_utils(content) or is_tutorial(content))
 
 
 def fabric_content(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,17 +92,13 @@ def origin_of(content: Mapping[str, Any]) -> Callable[[tuple[Step, ...]], tuple[
 
 
 def _prefix(content: Mapping[str, Any]) -> tuple[Step, ...]:
-    return ("topology",) if _of_p4_utils(content) else ()
+    return ("topology",) if is_p4_utils(content) else ()
 
 
-def _of_p4_utils(content: Mapping[str, Any]) -> bool:
+def is_p4_utils(content: Mapping[str, Any]) -> bool:
+    """Return whether a document is a p4app.json of p4-utils, with what a fabric needs."""
     topology = content.get("topology")
     return isinstance(topology, dict) and {"links", "hosts", "switches"} <= topology.keys()
-
-
-def _of_tutorials(content: Mapping[str, Any]) -> bool:
-    links = content.get("links")
-    return isinstance(content.get("hosts"), dict) and isinstance(links, list) and "switches" in content
 
 
 class _Converter:
@@ -202,7 +199,8 @@ class _Converter:
             raise PlaceError(f"host {name} is linked to {other}, which is not a switch", *steps)
         ip = host.ip.partition("/")[0] or self._address(name, index, switch, steps)
         try:
-            derived = "00:00:" + ipaddress.IPv4Address(ip).packed.hex(":")
+            # What p4-utils derives from an IPv4 address.
+            derived = "00:00:" + ipaddress.ip_address(ip).packed[-4:].hex(":")
         except ValueError as error:
             raise PlaceError(str(error), *steps) from None
         return {"name": name, "address": ip, "mac": host.mac or address or derived}

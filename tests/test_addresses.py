@@ -102,7 +102,7 @@ def test_names_have_addresses_in_the_resolvers_order(names):
         resolve("four", IPV6)
     with pytest.raises(OSError, match="Name or service not known"):
         resolve("nowhere")
-    with pytest.raises(OSError, match="link is a link-local address, which is another one on each link"):
+    with pytest.raises(OSError, match="link is link-local, so it is valid on one link only"):
         resolve("link")
 
 

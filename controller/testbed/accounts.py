@@ -18,9 +18,10 @@ from typing import Any, Final, NamedTuple
 
 from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import HostLayout, Layout, StateFile
-from dlcp.host.ip import family_of
+from dlcp.host.ip import UDP_BYTES, IpFamily, family_of
 from dlcp.host.netlab import NamedNamespace
 from dlcp.switch import QUEUES, EventCount
+from dlcp.switch.ports import ETHERNET_BYTES
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType, Queue
 
 # --------------------------------------------------------------------------------------------------------------- counts
@@ -267,7 +268,6 @@ OVERLOAD: Final = 1.5
 WARM_UP_S: Final = 0.3
 MEASURED_S: Final = 1.0
 _TICK_S: Final = 0.002
-_HEADERS_BYTES: Final = 14 + 20 + 8
 
 
 class PortRate(NamedTuple):
@@ -295,9 +295,10 @@ def _carried(layout: Layout, queues: int) -> PortRate:
     sink, source = bound(receiver), bound(sender)
     # Of drop class 0, which the policy never drops; in turn into the lowest queues.
     headers = (Header(PacketType.DATA, 0, queue, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0) for queue in range(queues))
+    packets = [padded(header, family_of(receiver.address)) for header in headers]
     flood = threading.Thread(
         target=send_paced,
-        args=(source, (receiver.address, UDP_PORT_BASE), cycle(map(filled, headers)), OVERLOAD * asked_bps, stopped),
+        args=(source, (receiver.address, UDP_PORT_BASE), cycle(packets), OVERLOAD * asked_bps, stopped),
     )
     with sink, source:
         flood.start()
@@ -337,9 +338,9 @@ def send_paced(
         source.sendto(packet, to)
 
 
-def filled(header: Header) -> bytes:
+def padded(header: Header, family: IpFamily) -> bytes:
     """Return a header with a payload of zeros, so that its frame has ``FRAME_BYTES``."""
-    return header.encode().ljust(FRAME_BYTES - _HEADERS_BYTES, b"\0")
+    return header.encode().ljust(FRAME_BYTES - ETHERNET_BYTES - family.header_bytes - UDP_BYTES, b"\0")
 
 
 IDLE_MIN: Final = 0.1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Break and mend parts of a testbed that is up, and change its links, to see what a training makes of it.
+"""Break and mend parts of a testbed that is up, and change its links, to see how training copes.
 
-Nothing tells the controller: routes, shares and thresholds stay as the fabric file has them.
+The controller is not informed: routes, shares and thresholds stay as the fabric file has them.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric
-from dlcp.controller.switch_client import ELECTION_ID, ControlError, QueueDepthError, Session, program
+from dlcp.controller.switch_client import ELECTION_ID, ControlError, QueueDepthError, Session, plan, program, wanted
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.keeper import limit_port
 from dlcp.controller.testbed.layout import StateFile, TestbedState, WireEnd
@@ -95,14 +95,16 @@ def mend_switch(state: TestbedState, name: str) -> None:
     TestbedError
         There is no such switch, or it does not start.
     """
-    files, plan = StateFile(state.layout.name), state.layout.switch(name)
-    if not files.broken(plan.name).exists():
+    files, layout = StateFile(state.layout.name), state.layout.switch(name)
+    if not files.broken(layout.name).exists():
         raise TestbedError(f"switch {name} is not broken; `dlcp testbed status` shows what is")
-    files.broken(plan.name).unlink()
+    files.broken(layout.name).unlink()
 
     def runs() -> bool:
         now = files.read()
-        return now is None or now.switches[plan.name].process.alive
+        if now is None:
+            raise TestbedError(f"testbed {state.layout.name!r} is no longer up")
+        return now.switches[layout.name].process.alive
 
     if not came_true(runs, UP_DEADLINE_S):
         raise TestbedError(f"switch {name} has not started; read {files.path(f'.{name}.log')}")
@@ -119,7 +121,7 @@ async def _program(fabric: Fabric, name: str) -> None:
                     await program(session, fabric)
                     return
                 except ControlError:
-                    if await session.cookie() == pipeline.cookie:
+                    if not await plan(session, wanted(fabric, session.switch, pipeline)):
                         return
                     raise
         except (ControlError, QueueDepthError) as error:

@@ -405,10 +405,10 @@ class Switches:
 
     def stop(self) -> None:
         """End the switches."""
-        if self._proxy is not None:
-            self._proxy.close()
         for program in self._programs.values():
             program.stop()
+        if self._proxy is not None:
+            self._proxy.close()
 
     def _run(self, name: str) -> None:
         """Start the program of a switch, and record its process."""
@@ -486,13 +486,12 @@ class Network:
         commands = [
             f"link set {HOST_INTERFACE} down",
             f"link set {HOST_INTERFACE} address {host.mac} mtu {self._layout.mtu_bytes} up",
-            # The address is known to be unique; detecting duplicates would take a second.
-            f"addr add {_alone(host)} dev {HOST_INTERFACE}" + " nodad" * (":" in host.address),
+            f"addr add {_host_prefix(host)} dev {HOST_INTERFACE}",
         ]
         for other in self._layout.hosts:
             if other is not host:
                 commands += [
-                    f"route replace {_alone(other)} dev {HOST_INTERFACE} src {host.address} "
+                    f"route replace {_host_prefix(other)} dev {HOST_INTERFACE} src {host.address} "
                     f"congctl {CONGESTION_CONTROL}",
                     f"neigh replace {other.address} lladdr {other.mac} dev {HOST_INTERFACE} nud permanent",
                 ]
@@ -500,7 +499,7 @@ class Network:
         namespace.turn_off_offloads(HOST_INTERFACE)
 
 
-def _alone(host: HostLayout) -> str:
+def _host_prefix(host: HostLayout) -> str:
     """Return a host's address as a network of its own."""
     return str(ip_network(host.address))
 

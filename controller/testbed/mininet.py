@@ -132,7 +132,7 @@ class _Running(Closing):
 
     def __init__(self, net: Any, fabric: Fabric, layout: Layout) -> None:
         self._files = StateFile(layout.name)
-        self._files.remove()  # what a crashed script has left
+        self._files.remove()  # left over from a crashed script
         self._namespaces = [NamedNamespace(name) for name in layout.namespaces]
         self._switches = Switches(layout, self._files)
         self._stopped = threading.Event()

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_steps(parser, headroom.MEASURED_STEPS, "training steps of --measure")
     traced = "write what the ranks of this machine did and when, as Chrome trace events, which Perfetto opens"
     add(parser, "--trace", "FILE", Path, traced)
-    live = "serve a live page and Prometheus metrics for the ranks of this machine (without HOST, to it only)"
+    live = "serve a live page and Prometheus metrics for the ranks of this machine (default host: loopback)"
     add(parser, "--live", "[HOST:]PORT", str, live)
     add(parser, "--summary", "FILE", Path, "also write the summary to a file, as JSON")
 

@@ -442,7 +442,7 @@ def _examine_choice(subject: str, address: str, why: str, host: str | None) -> D
     data |= {"faster_interface": better.name, "faster_speed_mbps": better.speed_mbps}
     text = f"{text}; {better.name} ({better.address}, {described(better)}) is faster"
     bind = format_address((better.address, 0))
-    if host and better.name in with_route_to(resolve(host)[0]):
+    if host and better.name in with_route_to(resolve(host, family_of(better.address))[0]):
         text = f"{text} and has a route there, too"
         fix = f"give that route the smaller metric (ip route), or set DLCP_BIND={bind} here"
     else:

@@ -113,10 +113,7 @@ IPV6: Final = IpFamily(
 FAMILIES: Final = (IPV4, IPV6)
 PMTUDISC_PROBE: Final = 3
 """Value of ``mtu_discover`` in both: never fragment, and ignore the path MTU that the kernel has learned."""
-LINK_LOCAL: Final = (
-    "is a link-local address, which is another one on each link: use one that leads to the same host from everywhere, "
-    "such as a unique local address (fd00::/8)"
-)
+LINK_LOCAL: Final = "is link-local, so it is valid on one link only; use a global or unique local address (fd00::/8)"
 """Why such an address is refused."""
 UDP_BYTES: Final = 8
 """Size of the UDP header."""

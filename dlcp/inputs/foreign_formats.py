@@ -6,7 +6,7 @@ has, so a mistake in one of those is still reported as such.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 _HEAD: Final = 4096
@@ -29,7 +29,7 @@ def _nested(outer: str, *names: str) -> Callable[[dict[str, Any]], bool]:
     return lambda content: isinstance(content.get(outer), dict) and any(name in content[outer] for name in names)
 
 
-def _is_tutorial(content: dict[str, Any]) -> bool:
+def is_tutorial(content: Mapping[str, Any]) -> bool:
     """Return whether a document maps hosts to addresses and lists links as pairs."""
     links = content.get("links")
     return isinstance(content.get("hosts"), dict) and isinstance(links, list) and "switches" in content
@@ -49,7 +49,7 @@ _DOCUMENTS: Final[tuple[tuple[Callable[[dict[str, Any]], bool], str, str], ...]]
     (_has("p4_src"), "p4-utils' p4app.json", _TO_FABRIC),
     (_nested("topology", "assignment_strategy", "auto_arp_tables", "hosts"), "p4-utils' p4app.json", _TO_FABRIC),
     (_has("program", "targets"), "a manifest of p4app", _TO_NETWORK),
-    (_is_tutorial, "the topology.json of p4lang's tutorials", _TO_FABRIC),
+    (is_tutorial, "the topology.json of p4lang's tutorials", _TO_FABRIC),
     (_nested("topology", "nodes", "kinds"), "containerlab's topology", _TO_NETWORK),
     (_has("application", "controllers", "hosts"), "a network of MiniEdit (Mininet)", _TO_NETWORK),
     (

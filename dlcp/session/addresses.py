@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 from dlcp.host.ip import IPV4, LINK_LOCAL, family_of, is_link_local, is_loopback, loopback, resolve
 from dlcp.inputs.addresses import format_address, parse_address
 from dlcp.session.options import Options
-from dlcp.session.tcp_links import tcp_connections
 from dlcp.transport import Address, bind_socket
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT
 
@@ -194,6 +193,8 @@ def _route(toward: Address) -> tuple[str, str]:
     host, port = toward
     found, failures = resolve(host), []
     if len(found) > 1:
+        from dlcp.session.tcp_links import tcp_connections  # needed for hosts with several addresses only
+
         connected = {ends.peer for ends in tcp_connections()}
         found.sort(key=lambda each: format_address((each, port)) not in connected)
     for destination in found:

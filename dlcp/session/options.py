@@ -272,7 +272,7 @@ class Options:
         shared = {each.name: getattr(self, each.name) for each in fields(TransportOptions) if each.name in declared}
         ranks = sorted(topology.hosts) if topology else range(workers)
         shared["flow_weight"] = flow_weight(self.algorithm, ranks, topology)
-        if not self.payload_bytes:  # not measured: the default fits Ethernet
+        if not self.payload_bytes:  # not measured: the default fits Ethernet and IPv4
             del shared["payload_bytes"]
         if self.advertise:  # behind an address translation, peers see ports other than this rank's
             shared["paths"] = 1

@@ -99,7 +99,7 @@ def _consistent(packets: Sequence[Machine]) -> Iterator[Any]:
     for one, other in combinations(packets, 2):
         for name, mine in one.lookups.items():
             theirs = other.lookups[name]
-            same = [left == right for left, right in zip(mine.keys, theirs.keys, strict=True)]
+            same = [left == right for left, right in zip(one.keys(name), other.keys(name), strict=True)]
             found = [mine.hit == theirs.hit, mine.action == theirs.action]
             for left, right in zip(mine.arguments, theirs.arguments, strict=True):
                 found += [first == second for first, second in zip(left, right, strict=True)]
@@ -158,7 +158,7 @@ def _entries(found: Any, packets: Sequence[Machine]) -> Entries:
             table = packet.table(name)
             if not _holds(found, packet.met(name)) or not _holds(found, lookup.hit) or number >= len(table.actions):
                 continue
-            keys = tuple(_number(found, key) for key in lookup.keys)
+            keys = tuple(_number(found, key) for key in packet.keys(name))
             definition = table.actions[number]
             values = [_number(found, value) for value in lookup.arguments[number]]
             names = [parameter.name for parameter in definition.parameters]

@@ -27,9 +27,8 @@ _Name = TypeVar("_Name")
 
 
 class Lookup(NamedTuple):
-    """What one packet meets in a table: its keys there, and what it finds."""
+    """What one packet finds in a table."""
 
-    keys: tuple[Any, ...]
     hit: Any
     action: Any
     """The number of the action among the table's; one more than the last for none."""
@@ -48,10 +47,13 @@ class State:
     registers: dict[str, Any]
     size: Any
     applied: dict[str, Any] = field(default_factory=dict)
+    keys: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """Of the tables met, by their short name and the key's place."""
 
     def copy(self) -> "State":
         """Return a copy that can be changed on its own."""
-        return State(dict(self.fields), dict(self.valid), dict(self.registers), self.size, dict(self.applied))
+        fields, valid, registers = dict(self.fields), dict(self.valid), dict(self.registers)
+        return State(fields, valid, registers, self.size, dict(self.applied), dict(self.keys))
 
     def join(self, condition: Any, other: "State") -> "State":
         """Return this state where a condition holds, and the other one elsewhere."""
@@ -69,12 +71,14 @@ class State:
             each(self.registers, other.registers),
             z3.If(condition, self.size, other.size),
             each(self.applied, other.applied),
+            each(self.keys, other.keys),
         )
 
 
 def _choose(condition: Any, one: Any, other: Any) -> Any:
-    if one is None or other is None:  # only `applied` lacks names: of tables not met
-        one, other = (z3.BoolVal(False) if item is None else item for item in (one, other))
+    if one is None or other is None:  # `applied` and `keys` lack names: of tables not met
+        known = other if one is None else one
+        return z3.And(known, condition == z3.BoolVal(known is one)) if z3.is_bool(known) else known
     return one if one is other or one.eq(other) else z3.If(condition, one, other)
 
 
@@ -214,6 +218,10 @@ class Machine:
         """Return whether the packet is looked up in a table."""
         return self.sent.applied.get(table, z3.BoolVal(False))
 
+    def keys(self, table: str) -> list[Any]:
+        """Return the packet's keys in a table; arbitrary if it is not met."""
+        return [self.sent.keys[table, place] for place in range(len(self.table(table).keys))]
+
     def table(self, name: str) -> model.TableDef:
         """Return a table by its short name."""
         tables = model.visible_tables(self.program)
@@ -311,15 +319,13 @@ class Machine:
             self._act(action, values, state)
             return go_on(analysis.successor(table, action, hit=False), state)
         short = table.name.rpartition(".")[2]
-        before = state.copy()
         found = self._look_up(table, state, short)
         none = len(table.actions)
         default = table.default.name if table.default is not None else None
-        result: State | None = None
-        ways = []
+        ways: dict[str | None, tuple[Any, State]] = {}  # by the node that follows
         for number in range(none, -1, -1):
             for hit in (False, True):
-                after = before.copy()
+                after = state.copy()
                 after.applied[short] = z3.BoolVal(True)
                 if number == none:
                     if default is not None or (hit and table.profile is None):
@@ -341,17 +347,22 @@ class Machine:
                         after.fields[target] = found.colour
                     self._act(action, values, after)
                     following = analysis.successor(table, action, hit)
-                after = go_on(following, after)
                 met = z3.And(found.action == number, found.hit == z3.BoolVal(hit))
-                ways.append(met)
-                result = after if result is None else after.join(met, result)
+                if following in ways:
+                    others, other = ways[following]
+                    ways[following] = z3.Or(met, others), after.join(met, other)
+                else:
+                    ways[following] = met, after
+        self._rules.append(z3.Or(*(met for met, _ in ways.values())))
+        result: State | None = None
+        for following, (met, after) in ways.items():
+            after = go_on(following, after)
+            result = after if result is None else after.join(met, result)
         assert result is not None
-        self._rules.append(z3.Or(*ways))
         return result
 
     def _look_up(self, table: model.TableDef, state: State, short: str) -> Lookup:
-        keys = []
-        for key in table.keys:
+        for place, key in enumerate(table.keys):
             words = []
             for source in key.sources:
                 if isinstance(source, model.Valid):
@@ -361,7 +372,9 @@ class Machine:
                 else:
                     zero = z3.BitVecVal(0, source.width)
                     words.append(z3.If(state.valid[source.header], state.fields[source], zero))
-            keys.append(z3.Concat(*words) if len(words) > 1 else words[0])
+            state.keys[short, place] = z3.Concat(*words) if len(words) > 1 else words[0]
+        if short in self.lookups:  # on another branch; a packet takes one of them
+            return self.lookups[short]
         arguments = tuple(
             tuple(self._any(item.width, f"{short}.{action.name}.{item.name}") for item in action.parameters)
             for action in table.actions
@@ -369,7 +382,7 @@ class Machine:
         hit = z3.Bool(f"{self.name}.{short}.hit") if table.keys else z3.BoolVal(False)
         number = z3.BitVec(f"{self.name}.{short}.action", 8)
         colour = None if table.meter is None else self._any(self._colour_bits(table.meter), f"{short}.colour")
-        self.lookups[short] = Lookup(tuple(keys), hit, number, arguments, colour)
+        self.lookups[short] = Lookup(hit, number, arguments, colour)
         return self.lookups[short]
 
     def _colour_bits(self, meter: str) -> int:

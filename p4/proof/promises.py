@@ -157,7 +157,7 @@ def breaks_ecn(packet: Machine) -> Any:
 
 
 def breaks_trimming(packet: Machine) -> Any:
-    """Return whether what is left of a trimmed packet has a wrong length, tag or queue, or more than its headers."""
+    """Return whether a trimmed packet keeps more than its headers, or has a wrong length, tag or queue."""
     bytes_ = z3.BitVecVal(14 + 8 + HEADER_BYTES, WORK_BITS)
     for header, more in (("vlan", 4), ("ipv4", 20), ("ipv6", 40)):
         bytes_ = bytes_ + z3.If(packet.parsed.valid[header], z3.BitVecVal(more, WORK_BITS), z3.BitVecVal(0, WORK_BITS))

@@ -14,8 +14,12 @@ ROOT = Path(__file__).parents[2]
 FILES_MAX = 12
 """The present count: document, fabric, entries, compiled_program, switch_client; service, device, entities, built_in,
 program, tables, model."""
-NOT_ENTRIES = {"dlcp/switch/queues.py", "dlcp/switch/forwarding.py"}
-"""Called on the way for something else: the depths of a fabric's ports, and when the switch wakes up."""
+NOT_ENTRIES = {
+    *("dlcp/switch/queues.py", "dlcp/switch/forwarding.py"),
+    *("dlcp/controller/topology_files.py", "dlcp/inputs/foreign_formats.py", "dlcp/host/ip.py"),
+}
+"""Called on the way for something else: the depths of a fabric's ports, and when the switch wakes up; whether the file
+is another project's, and whether hosts have addresses that loopback ports cannot carry."""
 
 
 class Tracer:

@@ -62,7 +62,7 @@ def test_a_place_is_what_the_options_say_or_the_route(routes):
 
 def test_a_link_local_address_is_no_place(monkeypatch):
     monkeypatch.setattr(addresses, "_route", lambda toward: ("fe80::2%eth0", toward[0]))
-    with pytest.raises(OSError, match="reaches fd00::1 from fe80::2%eth0, which is a link-local address"):
+    with pytest.raises(OSError, match="reaches fd00::1 from fe80::2%eth0, which is link-local"):
         own_place(Options(), ("fd00::1", 0))
 
 

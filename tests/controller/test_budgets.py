@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drops of one message in all switches of a fabric together, when all of their queues are deep."""
 
+import random
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 
-from dlcp.controller.entries import budget_parts, crossed, entries
-from dlcp.controller.fabric import Job, leaf_spine, star
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import Job, leaf_spine, stages_between, star
 from dlcp.switch import DROP_PORT, PortQueueing, Program, apply_entries
 from dlcp.transport import LossBound
 from tests.conformance import frames
@@ -58,8 +59,8 @@ def dropped_at_worst(fabric, programs, message, budget):
     No spraying can make a switch drop more, whichever packets it sends over which path.
     """
     lost = 0
-    for name in {name for stages in crossed(fabric) for stage in stages for name in stage}:
-        port = next(number for number, end in fabric.neighbours[name].items() if end.port is not None or end.host)
+    for name in {name for stages in stages_between(fabric) for stage in stages for name in stage}:
+        port = min(fabric.neighbours[name])
         for index in range(PACKETS):
             packet = packet_of(fabric, message, budget, index)
             lost += programs[name].ingress(packet, port, index)[0] == DROP_PORT
@@ -81,19 +82,22 @@ def test_all_switches_of_a_sprayed_message_keep_its_bound_together(leaves, spine
 
 
 def test_the_parts_of_known_fabrics():
-    assert budget_parts(star(3)) == {"switch": 0}
-    assert budget_parts(leaf_spine(2, 2, 2)) == {"leaf1": 2, "leaf2": 2, "spine1": 2, "spine2": 2}
+    assert star(3).budget_parts == {"switch": 0}
+    assert leaf_spine(2, 2, 2).budget_parts == {"leaf1": 2, "leaf2": 2, "spine1": 2, "spine2": 2}
     fabric = leaf_spine(2, 2, 2)
     piped = tuple(replace(switch, pipes=2) if "spine" in switch.name else switch for switch in fabric.switches)
-    assert budget_parts(replace(fabric, switches=piped)) == {"leaf1": 2, "leaf2": 2, "spine1": 3, "spine2": 3}
-    parts = budget_parts(leaf_spine(4, 4, 2))
+    assert replace(fabric, switches=piped).budget_parts == {"leaf1": 2, "leaf2": 2, "spine1": 3, "spine2": 3}
+    parts = leaf_spine(4, 4, 2).budget_parts
     assert {parts[f"leaf{number}"] for number in range(1, 5)} == {2}
     assert {parts[f"spine{number}"] for number in range(1, 5)} == {3}
 
 
 def test_the_parts_of_any_path_add_up_to_one_at_most():
     for seed in range(30):
-        fabric = random_fabric(seed)
-        parts = budget_parts(fabric)
-        for stages in crossed(fabric):
-            assert sum(0.5 ** parts[name] for stage in stages for name in stage) <= 1
+        fabric, draw = random_fabric(seed), random.Random(seed)
+        pipes = {switch.name: draw.choice([1, 1, 2, 4]) for switch in fabric.switches}
+        switches = tuple(replace(switch, pipes=pipes[switch.name]) for switch in fabric.switches)
+        fabric = replace(fabric, switches=switches)
+        parts = fabric.budget_parts
+        for stages in stages_between(fabric):
+            assert sum(pipes[name] * 0.5 ** parts[name] for stage in stages for name in stage) <= 1

@@ -3,8 +3,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from dlcp.controller.entries import crossed, next_hop_mac, next_hops, port_mac, spray_groups
-from dlcp.controller.fabric import Fabric, FabricSwitch, Host, Link, Port, distances, leaf_spine, star
+from dlcp.controller.entries import next_hop_mac, next_hops, port_mac, spray_groups
+from dlcp.controller.fabric import Fabric, FabricSwitch, Host, Link, Port, distances, leaf_spine, stages_between, star
 
 
 def test_star_has_one_port_for_each_host():
@@ -87,7 +87,8 @@ def test_no_message_crosses_other_switches():
         fabric = random_fabric(seed)
         hops = {switch.name: next_hops(fabric, switch.name) for switch in fabric.switches}
         found = {
-            (stages[0][0], stages[-1][0]): {name for stage in stages for name in stage} for stages in crossed(fabric)
+            (stages[0][0], stages[-1][0]): {name for stage in stages for name in stage}
+            for stages in stages_between(fabric)
         }
         for start in fabric.switches:
             for host in fabric.hosts:

@@ -184,12 +184,25 @@ def test_a_notice_of_preemption_reaches_all_processes_of_an_elastic_job(tmp_path
         assert "starts again" not in job.stderr.read()
 
 
+FAILS_AT_EACH_START = """
+import os, pathlib, sys, time
+starts = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    starts.open("a").write(".")
+    sys.exit(3)
+while not starts.exists() or len(starts.read_text()) < int(sys.argv[2]):
+    time.sleep(0.01)
+time.sleep(2)  # the launcher sees the end of the last start, too
+"""
+
+
 def test_a_process_that_fails_at_each_start_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(Attempts, "WAIT_S", 0.01)
-    code = "import os, sys, time; time.sleep(2 * (os.environ['RANK'] == '0')); sys.exit(3 * int(os.environ['RANK']))"
-    with Processes(JobLayout.local(2), [sys.executable, "-c", code], os.environ, elastic=True, restart=True) as job:
+    command = [sys.executable, "-c", FAILS_AT_EACH_START, str(tmp_path / "starts"), str(Attempts.MOST)]
+    with Processes(JobLayout.local(2), command, os.environ, elastic=True, restart=True) as job:
         assert job.run() == 0
         assert job._attempts[1].wait_s() is None
+    assert len((tmp_path / "starts").read_text()) == Attempts.MOST
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,11 @@ def unchanging(frame: bytes) -> bytes:
 def breaks_trust(before: bytes, after: bytes, queue: int, attack: Any) -> bool:
     if not after:
         return True
-    header = header_of(after)
-    return (queue, header["queue"], header["drop_class"]) != (1, 1, 0)
+    header, (version, at, _) = header_of(after), layers(after)
+    service = int.from_bytes(after[at : at + 2], "big")
+    dscp = service >> 2 & 63 if version == 4 else service >> 6 & 63
+    priority = after[14] >> 5 if at == 18 else 0
+    return (queue, header["queue"], header["drop_class"], dscp, priority) != (1, 1, 0, 0, 0)
 
 
 def breaks_ecn(before: bytes, after: bytes, queue: int, attack: Any) -> bool:

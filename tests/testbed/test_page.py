@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the testbed works as it stands: its commands in their order, and what it says is to be seen."""
+"""Run the commands of the testbed's page in order, and compare their output with the output that it shows."""
 
 import os
 import re

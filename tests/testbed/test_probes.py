@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a testbed's tools make of names, frames and counters; without a testbed."""
+"""The tools of a testbed: names, frames and counters, without a testbed."""
 
 import pytest
 
@@ -8,9 +8,10 @@ pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip
 from dlcp.controller.display import queue_lines
 from dlcp.controller.fabric import leaf_spine
 from dlcp.controller.testbed import TestbedError, requirements
-from dlcp.controller.testbed.accounts import SwitchAccount, filled
+from dlcp.controller.testbed.accounts import SwitchAccount, padded
 from dlcp.controller.testbed.layout import WireEnd, lay_out
 from dlcp.controller.testbed.probes import Frame, kind_of, write_pcap
+from dlcp.host.ip import IPV4
 from dlcp.switch import EventCount, PortQueueing, read_ports, udp_headers, write_ports
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 
@@ -52,9 +53,9 @@ def test_bmv2_is_not_asked_for_what_it_cannot_do():
 
 
 def test_the_kind_of_a_frame():
-    assert kind_of(frame(filled(DATA))) == "DLCP DATA job 1 queue 6 class 3"
+    assert kind_of(frame(padded(DATA, IPV4))) == "DLCP DATA job 1 queue 6 class 3"
     assert kind_of(frame(b"short")) == "UDP"
-    assert kind_of(frame(filled(DATA), port=80)) == "UDP"
+    assert kind_of(frame(padded(DATA, IPV4), port=80)) == "UDP"
     assert kind_of(bytes(12) + b"\x08\x06" + bytes(28)) == "ARP"
     assert kind_of(b"") == "EtherType 0x0000"
 
@@ -64,7 +65,9 @@ def test_others_can_read_a_capture(tmp_path):
     from dlcp.wire.scapy import DLCP
 
     end = WireEnd("host1", 0, "t-host1", "eth0")
-    write_pcap(tmp_path / "x.pcap", [Frame(end, 1_500_000_000, frame(filled(DATA))), Frame(end, 2 * 10**9, bytes(60))])
+    write_pcap(
+        tmp_path / "x.pcap", [Frame(end, 1_500_000_000, frame(padded(DATA, IPV4))), Frame(end, 2 * 10**9, bytes(60))]
+    )
     first, second = scapy.rdpcap(str(tmp_path / "x.pcap"))
     assert (float(first.time), first[DLCP].queue, len(second)) == (1.5, 6, 60)
 

@@ -11,7 +11,6 @@ import pytest
 import set_up
 from set_up import DevicePort, Key, QueuePlace, SetUpError, Write
 
-from dlcp.controller.entries import budget_parts
 from dlcp.controller.entries import entries as entries_of
 from dlcp.controller.fabric import leaf_spine, load
 from dlcp.switch import QUEUES, Action, Entries, PortQueueing, TableEntry
@@ -201,7 +200,7 @@ def test_the_part_of_the_budget_becomes_an_action(written, fabric):
     assert not others
     assert key == (("$MATCH_PRIORITY", 0xFFFFFE, None, None), ("job", 0, 0, None))
     assert action.endswith(".quarter_of_budget")
-    (leaf, spine) = (budget_parts(fabric)[name] for name in ("leaf1", "spine1"))
+    (leaf, spine) = (fabric.budget_parts[name] for name in ("leaf1", "spine1"))
     assert (set_up.BUDGET_PARTS[leaf], set_up.BUDGET_PARTS[spine]) == ("quarter_of_budget", "quarter_of_budget")
 
 

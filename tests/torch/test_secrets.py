@@ -4,6 +4,7 @@
 import os
 import pickle
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def options_with(secret, layer, folder, **fields):
 
 
 LAYERS = ("argument", "pickled", "variable", "content", "file")
+THEIRS = {"equal": OURS, "different": OTHER, "missing": None}
 
 
 def meet(worker, way, folder, ports):
@@ -124,14 +126,14 @@ def meet(worker, way, folder, ports):
     own.mkdir()
     os.chdir(own)
     met = {}
-    for layer, port in zip(LAYERS, ports, strict=False):
-        for what, theirs in (("equal", OURS), ("different", OTHER), ("missing", None)):
+    for layer in LAYERS:
+        for what, theirs in THEIRS.items():
             if what == "different" and layer != "variable":
                 continue  # they would be compared in the same way, and take a second each
             own = {"bind": "127.0.0.1:0", "meet_s": 20.0 if what == "equal" else REFUSE_S}
             options = options_with(OURS if worker.rank == 0 else theirs, layer, folder, **own)
             dist.barrier()
-            met[layer, what] = WAYS[way](options, port + ("equal", "different", "missing").index(what))
+            met[layer, what] = WAYS[way](options, ports[layer, what])
             dist.barrier()
     return met
 
@@ -139,7 +141,7 @@ def meet(worker, way, folder, ports):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.timeout(110)
 def test_ranks_meet_only_with_the_same_secret(way, tmp_path):
-    ports = [free_port() for _ in LAYERS]
+    ports = {which: free_port() for which in product(LAYERS, THEIRS)}
     for found in values(launch(2, meet, way, str(tmp_path), ports, limit_s=100)):
         assert found == {which: which[1] == "equal" for which in found}
         assert len(found) == 2 * len(LAYERS) + 1
