@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from dlcp.controller import topology_files
 from dlcp.host.ip import IPV6, family_of
+from dlcp.inputs.addresses import parse_address
 from dlcp.inputs.document import Document, PlaceError, Step
 from dlcp.inputs.error_text import nearest
 from dlcp.switch import QUEUES, PortQueueing
@@ -24,6 +25,7 @@ from dlcp.wire import DROP_CLASSES, UDP_PORT_BASE, Queue
 
 PORT_MAX: Final = 63
 """The P4 program has counters for ports 0-63; fabrics number ports from 1."""
+JOB_MAX: Final = 0xFFFF
 _QUEUEING: Final = PortQueueing(rate_bps=200_000_000)
 """Default of a link: the pure-Python switch carries four ports of this rate with room to spare."""
 
@@ -106,7 +108,7 @@ class Remap:
         """Refuse numbers out of range, and a remap that changes nothing."""
         if self.to_queue is None and self.to_drop_class is None:
             raise PolicyError("a remap without to_queue and to_drop_class changes nothing; give one of them")
-        for name, limit in (("job", 1 << 16), *((name, 8) for name in ("queue", "drop_class"))):
+        for name, limit in (("job", JOB_MAX + 1), *((name, 8) for name in ("queue", "drop_class"))):
             for field_name in (name, f"to_{name}"):
                 value = getattr(self, field_name, None)
                 if value is not None and not 0 <= value < limit:
@@ -127,14 +129,23 @@ class Policy(Thresholds):
         room above class 1 for class 0, which is never dropped. They are not tuned.
     remap
         Overrides of the tags' queue or drop class, in decreasing precedence.
+    trim
+        Jobs, by number, whose packets are cut to their headers instead of being dropped, except in queue 0. What is
+        left goes ahead of all data, so receivers know at once what is lost, and senders one way later.
     """
 
     by_queue: dict[int, Thresholds] = field(default_factory=dict)
     remap: tuple[Remap, ...] = ()
+    trim: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse queue numbers out of range."""
+        """Refuse numbers of queues and jobs out of range, and a job named twice."""
         super().__post_init__()
+        for place, job in enumerate(self.trim):
+            if not 0 <= job <= JOB_MAX:
+                raise PolicyError(f"a job must be in 0..{JOB_MAX}, not {job}", "trim", place)
+            if job in self.trim[:place]:
+                raise PolicyError(f"job {job} is named twice", "trim", place)
         for queue in self.by_queue:
             if not 0 <= queue < QUEUES:
                 raise PolicyError(f"a queue must be in 0..{QUEUES - 1}, not {queue}", "by_queue", str(queue))
@@ -527,7 +538,6 @@ def _beside(folder: Path, switch: FabricSwitch) -> FabricSwitch:
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAC: Final = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}", re.IGNORECASE)
-_ADDRESS: Final = re.compile(r"(\[[0-9a-f:]+\]|[^\s:]+):[0-9]{1,5}", re.IGNORECASE)
 
 
 def validate(fabric: Fabric) -> None:
@@ -560,8 +570,11 @@ def _check_switches(fabric: Fabric) -> None:
 
 def _check_control(switch: FabricSwitch, steps: tuple[Step, ...]) -> None:
     for name, address in (("grpc", switch.grpc), ("thrift", switch.thrift)):
-        if address and not _ADDRESS.fullmatch(address):
-            raise FabricError(f"{address!r} is not an address; write HOST:PORT, as in 127.0.0.1:9559", *steps, name)
+        try:
+            if address:
+                parse_address(address)
+        except ValueError as error:
+            raise FabricError(f"{error} (an example: 127.0.0.1:9559)", *steps, name) from None
     if switch.grpc and switch.tls is None and not switch.insecure:
         raise FabricError(
             "a control connection needs certificates (tls), or insecure: true to go without",
@@ -682,8 +695,8 @@ def _check_jobs(fabric: Fabric) -> None:
 
 
 def _check_job(job: Job, ends: Sequence[str], steps: tuple[Step, ...]) -> None:
-    if not 0 <= job.id <= 0xFFFF:
-        raise FabricError(f"a job id must be in 0..65535, not {job.id}", *steps, "id")
+    if not 0 <= job.id <= JOB_MAX:
+        raise FabricError(f"a job id must be in 0..{JOB_MAX}, not {job.id}", *steps, "id")
     for name, share in (("share", job.share), ("control_share", job.control_share)):
         if not 0 < share <= 1:
             raise FabricError(f"job {job.id}: a share must be in (0, 1], not {share}", *steps, name)

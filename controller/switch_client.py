@@ -34,6 +34,7 @@ from finsy.proto import U128, p4r
 from dlcp.controller.compiled_program import KINDS, CompiledProgram, Difference, difference
 from dlcp.controller.entries import entries
 from dlcp.controller.fabric import Fabric, FabricSwitch
+from dlcp.inputs.addresses import parse_address
 from dlcp.switch import (
     EVENT_COUNTERS,
     QUEUES,
@@ -461,10 +462,10 @@ async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueuein
     QueueDepthError
         The command is missing or failed.
     """
-    host, _, port = switch.thrift.rpartition(":")
+    host, port = parse_address(switch.thrift)
     try:
         process = await asyncio.create_subprocess_exec(
-            _CLI, "--thrift-ip", host.strip("[]"), "--thrift-port", port,
+            _CLI, "--thrift-ip", host, "--thrift-port", str(port),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
     except OSError as error:

@@ -31,6 +31,7 @@ from dlcp.controller.switch_client import (
     reconcile,
     set_queue_depths,
 )
+from dlcp.inputs.addresses import parse_address
 from dlcp.switch import EventCount
 
 _EVENT: Final = ["switch", "port", "queue", "event"]
@@ -161,10 +162,10 @@ def serve(states: Mapping[str, SwitchStatus], address: str) -> Callable[[], None
     OSError
         The server cannot listen on the address.
     """
-    host, _, port = address.rpartition(":")
+    host, port = parse_address(address)
     registry = CollectorRegistry()
     registry.register(FabricCollector(states))
-    server, thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
+    server, thread = start_http_server(port, host, registry)
 
     def stop() -> None:
         server.shutdown()

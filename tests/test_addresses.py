@@ -7,7 +7,7 @@ import pytest
 
 from dlcp.host import ip
 from dlcp.host.ip import FAMILIES, IPV4, IPV6, family_of, is_link_local, is_loopback, resolve
-from dlcp.inputs.addresses import format_address, format_host, parse_address
+from dlcp.inputs.addresses import format_address, format_host, parse_address, parse_listening
 from dlcp.session.options import Options
 
 
@@ -109,3 +109,25 @@ def test_names_have_addresses_in_the_resolvers_order(names):
 def test_what_cannot_be_a_name_is_told_so():
     with pytest.raises(OSError, match=r"'a\.\.b' is not a host name"):
         resolve("a..b")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9559", ("127.0.0.1", 9559)),
+        (":9559", ("127.0.0.1", 9559)),
+        ("10.0.0.1", ("10.0.0.1", 9559)),
+        ("10.0.0.1:0", ("10.0.0.1", 0)),
+        ("localhost:1", ("localhost", 1)),
+        ("[::1]:50", ("::1", 50)),
+        ("[::1]", ("::1", 9559)),
+    ],
+)
+def test_where_to_listen(text, expected):
+    assert parse_listening(text, ("127.0.0.1", 9559)) == expected
+
+
+@pytest.mark.parametrize("text", ["host:port", "host:65536", "1:2:3", "70000"])
+def test_where_nobody_can_listen(text):
+    with pytest.raises(ValueError, match="expected host:port, got "):
+        parse_listening(text, ("127.0.0.1", 9559))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from dlcp.commands.common import DIFFERS, DURATIONS, add, add_json, real, refuse, whole
+from dlcp.inputs.addresses import parse_address
 
 if TYPE_CHECKING:
     from dlcp.controller.compiled_program import CompiledProgram
@@ -29,7 +29,6 @@ _METRICS: Final = "127.0.0.1:9464"
 _FILE_COLUMNS: Final = 120
 """Width of output that does not go to a terminal."""
 _WATCH_EVERY_S: Final = 1.0
-_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:]*):[0-9]{1,5}")
 _T = TypeVar("_T")
 
 
@@ -154,8 +153,10 @@ def _status(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "Compiled
 def _watch(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.watch import Watcher, serve
 
-    if not _ADDRESS.fullmatch(arguments.metrics):
-        raise ValueError(f"--metrics {arguments.metrics}: expected HOST:PORT, as in 127.0.0.1:9464")
+    try:
+        parse_address(arguments.metrics)
+    except ValueError as error:
+        raise ValueError(f"--metrics: {error}, as in {_METRICS}") from None
     watcher = Watcher(fabric, pipeline, election_id=arguments.election_id, every_s=arguments.every)
     if not watcher.states:
         raise ValueError(f"{arguments.file}: no switch has a control address (grpc)")

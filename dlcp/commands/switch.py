@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from dlcp.commands.common import DEPTH_MAX, DURATIONS, add, real, refuse, whole
+from dlcp.host.ip import IPV4
 from dlcp.host.processes import end_with_parent
+from dlcp.inputs.addresses import parse_listening
 from dlcp.inputs.configuration import Range
 
 if TYPE_CHECKING:
@@ -340,11 +342,12 @@ def _serve(arguments: argparse.Namespace) -> None:
         signal.signal(signal.SIGHUP, lambda *_: _change_settings(switch, arguments.queueing))
     server, at = None, ""
     if device is not None:
-        from dlcp.switch.p4runtime import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address
+        from dlcp.switch.p4runtime import P4RUNTIME_PORT, P4RuntimeServer, TlsFiles, make_way_for_packets
 
         make_way_for_packets()
         tls = None if arguments.insecure else TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
-        server = P4RuntimeServer(device, parse_address(arguments.p4runtime), arguments.device_id, tls)
+        listen = parse_listening(arguments.p4runtime, (IPV4.loopback, P4RUNTIME_PORT))
+        server = P4RuntimeServer(device, listen, arguments.device_id, tls)
         at = f"; P4Runtime on {server.address}"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: switch.stop())

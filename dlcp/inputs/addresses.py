@@ -36,6 +36,18 @@ def parse_address(text: str, default_port: int | None = None, *, least_port: int
     return host, int(port) if port else default_port or 0
 
 
+def parse_listening(text: str, default: tuple[str, int | None]) -> Address:
+    """Return where to listen: ``HOST:PORT``, ``PORT``, ``:PORT`` or ``HOST``; what is missing is that of ``default``.
+
+    Raises
+    ------
+    ValueError
+        The text is none of these, or has no port although there is no default.
+    """
+    port = text.removeprefix(":")
+    return parse_address(f"{format_host(default[0])}:{port}" if port.isdecimal() else text, default[1])
+
+
 def format_address(address: Address) -> str:
     """Return ``HOST:PORT``, as :func:`parse_address` reads it; a socket's own address may have further items."""
     host, port = address[:2]

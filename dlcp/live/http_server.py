@@ -36,7 +36,7 @@ from prometheus_client.registry import Collector
 
 from dlcp.host.closing import Closing
 from dlcp.host.ip import FAMILIES, loopback
-from dlcp.inputs.addresses import Address, format_address, format_host, parse_address
+from dlcp.inputs.addresses import Address, format_address, parse_listening
 from dlcp.live.ranks import RankProgress, Training
 from dlcp.report.style import render
 from dlcp.session.slowness import Cause
@@ -72,9 +72,8 @@ def parse_listen(text: str) -> Address:
     AddressError
         The text is neither.
     """
-    port = text.removeprefix(":")
     try:
-        return parse_address(f"{format_host(loopback())}:{port}" if port.isdecimal() else text)
+        return parse_listening(text, (loopback(), None))
     except ValueError as error:
         raise AddressError(f"takes PORT or HOST:PORT: {error}") from None
 

@@ -16,10 +16,15 @@ FILES_MAX = 12
 program, tables, model."""
 NOT_ENTRIES = {
     *("dlcp/switch/queues.py", "dlcp/switch/forwarding.py"),
-    *("dlcp/controller/topology_files.py", "dlcp/inputs/foreign_formats.py", "dlcp/host/ip.py"),
+    *(
+        "dlcp/controller/topology_files.py",
+        "dlcp/inputs/foreign_formats.py",
+        "dlcp/host/ip.py",
+        "dlcp/inputs/addresses.py",
+    ),
 }
 """Called on the way for something else: the depths of a fabric's ports, and when the switch wakes up; whether the file
-is another project's, and whether hosts have addresses that loopback ports cannot carry."""
+is another project's, and whether addresses are some, and those of hosts such that loopback ports can carry."""
 
 
 class Tracer:

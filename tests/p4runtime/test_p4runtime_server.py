@@ -16,11 +16,12 @@ from finsy.proto import p4r, rpc_code
 
 from dlcp import cli
 from dlcp.commands import switch as switch_command
+from dlcp.inputs.addresses import parse_address
 from dlcp.switch import LoopbackHost
 from dlcp.switch.p4runtime import device as device_module
 from dlcp.switch.p4runtime.device import P4RuntimeDevice, SetAction
 from dlcp.switch.p4runtime.entities import Refused
-from dlcp.switch.p4runtime.service import P4RuntimeServer, parse_address
+from dlcp.switch.p4runtime.service import P4RuntimeServer
 from dlcp.wire import UDP_PORT_BASE
 from tests.p4runtime.control import DELETE, INSERT, Code, Control, config
 from tests.p4runtime.loops import DeadLoop, Loop
@@ -121,28 +122,6 @@ def test_a_server_takes_a_free_port_and_gives_it_back():
     host, port = parse_address(server.address)
     with P4RuntimeServer(P4RuntimeDevice(Loop()), (host, port)) as again:
         assert again.address == server.address
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("9559", ("127.0.0.1", 9559)),
-        (":9559", ("127.0.0.1", 9559)),
-        ("10.0.0.1", ("10.0.0.1", 9559)),
-        ("10.0.0.1:0", ("10.0.0.1", 0)),
-        ("localhost:1", ("localhost", 1)),
-        ("[::1]:50", ("::1", 50)),
-        ("[::1]", ("::1", 9559)),
-    ],
-)
-def test_addresses(text, expected):
-    assert parse_address(text) == expected
-
-
-@pytest.mark.parametrize("text", ["host:port", "host:65536", "1:2:3", "70000"])
-def test_addresses_that_are_none(text):
-    with pytest.raises(ValueError, match="is not an address to listen on"):
-        parse_address(text)
 
 
 def parsed(*arguments):

@@ -16,15 +16,9 @@ from typing import Any, Final, TypeAlias
 
 from dlcp.switch.executor import model
 from dlcp.switch.executor.hashes import OVER_BYTES
-from dlcp.switch.executor.model import Field, ProgramError, UnsupportedFeatureError
+from dlcp.switch.executor.model import NUMBER_BITS, SPLIT_BITS, Field, ProgramError, UnsupportedFeatureError
 
 Json: TypeAlias = Mapping[str, Any]
-
-MAX_WIDTH: Final = 63
-"""Widest value in computations: the bits of a signed 64-bit integer without the sign."""
-SPLIT_BITS: Final = 32
-"""Wider fields are split into words of this width, the first of which may be narrower. They can be copied, hashed and
-matched by prefix, but not computed with."""
 
 _DATA_OPS: Final = frozenset({"+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"})
 _BINARY: Final = _DATA_OPS | frozenset(model.COMPARISONS) | {"and", "or", "usat_cast"}
@@ -139,8 +133,8 @@ class _Reader:
             for item in document.get("register_arrays", [])
         }
         for register in self.registers.values():
-            if register.width > MAX_WIDTH:
-                raise UnsupportedFeatureError(f"registers wider than {MAX_WIDTH} bits", register.name)
+            if register.width > NUMBER_BITS:
+                raise UnsupportedFeatureError(f"registers wider than {NUMBER_BITS} bits", register.name)
         self.counters = {}
         for item in document.get("counter_arrays", []):
             if item.get("is_direct"):
@@ -266,8 +260,8 @@ class _Reader:
             raise UnsupportedFeatureError(f"match type {item['match_type']}", where)
         keys = tuple(self._key(entry, where) for entry in item["key"])
         width = sum(key.width for key in keys)
-        if width > MAX_WIDTH and (item["match_type"] != "lpm" or len(keys) > 1):
-            raise UnsupportedFeatureError(f"keys wider than {MAX_WIDTH} bits (this one has {width})", where)
+        if width > NUMBER_BITS and (item["match_type"] != "lpm" or len(keys) > 1):
+            raise UnsupportedFeatureError(f"keys wider than {NUMBER_BITS} bits (this one has {width})", where)
         actions = tuple(self.actions[identity] for identity in item["action_ids"])
         # Two actions may share a name; they then have the same successor.
         following = {action.id: item["next_tables"].get(action.name) for action in actions}
@@ -341,9 +335,9 @@ class _Reader:
         where = where_is(item, f"action {item['name']}")
         parameters = tuple(model.Parameter(entry["name"], entry["bitwidth"]) for entry in item["runtime_data"])
         for parameter in parameters:
-            if parameter.width > MAX_WIDTH:
+            if parameter.width > NUMBER_BITS:
                 raise UnsupportedFeatureError(
-                    f"action parameters wider than {MAX_WIDTH} bits ({parameter.name})", f"action {item['name']}"
+                    f"action parameters wider than {NUMBER_BITS} bits ({parameter.name})", f"action {item['name']}"
                 )
         body: list[model.Statement] = []
         for call in item["primitives"]:
@@ -402,7 +396,7 @@ class _Reader:
             value = value["value"]
         source = self._words.get(tuple(value["value"])) if value["type"] == "field" else None
         if source is None or len(source) != len(words):
-            raise UnsupportedFeatureError(f"computing with fields wider than {MAX_WIDTH} bits", where)
+            raise UnsupportedFeatureError(f"computing with fields wider than {NUMBER_BITS} bits", where)
         return [model.Assign(word, item) for word, item in zip(words, source, strict=True)]
 
     @staticmethod
@@ -427,7 +421,7 @@ class _Reader:
                 if rest and rest[0]:
                     signed.add(name)
                 parts = [width]
-                if width > MAX_WIDTH:
+                if width > NUMBER_BITS:
                     parts = [width % SPLIT_BITS or SPLIT_BITS]
                     parts += [SPLIT_BITS] * ((width - parts[0]) // SPLIT_BITS)
                 words = []
@@ -453,7 +447,7 @@ class _Reader:
         if value[1] in header.signed:
             raise UnsupportedFeatureError(f"signed fields ({value[0]}.{value[1]})", where)
         if tuple(value) in self._words:
-            feature = f"computing with fields wider than {MAX_WIDTH} bits ({value[0]}.{value[1]})"
+            feature = f"computing with fields wider than {NUMBER_BITS} bits ({value[0]}.{value[1]})"
             raise UnsupportedFeatureError(feature, where)
         return header.fields[value[1]]
 

@@ -15,6 +15,12 @@ from dlcp.inputs.error_text import nearest
 
 T = TypeVar("T")
 
+NUMBER_BITS: Final = 63
+"""Widest value in computations: the bits of a signed 64-bit integer without the sign."""
+SPLIT_BITS: Final = 32
+"""Wider fields are split into words of this width, the first of which may be narrower. They can be copied, hashed and
+matched by prefix, but not computed with."""
+
 
 class ProgramError(ValueError):
     """A program cannot be loaded or run; the message says what is wrong, where, and what to do."""

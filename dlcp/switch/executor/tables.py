@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from dlcp.switch.executor import model
 from dlcp.switch.executor.cells import MeterCells
 from dlcp.switch.executor.model import (
+    NUMBER_BITS,
+    SPLIT_BITS,
     Action,
     EntryError,
     GroupRef,
@@ -449,8 +451,6 @@ CACHE_KEYS: Final = 65_536
 """Keys that a plain lookup structure caches before it clears the cache: about 10 MB at most."""
 HASH_MULTIPLIER: Final = 0x9E3779B97F4A7C1
 """The multiplier of the hash in `probe` and `lookup_words`."""
-WORD_BITS_MAX: Final = 63
-"""Wider keys are looked up by words of 32 bits."""
 
 
 # The lookup structures of tables. For plain text, each is a dictionary from a combined key to a place, the offset of a
@@ -518,7 +518,7 @@ class PrefixLookup(CachedLookup):
         """Return the number of lengths; wildcard bits, start and mask of the hash table of each; the hash tables."""
         head, tables = [len(self._by_shift)], []
         start = 1 + 3 * len(self._by_shift)
-        words = 1 if self._width <= WORD_BITS_MAX else -(-self._width // 32)
+        words = 1 if self._width <= NUMBER_BITS else -(-self._width // SPLIT_BITS)
         for shift, items in self._by_shift.items():
             # The words of a wide key keep their wildcard bits, as zeros.
             cells = _hashed(items if words == 1 else {key << shift: place for key, place in items.items()}, words)

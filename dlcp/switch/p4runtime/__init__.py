@@ -11,9 +11,10 @@ Where the specification (1.4.1) and BMv2 differ, this follows the specification;
 
 from dlcp.switch.p4runtime.device import ForwardingPipeline, P4RuntimeDevice, PacketLoop
 from dlcp.switch.p4runtime.entities import Refused
-from dlcp.switch.p4runtime.service import P4RuntimeServer, TlsFiles, make_way_for_packets, parse_address
+from dlcp.switch.p4runtime.service import P4RUNTIME_PORT, P4RuntimeServer, TlsFiles, make_way_for_packets
 
 __all__ = [
+    "P4RUNTIME_PORT",
     "ForwardingPipeline",
     "P4RuntimeDevice",
     "P4RuntimeServer",
@@ -21,5 +22,4 @@ __all__ = [
     "Refused",
     "TlsFiles",
     "make_way_for_packets",
-    "parse_address",
 ]

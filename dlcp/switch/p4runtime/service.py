@@ -5,7 +5,6 @@
 import asyncio
 import functools
 import gc
-import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -20,6 +19,7 @@ import grpc.aio
 from finsy.proto import p4r, p4r_grpc, rpc_code, rpc_status
 
 from dlcp.host.closing import Closing
+from dlcp.inputs.addresses import format_address
 from dlcp.switch.executor.model import EntryError
 from dlcp.switch.p4runtime.device import ERROR_SPACE, P4RuntimeDevice
 from dlcp.switch.p4runtime.entities import Refused, code_of
@@ -49,7 +49,6 @@ GC_THRESHOLDS: Final = 50_000, 20, 100
 them would trigger several full collections by default."""
 _START_DEADLINE_S: Final = 30.0
 _STOP_DEADLINE_S: Final = 5.0
-_ADDRESS: Final = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<port>\d+)|(?P<alone>\[[^\]]+\]|[^:\[\]]+)")
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _DETAILS: Final = "grpc-status-details-bin"
 """The trailer in which gRPC carries a google.rpc.Status."""
@@ -458,7 +457,7 @@ class P4RuntimeServer(Closing):
         self._thread = threading.Thread(target=self._run, args=(host, port), name="dlcp-p4runtime", daemon=True)
         self._thread.start()
         try:
-            self.address = _join(host, self._started.result(_START_DEADLINE_S))
+            self.address = format_address((host, self._started.result(_START_DEADLINE_S)))
         except BaseException:
             self.close()
             raise
@@ -494,7 +493,7 @@ class P4RuntimeServer(Closing):
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=CONTROLLER_CALLS_MAX)
         service = Service(self._device, self._device_id)
         p4r_grpc.add_P4RuntimeServicer_to_server(service, server)
-        listened = _join(host, port)
+        listened = format_address((host, port))
         try:
             if self._credentials is None:
                 bound = server.add_insecure_port(listened)
@@ -513,22 +512,3 @@ def make_way_for_packets() -> None:
     """Tune the interpreter to favour the packet loop over controllers' calls; for a process that is only a switch."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, ``HOST`` or ``PORT``, by default 127.0.0.1:9559.
-
-    Raises
-    ------
-    ValueError
-        The text has none of these forms.
-    """
-    found = _ADDRESS.fullmatch(text)
-    if found is None or int(found["port"] or P4RUNTIME_PORT) > 65_535:
-        raise ValueError(f"{text!r} is not an address to listen on; give HOST:PORT, as in 127.0.0.1:{P4RUNTIME_PORT}")
-    host = (found["host"] or found["alone"] or "127.0.0.1").strip("[]")
-    return host, int(found["port"] or P4RUNTIME_PORT)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
