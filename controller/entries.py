@@ -100,6 +100,7 @@ def entries(fabric: Fabric, switch: str) -> Entries:
         *_named_jobs(fabric.jobs),
         *_remaps(fabric.policy.remap, fabric.jobs),
         *_budget_part(fabric, switch),
+        *(TableEntry("trimming", {"job": job}, Action("trim")) for job in fabric.policy.trim),
         *_drop_thresholds(fabric, ports),
         *_ecn_thresholds(fabric, ports),
         *_shares(fabric, ports),

@@ -4,7 +4,8 @@
  * An acknowledgement reports, in blocks of 64 packets, which packets have arrived. It contains everything known about
  * its blocks, and repeats the previous ones, so the next acknowledgement makes up for a lost one. Its payload has
  * entries of step (4 bytes), message (2), block (4; with ACK_WHOLE if the message is complete with every packet) and
- * bits (8; bit k is packet 64 block + k). In its header, `count` is the number of the flow's packets that have arrived
+ * bits (8; bit k is packet 64 block + k). With ACK_TRIMMED, the bits are of packets that a switch has trimmed, and so
+ * lost. In its header, `count` is the number of the flow's packets that have arrived
  * with an ECN mark, `message` the number that were late, not lost, `index` the arrival time of the newest packet, in
  * microseconds of the receiver's clock, and `step` how long ago that was. In an entry with the block ACK_PATH, `step`
  * is a path and `bits` the number of packets that arrived marked on it. */
@@ -15,6 +16,8 @@
 #include "ack.h"
 #include "flight.h"
 #include "path.h"
+
+enum { BLOCK_ENTRIES = 2 };
 
 /* Out -------------------------------------------------------------------------------------------------------------- */
 
@@ -61,12 +64,21 @@ void ack_forget(flow *self, const rx_message *message) {
             self->recent[k].message = NULL;
 }
 
-static void put_entry(uint8_t *at, const ack_block *block) {
+static void put_entry(uint8_t *at, const ack_block *block, uint32_t flag, uint64_t bits) {
+    put32(at, (uint32_t)block->message->id.step);
+    put16(at + 4, (uint16_t)block->message->id.message);
+    put32(at + 6, (uint32_t)block->block | flag);
+    put64(at + 10, bits);
+}
+
+/* Write the entries of a block; return how many, of BLOCK_ENTRIES at most. */
+static int64_t put_block(uint8_t *at, const ack_block *block) {
     const rx_message *message = block->message;
-    put32(at, (uint32_t)message->id.step);
-    put16(at + 4, (uint16_t)message->id.message);
-    put32(at + 6, (uint32_t)block->block | (message->complete && rx_is_whole(message) ? ACK_WHOLE : 0));
-    put64(at + 10, message->bits[block->block]);
+    put_entry(at, block, message->complete && rx_is_whole(message) ? ACK_WHOLE : 0, message->bits[block->block]);
+    uint64_t trimmed = message->trimmed ? message->trimmed[block->block] : 0;
+    if (trimmed)
+        put_entry(at + ACK_ENTRY_BYTES, block, ACK_TRIMMED, trimmed);
+    return 1 + (trimmed != 0);
 }
 
 /* Report the marked packets of one path with unreported ones. */
@@ -98,14 +110,14 @@ void ack_send(io *io, flow *self, double now_s) {
         io_write_header(io, datagram, ACK, (int64_t)ago_us, self->late_received,
                         (uint32_t)microseconds(self->data_last_s), self->marked_received);
         int64_t entries = 0;
-        for (int64_t k = 0; k < self->recent_count && entries < limit - 1; k++)
+        for (int64_t k = 0; k < self->recent_count && entries <= limit - 2 * BLOCK_ENTRIES; k++)
             if (self->recent[k].message)
-                put_entry(datagram + HEADER_BYTES + entries++ * ACK_ENTRY_BYTES, &self->recent[k]);
+                entries += put_block(datagram + HEADER_BYTES + entries * ACK_ENTRY_BYTES, &self->recent[k]);
         self->recent_count = 0;
-        for (; done < self->fresh_count && entries < limit; done++) {
+        for (; done < self->fresh_count && entries <= limit - BLOCK_ENTRIES; done++) {
             if (!self->fresh[done].message)
                 continue;
-            put_entry(datagram + HEADER_BYTES + entries++ * ACK_ENTRY_BYTES, &self->fresh[done]);
+            entries += put_block(datagram + HEADER_BYTES + entries * ACK_ENTRY_BYTES, &self->fresh[done]);
             note_recent(self, self->fresh[done]);
         }
         for (; self->port_count && self->marked_paths && entries && entries < limit; entries++)
@@ -205,6 +217,19 @@ static void sample_paths(const io *io, flow *self, uint64_t sampled, const uint8
     flow_sample_rtt(self, paths ? total_s / (double)paths : 0, newest_s > 0 ? fmax(now_s - newest_s, 1e-6) : 0);
 }
 
+/* Record trimmed packets as lost; return how many. A packet that was sent again may be under way. */
+static int64_t take_trimmed(flow *self, tx_message *message, int64_t first, uint64_t bits) {
+    int64_t lost = 0;
+    for (; bits; bits &= bits - 1) {
+        uint32_t index = (uint32_t)(first + __builtin_ctzll(bits));
+        if (message->state[index] != FLYING || message->tags[index][0] & RETRANSMISSION)
+            continue;
+        tx_lost(self, message, index);
+        lost++;
+    }
+    return lost;
+}
+
 void ack_take(io *io, flow *self, const uint8_t *datagram, int64_t bytes, double now_s) {
     int64_t size = bytes - HEADER_BYTES, delivered = 0;
     if (size <= 0 || size % ACK_ENTRY_BYTES) {
@@ -221,12 +246,19 @@ void ack_take(io *io, flow *self, const uint8_t *datagram, int64_t bytes, double
             continue;
         }
         tx_message *message = tx_find(self, get32(at), get16(at + 4));
-        int64_t first = (int64_t)(get32(at + 6) & ~ACK_WHOLE) * ACK_BLOCK_PACKETS;
+        int64_t first = (int64_t)(get32(at + 6) & ~(ACK_WHOLE | ACK_TRIMMED)) * ACK_BLOCK_PACKETS;
         uint64_t bits = get64(at + 10);
         if (!message || first >= message->packets)
             continue;
         if (message->packets - first < ACK_BLOCK_PACKETS)
             bits &= (1ull << (message->packets - first)) - 1;
+        if (get32(at + 6) & ACK_TRIMMED) {
+            /* As congestion each counts like a marked packet: its header has arrived. */
+            int64_t trimmed = take_trimmed(self, message, first, bits);
+            delivered += trimmed;
+            marked += trimmed;
+            continue;
+        }
         for (uint64_t fresh = bits & ~message->acked[first / ACK_BLOCK_PACKETS]; fresh; fresh &= fresh - 1) {
             uint32_t index = (uint32_t)(first + __builtin_ctzll(fresh));
             if (message->state[index] == UNSENT)

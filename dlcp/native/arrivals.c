@@ -131,7 +131,8 @@ static void take_in(engine *self, const uint8_t *datagram, int64_t bytes, const 
         return;
     }
     if (header_type(datagram) == DATA) {
-        note_inbound(self, now_s);
+        if (!(datagram[1] & TRIMMED)) /* what is left of those is fast at any port */
+            note_inbound(self, now_s);
         if ((tos & 3) == 3) {
             from->path_marked[way]++;
             from->marked_paths |= 1ull << way;

@@ -59,7 +59,7 @@ typedef struct {
 /* Packets counted since the beginning; those that begin with `refused_` were refused. */
 typedef struct {
     int64_t refused_malformed, refused_token, refused_job, refused_sender, refused_stale;
-    int64_t data, duplicate, late, early_full, probe, control_unsent;
+    int64_t data, trimmed, duplicate, late, early_full, probe, control_unsent;
     int64_t send_errors, truncated, acknowledgements, received_bursts, sent_bursts;
 } packet_counters;
 

@@ -13,18 +13,20 @@
 
 enum { VERSION = 1, HEADER_BYTES = 32, QUEUES = 8, ORDINARY_QUEUE = 1, DATAGRAM_MAX = 65536 };
 enum packet_type { DATA = 1, ACK, PROBE, BITMAP, STOP, STOP_ACK, HELLO, HELLO_ACK, ABORT };
-enum { PROTECTED = 0x80, RETRANSMISSION = 0x40 };
+enum { PROTECTED = 0x80, RETRANSMISSION = 0x40, TRIMMED = 0x20 };
 enum { SEGMENTS_MAX = 64 };
 /* Payload of a PROBE: whether its sender has more to send (1: do not complete without it yet). A zero is omitted. */
 enum { QUESTION_BYTES = 1 };
 enum { ACK_BLOCK_PACKETS = 64, ACK_ENTRY_BYTES = 18, ACK_PATH = 0x7FFFFFFF };
 /* In the block of an acknowledgement's entry: the message is complete with every packet, so no probe is needed. */
 #define ACK_WHOLE 0x80000000u
+/* There, too: the bits are of trimmed packets. */
+#define ACK_TRIMMED 0x40000000u
 
 static_assert(PATHS_MAX <= 64, "sets of paths are the bits of a uint64_t");
 static_assert(PATHS_MAX <= UINT8_MAX, "a packet's path is kept in a byte");
 static_assert(ACK_BLOCK_PACKETS == 64, "an acknowledgement's entry has a bit for each packet of its block");
-static_assert(MESSAGE_PACKETS_MAX <= ACK_WHOLE, "the number of a block leaves room for ACK_WHOLE");
+static_assert(MESSAGE_PACKETS_MAX <= ACK_TRIMMED, "the number of a block leaves room for two flags");
 static_assert(SEGMENTS_MAX <= 64, "the kernel takes no more datagrams at once (UDP_MAX_SEGMENTS)");
 
 static inline uint16_t get16(const uint8_t *at) {
@@ -79,6 +81,9 @@ static inline bool has_bit(const uint64_t *bits, int64_t i) {
 }
 static inline void set_bit(uint64_t *bits, int64_t i) {
     bits[i >> 6] |= 1ull << (i & 63);
+}
+static inline void clear_bit(uint64_t *bits, int64_t i) {
+    bits[i >> 6] &= ~(1ull << (i & 63));
 }
 static inline size_t bit_words(int64_t bits) {
     return (size_t)(bits + 63) / 64;

@@ -55,6 +55,8 @@ static void rx_close(receiver *rx, rx_message *self) {
     self->active = false;
     give_early(rx, self->buffer, self->early_bytes);
     self->early_bytes = 0;
+    free(self->trimmed);
+    self->trimmed = NULL;
 }
 
 static void rx_drop(receiver *rx, rx_message *self) {
@@ -247,8 +249,17 @@ static bool is_current(const receiver *rx, int64_t step) {
     return step >= rx->oldest_step && step <= rx->oldest_step + STEPS_AHEAD_MAX;
 }
 
+/* Return whether a switch has left no more of a packet than its headers. Ours set a flag. Those of other vendors leave
+ * less than the `full` size (0: unknown), and give it another DSCP. */
+static bool is_trimmed(const flow *from, const uint8_t *header, int64_t size, int64_t full, int tos) {
+    const uint8_t *ours = from->service[header[2] >> 5];
+    int mark = tos & ~3;
+    return header[1] & TRIMMED || (size < full && mark && mark != (ours[0] & ~3) && mark != (ours[1] & ~3));
+}
+
 /* Return the message of data that is not known yet; NULL to accept none. */
-static rx_message *rx_accept_first(receiver *rx, flow *from, const uint8_t *header, int64_t size, double now_s) {
+static rx_message *rx_accept_first(receiver *rx, flow *from, const uint8_t *header, int64_t size, int tos,
+                                   double now_s) {
     int64_t step = header_step(header), index = header_index(header), count = header_count(header);
     if (!is_current(rx, step)) {
         rx->io->view.counters.refused_stale++;
@@ -259,7 +270,7 @@ static rx_message *rx_accept_first(receiver *rx, flow *from, const uint8_t *head
     rx_time_wait *done = time_wait_find(rx, from, step, header_message(header));
     if (done) {
         rx->io->view.counters.late++;
-        from->late_received += done->asked && !(header[1] & RETRANSMISSION);
+        from->late_received += done->asked && !(header[1] & (RETRANSMISSION | TRIMMED));
         if (done->state == TIME_WAIT_STOPPING) {
             if (now_s > done->due_s - done->repeat_s / 2)
                 time_wait_stop(rx, done, now_s);
@@ -271,7 +282,9 @@ static rx_message *rx_accept_first(receiver *rx, flow *from, const uint8_t *head
         return NULL;
     }
     int64_t payload_bytes = rx->io->config.payload_bytes;
-    if (index >= count || size < 1 || size > payload_bytes || (index < count - 1 && size < payload_bytes)) {
+    int64_t full = index < count - 1 ? payload_bytes : 0;
+    bool fits = size > 0 && size >= full && size <= payload_bytes;
+    if (index >= count || !(fits || is_trimmed(from, header, size, full, tos))) {
         rx->io->view.counters.refused_malformed++;
         return NULL;
     }
@@ -292,18 +305,49 @@ static void refuse_misfit(receiver *rx, rx_message *self, const uint8_t *header,
     abandon(rx, self, now_s);
 }
 
+/* Record that all packets have arrived or been trimmed: no more will come, unless they are sent again. */
+static void note_accounted(rx_message *self) {
+    if (self->arrived + self->trimmed_packets < self->packets || self->trimmed_protected)
+        return;
+    self->asked = true;
+    self->protected_packets = self->arrived_protected;
+}
+
+/* Process what a switch has left of a packet: its sender learns at once that it is lost. */
+static void take_trimmed(receiver *rx, rx_message *self, const uint8_t *header, int tos, double now_s) {
+    int64_t index = header_index(header);
+    rx->io->view.counters.trimmed++;
+    /* Of a packet that was sent again, another copy may be under way; a probe finds out. */
+    if (has_bit(self->bits, index) || header[1] & RETRANSMISSION)
+        return;
+    if (!self->trimmed)
+        self->trimmed = calloc(bit_words(self->packets), sizeof *self->trimmed);
+    if (!self->trimmed || has_bit(self->trimmed, index))
+        return;
+    set_bit(self->trimmed, index);
+    self->trimmed_packets++;
+    self->trimmed_protected += (header[1] & PROTECTED) != 0;
+    ack_note_arrival(rx->io, self->from, self, index, tos, now_s);
+    note_accounted(self);
+    complete(rx, self, now_s);
+}
+
 /* Process a data packet. Its payload need not follow its header in memory. */
 void rx_take_data(receiver *rx, flow *from, const uint8_t *header, const uint8_t *payload, int64_t size, int tos,
                   double now_s) {
     int64_t index = header_index(header), payload_bytes = rx->io->config.payload_bytes;
     rx_message *self = rx_find(rx, from, header_step(header), header_message(header));
     if (!self) {
-        self = rx_accept_first(rx, from, header, size, now_s);
+        self = rx_accept_first(rx, from, header, size, tos, now_s);
         if (!self)
             return;
     }
-    bool last = index == self->packets - 1;
-    bool fits = header_count(header) == self->packets && index < self->packets && size > 0 && size <= payload_bytes &&
+    bool last = index == self->packets - 1, belongs = header_count(header) == self->packets && index < self->packets;
+    if (belongs && is_trimmed(from, header, size, last ? self->last_bytes : payload_bytes, tos)) {
+        take_trimmed(rx, self, header, tos, now_s);
+        return;
+    }
+    bool fits = belongs && size > 0 && size <= payload_bytes &&
                 (!last || !self->last_bytes || size == self->last_bytes) && (last || size == payload_bytes);
     if (!fits) {
         refuse_misfit(rx, self, header, size, now_s);
@@ -331,6 +375,14 @@ void rx_take_data(receiver *rx, flow *from, const uint8_t *header, const uint8_t
     self->arrived++;
     self->arrived_protected += (header[1] & PROTECTED) != 0;
     rx->io->view.counters.data++;
+    if (self->trimmed) {
+        if (has_bit(self->trimmed, index)) { /* it was sent again */
+            clear_bit(self->trimmed, index);
+            self->trimmed_packets--;
+            self->trimmed_protected -= (header[1] & PROTECTED) != 0;
+        }
+        note_accounted(self);
+    }
     complete(rx, self, now_s);
 }
 

@@ -17,6 +17,9 @@ struct rx_message {
     bool active;    /* it accepts packets: it is in the table */
     bool complete;  /* its bound is met */
     uint64_t *bits; /* packets that have arrived, as in `event` */
+    /* Packets of which a switch has left no more than their headers; NULL if there was none. */
+    uint64_t *trimmed;
+    int64_t trimmed_packets, trimmed_protected;
     uint8_t *layer; /* from each packet's header */
     uint8_t *buffer, *tail;
     int64_t bytes, tail_bytes;
@@ -79,6 +82,7 @@ static inline bool rx_is_whole(const rx_message *self) {
 
 static inline void rx_free(rx_message *self) {
     free(self->bits);
+    free(self->trimmed);
     free(self->layer);
     free(self);
 }

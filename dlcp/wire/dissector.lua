@@ -40,7 +40,8 @@ local f = {
     ack_step = ProtoField.uint32("dlcp.ack_step", "Step", base.DEC),
     ack_message = ProtoField.uint16("dlcp.ack_message", "Message", base.DEC),
     ack_whole = ProtoField.bool("dlcp.ack_whole", "The message is complete, every packet has arrived", 32, nil, 0x80000000),
-    ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC, nil, 0x7fffffff),
+    ack_trimmed = ProtoField.bool("dlcp.ack_trimmed", "The packets below were trimmed", 32, nil, 0x40000000),
+    ack_block = ProtoField.uint32("dlcp.ack_block", "Block of 64 packets", base.DEC, nil, 0x3fffffff),
     ack_arrived = ProtoField.uint64("dlcp.ack_arrived", "Arrived (bit k = packet 64 block + k)", base.HEX),
     ack_path = ProtoField.uint32("dlcp.ack_path", "Path", base.DEC),
     ack_marked = ProtoField.uint64("dlcp.ack_marked", "Packets that arrived marked on it", base.DEC),
@@ -71,6 +72,7 @@ dlcp.fields = {
     f.ack_step,
     f.ack_message,
     f.ack_whole,
+    f.ack_trimmed,
     f.ack_block,
     f.ack_arrived,
     f.ack_path,
@@ -183,6 +185,7 @@ local function add_entries(buffer, tree)
             entry:add(f.ack_step, buffer(at + 0, 4))
             entry:add(f.ack_message, buffer(at + 4, 2))
             entry:add(f.ack_whole, buffer(at + 6, 4))
+            entry:add(f.ack_trimmed, buffer(at + 6, 4))
             entry:add(f.ack_block, buffer(at + 6, 4))
             entry:add(f.ack_arrived, buffer(at + 10, 8))
         end

@@ -43,6 +43,7 @@ ACK_LABELS: Final = {
     "step": "Step",
     "message": "Message",
     "whole": "The message is complete, every packet has arrived",
+    "trimmed": "The packets below were trimmed",
     "block": "Block of 64 packets",
     "arrived": "Arrived (bit k = packet 64 block + k)",
 }

@@ -110,6 +110,12 @@ def test_burst_lets_a_job_send_back_to_back_even_on_a_slow_port():
     assert all(row.meter.cburst == 8 * fabric.mtu_bytes for row in rows(fabric, "job_share"))
 
 
+def test_packets_of_the_jobs_named_are_trimmed():
+    assert not rows(star(1), "trimming")
+    trimmed = rows(star(1, policy=Policy(trim=(3, 0xFFFF))), "trimming")
+    assert [(row.match, row.target.name) for row in trimmed] == [({"job": 3}, "trim"), ({"job": 0xFFFF}, "trim")]
+
+
 def test_ports_are_set_up_with_their_queueing():
     fabric = star(2)
     fabric = replace(fabric, links=(replace(fabric.links[0], rate_bps=5, loss=0.01), fabric.links[1]))

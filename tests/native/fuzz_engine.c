@@ -595,7 +595,8 @@ static int64_t forge(uint8_t *at, int from, int to) {
             uint32_t block = kind & 2 ? number_for(self) : (uint32_t)(byte() % (self->packets / 64 + 1));
             put32(at + bytes, kind & 4 ? (uint32_t)byte() : (uint32_t)self->step);
             put16(at + bytes + 4, (uint16_t)self->number);
-            put32(at + bytes + 6, kind & 4 ? ACK_PATH : block | (kind & 1 ? ACK_WHOLE : 0));
+            put32(at + bytes + 6,
+                  kind & 4 ? ACK_PATH : block | (kind & 1 ? ACK_WHOLE : 0) | (kind & 8 ? ACK_TRIMMED : 0));
             put64(at + bytes + 10, (uint64_t)byte() * 0x0101010101010101u);
         }
     } else if (type == DATA) {
