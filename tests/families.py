@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of IP, for tests that take their sockets from either."""
 
+import socket
 from contextlib import suppress
 
 import pytest
@@ -13,6 +14,15 @@ def _has_ipv6():
         sock.bind((IPV6.loopback, 0))
         return True
     return False
+
+
+def has_raw_sockets():
+    """Return whether this process may open raw sockets (CAP_NET_RAW)."""
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_UDP).close()
+    except PermissionError:
+        return False
+    return True
 
 
 needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1: IPv6 is off")

@@ -78,7 +78,7 @@ class Options:
         Let ranks in the same network namespace, and so on the same host, exchange packets through memory instead of
         sockets; nothing is queued or lost there. No effect with ``immediate``, or for a rank with ``advertise``, whose
         peers reach it through a network.
-    congestion, tagged, silence_s, deadline_s
+    congestion, tagged, foreign_trimming, silence_s, deadline_s
         See :class:`dlcp.transport.TransportOptions`.
     meet_s
         How long ranks wait for each other when they join.
@@ -139,6 +139,7 @@ class Options:
     tls: Annotated[str, Trait.WITHOUT_TORCH, OWN, Trait.PROTECTS] = ""
     congestion: Congestion = "dctcp"
     tagged: bool = True
+    foreign_trimming: bool = False
     payload_bytes: Annotated[int, Unit("bytes"), AGREED] = 0
     shared_memory: bool = True
     silence_s: Seconds = 10.0

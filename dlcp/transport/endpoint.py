@@ -17,6 +17,7 @@ from dlcp.host.closing import ending_error
 from dlcp.inputs.addresses import format_address
 from dlcp.transport.connection import Connection, Links, OnMessage, OnUnexpected
 from dlcp.transport.messages import (
+    Address,
     Arrival,
     Delivery,
     PeerSilentError,
@@ -31,6 +32,7 @@ from dlcp.transport.sockets import UDP_GRO, bind_further, packets_held
 
 if TYPE_CHECKING:  # loaded when options ask for it
     from dlcp.host.timeline import Timeline
+    from dlcp.transport.foreign_trimming import TrimmedPackets
 
 CLOSE_LINGER_S: Final = 1.0
 """The wait of a closing endpoint for the last acknowledgements: several round trips of a long path."""
@@ -99,6 +101,11 @@ class Endpoint:
             membership, options, links, call=self.call, on_message=on_message, timeline=timeline
         )
         self._engine = self.connection.engine
+        self._trimmed: TrimmedPackets | None = None
+        if options.foreign_trimming:
+            from dlcp.transport import foreign_trimming  # loaded when options ask for it
+
+            self._trimmed = foreign_trimming.TrimmedPackets(sock, self._take_trimmed)
         self._thread_id = 0
         self._thread = threading.Thread(target=self._run, name=f"dlcp-rank{membership.rank}", daemon=True)
         self._thread.start()
@@ -198,6 +205,10 @@ class Endpoint:
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
 
+    def _take_trimmed(self, datagram: memoryview, tos: int, source: Address) -> None:
+        with contextlib.suppress(TransportError):  # it has ended
+            self.call(partial(self.connection.on_datagram, datagram, tos, source, time.monotonic()))
+
     def _linger(self) -> None:
         """Wait until peers have all messages, then briefly until they have stopped retransmitting."""
         if not self.flush(self.connection.options.silence_s):
@@ -249,6 +260,8 @@ class Endpoint:
             raise
         finally:
             self._end(why)
+            if self._trimmed is not None:
+                self._trimmed.close()
             # In this thread nothing else can be using them: a closed descriptor's number is soon reused.
             self._engine.release()
             for each in (self._socket, *self._further):

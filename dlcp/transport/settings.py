@@ -91,6 +91,9 @@ class TransportOptions:
         % more with 16.
     early_buffer_bytes
         Maximum memory for messages that arrive before their receives are posted.
+    foreign_trimming
+        Receive packets that switches of other vendors have trimmed without correcting the length in UDP's header, which
+        the kernel refuses. It takes ``CAP_NET_RAW``.
     clear_after_s
         A path without a loss or mark for this time is clear: its traffic is not tagged by magnitude. With infinity, no
         path is clear. The default is a minute, because bursts of other traffic that matter are more frequent.
@@ -104,6 +107,7 @@ class TransportOptions:
     deadline_s: Seconds = 120.0
     paths: Annotated[int, Range(1, PATHS_MAX)] = 12
     early_buffer_bytes: Annotated[int, Range(1, 1 << 62)] = 1 << 28
+    foreign_trimming: bool = False
     clear_after_s: Annotated[float, Range(0, math.inf, infinite=True)] = 60.0
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from dlcp.session import Options
 from dlcp.transport import Endpoint
 from dlcp.values.dtypes import ValueType
+from tests.families import has_raw_sockets
 from tests.faults.lossy_sockets import lossy_endpoints
 from tests.group.group_ranks import serving, together
 
@@ -34,6 +35,7 @@ VALUES = {
     "shared_memory": [True, False],
     "payload_bytes": [512, 1024],
     "tagged": [True, False],
+    "foreign_trimming": [False, *([True] if has_raw_sockets() else [])],
     "fallback": [True, False],
     "flush": [False, True],
 }  # fmt: skip
