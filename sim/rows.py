@@ -111,8 +111,7 @@ MESSAGE_ROW: Final = row_type(
     (i8, "owner salt probe_at"),
     (i4, "protected required budget missing pulls trims"),
     (i1, "watched probe_timer probe_backoff congested"),
-    (i4, "upper"),
-    (i8, "unused"),
+    (i4, "upper given_up unused"),
 )
 """A node of a graph. Its packets' states begin at ``offset``; a node that sends nothing has none.
 
@@ -121,8 +120,9 @@ those that may stay lost. ``upper`` packets have the upper plane of an encoded m
 ``congested``: a packet was lost, or arrived with a mark. ``filling_holes``: the receiver needs the holes after all.
 ``satisfied``: the receiver needs no more packets. ``listed``: the message is in its stream's list. At the receiver:
 ``protected`` counts packets of class 0 that have not arrived, ``required`` is the number of packets that the loss bound
-demands. ``probed``: the sender has sent everything and probed. ``refs`` counts packets in the network and timers that
-refer to the message; its row can be reused only when there are none."""
+demands, and ``given_up`` counts packets of which only the headers have arrived. ``probed``: the sender has sent
+everything and probed. ``refs`` counts packets in the network and timers that refer to the message; its row can be
+reused only when there are none."""
 
 GRAPH_ROW: Final = row_type((i4, "remaining open"))
 """The numbers of nodes that are not done, and of those that are not closed."""

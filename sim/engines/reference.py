@@ -81,9 +81,9 @@ class Message(Row, fields=MESSAGE_ROW):
     ----------
     graph, stream, transport, followers
         The objects themselves; ``stream`` is None for a node that sends nothing.
-    drop_class, state, arrived, delivered
-        Of each packet: its drop class, its state at the sender, whether it has arrived, and whether it had when the
-        message was done.
+    drop_class, state, arrived, delivered, trimmed
+        Of each packet: its drop class, its state at the sender, whether it has arrived, whether it had when the message
+        was done, and whether only its headers have arrived.
     """
 
     stream: "MessageStream"
@@ -96,6 +96,12 @@ class Message(Row, fields=MESSAGE_ROW):
         self.state: list[PacketState] = []
         self.arrived: list[bool] = []
         self.delivered: list[bool] = []
+        self.trimmed: set[int] = set()
+
+    @property
+    def given_up(self) -> int:
+        """Return of how many packets only the headers have arrived."""
+        return len(self.trimmed)
 
     @property
     def left(self) -> int:
@@ -187,6 +193,12 @@ def drawn(owner: "LinkEnd | ReferenceSwitch") -> int:
     """Return 31 random bits, and advance the owner's generator."""
     owner.random, value = draw(owner.random)
     return value
+
+
+def trim(engine: "ReferenceEngine", packet: SimulatedPacket) -> None:
+    """Remove a packet's payload."""
+    packet.trimmed, packet.size = True, TRIMMED_BYTES
+    engine.count(EngineCounter.TRIMS)
 
 
 class LinkEnd:
@@ -311,16 +323,12 @@ class SwitchPort(LinkEnd):
             if self.rules.trims_either and drawn(self) & 1 and self.queues[0][-1].size >= packet.size:
                 last = self.queues[0][-1]
                 self._take(0, last)
-                self._trim(last)
+                trim(self.engine, last)
                 # The header takes less room than the packet had.
                 self._put(Queue.CONTROL, last)
                 return 0
-            self._trim(packet)
+            trim(self.engine, packet)
         return Queue.CONTROL
-
-    def _trim(self, packet: SimulatedPacket) -> None:
-        packet.trimmed, packet.size = True, TRIMMED_BYTES
-        self.engine.count(EngineCounter.TRIMS)
 
     def _drops_early(self, packet: SimulatedPacket, queue: int) -> bool:
         limits, waiting = self.rules, len(self.queues[queue])
@@ -431,12 +439,15 @@ class P4Pipeline:
         self._link_of = {port: link for link, port in self._port_of.items()}
         self._chooses = chooses_paths(engine.plan)
         self.refused = False
+        self._trimming: set[int] = set()
+        """Jobs whose packets the program trims; a job has one transport."""
         self.populate()
 
     def populate(self) -> None:
         """Write all entries."""
         program, rules = self._program, self._switch.rules
         program.clear_entries()
+        self._trimming.clear()
         tables = program.tables
         tables["port_trust"].insert({"ig_port": 0}, Action("trust"))
         for queue in range(PORT_QUEUES):
@@ -477,11 +488,20 @@ class P4Pipeline:
         ``link`` is the simulator's choice. It holds if the program does not choose paths.
         """
         packet.frame = frame_of(packet, None if self._chooses else _PORT_ADDRESS + self._port_of[link])
+        job, trims = packet.message.job & 0xFFFF, packet.message.transport.trimming
+        if trims and job not in self._trimming:
+            self._trimming.add(job)
+            self._program.tables["trimming"].insert({"job": job}, Action("trim"))
         now_us = self._engine.now_ps // PS_PER_US
         port, priority, packet.carry = self._program.ingress(packet.frame, 0, now_us)
         self.refused = port == DROP_PORT
         if self.refused:
             return link
+        if trims and priority == Queue.CONTROL != packet.queue:
+            trim(self._engine, packet)
+            # What is left is a control packet.
+            packet.queue, packet.drop_class = priority, 0
+            packet.sprayed, packet.path_hash = False, packet.message.stream.path_hash
         if priority != packet.queue:
             raise AssertionError(f"the P4 program puts {packet} into queue {priority}")
         return self._link_of[port]
@@ -515,7 +535,7 @@ def frame_of(packet: SimulatedPacket, destination: int | None = None) -> bytearr
     destination = HOST_ADDRESS + target if destination is None else destination
     header = Header(
         type=PacketType.DATA if packet.kind is PacketKind.DATA else PacketType.ACK,
-        flags=Flag.RETRANSMISSION if packet.retransmission else 0,
+        flags=Flag.RETRANSMISSION * packet.retransmission | Flag.TRIMMED * packet.trimmed,
         queue=packet.queue,
         drop_class=packet.drop_class,
         layer=0,
@@ -667,13 +687,13 @@ class MessageStream(Row, fields=STREAM_ROW):
         self.in_flight -= 1
         sent.message.in_flight -= 1
 
-    def _declare_lost(self, sent: Transmission) -> None:
+    def _declare_lost(self, sent: Transmission, *, trimmed: bool = False) -> None:
         """Declare a packet in flight lost: retransmit it, or make it a hole if the message may do without it."""
         message = sent.message
         self._take_from_flight(sent)
         message.congested = True
         self.engine.count(EngineCounter.DECLARED_LOST)
-        if message.satisfied or (message.bounded and message.drop_class[sent.index]):
+        if rules.may_stay_lost(message, message.drop_class[sent.index] if message.bounded else 0, trimmed):
             self.repairing -= sent.repeated
             message.state[sent.index] = PacketState.HOLE
             message.holes += 1
@@ -794,11 +814,13 @@ class MessageStream(Row, fields=STREAM_ROW):
     def _receive_nack(self, packet: SimulatedPacket) -> None:
         """Handle a NACK: a packet arrived without its payload."""
         now, sent = self.engine.now_ps, packet.transmission
+        if packet.satisfied:
+            packet.message.satisfied = True
         if sent.in_flight:
             self.backoff = 0
-            rules.on_nack(self, self.transport, now - sent.sent_at, now)
+            rules.on_nack(self, self.transport, sent.number, now - sent.sent_at, now)
             self._restart_timers()
-            self._declare_lost(sent)
+            self._declare_lost(sent, trimmed=True)
             self._probe_receiver(packet.message, self.interface)
 
     def _receive_ack(self, packet: SimulatedPacket) -> None:
@@ -916,16 +938,19 @@ class HostInterface(LinkEnd):
         message = packet.message
         if packet.trimmed:
             message.trims += 1
+            if not message.arrived[packet.index]:
+                message.trimmed.add(packet.index)
         elif message.arrived[packet.index]:
             self.engine.count(EngineCounter.DUPLICATES)
         else:
             message.arrived[packet.index] = True
+            message.trimmed.discard(packet.index)
             message.received += 1
             self.engine.count(EngineCounter.ARRIVED)
             if message.bounded and not message.drop_class[packet.index]:
                 message.protected -= 1
-            if not message.done and rules.is_complete(message.transport, message):
-                self.engine.complete_node(message)
+        if not message.done and rules.is_complete(message.transport, message):
+            self.engine.complete_node(message)
         kind = PacketKind.NACK if packet.trimmed else PacketKind.ACK
         answered = {"index": packet.index, "transmission": packet.transmission, "ecn_echo": packet.ecn == 3}
         satisfied = message.done and message.missing > 0

@@ -40,7 +40,7 @@ def of_transport(name: str, parameters: str) -> Any:
 
 
 on_ack = of_transport("on_ack", "s, t, marked, rtt, number, now, limited")
-on_nack = of_transport("on_nack", "s, t, rtt, now")
+change_on_nack = of_transport("on_nack", "s, t, rtt, now")
 change_on_loss = of_transport("on_loss", "s, t, number, now")
 change_on_timeout = of_transport("on_timeout", "s, t")
 timeout_ps = of_transport("timeout_ps", "s, t")
@@ -99,6 +99,16 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
             return
         s.recover = s.number
     change_on_loss(s, t, number, now)
+
+
+@shared
+def on_nack(s: Row, t: Row, number: int, rtt: int, now: int) -> None:
+    """Handle the NACK of packet ``number``, which was trimmed. To DLCP it is a loss."""
+    if s.tail_probing != 0 and number == s.tail_number:
+        s.tail_probing = 0  # the probe has overtaken the packets before it, so its NACK does not show their loss
+    if t.is_dlcp != 0:
+        on_loss(s, t, number, now)
+    change_on_nack(s, t, rtt, now)
 
 
 @shared
@@ -235,10 +245,26 @@ def has_enough(m: Row) -> int:
 
 @shared
 def is_complete(t: Row, m: Row) -> int:
-    """Return whether a receiver needs no more packets: all have arrived, or the loss bound lets it stop now."""
+    """Return whether a receiver needs no more packets: all have arrived, or the loss bound lets it stop now.
+
+    It waits for packets that may still arrive, unless ``immediate``: until it knows that all others are given up, or
+    until the sender probes.
+    """
     if m.received == m.packets:
         return True
-    return m.bounded != 0 and (t.immediate != 0 or m.probed != 0) and has_enough(m)
+    waits = t.immediate == 0 and m.probed == 0 and m.received + m.given_up < m.packets
+    return m.bounded != 0 and not waits and has_enough(m)
+
+
+@shared
+def may_stay_lost(m: Row, drop_class: int, trimmed: int) -> int:
+    """Return whether a sender leaves a lost packet a hole, instead of sending it again at once.
+
+    A packet that was ``trimmed`` is lost for certain, so it is one within the loss bound only.
+    """
+    if m.satisfied != 0:
+        return True
+    return m.bounded != 0 and drop_class != 0 and (trimmed == 0 or m.holes < m.packets - m.required)
 
 
 @shared

@@ -815,6 +815,8 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
         Number of switches that share a message's drop budget: all that its packets may cross, on any path.
     error_feedback
         Add lost values to the next step; otherwise they are lost for good. The packets are the same either way.
+    trimming
+        Whether switches cut a packet that they give up by policy to its headers instead of dropping it.
     """
 
     ecn: ClassVar[bool] = True
@@ -830,6 +832,7 @@ class DlcpTransport(TailProbeTransport, frozen=True, tag="dlcp"):
     switch_hops: Packets = 1
     min_timeout_us: Microseconds = 500.0
     error_feedback: bool = True
+    trimming: bool = False
 
     def __post_init__(self) -> None:
         """Reject anything but eight shares."""

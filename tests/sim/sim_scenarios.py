@@ -86,7 +86,7 @@ def draw(seed: int) -> Scenario:
         any_discipline=True,
         topology=topology,
         switches=_switches(dice, kind),
-        transports={"t": _transport(dice, kind), "flows": DctcpTransport()},
+        transports={"t": _transport(dice, kind, trimming=seed // len(TRANSPORTS) % 2 == 0), "flows": DctcpTransport()},
         jobs=tuple(jobs),
         traffic=(flows,) if dice.random() < 0.5 else (),
         failures=_failures(dice, topology) if dice.random() < 0.3 else (),
@@ -95,9 +95,16 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _incast(transport: TransportSpec, switches: SwitchSpec, failures: tuple[FailureSpec, ...] = ()) -> Scenario:
+def _incast(
+    transport: TransportSpec, switches: SwitchSpec, failures: tuple[FailureSpec, ...] = (), loss_bound: float = 0.0
+) -> Scenario:
     job = CollectiveJob(
-        name="job", hosts=tuple(range(6)), size_bytes=200_000, collective="parameter_server", transport="t"
+        name="job",
+        hosts=tuple(range(6)),
+        size_bytes=200_000,
+        collective="parameter_server",
+        transport="t",
+        loss_bound=loss_bound,
     )
     topology = LeafSpine(leaves=2, spines=1, hosts_per_leaf=3, host_link=LinkSpec(rate_gbps=10.0))
     return Scenario(
@@ -133,10 +140,22 @@ RARE = (
         SwitchSpec(discipline="pfabric", buffer_packets=12),
         (FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.9, start_s=2e-5, stop_s=8e-4),),
     ),
+    _incast(
+        DlcpTransport(trimming=True),
+        SwitchSpec(discipline="dlcp", buffer="queue", buffer_packets=60),
+        (FailureSpec(nodes=("leaf0", "spine0"), loss_ratio=0.3, start_s=2e-5, stop_s=8e-4),),
+        loss_bound=0.03,
+    ),
+    _incast(
+        DlcpTransport(trimming=True),
+        SwitchSpec(discipline="dlcp", buffer="queue", buffer_packets=30),
+        loss_bound=0.1,
+    ),
     _taking_turns(NewRenoTransport(step_gap_us=100), SwitchSpec(buffer_packets=12)),
     _taking_turns(DctcpTransport(step_gap_us=100), SwitchSpec(ecn=EcnSpec(min_packets=5, max_packets=5))),
 )
-"""Cases that random scenarios seldom reach: RED's drops, pFabric's questions, and MLTCP's second step."""
+"""Cases that random scenarios seldom reach: RED's drops, pFabric's questions, a trimmed packet that the loss bound does
+not cover, a trimmed tail probe, and MLTCP's second step."""
 
 
 def _topology(dice: random.Random) -> TopologySpec:
@@ -185,7 +204,7 @@ def _switches(dice: random.Random, kind: type) -> SwitchSpec:
     )
 
 
-def _transport(dice: random.Random, kind: type) -> TransportSpec:
+def _transport(dice: random.Random, kind: type, *, trimming: bool) -> TransportSpec:
     options: dict[str, object] = {}
     if dice.random() < 0.5:
         options["min_timeout_us"] = dice.choice([60.0, 400.0])
@@ -197,6 +216,7 @@ def _transport(dice: random.Random, kind: type) -> TransportSpec:
         options["probe_after_timeouts"] = 2
     if kind is DlcpTransport:
         options["immediate"] = dice.random() < 0.4
+        options["trimming"] = trimming
         options["switch_hops"] = dice.choice([1, 2])
         options["reorder_packets"] = dice.choice([8, 64])
         options["queue"] = dice.choice([0, 4, 4, 4])

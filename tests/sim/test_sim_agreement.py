@@ -52,7 +52,7 @@ def submitted(monkeypatch) -> list[SubmittedGraph]:
 @pytest.mark.parametrize(
     "scenario",
     [*map(draw, range(CASES)), *RARE],
-    ids=[*map(str, range(CASES)), "RED", "pFabric", "MLTCP-Reno", "MLTCP-DCTCP"],
+    ids=[*map(str, range(CASES)), "RED", "pFabric", "trimmed-again", "trimmed-probe", "MLTCP-Reno", "MLTCP-DCTCP"],
 )
 def test_engines_agree(scenario: Scenario, submitted: list[SubmittedGraph]):
     kernel, reference = simulate(scenario, engine="kernel"), simulate(scenario, engine="reference")
@@ -73,9 +73,11 @@ def test_cases_make_everything_happen():
         happened.update({name: count for name, count in counts.items() if count})
         if isinstance(scenario.transports["t"], PFabricTransport):
             happened["pfabric_probes"] += counts["probes"]
+        if isinstance(scenario.transports["t"], DlcpTransport):
+            happened["dlcp_trims"] += counts["trims"]
     # Two messages seldom share a slot by chance; test_shared_slots_are_counted_as_the_program_does makes them.
     names = {cell.name.lower() for cell in EngineCounter}
-    wanted = {*names, "pfabric_probes"} - {"drops_by_class", "slot_taken"}
+    wanted = {*names, "pfabric_probes", "dlcp_trims"} - {"drops_by_class", "slot_taken"}
     assert not {name for name in wanted if not happened[name]}
 
 

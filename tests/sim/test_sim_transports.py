@@ -337,9 +337,9 @@ def test_nscc_adapts_quickly_to_what_arrives():
     for _ in range(4):
         on_ack(nscc, rules, 1, 2 * rules.base_rtt_ps, 0, now, True)
     nscc.window = 40.0
-    on_nack(nscc, rules, rules.base_rtt_ps, now)
+    on_nack(nscc, rules, 0, rules.base_rtt_ps, now)
     assert nscc.window == 39
-    on_nack(nscc, rules, rules.base_rtt_ps, now + rules.base_rtt_ps + rules.target_ps + 1)
+    on_nack(nscc, rules, 0, rules.base_rtt_ps, now + rules.base_rtt_ps + rules.target_ps + 1)
     assert nscc.window == 4
     for _ in range(20):
         on_ack(nscc, rules, 1, 9 * rules.base_rtt_ps, 0, 9 * now, True)
@@ -435,6 +435,20 @@ def test_dlcp_loses_under_congestion_within_the_bound_and_only_what_may_be_lost(
     reliable = [(source, 0, 288_000, 0, {"sender": source}) for source in range(1, 9)]
     records, counts, _ = run(DlcpTransport(), SwitchSpec(discipline="dlcp", buffer_packets=100), reliable)
     assert records["missing_packets"].sum() == counts[EngineCounter.DROPS_POLICY] == 0
+
+
+def test_trimming_tells_dlcp_what_is_lost():
+    """Without a probe, the receiver completes each message; the sender shrinks its window and sends nothing again."""
+    messages = [(source, 0, 288_000, 0, BOUND | {"sender": source}) for source in range(1, 9)]
+    transport = DlcpTransport(trimming=True, min_timeout_us=1e5)
+    records, counts, _ = run(transport, SwitchSpec(discipline="dlcp", buffer_packets=100), messages)
+    assert 0 < counts[EngineCounter.TRIMS] == counts[EngineCounter.DECLARED_LOST] == records["missing_packets"].sum()
+    assert counts[EngineCounter.DROPS_POLICY] == counts[EngineCounter.PROBES] == 0
+    dlcp, rules = stream(DlcpTransport(initial_window_packets=40))
+    dlcp.number = 40
+    for number in (3, 4, 9):
+        on_nack(dlcp, rules, number, 1, 0)
+    assert dlcp.window == 30
 
 
 def test_dlcp_recovers_beyond_its_bound():

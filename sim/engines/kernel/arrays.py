@@ -53,7 +53,8 @@ SEQUENCE_MAX: Final = 1 << (62 - SEQUENCE_SHIFT)
 """Insertions after which the waiting events are renumbered: half of the range of a key."""
 
 # State of a packet of a message: drop class in bits 0-2, the sender's state in bits 3-5, whether it has arrived, and
-# whether it arrived before its message was done. A hole is a lost packet that is not retransmitted unless the receiver
+# whether it arrived before its message was done. The last bit without the one before means that only its headers have
+# arrived. A hole is a lost packet that is not retransmitted unless the receiver
 # needs it.
 CLASS_MASK: Final = 0x07
 STATE_MASK: Final = 0x38

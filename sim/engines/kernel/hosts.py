@@ -532,17 +532,19 @@ def receive_nack(w: Row, port: int, packet: int, now: int) -> None:
     s = k.streams_of(w)[m.stream]
     t = k.transports_of(w)[m.transport]
     r = k.transmissions_of(w)[x.transmission]
+    if x.satisfied != 0:
+        m.satisfied = 1
     if r.serial == x.serial:
         s.backoff = 0
-        rules.on_nack(s, t, now - r.sent_at, now)
+        rules.on_nack(s, t, r.number, now - r.sent_at, now)
         rules.restart_timers(s, t, now)
         arm_timer(w, s, m.stream)
-        declare_lost(w, x.transmission)
+        declare_lost(w, x.transmission, 1)
         probe_receiver(w, port, x.message, now)
 
 
 @call
-def declare_lost(w: Row, transmission: int) -> None:
+def declare_lost(w: Row, transmission: int, trimmed: int) -> None:
     """Declare a packet in flight lost: queue its retransmission, or make it a hole if the message may do without it."""
     r = k.transmissions_of(w)[transmission]
     m = k.messages_of(w)[r.message]
@@ -552,7 +554,7 @@ def declare_lost(w: Row, transmission: int) -> None:
     k.counts_of(w)[EngineCounter.DECLARED_LOST] += 1
     cell = m.offset + r.index
     state = k.states_of(w)[cell]
-    if m.satisfied != 0 or (m.bounded != 0 and (state & k.CLASS_MASK) != 0):
+    if rules.may_stay_lost(m, state & k.CLASS_MASK, trimmed):
         s.repairing -= r.repeated
         k.states_of(w)[cell] = (state & ~k.STATE_MASK) | k.STATE_HOLE
         m.holes += 1
@@ -565,7 +567,7 @@ def declare_lost(w: Row, transmission: int) -> None:
 def lose(w: Row, port: int, transmission: int, now: int) -> None:
     """Declare a packet in flight lost; then probe the receiver or close the message, if this was all it waited for."""
     message = k.transmissions_of(w)[transmission].message
-    declare_lost(w, transmission)
+    declare_lost(w, transmission, 0)
     probe_receiver(w, port, message, now)
     close_message(w, message)
 
@@ -679,22 +681,27 @@ def receive_data(w: Row, port: int, packet: int, now: int) -> None:
     m = k.messages_of(w)[x.message]
     t = k.transports_of(w)[m.transport]
     kind = PacketKind.ACK
+    cell = m.offset + x.index
+    state = k.states_of(w)[cell]
+    known = state & (k.STATE_RECEIVED | k.STATE_DELIVERED)
     if x.trimmed != 0:
         kind = PacketKind.NACK
         m.trims += 1
+        if known == 0:
+            k.states_of(w)[cell] = state | k.STATE_DELIVERED
+            m.given_up += 1
+    elif known & k.STATE_RECEIVED != 0:
+        k.counts_of(w)[EngineCounter.DUPLICATES] += 1
     else:
-        cell = m.offset + x.index
-        state = k.states_of(w)[cell]
-        if state & k.STATE_RECEIVED != 0:
-            k.counts_of(w)[EngineCounter.DUPLICATES] += 1
-        else:
-            k.states_of(w)[cell] = state | k.STATE_RECEIVED | (k.STATE_DELIVERED if m.done == 0 else 0)
-            k.counts_of(w)[EngineCounter.ARRIVED] += 1
-            m.received += 1
-            if m.bounded != 0 and state & k.CLASS_MASK == 0:
-                m.protected -= 1
-            if m.done == 0 and rules.is_complete(t, m):
-                complete_node(w, x.message, now)
+        m.given_up -= 1 if known != 0 else 0
+        delivered = k.STATE_DELIVERED if m.done == 0 else 0
+        k.states_of(w)[cell] = (state & ~k.STATE_DELIVERED) | k.STATE_RECEIVED | delivered
+        k.counts_of(w)[EngineCounter.ARRIVED] += 1
+        m.received += 1
+        if m.bounded != 0 and state & k.CLASS_MASK == 0:
+            m.protected -= 1
+    if m.done == 0 and rules.is_complete(t, m):
+        complete_node(w, x.message, now)
     # The row becomes the acknowledgement, so read its mark before it is overwritten.
     marked = x.ecn == 3
     s = k.streams_of(w)[m.stream]

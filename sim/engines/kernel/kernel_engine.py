@@ -122,7 +122,8 @@ class KernelEngine(CompiledEngine):
         cells = np.arange(packets.sum()) + np.repeat(rows["offset"] - ends + packets, packets)
         states = self._a.states[cells]
         outcomes = np.empty(len(states), PACKET_OUTCOME)
-        outcomes["drop_class"], outcomes["delivered"] = states & k.CLASS_MASK, states & k.STATE_DELIVERED
+        arrived = k.STATE_RECEIVED | k.STATE_DELIVERED
+        outcomes["drop_class"], outcomes["delivered"] = states & k.CLASS_MASK, states & arrived == arrived
         return outcomes
 
     def _set_sizes(self, rows: NDArray[Any], where: slice | NDArray[np.int64], sizes: NDArray[Any]) -> None:

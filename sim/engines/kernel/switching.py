@@ -257,8 +257,16 @@ def enqueue(w: Row, port: int, packet: int, now: int) -> int:
     if droppable and queues[first + queue].depth > rules.drop_above[x.drop_class]:
         m = k.messages_of(w)[x.message]
         if spend_drop_budget(w, p.node - w.hosts, m.owner, m.budget, now, int(queue == EXCESS_QUEUE)):
-            counts[EngineCounter.DROPS_POLICY] += 1
-            return packet
+            if queue == EXCESS_QUEUE or k.transports_of(w)[m.transport].trimming == 0:
+                counts[EngineCounter.DROPS_POLICY] += 1
+                return packet
+            trim(w, packet)
+            # What is left is a control packet.
+            queue = URGENT_QUEUE
+            x.queue = URGENT_QUEUE
+            x.drop_class = 0
+            x.sprayed = 0
+            x.path_hash = k.streams_of(w)[m.stream].path_hash
     if discipline == Discipline.DLCP:
         queues[first + queue].depth += 1
     if p.pending == 0 and p.busy_until <= now:
