@@ -44,6 +44,7 @@ TABLE = {
     "sim": Entry("packet-hops a second of the simulator, beside ns.py", "sim"),
     "sim-flows": Entry("the simulator's flow-level engine beside packets: step times and speed", "flows"),
     "sim-skip": Entry("long trainings in the simulator with steps skipped, beside all steps", "skipping"),
+    "sim-trimming": Entry("simulated incasts over a switch that trims, beside one that drops", "trimming"),
     "ns3": Entry("the same DCTCP flows in ns-3 and in the simulator", "ns3"),
     "trace": Entry("simulated beside measured steps: a job that trains for real, and its trace", "trace_replay"),
     "demo": Entry("the demo's runs beside the same training in the simulator", "simulated_demo"),
