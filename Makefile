@@ -39,7 +39,7 @@ fast: $(STAMP)
 # processes and networks, so two workers share a core. Modules are not reordered: the one with the fewest tests, which
 # would come last, takes minutes.
 test: $(STAMP) ## set up, check style and types, and run every test
-	@.ci/packages ip tshark clang chromium zsh
+	@.ci/packages ip nft tshark clang chromium zsh
 	@mkdir -p out
 	@$(UNSET); setsid $(MAKE) --no-print-directory -j2 --output-sync=target test-mxnet test-tensorflow test-jax \
 		>out/frameworks.log 2>&1 & frameworks=$$!; \

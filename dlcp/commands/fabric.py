@@ -41,10 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "apply": "write what differs",
         "watch": "write what differs whenever it differs, and serve metrics to Prometheus",
         "status": "show the state of the switches and their counters",
+        "export": "print the configuration of a switch that runs no P4 program, for Linux (tc) or SONiC",
     }.items():
         command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        if name == "export":
+            command.add_argument("system", choices=("tc", "sonic"), help="what runs on the switch")
         command.add_argument("file", type=Path, metavar="FILE", help="the fabric and its policy, as YAML or JSON")
-        add(command, "--program", "FOLDER", Path, "compiled program to use instead of DLCP's own")
+        if name != "export":
+            add(command, "--program", "FOLDER", Path, "compiled program to use instead of DLCP's own")
+        if name == "export":
+            command.add_argument("switch", metavar="SWITCH", help="name of the switch in the fabric")
         if name in ("plan", "status"):
             add_json(command)
         if name == "status":
@@ -68,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         fabric = load(arguments.file)
+        if arguments.fabric_command == "export":
+            return _export(arguments, fabric)
         pipeline = CompiledProgram() if arguments.program is None else CompiledProgram(arguments.program)
         status: int = _COMMANDS[arguments.fabric_command](arguments, fabric, pipeline)
         return status
@@ -241,6 +249,13 @@ def console() -> Any:
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+
+
+def _export(arguments: argparse.Namespace, fabric: "Fabric") -> int:
+    from dlcp.controller.ordinary_switches import export_sonic, export_tc
+
+    print({"tc": export_tc, "sonic": export_sonic}[arguments.system](fabric, arguments.switch), end="")
+    return 0
 
 
 _COMMANDS: Final = {"check": _check, "plan": _plan, "apply": _apply, "status": _status, "watch": _watch}

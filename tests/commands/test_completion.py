@@ -13,7 +13,7 @@ pytest.importorskip("shtab")
 WORDS = {
     "tr": "train trace",
     "sim sw": "sweep",
-    "fabric ": "check plan apply watch status",
+    "fabric ": "check plan apply watch status export",
     "sim run --engine fl": "flows",
     "sim run fct_1": "fct_144",
     "sim run my": "my.yaml",
