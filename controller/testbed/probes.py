@@ -78,7 +78,9 @@ def ping(pairs: Sequence[tuple[HostLayout, HostLayout]], count: int, deadline_s:
 
 
 _ETH_P_ALL: Final = 3
-_SOL_PACKET, _PACKET_AUXDATA, _PACKET_IGNORE_OUTGOING, _SO_TIMESTAMPNS = 263, 8, 23, 35
+_SOL_PACKET, _PACKET_STATISTICS, _PACKET_AUXDATA, _PACKET_IGNORE_OUTGOING, _SO_TIMESTAMPNS = 263, 6, 8, 23, 35
+_STATISTICS: Final = struct.Struct("@II")
+"""struct tpacket_stats: frames seen, and those for which there was no room."""
 _TIMESPEC: Final = struct.Struct("@qq")
 _AUXDATA: Final = struct.Struct("@IIIHHHH")
 """struct tpacket_auxdata: status first, and last the VLAN tag, which the kernel strips from the frame."""
@@ -130,6 +132,12 @@ class Tap(Closing):
             found += islice(_waiting(key.fileobj, key.data), _BURST_MAX)
         return found
 
+    def missed(self) -> int:
+        """Return how many frames came faster than they were read, since the last call."""
+        socks = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
+        found = [sock.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, _STATISTICS.size) for sock in socks]
+        return sum(_STATISTICS.unpack(each)[1] for each in found)
+
     def close(self) -> None:
         """Close the sockets."""
         for key in list(self._selector.get_map().values()):
@@ -167,8 +175,10 @@ def _packet_socket(interface: str) -> socket.socket:
     return sock
 
 
-def capture(state: TestbedState, where: str, seconds: float, count: int, stopped: threading.Event) -> list[Frame]:
-    """Return the frames that cross a link in both directions, in the order of their times.
+def capture(
+    state: TestbedState, where: str, seconds: float, count: int, stopped: threading.Event
+) -> tuple[list[Frame], int]:
+    """Return the frames that cross a link in both directions, by time, and the number of those missed.
 
     Parameters
     ----------
@@ -193,7 +203,8 @@ def capture(state: TestbedState, where: str, seconds: float, count: int, stopped
     with Tap(links[0]) as tap:
         while len(found) < count and not stopped.is_set() and (left_s := give_up_s - time.monotonic()) > 0:
             found += tap.frames(min(left_s, 0.2))
-    return sorted(found[:count], key=lambda frame: frame.time_ns)
+        missed = tap.missed()
+    return sorted(found[:count], key=lambda frame: frame.time_ns), missed
 
 
 def write_pcap(path: Path, frames: Sequence[Frame]) -> None:
@@ -300,7 +311,7 @@ def trace(state: TestbedState, fabric: Fabric, sender: HostLayout, receiver: Hos
     Raises
     ------
     TestbedError
-        A socket cannot be opened, or the packets cannot be sent.
+        A socket cannot be opened, the packets cannot be sent, or they are too fast to be counted.
     """
     token = secrets.randbits(64)
     headers = (
@@ -323,6 +334,8 @@ def trace(state: TestbedState, fabric: Fabric, sender: HostLayout, receiver: Hos
                 _count(tap, token, sending, seen, receiver.name, flow.count)
             finally:
                 stopped.set()
+        if missed := tap.missed():
+            raise TestbedError(f"{missed} frames came too fast to be counted; give a lower --rate-mbps")
         try:
             sending.result()
         except OSError as error:

@@ -114,7 +114,7 @@ def _capture(arguments: argparse.Namespace, state: "TestbedState") -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     print(f"capturing at {arguments.where} for {arguments.seconds:g} s; Ctrl-C ends it", flush=True)
-    frames = capture(state, arguments.where, arguments.seconds, arguments.count, stopped)
+    frames, missed = capture(state, arguments.where, arguments.seconds, arguments.count, stopped)
     write_pcap(out, frames)
     packets: Counter[tuple[str, str]] = Counter()
     octets: Counter[tuple[str, str]] = Counter()
@@ -124,6 +124,8 @@ def _capture(arguments: argparse.Namespace, state: "TestbedState") -> int:
         octets[kind] += len(frame.data)
     for kind, count in sorted(packets.items()):
         print(f"  to {kind[0]:<10} {kind[1]:<40} {count:>8} packets {octets[kind]:>12} bytes")
+    if missed:
+        print(f"  {missed} more came too fast to be captured")
     print(f"{len(frames)} packets in {out}; open it with: wireshark -X lua_script:{DISSECTOR_PATH} {out}")
     return 0
 

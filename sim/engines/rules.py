@@ -103,11 +103,11 @@ def on_loss(s: Row, t: Row, number: int, now: int) -> None:
 
 @shared
 def on_nack(s: Row, t: Row, number: int, rtt: int, now: int) -> None:
-    """Handle the NACK of packet ``number``, which was trimmed. To DLCP it is a loss."""
+    """Handle the NACK of packet ``number``, which was trimmed. As a sign of congestion, DLCP takes it for a mark."""
     if s.tail_probing != 0 and number == s.tail_number:
         s.tail_probing = 0  # the probe has overtaken the packets before it, so its NACK does not show their loss
     if t.is_dlcp != 0:
-        on_loss(s, t, number, now)
+        on_ack(s, t, 1, rtt, number, now, is_limited(s))
     change_on_nack(s, t, rtt, now)
 
 

@@ -99,7 +99,7 @@ def test_a_capture_has_both_directions(needs, name):
     needs("builtin")
     state = up(FABRIC, "builtin", name)
     found = []
-    tap = threading.Thread(target=lambda: found.extend(capture(state, "leaf2:2", 20, 104, threading.Event())))
+    tap = threading.Thread(target=lambda: found.extend(capture(state, "leaf2:2", 20, 104, threading.Event())[0]))
     tap.start()
     assert follow(name).received == 100
     assert run("ping", "--name", name, "host3", "host0") == 0
