@@ -10,6 +10,9 @@ const bit<32> CLASS_COUNTER_SIZE = 1 << CLASS_INDEX_WIDTH;
 
 const bit<32> PORT_TABLE_SIZE = 1 << PORT_INDEX_WIDTH;
 
+// A route is three blocks of TCAM wide. With 4,096, the program would take a thirteenth stage.
+const bit<32> IPV6_ROUTES_IN_TCAM = 2048;
+
 // A group can hold all ports of a switch, and a member can belong to several groups.
 const bit<32> ROUTE_GROUP_SIZE_MAX = 64;
 const bit<32> ROUTE_GROUPS_SIZE = 256;

@@ -44,7 +44,7 @@ control Route(
         }
         actions = { to_next_hop; @defaultonly NoAction; }
         implementation = route_selector;
-        size = IPV6_ROUTE_TABLE_SIZE;
+        size = IPV6_ROUTES_IN_TCAM;
     }
 
     action to_port(bit<9> port) {

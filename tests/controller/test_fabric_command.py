@@ -38,8 +38,8 @@ def test_check_shows_what_becomes_of_each_switch(capsys):
     assert main(["fabric", "check", str(EXAMPLES / "leaf-spine.yaml")]) == 0
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines()]
-    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "95"] in rows
-    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "89"] in rows
+    assert ["leaf1", "builtin", "127.0.0.1:9561", "plain", "4", "2", "4", "1", "94"] in rows
+    assert ["spine2", "builtin", "127.0.0.1:9564", "plain", "2", "0", "4", "0", "88"] in rows
 
 
 def test_a_wrong_description_is_one_line_that_says_where(file, capsys):

@@ -226,11 +226,6 @@ def test_what_a_tofino_cannot_do_is_refused(entry, complaint):
         list(set_up.entry_writes(Entries(entries=(entry,)), 1500))
 
 
-def test_a_share_has_no_depth(written, fabric):
-    assert all("depth" not in values for _, values in written.table_get("job_share").entries.values())
-    assert all("depth" in e.target.params for e in entries_of(fabric, "leaf1").entries if e.table == "job_share")
-
-
 def test_shares_are_in_kbit_and_not_made_smaller(written, fabric):
     (each,) = [
         each
