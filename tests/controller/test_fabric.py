@@ -134,7 +134,11 @@ def test_certificates_are_beside_the_file(tmp_path):
         ("0.2, 0.1, 0.05]", "0.2, 0.1, 0.3]", r":39: policy\.by_queue\.2\.drop_at: .*class 6 would be dropped first"),
         ("    2: {", "    8: {", r":39: policy\.by_queue\.8: a queue must be in 0\.\.7, not 8"),
         ("to_queue: 2", "to_queue: 9", r":41: policy\.remap\[0\]\.to_queue: to_queue must be in 0\.\.7, not 9"),
-        ("  remap: #", "  trim: [1, 70000]\n  remap: #", r":40: policy\.trim\[1\]: a job must be in 0\.\.65535, not 70000"),
+        (
+            "  remap: #",
+            "  trim: [1, 70000]\n  remap: #",
+            r":40: policy\.trim\[1\]: a job must be in 0\.\.65535, not 70000",
+        ),
         ("  remap: #", "  trim: [1, 1]\n  remap: #", r":40: policy\.trim\[1\]: job 1 is named twice"),
         (", to_queue: 2", "", r":41: policy\.remap\[0\]: a remap without"),
         (

@@ -61,7 +61,7 @@ def test_tables_have_the_same_keys_actions_and_sizes(name):
     # What selects among equal ports is another matter: p4/README.md has it among the differences.
     assert {key for key in ours.keys if key[1] != "selector"} == {key for key in theirs.keys if key[1] != "selector"}
     assert ours.actions ^ theirs.actions <= set(differences())
-    assert ours.size == theirs.size
+    assert ours.size == theirs.size or ours.size in differences()
 
 
 @pytest.mark.parametrize("name", sorted(set(V1MODEL.actions) & set(TNA.actions)))
