@@ -2,7 +2,7 @@
 """Derive a switch's table entries from a fabric and its policy: shortest paths first, then the entries."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ipaddress import ip_address
 from itertools import product
 from typing import Final
@@ -14,11 +14,13 @@ from dlcp.wire import DROP_CLASSES, FIELD_BITS, PacketType, Queue
 _GROUP_BITS: Final = 0x3FFFFFFF
 
 
-def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
+def next_hops(fabric: Fabric, switch: str, without: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Return for each host the ports of a switch that begin a shortest path to it, lowest first.
 
     The length of a path is the number of switches on it, so all hosts at one switch are reached over the same ports.
+    No path leads through the switches of ``without``, unless the switch is one of them.
     """
+    without = () if switch in without else without
     to_edge: dict[str, tuple[int, ...]] = {}
     found: dict[str, tuple[int, ...]] = {}
     for host in fabric.hosts:
@@ -27,7 +29,7 @@ def next_hops(fabric: Fabric, switch: str) -> dict[str, tuple[int, ...]]:
             found[host.name] = (at.number,)
             continue
         if at.switch not in to_edge:
-            to_edge[at.switch] = _ports_toward(fabric, switch, distances(fabric, at.switch))
+            to_edge[at.switch] = _ports_toward(fabric, switch, distances(fabric, at.switch, without))
         found[host.name] = to_edge[at.switch]
     return found
 
@@ -70,7 +72,7 @@ def _ports_toward(fabric: Fabric, switch: str, distance: Mapping[str, int]) -> t
     return tuple(
         number
         for number, neighbour in fabric.neighbours[switch].items()
-        if neighbour.port is not None and distance[neighbour.port.switch] == distance[switch] - 1
+        if neighbour.port is not None and distance.get(neighbour.port.switch) == distance[switch] - 1
     )
 
 
@@ -83,10 +85,13 @@ _BURST_PACKETS_MIN: Final = 8
 """Smallest burst of a meter, in packets of the largest size, so that a job can send back to back."""
 
 
-def entries(fabric: Fabric, switch: str) -> Entries:
-    """Return the complete configuration of a switch of a fabric: tables, routes, meters and ports."""
+def entries(fabric: Fabric, switch: str, without: Collection[str] = ()) -> Entries:
+    """Return the complete configuration of a switch of a fabric: tables, routes, meters and ports.
+
+    Routes avoid the switches of ``without``. Parts of budgets stay, since those switches come back.
+    """
     ports = [Port(switch, number) for number in fabric.neighbours[switch]]
-    hops = next_hops(fabric, switch)
+    hops = next_hops(fabric, switch, without)
     groups = spray_groups(hops)
     members = sorted({port for group in groups for port in group})
     profile = Profile(

@@ -427,17 +427,27 @@ def as_port(end: str) -> Port | None:
     return Port(switch, int(number)) if separator and number.isdecimal() else None
 
 
-def distances(fabric: Fabric, switch: str) -> dict[str, int]:
-    """Return the number of links on the shortest path from a switch to each switch, itself included."""
+def distances(fabric: Fabric, switch: str, without: Collection[str] = ()) -> dict[str, int]:
+    """Return the number of links on the shortest path from a switch to each switch that it reaches, itself included.
+
+    No path leads through the switches of ``without``.
+    """
     found = {switch: 0}
     waiting = deque([switch])
     while waiting:
         here = waiting.popleft()
         for neighbour in fabric.neighbours[here].values():
-            if neighbour.port is not None and neighbour.port.switch not in found:
+            if neighbour.port is not None and neighbour.port.switch not in {*found, *without}:
                 found[neighbour.port.switch] = found[here] + 1
                 waiting.append(neighbour.port.switch)
     return found
+
+
+def dispensable(fabric: Fabric, down: Collection[str]) -> frozenset[str]:
+    """Return those of some switches without which all hosts still reach each other; none if they are too many."""
+    edges = {at.switch for at in fabric.attachments.values()}
+    others = frozenset(down) - edges
+    return others if edges <= distances(fabric, min(edges), others).keys() else frozenset()
 
 
 def stages_between(fabric: Fabric) -> list[list[list[str]]]:

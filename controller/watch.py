@@ -9,15 +9,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
+from finsy.proto import p4r
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dlcp.controller.compiled_program import KINDS, CompiledProgram
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Fabric, FabricSwitch
+from dlcp.controller.fabric import Fabric, FabricSwitch, dispensable
 from dlcp.controller.switch_client import (
     ELECTION_ID,
     LOGGER,
@@ -190,6 +191,9 @@ RETRY_MAX_S: Final = 5.0
 class Watcher:
     """Keeps all switches of a fabric in the wanted state.
 
+    Others route around a switch that does not answer, as long as all hosts still reach each other, until it answers
+    again and holds its entries.
+
     Parameters
     ----------
     fabric, pipeline
@@ -213,13 +217,31 @@ class Watcher:
     def __init__(
         self, fabric: Fabric, pipeline: CompiledProgram, *, election_id: int = ELECTION_ID, every_s: float = _EVERY_S
     ) -> None:
-        self._pipeline, self._election_id, self._every_s = pipeline, election_id, every_s
-        self._entries = {switch.name: entries(fabric, switch.name) for switch in fabric.switches}
-        self._wanted = {name: pipeline.encode(found) for name, found in self._entries.items()}
+        self._fabric, self._pipeline, self._election_id, self._every_s = fabric, pipeline, election_id, every_s
+        self._down: set[str] = set()
+        self._avoided: frozenset[str] = frozenset()
+        self._rerouted = asyncio.Event()
+        self._wanted = self._encoded()
         self._switches = tuple(switch for switch in fabric.switches if switch.grpc)
         self.states: Mapping[str, SwitchStatus] = {
             switch.name: SwitchStatus(frozenset(fabric.neighbours[switch.name])) for switch in self._switches
         }
+
+    def _encoded(self) -> dict[str, list[p4r.Entity]]:
+        """Return what each switch should hold."""
+        names = [switch.name for switch in self._fabric.switches]
+        return {name: self._pipeline.encode(entries(self._fabric, name, self._avoided)) for name in names}
+
+    def _reroute(self) -> None:
+        """Change the routes of all switches if others are down than before."""
+        avoided = dispensable(self._fabric, self._down)
+        if avoided == self._avoided:
+            return
+        self._avoided = avoided
+        self._wanted = self._encoded()
+        self._rerouted.set()
+        self._rerouted = asyncio.Event()
+        LOGGER.info("routes avoid %s", ", ".join(sorted(avoided)) or "no switch any more")
 
     async def run(self) -> None:
         """Compare and repair all switches until cancelled."""
@@ -243,6 +265,8 @@ class Watcher:
                 said = str(error)
             finally:
                 state.connected = False
+            self._down.add(switch.name)
+            self._reroute()
             retry_s = RETRY_S if state.reconciles > before else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s)
 
@@ -250,6 +274,7 @@ class Watcher:
         """Compare, repair and read counters for as long as the connection lasts."""
         first = True
         while True:
+            rerouted = self._rerouted  # of these routes: they may change before the wait below
             outcome = await reconcile(session, self._wanted[session.switch.name])
             self._note(outcome, state)
             if first or outcome.plan.install:
@@ -262,10 +287,17 @@ class Watcher:
                 )
             first = False
             state.connected = True
+            self._down.discard(session.switch.name)
+            self._reroute()
             state.readings = await read_counters(session, state.ports)
-            done, _ = await asyncio.wait([session.lost], timeout=self._every_s)
-            for lost in done:
-                lost.result()
+            change: asyncio.Future[Any] = asyncio.ensure_future(rerouted.wait())
+            either = {session.lost, change}
+            try:
+                done, _ = await asyncio.wait(either, timeout=self._every_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                change.cancel()
+            for each in done:
+                each.result()
 
     async def _set_depths(self, switch: FabricSwitch) -> None:
         """Set BMv2's queue depths: a restart resets them, and P4Runtime cannot set them."""
@@ -275,7 +307,7 @@ class Watcher:
         if reason:
             LOGGER.warning("%s", reason)
         else:
-            await set_queue_depths(switch, self._entries[switch.name].ports)
+            await set_queue_depths(switch, entries(self._fabric, switch.name).ports)
 
     def _note(self, outcome: Outcome, state: SwitchStatus) -> None:
         plan = outcome.plan

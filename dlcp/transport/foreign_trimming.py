@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packets that switches of other vendors have trimmed.
 
-Such a switch corrects the length in IP's header (SAI's proposal for packet trimming demands it), but not that in UDP's.
-So the kernel refuses the packet. A raw socket still gets it, and a filter in the kernel passes no others.
+SAI's proposal for packet trimming demands that such a switch corrects the length in IP's header, and says nothing about
+UDP's. If that stays as it was, the kernel refuses the packet. A raw socket still gets it, and a filter in the kernel
+passes no others.
 """
 
 import ctypes

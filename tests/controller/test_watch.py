@@ -2,6 +2,8 @@
 """The loop that keeps switches in the wanted state, and its metrics for Prometheus."""
 
 import asyncio
+import subprocess
+import sys
 import urllib.request
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -11,7 +13,8 @@ from finsy.proto import p4r
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlcp.controller.compiled_program import difference
-from dlcp.controller.fabric import FabricSwitch, star
+from dlcp.controller.entries import entries
+from dlcp.controller.fabric import FabricSwitch, leaf_spine, star
 from dlcp.controller.switch_client import (
     COUNTER_EVENTS,
     QueueDepthError,
@@ -98,6 +101,74 @@ def test_a_restarted_switch_is_restored_and_one_that_is_right_is_left_alone(swit
             assert len(await held(fabric, pipeline)) == 0
 
     run(work())
+
+
+SERVE = """
+import sys, time
+from dlcp.switch.p4runtime import P4RuntimeDevice, P4RuntimeServer
+from tests.controller.switches import IdleLoop
+with P4RuntimeServer(P4RuntimeDevice(IdleLoop()), ("127.0.0.1", int(sys.argv[1]))):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+class SwitchOfItsOwn:
+    """The P4Runtime server of a built-in switch in a process, which can be killed and started again."""
+
+    kind = "builtin"
+
+    def __init__(self):
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self):
+        self._process = subprocess.Popen([sys.executable, "-c", SERVE, str(self._port)], stdout=subprocess.PIPE)
+        self._process.stdout.readline()
+
+    def kill(self):
+        with self._process:
+            self._process.kill()
+
+
+def test_routes_avoid_a_switch_that_is_down_until_it_is_back(pipeline, caplog):
+    caplog.set_level("INFO", "dlcp.fabric")
+    running = {name: SwitchOfItsOwn() for name in ("leaf1", "leaf2", "spine1", "spine2")}
+    fabric = leaf_spine(2, 2, 1)
+    fabric = replace(fabric, switches=tuple(described(running[each.name], each.name) for each in fabric.switches))
+
+    async def until_held(name, without):
+        async with Session(fabric.switch(name), pipeline) as session:
+            while len(difference(pipeline.encode(entries(fabric, name, without)), await session.entities())):
+                await asyncio.sleep(0.01)
+
+    async def work():
+        watcher = Watcher(fabric, pipeline, every_s=60)
+        task = asyncio.create_task(watcher.run())
+        try:
+            await soon(lambda: all(state.connected for state in watcher.states.values()))
+            await until_held("leaf1", ())
+            running["spine1"].kill()
+            await until_held("leaf1", ["spine1"])
+            await until_held("leaf2", ["spine1"])
+            running["leaf2"].kill()
+            await soon(lambda: not watcher.states["leaf2"].connected)
+            await until_held("leaf1", ["spine1"])
+            running["spine1"].start()
+            await until_held("leaf1", ())
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    try:
+        run(work())
+    finally:
+        for each in running.values():
+            each.kill()
+    said = [record.getMessage() for record in caplog.records if "avoid" in record.getMessage()]
+    assert said == ["routes avoid spine1", "routes avoid no switch any more"]
 
 
 def test_what_somebody_else_changed_is_put_right(switch, pipeline):
