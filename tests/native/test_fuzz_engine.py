@@ -41,7 +41,7 @@ def test_nothing_is_found(inputs, tmp_path):
 
 def test_a_check_that_is_missing_is_found(inputs, tmp_path):
     folder = shutil.copytree(native.FOLDER, tmp_path / "native", ignore=shutil.ignore_patterns("*.so", "*.py*"))
-    source, check = folder / "rx.c", "index < self->packets && "
+    source, check = folder / "rx.c", " && index < self->packets"
     assert check in source.read_text()
     source.write_text(source.read_text().replace(check, ""))
     build(tmp_path / "engine", folder)

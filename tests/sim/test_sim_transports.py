@@ -12,6 +12,7 @@ from dlcp.sim.engines.network_tables import TransportRules, make_plan
 from dlcp.sim.engines.packet_engine import EngineCounter
 from dlcp.sim.engines.reference import MessageStream
 from dlcp.sim.engines.rules import (
+    is_limited,
     measure_rtt,
     on_ack,
     on_begin,
@@ -438,17 +439,18 @@ def test_dlcp_loses_under_congestion_within_the_bound_and_only_what_may_be_lost(
 
 
 def test_trimming_tells_dlcp_what_is_lost():
-    """Without a probe, the receiver completes each message; the sender shrinks its window and sends nothing again."""
+    """Without a probe, the receiver completes each message; the sender sends nothing again, and counts marks."""
     messages = [(source, 0, 288_000, 0, BOUND | {"sender": source}) for source in range(1, 9)]
     transport = DlcpTransport(trimming=True, min_timeout_us=1e5)
     records, counts, _ = run(transport, SwitchSpec(discipline="dlcp", buffer_packets=100), messages)
     assert 0 < counts[EngineCounter.TRIMS] == counts[EngineCounter.DECLARED_LOST] == records["missing_packets"].sum()
     assert counts[EngineCounter.DROPS_POLICY] == counts[EngineCounter.PROBES] == 0
     dlcp, rules = stream(DlcpTransport(initial_window_packets=40))
-    dlcp.number = 40
+    marked, _ = stream(DlcpTransport(initial_window_packets=40))
     for number in (3, 4, 9):
         on_nack(dlcp, rules, number, 1, 0)
-    assert dlcp.window == 30
+        on_ack(marked, rules, 1, 1, number, 0, is_limited(marked))
+    assert dlcp.window == marked.window < 40
 
 
 def test_dlcp_recovers_beyond_its_bound():

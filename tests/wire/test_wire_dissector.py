@@ -10,6 +10,7 @@ import pytest
 from dlcp.wire import (
     ACK_ENTRY,
     ACK_PATH,
+    ACK_TRIMMED,
     ACK_WHOLE,
     FIELD_BITS,
     GREETING,
@@ -149,17 +150,17 @@ def test_tshark_finds_packets_behind_any_header(tmp_path, family, tags):
 
 @needs_tshark
 def test_tshark_reads_what_is_acknowledged(tmp_path):
-    entries = [(7, 2, 0, 0, 0xFF), (0xFFFFFFFF, 0xFFFF, 1, 1 << 20, 1 << 63)]
+    entries = [(7, 2, 0, 0, 0, 0xFF), (7, 2, 0, 1, 0, 0x100), (0xFFFFFFFF, 0xFFFF, 1, 0, 1 << 20, 1 << 63)]
     header = Header(PacketType.ACK, 0, 7, 0, 0, 3, 0, 120, 0, 5, 400, 17, 9).encode()
     columns = [f"dlcp.ack_{name}" for name in ACK_FIELD_BITS]
     payload = b"".join(
-        ACK_ENTRY.pack(step, message, whole * ACK_WHOLE | block, arrived)
-        for step, message, whole, block, arrived in entries
+        ACK_ENTRY.pack(step, message, whole * ACK_WHOLE | trimmed * ACK_TRIMMED | block, arrived)
+        for step, message, whole, trimmed, block, arrived in entries
     )
     whole, broken = shown([header + payload, header + payload[:-1]], tmp_path, "_ws.col.Info", *columns)
     assert whole[0] == "ACK job 3 sender 5 received at 400 us marked 17 after 120 us"
-    assert [tuple(int(column.split(",")[row], 0) for column in whole[1:]) for row in range(2)] == entries
-    assert broken[1:] == [""] * 5
+    assert [tuple(int(column.split(",")[row], 0) for column in whole[1:]) for row in range(3)] == entries
+    assert broken[1:] == [""] * len(columns)
 
 
 @needs_tshark
