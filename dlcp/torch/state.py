@@ -28,7 +28,6 @@ from dlcp.session.joining import Agreement, NotJoinedError
 from dlcp.session.options import Options
 from dlcp.session.training_session import Fallback, TrainingSession
 from dlcp.torch.framework import GlooWatch, agreement_of, framework_route, leave_with_group
-from dlcp.torch.staging import Staged, Stager, stager_for
 from dlcp.transport import Endpoint, TransportError
 from dlcp.transport.ledger import Ledger
 from dlcp.transport.shared_memory import EXPORT_BYTES
@@ -36,6 +35,7 @@ from dlcp.values.dtypes import ValueType
 from dlcp.values.tags import Layer, Segment, Tagger, layers_in_order
 
 if TYPE_CHECKING:
+    from dlcp.torch.staging import Staged, Stager
     from dlcp.torch.unused import UnusedParameters
 
 STEPS_KEPT = 10_000
@@ -454,10 +454,12 @@ class State:
             stager.stage(tensor, per_packet, partial(submission.on_host, session), submission.answer)
         return answer
 
-    def _stager_of(self, device: torch.device) -> Stager | None:
-        if device not in self._stagers:
+    def _stager_of(self, device: torch.device) -> "Stager | None":
+        if device.type != "cpu" and device not in self._stagers:
+            from dlcp.torch.staging import stager_for  # needed for other devices only
+
             self._stagers[device] = stager_for(device)
-        return self._stagers[device]
+        return self._stagers.get(device)
 
     def layer_seconds(self) -> dict[str, list[float]]:
         """Return when each layer's gradients were averaged, by layer position.
@@ -504,7 +506,7 @@ class SubmittedTensor(PendingBucket):
         self._tensor, self._averaged, self._on_averaged = tensor, averaged, on_averaged
         self._staged: Staged | None = None
 
-    def on_host(self, session: TrainingSession, copy: Staged) -> None:
+    def on_host(self, session: TrainingSession, copy: "Staged") -> None:
         """Let the session average a copy on the host."""
         self._staged, self.bucket = copy, Bucket(*as_array(copy.values), self.segments, copy.magnitudes)
         session.start(self)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from dlcp.torch import state as torch_state
 from dlcp.torch.crossstep import cross_step
-from dlcp.torch.staging import Stager, stager_for
+from dlcp.torch.staging import Stager
+from dlcp.torch.state import State
 from tests.torch.workers import WAYS, launch, values
 
 pytestmark = pytest.mark.timeout(110)
@@ -154,6 +154,16 @@ class Accelerator:
         return torch.futures.Future()
 
 
+STAGER_OF = State._stager_of
+
+
+def accelerated(self, device):
+    """As for a device other than the CPU."""
+    if device not in self._stagers:
+        self._stagers[device] = Stager(Accelerator())
+    return self._stagers[device]
+
+
 def train_both(
     worker, *, optimizer="momentum", options=None, kind=Net, scaler=None, staged=False, disagree=False, schedule=None,
     **how,
@@ -161,7 +171,7 @@ def train_both(
     """Train the same model serially and across steps; return both sets of parameters, states and gradients."""
     results = []
     options = options or {"loss_bound": 0.1 * worker.rank if disagree else 0.0}
-    torch_state.stager_for = (lambda _: Stager(Accelerator())) if staged else stager_for
+    State._stager_of = accelerated if staged else STAGER_OF
     for serial in (True, False):
         net, plain = make(optimizer, kind)
         if not serial:
