@@ -437,9 +437,10 @@ def distances(fabric: Fabric, switch: str, without: Collection[str] = ()) -> dic
     while waiting:
         here = waiting.popleft()
         for neighbour in fabric.neighbours[here].values():
-            if neighbour.port is not None and neighbour.port.switch not in {*found, *without}:
-                found[neighbour.port.switch] = found[here] + 1
-                waiting.append(neighbour.port.switch)
+            if neighbour.port is None or neighbour.port.switch in found or neighbour.port.switch in without:
+                continue
+            found[neighbour.port.switch] = found[here] + 1
+            waiting.append(neighbour.port.switch)
     return found
 
 

@@ -176,7 +176,7 @@ def export_sonic(fabric: Fabric, switch: str) -> str:
         depths = fabric.queueing_at(Port(switch, port)).depths()
         for queue in range(QUEUES):
             entry = {"scheduler": "DLCP"}
-            if queue != Queue.CONTROL:
+            if queue not in (Queue.CONTROL, Queue.ORDINARY):  # it would drop what cannot carry marks
                 above = fabric.policy.of_queue(queue).mark_above(depths[queue]) * fabric.mtu_bytes
                 entry["wred_profile"] = f"DLCP_{above}"
                 tables["WRED_PROFILE"][f"DLCP_{above}"] = _ecn_above(above)

@@ -120,7 +120,7 @@ those that may stay lost. ``upper`` packets have the upper plane of an encoded m
 ``congested``: a packet was lost, or arrived with a mark. ``filling_holes``: the receiver needs the holes after all.
 ``satisfied``: the receiver needs no more packets. ``listed``: the message is in its stream's list. At the receiver:
 ``protected`` counts packets of class 0 that have not arrived, ``required`` is the number of packets that the loss bound
-demands, and ``given_up`` counts packets of which only the headers have arrived. ``probed``: the sender has sent
+demands, and ``given_up`` counts packets that arrived without their payload. ``probed``: the sender has sent
 everything and probed. ``refs`` counts packets in the network and timers that refer to the message; its row can be
 reused only when there are none."""
 

@@ -313,7 +313,7 @@ static void note_accounted(rx_message *self) {
     self->protected_packets = self->arrived_protected;
 }
 
-/* Process what a switch has left of a packet: its sender learns at once that it is lost. */
+/* Record a trimmed packet as lost, and let its sender know soon. */
 static void take_trimmed(receiver *rx, rx_message *self, const uint8_t *header, int tos, double now_s) {
     int64_t index = header_index(header);
     rx->io->view.counters.trimmed++;

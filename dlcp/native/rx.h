@@ -14,11 +14,10 @@ struct rx_message {
     int64_t required;          /* packets that meet the bound; -1: no receive is posted */
     bool immediate, asked;
     int64_t last_bytes;
-    bool active;    /* it accepts packets: it is in the table */
-    bool complete;  /* its bound is met */
-    uint64_t *bits; /* packets that have arrived, as in `event` */
-    /* Packets of which a switch has left no more than their headers; NULL if there was none. */
-    uint64_t *trimmed;
+    bool active;       /* it accepts packets: it is in the table */
+    bool complete;     /* its bound is met */
+    uint64_t *bits;    /* packets that have arrived, as in `event` */
+    uint64_t *trimmed; /* packets whose payload a switch has cut off; NULL if there was none */
     int64_t trimmed_packets, trimmed_protected;
     uint8_t *layer; /* from each packet's header */
     uint8_t *buffer, *tail;
