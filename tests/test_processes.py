@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Children end with their parent, however it ends, and import the DLCP that it has."""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 _PARENT = """
 import subprocess, sys
 from dlcp.host import processes
-process, lifeline = processes.start("tests.test_processes", "wait", stdout=subprocess.PIPE)
+process, lifeline = processes.start("tests.test_processes", sys.argv[1], stdout=subprocess.PIPE)
 print(process.stdout.readline().decode().strip(), flush=True)
 sys.stdin.read()
 """
@@ -70,8 +71,9 @@ class Marked:
                 stream.close()
 
 
-def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
-    with Marked([sys.executable, "-c", _PARENT], tmp_path, stdout=subprocess.PIPE, cwd=REPOSITORY) as marked:
+@pytest.mark.parametrize("how", ["wait", "keep the GIL"])
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path, how):
+    with Marked([sys.executable, "-c", _PARENT, how], tmp_path, stdout=subprocess.PIPE, cwd=REPOSITORY) as marked:
         assert marked.process.stdout.readline() == "child\n"
         assert len(marked.pids()) == 2
         marked.process.kill()
@@ -200,6 +202,8 @@ def test_a_demo_in_a_checkout_runs(installed, checkout):
 
 
 if __name__ == "__main__":
-    assert sys.argv[1:] == ["wait"]
     print("child", flush=True)
-    signal.pause()
+    if sys.argv[1] == "wait":
+        signal.pause()
+    else:  # no other thread of Python runs meanwhile
+        ctypes.PyDLL(None).sleep(1000)

@@ -14,6 +14,7 @@ function with PyTorch loaded, optionally in a network namespace; the demo and th
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -93,7 +94,7 @@ def end_with_parent() -> None:
     """End this ``multiprocessing`` child as soon as its parent has exited."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        _watch(parent.join)
+        _end_with(parent.sentinel)
 
 
 def killed_with_parent() -> Callable[[], None]:
@@ -116,7 +117,7 @@ def run_child(module: str, lifeline: int | None) -> None:
     """Run a module as ``__main__`` in a child, and end the child when the pipe ``lifeline``, if any, closes."""
     if lifeline is not None:
         os.set_inheritable(lifeline, False)
-        _watch(lambda: os.read(lifeline, 1))
+        _end_with(lifeline)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -129,16 +130,24 @@ def _code(module: str, lifeline: int | None) -> str:
     )
 
 
-def _watch(wait: Callable[[], object]) -> None:
-    """End this process once ``wait`` returns: with SIGTERM, so that it can clean up, then with SIGKILL."""
+def _end_with(pipe: int) -> None:
+    """End this process once the other end of a pipe closes: with SIGTERM, so that it can clean up, then with SIGKILL.
 
-    def end_self() -> None:
-        wait()
+    The kernel sends SIGTERM, because a thread cannot while the main thread is in C code that keeps the GIL: PyTorch's
+    ``FileStore`` keeps it for minutes if its folder is gone.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait([pipe], timeout=0):  # closed before the kernel was asked
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def kill() -> None:
+        wait([pipe])
         time.sleep(_PATIENCE_S)  # the deadline itself: nothing else would detect a hang
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=end_self, name="dlcp-parent", daemon=True).start()
+    threading.Thread(target=kill, name="dlcp-parent", daemon=True).start()
 
 
 def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
