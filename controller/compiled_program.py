@@ -144,7 +144,7 @@ class CompiledProgram:
             for number, action in profile.members:
                 yield P4ActionProfileMember(profile.profile, member_id=number, action=self._action(action))
             for number, members in profile.groups:
-                weighted = [P4Member(member, weight=1) for member in sorted(members)]
+                weighted = [P4Member(member, weight=weight) for member, weight in sorted(Counter(members).items())]
                 yield P4ActionProfileGroup(profile.profile, group_id=number, members=weighted)
         for entry in entries.entries:
             match entry.target:

@@ -4,7 +4,7 @@
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from ipaddress import ip_address
-from itertools import product
+from itertools import chain, product
 from typing import Final
 
 from dlcp.controller.fabric import PORT_MAX, Fabric, Host, Job, Port, Remap, distances
@@ -14,13 +14,25 @@ from dlcp.wire import DROP_CLASSES, FIELD_BITS, PacketType, Queue
 _GROUP_BITS: Final = 0x3FFFFFFF
 
 
-def next_hops(fabric: Fabric, switch: str, without: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+_TRIAL_SHARE: Final = 31
+"""How many packets take each good path while one takes a path on trial."""
+
+
+def next_hops(
+    fabric: Fabric, switch: str, without: Collection[str | Port] = (), on_trial: Collection[Port] = ()
+) -> dict[str, tuple[int, ...]]:
     """Return for each host the ports of a switch that begin a shortest path to it, lowest first.
 
     The length of a path is the number of switches on it, so all hosts at one switch are reached over the same ports.
-    No path leads through the switches of ``without``, unless the switch is one of them.
+
+    Parameters
+    ----------
+    without
+        Switches and links, the latter by both ports, that no path leads over, if there is another from this switch.
+    on_trial
+        Links, by both ports, that few packets should take: where there is as short a path without them, the port that
+        begins it is repeated.
     """
-    without = () if switch in without else without
     to_edge: dict[str, tuple[int, ...]] = {}
     found: dict[str, tuple[int, ...]] = {}
     for host in fabric.hosts:
@@ -29,7 +41,11 @@ def next_hops(fabric: Fabric, switch: str, without: Collection[str] = ()) -> dic
             found[host.name] = (at.number,)
             continue
         if at.switch not in to_edge:
-            to_edge[at.switch] = _ports_toward(fabric, switch, distances(fabric, at.switch, without))
+            to_edge[at.switch] = _ports_toward(fabric, switch, at.switch, without)
+            good = _ports_toward(fabric, switch, at.switch, {*without, *on_trial}) if on_trial else ()
+            if good and set(good) < set(to_edge[at.switch]):
+                repeated = ((port,) * (_TRIAL_SHARE if port in good else 1) for port in to_edge[at.switch])
+                to_edge[at.switch] = tuple(chain.from_iterable(repeated))
         found[host.name] = to_edge[at.switch]
     return found
 
@@ -68,11 +84,16 @@ def _mac(host: Host) -> int:
     return int(host.mac.replace(":", ""), 16)
 
 
-def _ports_toward(fabric: Fabric, switch: str, distance: Mapping[str, int]) -> tuple[int, ...]:
+def _ports_toward(fabric: Fabric, switch: str, edge: str, without: Collection[str | Port]) -> tuple[int, ...]:
+    distance = distances(fabric, edge, without)
+    if switch not in distance:  # no packets come here
+        return _ports_toward(fabric, switch, edge, ())
     return tuple(
         number
         for number, neighbour in fabric.neighbours[switch].items()
-        if neighbour.port is not None and distance.get(neighbour.port.switch) == distance[switch] - 1
+        if neighbour.port is not None
+        and neighbour.port not in without
+        and distance.get(neighbour.port.switch) == distance[switch] - 1
     )
 
 
@@ -85,13 +106,15 @@ _BURST_PACKETS_MIN: Final = 8
 """Smallest burst of a meter, in packets of the largest size, so that a job can send back to back."""
 
 
-def entries(fabric: Fabric, switch: str, without: Collection[str] = ()) -> Entries:
+def entries(
+    fabric: Fabric, switch: str, without: Collection[str | Port] = (), on_trial: Collection[Port] = ()
+) -> Entries:
     """Return the complete configuration of a switch of a fabric: tables, routes, meters and ports.
 
-    Routes avoid the switches of ``without``. Parts of budgets stay, since those switches come back.
+    ``without`` and ``on_trial`` are as for :func:`next_hops`. Parts of budgets stay, since what is avoided comes back.
     """
     ports = [Port(switch, number) for number in fabric.neighbours[switch]]
-    hops = next_hops(fabric, switch, without)
+    hops = next_hops(fabric, switch, without, on_trial)
     groups = spray_groups(hops)
     members = sorted({port for group in groups for port in group})
     profile = Profile(

@@ -427,28 +427,37 @@ def as_port(end: str) -> Port | None:
     return Port(switch, int(number)) if separator and number.isdecimal() else None
 
 
-def distances(fabric: Fabric, switch: str, without: Collection[str] = ()) -> dict[str, int]:
+def distances(fabric: Fabric, switch: str, without: Collection[str | Port] = ()) -> dict[str, int]:
     """Return the number of links on the shortest path from a switch to each switch that it reaches, itself included.
 
-    No path leads through the switches of ``without``.
+    No path leads through the switches of ``without``, or over links both of whose ports it holds.
     """
     found = {switch: 0}
     waiting = deque([switch])
     while waiting:
         here = waiting.popleft()
         for neighbour in fabric.neighbours[here].values():
-            if neighbour.port is None or neighbour.port.switch in found or neighbour.port.switch in without:
+            if neighbour.port is None or neighbour.port.switch in found:
+                continue
+            if neighbour.port.switch in without or neighbour.port in without:
                 continue
             found[neighbour.port.switch] = found[here] + 1
             waiting.append(neighbour.port.switch)
     return found
 
 
-def dispensable(fabric: Fabric, down: Collection[str]) -> frozenset[str]:
-    """Return those of some switches without which all hosts still reach each other; none if they are too many."""
+def dispensable(fabric: Fabric, down: Collection[str], bad: Iterable[tuple[Port, Port]] = ()) -> frozenset[str | Port]:
+    """Return those of some switches and links without which all hosts still reach each other.
+
+    If the switches are too many, it is none of them; of links, which are given by both ports, the first go first.
+    """
     edges = {at.switch for at in fabric.attachments.values()}
-    others = frozenset(down) - edges
-    return others if edges <= distances(fabric, min(edges), others).keys() else frozenset()
+    found: set[str | Port] = set()
+    parts: list[Collection[str | Port]] = [set(down) - edges, *bad]
+    for part in parts:
+        if edges <= distances(fabric, min(edges), found.union(part)).keys():
+            found.update(part)
+    return frozenset(found)
 
 
 def stages_between(fabric: Fabric) -> list[list[list[str]]]:

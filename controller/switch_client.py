@@ -33,7 +33,7 @@ from finsy.proto import U128, p4r
 
 from dlcp.controller.compiled_program import KINDS, CompiledProgram, Difference, difference
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Fabric, FabricSwitch
+from dlcp.controller.fabric import Fabric, FabricSwitch, Port
 from dlcp.inputs.addresses import parse_address
 from dlcp.switch import (
     EVENT_COUNTERS,
@@ -594,6 +594,19 @@ async def read_counters(session: Session, ports: Iterable[int]) -> Readings:
     for name, kinds in COUNTER_EVENTS.items():
         events += await _events(session, name, kinds, used)
     return Readings(tuple(events), await _depths(session, used))
+
+
+async def read_ports(session: Session, counter: str, ports: Iterable[int]) -> dict[Port, int]:
+    """Read how many packets a counter by port, ``arrivals`` or ``departures``, has seen.
+
+    Raises
+    ------
+    ControlError
+        As for :func:`read_counters`.
+    """
+    found = await session.read([P4CounterEntry(counter, index=port) for port in ports])
+    counts = [entity.counter_entry for entity in found]
+    return {Port(session.switch.name, count.index.index): count.data.packet_count for count in counts}
 
 
 async def _events(session: Session, name: str, kinds: type[IntEnum], ports: list[int]) -> list[EventCount]:

@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 
 from dlcp.controller.compiled_program import KINDS, CompiledProgram
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Fabric, FabricSwitch, dispensable
+from dlcp.controller.fabric import Fabric, FabricSwitch, Port, dispensable
+from dlcp.controller.links import LinkLosses
 from dlcp.controller.switch_client import (
     ELECTION_ID,
     LOGGER,
@@ -29,13 +30,15 @@ from dlcp.controller.switch_client import (
     Session,
     queue_depths_unavailable,
     read_counters,
+    read_ports,
     reconcile,
     set_queue_depths,
 )
 from dlcp.inputs.addresses import parse_address
 from dlcp.switch import EventCount
 
-_EVENT: Final = ["switch", "port", "queue", "event"]
+_PORT: Final = ["switch", "port"]
+_EVENT: Final = [*_PORT, "queue", "event"]
 
 
 @dataclass
@@ -52,14 +55,18 @@ class SwitchStatus:
         Its last counter readings.
     reconciles, failures
         Number of comparisons with the wanted state, and of connections that ended with an error.
-    installs
-        Number of times the program was installed.
+    installs, reroutes
+        Number of times the program was installed, and routes were changed because of a bad switch or link.
     changes
         Entries inserted, modified and deleted.
     writes
         Number of write requests.
     elapsed_s
         Duration of the last comparison and its writes, in seconds.
+    lost
+        Share of the packets to another switch that did not arrive there, as last measured; by port.
+    avoided
+        Ports whose link routes avoid.
     """
 
     ports: frozenset[int]
@@ -68,9 +75,12 @@ class SwitchStatus:
     reconciles: int = 0
     failures: int = 0
     installs: int = 0
+    reroutes: int = 0
     changes: Counter[str] = field(default_factory=Counter)
     writes: int = 0
     elapsed_s: float = 0.0
+    lost: dict[int, float] = field(default_factory=dict)
+    avoided: frozenset[int] = frozenset()
 
     @property
     def events(self) -> tuple[EventCount, ...]:
@@ -84,6 +94,7 @@ _METRICS: Final = (
     (CounterMetricFamily, "dlcp_switch_reconciles", "Comparisons with the wanted state", "reconciles"),
     (CounterMetricFamily, "dlcp_switch_failures", "Errors of the control connection", "failures"),
     (CounterMetricFamily, "dlcp_switch_installs", "Times the program was installed", "installs"),
+    (CounterMetricFamily, "dlcp_switch_reroutes", "Changes of routes because of a bad switch or link", "reroutes"),
     (CounterMetricFamily, "dlcp_switch_writes", "P4Runtime write requests", "writes"),
 )
 """Metrics that are a single field of `SwitchStatus`."""
@@ -116,6 +127,7 @@ class FabricCollector(Collector):
         yield from self._events()
         yield self._drops()
         yield self._depths()
+        yield from self._of_links()
 
     def _events(self) -> Iterable[Metric]:
         packets = CounterMetricFamily("dlcp_switch_event_packets", "Packets by event", labels=_EVENT)
@@ -144,6 +156,16 @@ class FabricCollector(Collector):
             for (port, drop_class), packets in totals.items():
                 metric.add_metric([switch, port, drop_class], packets)
         return metric
+
+    def _of_links(self) -> Iterable[Metric]:
+        lost = GaugeMetricFamily("dlcp_link_lost_share", "Share of packets lost after a port", labels=_PORT)
+        avoided = GaugeMetricFamily("dlcp_link_avoided", "1 if routes avoid the link at a port", labels=_PORT)
+        for switch, state in self._states.items():
+            for port, share in state.lost.items():
+                lost.add_metric([switch, str(port)], share)
+                avoided.add_metric([switch, str(port)], float(port in state.avoided))
+        yield lost
+        yield avoided
 
     def _depths(self) -> Metric:
         labels = ["switch", "port", "queue"]
@@ -183,6 +205,8 @@ def _port(state: SwitchStatus, port: int) -> str:
 
 _EVERY_S: Final = 5.0
 """Interval between comparisons and counter readings: shorter than Prometheus' usual scrape interval."""
+_LINKS_EVERY_S: Final = 1.0
+"""Interval between readings of the counters at both ends of links; what they show may take several. Not tuned."""
 RETRY_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
 """First and longest wait before the next attempt to reach a switch that does not answer. Not tuned."""
@@ -191,8 +215,8 @@ RETRY_MAX_S: Final = 5.0
 class Watcher:
     """Keeps all switches of a fabric in the wanted state.
 
-    Others route around a switch that does not answer, as long as all hosts still reach each other, until it answers
-    again and holds its entries.
+    As long as all hosts still reach each other, routes avoid a switch that does not answer, until it answers again and
+    holds its entries, and a link that is dead or loses packets, until a trial with few packets shows that it is good.
 
     Parameters
     ----------
@@ -201,7 +225,8 @@ class Watcher:
     election_id
         Of several controllers, the one with the highest id writes; the others stand by to replace it.
     every_s
-        Interval between comparisons and counter readings, in seconds. A lost connection is noticed at once.
+        Interval between comparisons and counter readings, in seconds. A lost connection is noticed at once; links are
+        compared each second, or as often as this, if it is shorter.
 
     Attributes
     ----------
@@ -219,7 +244,11 @@ class Watcher:
     ) -> None:
         self._fabric, self._pipeline, self._election_id, self._every_s = fabric, pipeline, election_id, every_s
         self._down: set[str] = set()
-        self._avoided: frozenset[str] = frozenset()
+        self._links = LinkLosses(fabric)
+        self._sessions: dict[str, Session] = {}
+        """With the switches that answer."""
+        self._avoided: frozenset[str | Port] = frozenset()
+        self._on_trial: frozenset[Port] = frozenset()
         self._rerouted = asyncio.Event()
         self._wanted = self._encoded()
         self._switches = tuple(switch for switch in fabric.switches if switch.grpc)
@@ -230,22 +259,50 @@ class Watcher:
     def _encoded(self) -> dict[str, list[p4r.Entity]]:
         """Return what each switch should hold."""
         names = [switch.name for switch in self._fabric.switches]
-        return {name: self._pipeline.encode(entries(self._fabric, name, self._avoided)) for name in names}
+        return {
+            name: self._pipeline.encode(entries(self._fabric, name, self._avoided, self._on_trial)) for name in names
+        }
 
     def _reroute(self) -> None:
-        """Change the routes of all switches if others are down than before."""
-        avoided = dispensable(self._fabric, self._down)
-        if avoided == self._avoided:
+        """Change the routes of all switches if other switches or links are bad than before."""
+        avoided, on_trial = dispensable(self._fabric, self._down, self._links.avoided), self._links.on_trial
+        if (avoided, on_trial) == (self._avoided, self._on_trial):
             return
-        self._avoided = avoided
+        if avoided != self._avoided:
+            parts = sorted(str(part) for part in avoided)
+            LOGGER.info("routes avoid %s", ", ".join(parts) or "nothing any more")
+        self._avoided, self._on_trial = avoided, on_trial
+        for name, state in self.states.items():
+            state.reroutes += 1
+            state.avoided = frozenset(port for port in state.ports if Port(name, port) in avoided)
         self._wanted = self._encoded()
         self._rerouted.set()
         self._rerouted = asyncio.Event()
-        LOGGER.info("routes avoid %s", ", ".join(sorted(avoided)) or "no switch any more")
 
     async def run(self) -> None:
         """Compare and repair all switches until cancelled."""
-        await asyncio.gather(*(self._keep(switch) for switch in self._switches))
+        await asyncio.gather(self._compare_links(), *(self._keep(switch) for switch in self._switches))
+
+    async def _compare_links(self) -> None:
+        """Compare what has left and what has arrived at both ends of the links."""
+        while True:
+            await asyncio.sleep(min(_LINKS_EVERY_S, self._every_s))
+            before = await self._read("arrivals")
+            sent = await self._read("departures")
+            for line in self._links.note(before, sent, await self._read("arrivals")):
+                LOGGER.info("%s", line)
+            for name, state in self.states.items():
+                state.lost = {port.number: share for port, share in self._links.shares.items() if port.switch == name}
+            self._reroute()
+
+    async def _read(self, counter: str) -> dict[Port, int]:
+        """Read a counter of all switches that answer; one that does not is missing."""
+        asked = [read_ports(session, counter, self._links.ports[name]) for name, session in self._sessions.items()]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, ControlError):
+                raise answer
+        return {port: count for answer in found if isinstance(answer, dict) for port, count in answer.items()}
 
     async def _keep(self, switch: FabricSwitch) -> None:
         """Keep a connection to a switch; while it does not answer, retry with exponential backoff."""
@@ -265,6 +322,7 @@ class Watcher:
                 said = str(error)
             finally:
                 state.connected = False
+                self._sessions.pop(switch.name, None)
             self._down.add(switch.name)
             self._reroute()
             retry_s = RETRY_S if state.reconciles > before else min(2 * retry_s, RETRY_MAX_S)
@@ -287,6 +345,7 @@ class Watcher:
                 )
             first = False
             state.connected = True
+            self._sessions[session.switch.name] = session
             self._down.discard(session.switch.name)
             self._reroute()
             state.readings = await read_counters(session, state.ports)

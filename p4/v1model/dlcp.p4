@@ -21,6 +21,9 @@ const bit<9> PORT_NONE = 511; // packets sent here are dropped without being que
 // BMv2 serves a port with one thread, so depths are written in the order of departures, and the last one writes 0.
 register<bit<19>, bit<32>>(DEPTH_REGISTER_SIZE) queue_depth;
 
+// By port. What has left one end of a link and has not arrived at the other was lost on it.
+counter<bit<32>>(1 << PORT_INDEX_WIDTH, CounterType.packets) arrivals;
+counter<bit<32>>(1 << PORT_INDEX_WIDTH, CounterType.packets) departures;
 counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) ingress_events;
 counter<bit<32>>(EVENT_COUNTER_SIZE, CounterType.packets_and_bytes) egress_events;
 
@@ -49,6 +52,7 @@ control DlcpIngress(inout headers_t hdr, inout metadata_t meta, inout standard_m
     SelectiveDrop() selective_drop;
 
     apply {
+        arrivals.count((bit<32>)std.ingress_port[PORT_INDEX_WIDTH - 1:0]);
         meta.queue = QUEUE_ORDINARY;
         if (hdr.dlcp.isValid() && hdr.dlcp.version == DLCP_VERSION) {
             trust.apply(hdr, meta, std);
@@ -99,6 +103,7 @@ control DlcpEgress(inout headers_t hdr, inout metadata_t meta, inout standard_me
     }
 
     apply {
+        departures.count((bit<32>)std.egress_port[PORT_INDEX_WIDTH - 1:0]);
         queue_depth.write(DEPTH_INDEX(std.egress_port, meta.queue), std.deq_qdepth);
         egress_events.count(EVENT_INDEX(std.egress_port, meta.queue, meta.drop_class, EVENT_FORWARDED));
         if (ecn_threshold.apply().hit && std.deq_qdepth > limit) {

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dlcp.controller.compiled_program import difference
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import FabricSwitch, leaf_spine, star
+from dlcp.controller.fabric import FabricSwitch, Port, leaf_spine, star
 from dlcp.controller.switch_client import (
     COUNTER_EVENTS,
     QueueDepthError,
@@ -132,43 +132,99 @@ class SwitchOfItsOwn:
             self._process.kill()
 
 
-def test_routes_avoid_a_switch_that_is_down_until_it_is_back(pipeline, caplog):
-    caplog.set_level("INFO", "dlcp.fabric")
+@pytest.fixture
+def switches():
+    """Return the switches of a fabric of two leaves and two spines, which run, and the fabric."""
     running = {name: SwitchOfItsOwn() for name in ("leaf1", "leaf2", "spine1", "spine2")}
     fabric = leaf_spine(2, 2, 1)
-    fabric = replace(fabric, switches=tuple(described(running[each.name], each.name) for each in fabric.switches))
+    try:
+        yield (
+            running,
+            replace(fabric, switches=tuple(described(running[each.name], each.name) for each in fabric.switches)),
+        )
+    finally:
+        for each in running.values():
+            each.kill()
 
-    async def until_held(name, without):
-        async with Session(fabric.switch(name), pipeline) as session:
-            while len(difference(pipeline.encode(entries(fabric, name, without)), await session.entities())):
-                await asyncio.sleep(0.01)
+
+async def until_held(fabric, pipeline, name, without=(), on_trial=()):
+    wanted = pipeline.encode(entries(fabric, name, without, on_trial))
+    async with Session(fabric.switch(name), pipeline) as session:
+        while len(difference(wanted, await session.entities())):
+            await asyncio.sleep(0.01)
+
+
+def test_routes_avoid_a_link_that_loses_packets_until_it_is_good(switches, pipeline, caplog, monkeypatch):
+    monkeypatch.setattr("dlcp.controller.links._PATIENCE_S", 3.0)
+    caplog.set_level("INFO", "dlcp.fabric")
+    _, fabric = switches
+    ends = Port("leaf1", 2), Port("spine1", 1)
+
+    async def count(session, name, port, packets):
+        entry = p4r.CounterEntry(counter_id=pipeline.schema.counters[name].id, index=p4r.Index(index=port))
+        entry.data.packet_count = packets
+        await session.write([p4r.Update(type=p4r.Update.MODIFY, entity=p4r.Entity(counter_entry=entry))])
+
+    async def carry(watcher, sent, arrived):
+        for name, end, packets in (("departures", ends[0], sent), ("arrivals", ends[1], arrived)):
+            await count(watcher._sessions[end.switch], name, end.number, packets)
+
+    async def work():
+        watcher = Watcher(fabric, pipeline, every_s=0.05)
+        task = asyncio.create_task(watcher.run())
+        try:
+            await soon(lambda: all(state.connected for state in watcher.states.values()))
+            await soon(lambda: ends[0] in watcher._links._began)
+            await carry(watcher, 1000, 950)
+            for name in ("leaf1", "leaf2", "spine1"):
+                await until_held(fabric, pipeline, name, ends)
+            assert watcher.states["leaf1"].lost == {2: pytest.approx(0.05)}
+            assert watcher.states["spine1"].avoided == {1}
+            for name in ("leaf1", "leaf2"):
+                await until_held(fabric, pipeline, name, (), ends)
+            await soon(lambda: ends[0] in watcher._links._began)
+            await carry(watcher, 2000, 1950)
+            for name in ("leaf1", "leaf2"):
+                await until_held(fabric, pipeline, name)
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    run(work())
+    assert [record.getMessage() for record in caplog.records if "link" in record.getMessage()] == [
+        "link leaf1:2 - spine1:1 loses 5.0% of the packets from leaf1:2",
+        "link leaf1:2 - spine1:1 is tried again with few packets",
+        "link leaf1:2 - spine1:1 is good again",
+    ]
+
+
+def test_routes_avoid_a_switch_that_is_down_until_it_is_back(switches, pipeline, caplog):
+    caplog.set_level("INFO", "dlcp.fabric")
+    running, fabric = switches
 
     async def work():
         watcher = Watcher(fabric, pipeline, every_s=60)
         task = asyncio.create_task(watcher.run())
         try:
             await soon(lambda: all(state.connected for state in watcher.states.values()))
-            await until_held("leaf1", ())
+            await until_held(fabric, pipeline, "leaf1")
             running["spine1"].kill()
-            await until_held("leaf1", ["spine1"])
-            await until_held("leaf2", ["spine1"])
+            await until_held(fabric, pipeline, "leaf1", ["spine1"])
+            await until_held(fabric, pipeline, "leaf2", ["spine1"])
             running["leaf2"].kill()
             await soon(lambda: not watcher.states["leaf2"].connected)
-            await until_held("leaf1", ["spine1"])
+            await until_held(fabric, pipeline, "leaf1", ["spine1"])
             running["spine1"].start()
-            await until_held("leaf1", ())
+            await until_held(fabric, pipeline, "leaf1")
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
 
-    try:
-        run(work())
-    finally:
-        for each in running.values():
-            each.kill()
+    run(work())
     said = [record.getMessage() for record in caplog.records if "avoid" in record.getMessage()]
-    assert said == ["routes avoid spine1", "routes avoid no switch any more"]
+    assert said == ["routes avoid spine1", "routes avoid nothing any more"]
 
 
 def test_what_somebody_else_changed_is_put_right(switch, pipeline):
@@ -255,6 +311,7 @@ def scrape(address):
 def test_metrics_name_switch_port_queue_and_event_and_no_more_of_them_than_there_are():
     state = SwitchStatus(frozenset({1, 2}), connected=True, reconciles=7, writes=3)
     state.changes["insert"] = 5
+    state.lost, state.avoided = {1: 0.05, 2: 0.0}, frozenset({1})
     events = [EventCount("FORWARDED", port, 3, drop_class, 10, 1000) for port in range(64) for drop_class in (0, 1)]
     events.append(EventCount("POLICY_DROP", 1, 2, 6, 4, 40))
     state.readings = Readings(tuple(events), {(1, 3): 12})
@@ -277,6 +334,8 @@ def test_metrics_name_switch_port_queue_and_event_and_no_more_of_them_than_there
     assert value("dlcp_switch_event_packets_total", port="other", queue="3", event="FORWARDED") == 62 * 20
     assert value("dlcp_switch_policy_drops_total", port="1", drop_class="6") == 4
     assert value("dlcp_switch_queue_depth_packets", port="1", queue="3") == 12
+    assert [value("dlcp_link_lost_share", port=port) for port in "12"] == [0.05, 0]
+    assert [value("dlcp_link_avoided", port=port) for port in "12"] == [1, 0]
     assert len({labels for name, labels in found if name == "dlcp_switch_event_packets_total"}) == 4
 
 

@@ -35,7 +35,7 @@ def exported():
 
     events = [*IngressEvent.__members__, *EgressEvent.__members__]
     readings = Readings(tuple(EventCount(event, 1, 6, 7, 1, 100) for event in events), {(1, 6): 3})
-    status = watch.SwitchStatus(frozenset({1}), connected=True, readings=readings)
+    status = watch.SwitchStatus(frozenset({1}), connected=True, readings=readings, lost={1: 0.05})
     registry = CollectorRegistry()
     registry.register(RankCollector([snapshot()]))
     registry.register(watch.FabricCollector({"s1": status}))

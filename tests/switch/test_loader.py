@@ -246,7 +246,7 @@ def test_hashes_and_checksums_that_are_refused(document):
 
 def test_other_objects_that_are_refused(document):
     changed = copy.deepcopy(document)
-    changed["counter_arrays"][0]["is_direct"] = True
+    named(changed["counter_arrays"], "ingress_events")["is_direct"] = True
     refused(changed, "direct counters", "ingress_events")
     changed = copy.deepcopy(document)
     named(changed["register_arrays"], "slot_owner")["bitwidth"] = 64

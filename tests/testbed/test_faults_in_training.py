@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spine dies while ranks train over it: nothing ends, nothing is lost beyond the bound, and routes avoid it."""
+"""A spine or a link dies or loses packets while ranks train over it.
+
+Nothing ends, nothing is lost beyond the bound, and routes avoid what is bad until it is good again.
+"""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,7 +19,7 @@ pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip
 
 from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import leaf_spine
-from dlcp.controller.testbed.faults import break_switch, mend_switch
+from dlcp.controller.testbed.faults import break_links, break_switch, change_links, mend_links, mend_switch
 from dlcp.controller.testbed.lifecycle import fabric_of, up
 from dlcp.controller.watch import Watcher
 from dlcp.switch import PortQueueing
@@ -24,6 +28,8 @@ from tests.waiting import until
 FABRIC = leaf_spine(2, 2, 2, queueing=PortQueueing(rate_bps=20_000_000))
 BACK_S = 2.0
 """Longest pause in which no step may end once the spine is down."""
+FOUND_S = 10.0
+"""Longest time until routes avoid a bad link."""
 RANK = """
 import os, sys, time
 import numpy as np
@@ -68,25 +74,54 @@ class Ranks:
         return [process.wait(60) for process in self._processes]
 
 
-@pytest.mark.timeout(200)
-def test_training_goes_on_when_a_spine_dies(needs, name, tmp_path):
-    needs("builtin")
+@contextlib.contextmanager
+def training(name, folder):
+    """Bring a testbed up whose routes are watched; yield its state and the ranks that train on it."""
     state = up(FABRIC, "builtin", name)
     fabric, loop = fabric_of(name), asyncio.new_event_loop()
     watching = loop.create_task(Watcher(fabric, CompiledProgram(), election_id=50).run())
     watcher = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([watching])))
     watcher.start()
     try:
-        ranks = Ranks(name, fabric, tmp_path)
+        ranks = Ranks(name, fabric, folder)
         until(lambda: len(ranks.ends_s) > 20)
+        yield state, ranks
+        assert ranks.end() == 4 * [0]
+    finally:
+        loop.call_soon_threadsafe(watching.cancel)
+        watcher.join()
+
+
+@pytest.mark.timeout(200)
+def test_training_goes_on_when_a_spine_dies(needs, name, tmp_path):
+    needs("builtin")
+    with training(name, tmp_path) as (state, ranks):
         break_switch(state, "spine1")
         broken_s = time.monotonic()
         until(lambda: ranks.ends_s[-1] > broken_s + 2 * BACK_S)
         mend_switch(state, "spine1")
         mended = len(ranks.ends_s)
         until(lambda: len(ranks.ends_s) > mended + 20)
-        assert ranks.end() == 4 * [0]
-    finally:
-        loop.call_soon_threadsafe(watching.cancel)
-        watcher.join()
     assert max(later - sooner for sooner, later in pairwise(ranks.ends_s)) < BACK_S
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["dead", "lossy"])
+def test_routes_avoid_a_bad_link_until_it_is_good_again(needs, name, tmp_path, caplog, how):
+    needs("builtin")
+    caplog.set_level("INFO", "dlcp.fabric")
+
+    def said(words):
+        return any(words in record.getMessage() for record in caplog.records)
+
+    with training(name, tmp_path) as (state, ranks):
+        if how == "dead":
+            break_links(state, ["leaf1", "spine1"])
+        else:
+            change_links(state, ["leaf1", "spine1"], loss=0.05)
+        until(lambda: said("routes avoid leaf1:3, spine1:1"), deadline_s=FOUND_S)
+        mend_links(state, ["leaf1", "spine1"])
+        until(lambda: said("link leaf1:3 - spine1:1 is good again"))
+        mended = len(ranks.ends_s)
+        until(lambda: len(ranks.ends_s) > mended + 20)
+    assert max(later - sooner for sooner, later in pairwise(ranks.ends_s)) < FOUND_S
