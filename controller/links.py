@@ -24,7 +24,7 @@ packets at all ports."""
 _CERTAIN: Final = 4.0
 """An interval ends once the estimates differ by less than this part of the limit, even if the limit is in between."""
 _LOST_MIN: Final = 10
-_SENT_MIN: Final = 500
+_SENT_MIN: Final = 200
 """Fewest packets for the conclusion that a link is bad, or that it is good. Not tuned."""
 _PATIENCE_S: Final = 10.0
 _PATIENCE_MAX_S: Final = 600.0
