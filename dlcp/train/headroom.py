@@ -34,8 +34,8 @@ def checked_steps(steps: int) -> int:
 def evaluate(reports: Sequence[Report]) -> dict[str, Any] | None:
     """Return the results, in seconds and shares; None if nothing was measured.
 
-    A step ends when its slowest rank ends it, so its time is the longest among the ranks of this machine. Values are
-    medians over steps; ``spread_s`` is the interquartile range.
+    A step takes as long as for its slowest rank: of all, or, if the script has ended before all was measured, of those
+    of this machine. Values are medians over steps; ``spread_s`` is the interquartile range.
     """
     measured = [report["measured"] for report in reports if report["measured"]]
     if not measured:

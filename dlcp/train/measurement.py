@@ -68,6 +68,7 @@ class Measurement:
             self.seconds.setdefault(self._way, []).append(seconds)
         following = next(self._ways, None)
         if following is None:
+            self._combine()
             raise MeasurementDoneError(0)
         self._way, self._counts = following
         if self._way in self._arms and self._state and self._state.session and self._state.session.chooser:
@@ -75,6 +76,14 @@ class Measurement:
         # Without averaging ranks run ahead of each other; the next step must not include that.
         dist.barrier(model.process_group)
         self._began_s = self._now_s()
+
+    def _combine(self) -> None:
+        """Replace the time of each step by that of its slowest rank, so that all machines report the same."""
+        found: list[Any] = [None] * dist.get_world_size(self.model.process_group)
+        dist.all_gather_object(found, self.seconds, self.model.process_group)
+        self.seconds = {
+            way: [max(step) for step in zip(*(each[way] for each in found), strict=True)] for way in found[0]
+        }
 
     def close(self, reason: str | None) -> None:
         """Leave the other ranks."""
