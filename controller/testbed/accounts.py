@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -291,17 +292,13 @@ def _carried(layout: Layout, queues: int) -> PortRate:
     sender, receiver = layout.hosts[0], layout.hosts[-1]
     asked_bps = layout.port_of(receiver).queueing.rate_bps
     stopped = threading.Event()
-    # Without a bound socket, the receiver would answer each packet with an ICMP error.
-    sink, source = bound(receiver), bound(sender)
     # Of drop class 0, which the policy never drops; in turn into the lowest queues.
     headers = (Header(PacketType.DATA, 0, queue, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0) for queue in range(queues))
-    packets = [padded(header, family_of(receiver.address)) for header in headers]
-    flood = threading.Thread(
-        target=send_paced,
-        args=(source, (receiver.address, UDP_PORT_BASE), cycle(packets), OVERLOAD * asked_bps, stopped),
-    )
-    with sink, source:
-        flood.start()
+    packets = cycle([padded(header, family_of(receiver.address)) for header in headers])
+    to = (receiver.address, UDP_PORT_BASE)
+    # Without a bound socket, the receiver would answer each packet with an ICMP error.
+    with bound(receiver), bound(sender) as source, ThreadPoolExecutor(1, "dlcp-flood") as threads:
+        flood = threads.submit(send_paced, source, to, packets, OVERLOAD * asked_bps, stopped)
         try:
             time.sleep(WARM_UP_S)
             began_s, before = time.monotonic(), nic_counts(receiver)
@@ -309,7 +306,7 @@ def _carried(layout: Layout, queues: int) -> PortRate:
             ended_s, after = time.monotonic(), nic_counts(receiver)
         finally:
             stopped.set()
-            flood.join()
+        flood.result()
     return PortRate(queues, asked_bps, 8 * after.since(before).received_bytes / (ended_s - began_s))
 
 
@@ -327,7 +324,13 @@ def bound(host: HostLayout, udp_port: int = UDP_PORT_BASE) -> socket.socket:
 def send_paced(
     source: socket.socket, to: tuple[str, int], packets: Iterable[bytes], rate_bps: float, stopped: threading.Event
 ) -> None:
-    """Send packets of ``FRAME_BYTES`` to an address and port at a rate in bit/s, until stopped."""
+    """Send packets of ``FRAME_BYTES`` to an address and port at a rate in bit/s, until stopped.
+
+    Raises
+    ------
+    TestbedError
+        The kernel refuses a packet.
+    """
     per_s = rate_bps / (8 * FRAME_BYTES)
     began_s = time.monotonic()
     for sent, packet in enumerate(packets):
@@ -335,7 +338,10 @@ def send_paced(
             time.sleep(_TICK_S)
         if stopped.is_set():
             return
-        source.sendto(packet, to)
+        try:
+            source.sendto(packet, to)
+        except OSError as error:
+            raise TestbedError(f"{source.getsockname()[0]} cannot send to {to[0]}: {error.strerror}") from error
 
 
 def padded(header: Header, family: IpFamily) -> bytes:

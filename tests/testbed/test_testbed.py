@@ -21,7 +21,7 @@ from dlcp.controller.testbed.layout import RUN_FOLDER, StateFile
 from dlcp.controller.testbed.lifecycle import down, fabric_of, find, up
 from dlcp.demo.testbed_runs import TestbedSetup, check, train
 from dlcp.demo.variants import variants
-from dlcp.host.netlab import NamedNamespace
+from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.switch import PortQueueing
 from tests.waiting import until
 
@@ -199,6 +199,9 @@ def test_each_port_has_the_rate_of_its_own_link(needs, name):
     assert 0.9 < max(rate.carried_bps for rate in carried) / slow_bps < 1.02
     back = dataclasses.replace(state.layout, hosts=state.layout.hosts[::-1])
     assert max(rate.carried_bps for rate in port_rates(back, [1, 1, 1])) > 2 * slow_bps
+    NamedNamespace(state.layout.hosts[0].namespace).ip(f"link set {HOST_INTERFACE} down")
+    with pytest.raises(TestbedError, match=r"10\.0\.0\.1 cannot send to 10\.0\.0\.3"):
+        port_rates(state.layout, [1])
 
 
 @pytest.mark.timeout(400)
