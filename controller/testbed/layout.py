@@ -313,6 +313,8 @@ class TestbedState:
         Whether it is complete.
     switches
         The switches that have been started, by name.
+    is_script
+        Whether the keeper is a Mininet script of the user's.
     """
 
     __test__ = False
@@ -322,6 +324,7 @@ class TestbedState:
     namespaces: tuple[str, ...]
     ready: bool = False
     switches: dict[str, StartedSwitch] = field(default_factory=dict)
+    is_script: bool = False
 
     @property
     def alive(self) -> bool:
@@ -336,6 +339,7 @@ class Traces:
     keeper: ProcessId
     namespaces: tuple[str, ...]
     switches: dict[str, StartedSwitch] = field(default_factory=dict)
+    is_script: bool = False
 
 
 @dataclass(frozen=True)
@@ -389,11 +393,17 @@ class StateFile:
         Raises
         ------
         TestbedError
-            A process does not end, or a namespace cannot be removed. The state stays, so that it can be retried.
+            A Mininet script holds the testbed, a process does not end, or a namespace cannot be removed. The state
+            stays, so that it can be retried.
         """
         state = self._decode(Traces)
         if state is None:
             return 0
+        if state.is_script and state.keeper.alive:
+            raise TestbedError(
+                f"testbed {self.name!r} belongs to the Mininet script in process {state.keeper.pid}; end the script, "
+                "or call net.stop() in it"
+            )
         ended = sum(process.alive for process in (state.keeper, *(made.process for made in state.switches.values())))
         state.keeper.end()
         for made in state.switches.values():

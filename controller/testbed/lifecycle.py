@@ -216,7 +216,7 @@ def down(name: str) -> int:
     Raises
     ------
     TestbedError
-        A process does not end.
+        A process does not end, or a Mininet script holds the testbed.
     """
     return StateFile(name).remove()
 

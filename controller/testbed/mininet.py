@@ -138,7 +138,7 @@ class _Running(Closing):
         self._stopped = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="dlcp-switches", daemon=True)
         self.fabric = with_addresses(fabric, layout)
-        state = TestbedState(layout, ProcessId.of(os.getpid()), tuple(layout.namespaces))
+        state = TestbedState(layout, ProcessId.of(os.getpid()), tuple(layout.namespaces), is_script=True)
         self._files.write(state)
         try:
             self._start(net, layout)

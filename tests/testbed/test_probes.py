@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tools of a testbed: names, frames and counters, without a testbed."""
 
+import os
+
 import pytest
 
 pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip install dlcp[fabric]")
 
 from dlcp.controller.display import queue_lines
 from dlcp.controller.fabric import leaf_spine
-from dlcp.controller.testbed import TestbedError, requirements
+from dlcp.controller.testbed import TestbedError, layout, requirements
 from dlcp.controller.testbed.accounts import SwitchAccount, padded
-from dlcp.controller.testbed.layout import WireEnd, lay_out
+from dlcp.controller.testbed.layout import ProcessId, StateFile, TestbedState, WireEnd, lay_out
 from dlcp.controller.testbed.probes import Frame, kind_of, write_pcap
 from dlcp.host.ip import IPV4
 from dlcp.switch import EventCount, PortQueueing, read_ports, udp_headers, write_ports
@@ -85,6 +87,15 @@ def test_the_queueing_of_ports_is_read_as_it_was_written(tmp_path):
     ports = {1: PortQueueing(rate_bps=5, depth_packets=(1,) * 8, limit_bytes=3), 2: PortQueueing(loss=0.5)}
     write_ports(tmp_path / "ports.json", ports)
     assert read_ports(tmp_path / "ports.json") == ports
+
+
+def test_a_mininet_script_is_not_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(layout, "RUN_FOLDER", tmp_path)
+    files = StateFile("t")
+    files.write(TestbedState(LAYOUT, ProcessId.of(os.getpid()), (), is_script=True))
+    with pytest.raises(TestbedError, match=f"the Mininet script in process {os.getpid()}; end the script"):
+        files.remove()
+    assert files.read() is not None
 
 
 def test_a_capability_that_a_container_lacks_is_named(monkeypatch):
