@@ -7,6 +7,7 @@ The controller is not informed: routes, shares and thresholds stay as the fabric
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def mend_links(state: TestbedState, names: Sequence[str]) -> list[_Link]:
     for link in links:
         NamedNamespace(link[0].namespace).ip(f"link set {link[0].interface} up")
         for end in link:
-            if _is_broken(end):
+            if _drops_all(end):
                 NamedNamespace(end.namespace).tc("qdisc", "delete", "dev", end.interface, "root")
             if end.port:
                 _set_queueing(state, end, state.layout.port(end.node, end.port).queueing)
@@ -188,10 +189,20 @@ def changes(state: TestbedState) -> list[str]:
 
 
 def _is_broken(end: WireEnd) -> bool:
-    show = ["ip", "-o", "link", "show", end.interface]
-    shown = NamedNamespace(end.namespace).run(show, capture_output=True, text=True).stdout
-    flags = shown.partition("<")[2].partition(">")[0].split(",")
-    return "UP" not in flags or f"qdisc {_NO_ROOM[0]} " in shown
+    flags = _shown(end, "ip", "-o", "link", "show", end.interface).partition("<")[2].partition(">")[0].split(",")
+    return "UP" not in flags or _drops_all(end)
+
+
+def _drops_all(end: WireEnd) -> bool:
+    """Return whether an interface has the queueing discipline that :func:`break_links` sets."""
+    shown = _shown(end, "tc", "qdisc", "show", "dev", end.interface)
+    return re.match(r"qdisc pfifo \S+ root .*limit 0p", shown) is not None
+
+
+def _shown(end: WireEnd, *argv: str) -> str:
+    """Return what a command prints in the network namespace of an interface."""
+    output: str = NamedNamespace(end.namespace).run(argv, capture_output=True, text=True).stdout
+    return output
 
 
 def _queueing(state: TestbedState, end: WireEnd) -> PortQueueing:

@@ -14,10 +14,19 @@ from dlcp import cli
 from dlcp.commands import testbed as command
 from dlcp.controller.fabric import leaf_spine
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.faults import break_links, break_switch, change_links, changes, mend_links, mend_switch
+from dlcp.controller.testbed.faults import (
+    _NO_ROOM,
+    break_links,
+    break_switch,
+    change_links,
+    changes,
+    mend_links,
+    mend_switch,
+)
 from dlcp.controller.testbed.layout import StateFile
 from dlcp.controller.testbed.lifecycle import fabric_of, up
 from dlcp.controller.testbed.probes import TaggedFlow, capture, kind_of, trace
+from dlcp.host.netlab import NamedNamespace
 from dlcp.switch import PortQueueing
 from tests.docs.pages import ROOT
 
@@ -92,6 +101,22 @@ def test_a_link_gets_slower_while_it_is_in_use(needs, name, kind):
     mend_links(state, ["host3"])
     assert changes(state) == []
     assert follow(name).received == 100
+
+
+@pytest.mark.timeout(120)
+def test_mending_deletes_only_the_queue_that_breaking_made(needs, name):
+    needs("builtin")
+    state = up(FABRIC, "builtin", name)
+    ((at_switch, at_host),) = state.layout.links_of(["host0"])
+    spaces = [NamedNamespace(end.namespace) for end in (at_switch, at_host)]
+    spaces[0].tc("qdisc", "replace", "dev", at_switch.interface, "root", *_NO_ROOM)
+    spaces[1].limit_rate(at_host.interface, 10**6, burst_bytes=3000, limit_bytes=10**5)
+    spaces[1].ip(f"link set {at_host.interface} down")
+    assert "is broken" in changes(state)[0]
+    mend_links(state, ["host0"])
+    assert changes(state) == []
+    shown = [space.run(["tc", "qdisc"], capture_output=True, text=True).stdout for space in spaces]
+    assert ["qdisc pfifo" in shown[0], "qdisc tbf" in shown[1]] == [False, True]
 
 
 @pytest.mark.timeout(120)
