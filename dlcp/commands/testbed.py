@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dlcp.commands import testbed_tools
 from dlcp.commands.common import add, add_link, add_training, check_folder, refuse
+from dlcp.host.ip import IPV6, family_of
 from dlcp.inputs.error_text import short
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _refuse_other(arguments: argparse.Namespace, state: "TestbedState") -> None:
 
     given = [arguments.fabric, arguments.rate_mbps, arguments.depth]
     is_other = any(value is not None for value in given) or arguments.switch not in (None, state.layout.kind)
-    if is_other or (arguments.ipv6 and ":" not in state.layout.hosts[0].address):
+    if is_other or (arguments.ipv6 and family_of(state.layout.hosts[0].address) is not IPV6):
         raise TestbedError(
             f"testbed {state.layout.name!r} is up, with {state.layout.kind} switches; leave out options that describe "
             "another one, take it down, or choose another --name"
