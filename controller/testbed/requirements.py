@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ _BMV2: Final = "p4lang's package p4lang-bmv2 (https://build.opensuse.org/package
 
 _CAPABILITIES: Final = {"NET_ADMIN": 12, "NET_RAW": 13, "SYS_ADMIN": 21}
 """Numbers of the capabilities that root needs, which a container may lack (linux/capability.h)."""
+_BMV2_CAPABILITIES: Final = {"SYS_PTRACE": 19}
+"""Without it, Docker's seccomp profile refuses pidfd_getfd, by which the keeper shrinks BMv2's send buffers."""
 
 
 def mininet_folder() -> Path | None:
@@ -43,7 +46,10 @@ def missing(switch: SwitchKind) -> list[str]:
     """Return the missing requirements of a testbed with this kind of switch, each with the package that provides it."""
     if sys.platform != "linux":
         return [f"Linux: {sys.platform} has no network namespaces"]
-    lacking = [f"CAP_{name}: start the container with --privileged, or --cap-add {name}" for name in _not_permitted()]
+    needed = _CAPABILITIES | (_BMV2_CAPABILITIES if switch == "bmv2" else {})
+    lacking = [
+        f"CAP_{name}: start the container with --privileged, or --cap-add {name}" for name in _not_permitted(needed)
+    ]
     if os.geteuid() != 0:
         lacking = ["root: it creates network namespaces and opens packet sockets"]
     lacking += [f"`{name}`: {source}" for name, source in _PROGRAMS.items() if shutil.which(name) is None]
@@ -58,11 +64,11 @@ def missing(switch: SwitchKind) -> list[str]:
     return lacking
 
 
-def _not_permitted() -> list[str]:
-    """Return the needed capabilities that this process does not have."""
+def _not_permitted(needed: Mapping[str, int]) -> list[str]:
+    """Return those of the needed capabilities that this process does not have."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     effective = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
-    return [name for name, number in _CAPABILITIES.items() if not effective >> number & 1]
+    return [name for name, number in needed.items() if not effective >> number & 1]
 
 
 def load_mininet(module: str) -> Any:

@@ -100,5 +100,8 @@ def test_a_mininet_script_is_not_ended(monkeypatch, tmp_path):
 
 def test_a_capability_that_a_container_lacks_is_named(monkeypatch):
     monkeypatch.setattr(requirements, "_CAPABILITIES", {"NET_ADMIN": 63})
+    monkeypatch.setattr(requirements, "_BMV2_CAPABILITIES", {"SYS_PTRACE": 63})
     monkeypatch.setattr(requirements.os, "geteuid", lambda: 0)
     assert "CAP_NET_ADMIN: start the container with --privileged" in requirements.missing("builtin")[0]
+    assert "CAP_SYS_PTRACE" in requirements.missing("bmv2")[1]
+    assert "CAP_SYS_PTRACE" not in str(requirements.missing("builtin"))
