@@ -13,8 +13,8 @@ from rich.tree import Tree
 from dlcp.controller.compiled_program import KINDS, CompiledProgram
 from dlcp.controller.fabric import Fabric, Port
 from dlcp.controller.switch_client import Outcome, Plan, Readings
-from dlcp.controller.testbed.accounts import SwitchAccount
 from dlcp.switch import Entries
+from dlcp.switch.event_counters import SwitchAccount
 
 _CHANGES_SHOWN = 20
 TAIL_DROP: Final = "TAIL_DROP"

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,8 @@ from dlcp.controller.testbed import TestbedError
 from dlcp.controller.testbed.layout import HostLayout, Layout, StateFile
 from dlcp.host.ip import UDP_BYTES, IpFamily, family_of
 from dlcp.host.netlab import NamedNamespace
-from dlcp.switch import QUEUES, EventCount
+from dlcp.switch import QUEUES
+from dlcp.switch.event_counters import SwitchAccount
 from dlcp.switch.ports import ETHERNET_BYTES
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType, Queue
 
@@ -38,15 +39,6 @@ RATE_WINDOW_S: Final = 1.0
 """Window over which a port's rate is measured: a burst of two frames is far below one percent of it."""
 
 
-class Place(NamedTuple):
-    """An event of the switch program, and where it happened."""
-
-    event: str
-    port: int
-    queue: int
-    drop_class: int
-
-
 class NicCount(NamedTuple):
     """Frames that a host's interface has sent and received, and the bytes received."""
 
@@ -57,65 +49,6 @@ class NicCount(NamedTuple):
     def since(self, before: "NicCount") -> "NicCount":
         """Return the counts since ``before``."""
         return NicCount(*(count - earlier for count, earlier in zip(self, before, strict=True)))
-
-
-@dataclass(frozen=True)
-class SwitchAccount:
-    """The counters of one switch, in packets.
-
-    Parameters
-    ----------
-    events
-        Packets by event of the program and place.
-    octets
-        The same in bytes.
-    tail_drops
-        Packets dropped at a full queue, by port and queue; None if the switch does not count them.
-    """
-
-    events: Counter[Place]
-    octets: Counter[Place] = field(default_factory=Counter)
-    tail_drops: Counter[tuple[int, int]] | None = None
-
-    @classmethod
-    def of(cls, events: Iterable[EventCount], tail_drops: Mapping[tuple[int, int], int] | None) -> "SwitchAccount":
-        """Return the account of decoded events."""
-        packets: Counter[Place] = Counter()
-        octets: Counter[Place] = Counter()
-        for event in events:
-            place = Place(event.event, event.port, event.queue, event.drop_class)
-            packets[place] += event.packets
-            octets[place] += event.bytes
-        return cls(packets, octets, None if tail_drops is None else Counter(tail_drops))
-
-    def since(self, before: "SwitchAccount") -> "SwitchAccount":
-        """Return the counts since ``before``; all of them, if the switch has restarted since."""
-        if any(count > self.events[place] for place, count in before.events.items()):
-            return self
-        tails = self.tail_drops
-        if tails is not None and before.tail_drops is not None:
-            tails = tails - before.tail_drops
-        return SwitchAccount(self.events - before.events, self.octets - before.octets, tails)
-
-    def count(self, event: str, *, ports: Collection[int] | None = None, queues: Collection[int] | None = None) -> int:
-        """Return the packets of an event at these ports and queues; at all ports or queues if None."""
-        return sum(
-            packets
-            for place, packets in self.events.items()
-            if place.event == event
-            and (ports is None or place.port in ports)
-            and (queues is None or place.queue in queues)
-        )
-
-    def tails(self, *, ports: Collection[int] | None = None, queues: Collection[int] | None = None) -> int | None:
-        """Return the tail drops of these queues; None if the switch does not count them."""
-        if self.tail_drops is None:
-            return None
-        return sum(
-            packets
-            for (port, queue), packets in self.tail_drops.items()
-            if (ports is None or port in ports) and (queues is None or queue in queues)
-        )
 
 
 @dataclass(frozen=True)

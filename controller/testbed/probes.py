@@ -24,11 +24,12 @@ from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric, distances
 from dlcp.controller.switch_client import Readings, Session, ask_all, read_counters
 from dlcp.controller.testbed import TestbedError
-from dlcp.controller.testbed.accounts import SwitchAccount, bound, fresh_counters, padded, send_paced, tail_drops
+from dlcp.controller.testbed.accounts import bound, fresh_counters, padded, send_paced, tail_drops
 from dlcp.controller.testbed.layout import HostLayout, StateFile, TestbedState, WireEnd
 from dlcp.host.closing import Closing
 from dlcp.host.ip import IpFamily
 from dlcp.host.netlab import NamedNamespace
+from dlcp.switch.event_counters import SwitchAccount
 from dlcp.switch.ports import enlarge_buffers
 from dlcp.wire import UDP_PORT_BASE, UDP_PORT_COUNT, Header, HeaderError, PacketType, Queue, decode, dscp
 

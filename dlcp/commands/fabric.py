@@ -200,7 +200,7 @@ def watch_counters(
 
     from dlcp.controller.display import queue_lines, queues_table
     from dlcp.controller.switch_client import ask_all, read_counters
-    from dlcp.controller.testbed.accounts import SwitchAccount
+    from dlcp.switch.event_counters import SwitchAccount
 
     async def ask(session: "Session") -> "SwitchAccount":
         readings = await read_counters(session, fabric.neighbours[session.switch.name])

@@ -15,7 +15,6 @@ from dlcp.controller.testbed.accounts import (
     NicCount,
     ProcessorTime,
     RateWatch,
-    SwitchAccount,
     compare,
     fresh_counters,
     nic_counts,
@@ -32,6 +31,7 @@ from dlcp.host.netlab import HOST_INTERFACE, NamedNamespace
 from dlcp.inputs.addresses import format_address
 from dlcp.report.runs import Run
 from dlcp.switch import PROGRAM_PATH
+from dlcp.switch.event_counters import SwitchAccount
 from dlcp.wire import Queue
 
 _BMV2_ENVIRONMENT: Final = {"DLCP_CONGESTION": "ecn"}

@@ -10,10 +10,11 @@ pytest.importorskip("finsy", reason="switches are read over P4Runtime: pip insta
 pytest.importorskip("torch", reason="the demo trains with PyTorch")
 
 from dlcp.controller.fabric import leaf_spine, star
-from dlcp.controller.testbed.accounts import Accounts, NicCount, Place, SwitchAccount, compare, uncounted_tails
+from dlcp.controller.testbed.accounts import Accounts, NicCount, compare, uncounted_tails
 from dlcp.controller.testbed.layout import lay_out
 from dlcp.demo.testbed_runs import as_counters
 from dlcp.switch import PortQueueing
+from dlcp.switch.event_counters import Place, SwitchAccount
 
 RATE_BPS = 32_000_000
 LAYOUT = lay_out(star(3, ports="packet", queueing=PortQueueing(rate_bps=RATE_BPS)), "builtin", "t")

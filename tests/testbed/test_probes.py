@@ -10,11 +10,12 @@ pytest.importorskip("finsy", reason="switches are programmed over P4Runtime: pip
 from dlcp.controller.display import queue_lines
 from dlcp.controller.fabric import leaf_spine
 from dlcp.controller.testbed import TestbedError, layout, requirements
-from dlcp.controller.testbed.accounts import SwitchAccount, padded
+from dlcp.controller.testbed.accounts import padded
 from dlcp.controller.testbed.layout import ProcessId, StateFile, TestbedState, WireEnd, lay_out
 from dlcp.controller.testbed.probes import Frame, kind_of, write_pcap
 from dlcp.host.ip import IPV4
 from dlcp.switch import EventCount, PortQueueing, read_ports, udp_headers, write_ports
+from dlcp.switch.event_counters import SwitchAccount
 from dlcp.wire import UDP_PORT_BASE, Header, PacketType
 
 FABRIC = leaf_spine(2, 2, 2)
