@@ -90,9 +90,9 @@ def without(fragment: str, field: tuple[str, str]) -> Callable[[Json], None]:
 
 def _compares(tree: Any, field: tuple[str, str]) -> bool:
     inner = tree.get("value", {})
-    sides = [inner.get("left"), inner.get("right")] if isinstance(inner, dict) else []
-    fields = [{"type": "field", "value": list(field)}, {"type": "field", "value": [field[0], field[1]]}]
-    return isinstance(inner, dict) and inner.get("op") in ("==", "!=") and any(side in fields for side in sides)
+    if not isinstance(inner, dict) or inner.get("op") not in ("==", "!="):
+        return False
+    return {"type": "field", "value": list(field)} in (inner["left"], inner["right"])
 
 
 def number(fragment: str, before: int, after: int) -> Callable[[Json], None]:
