@@ -50,7 +50,7 @@ from dlcp.controller.testbed.layout import (
 )
 from dlcp.controller.testbed.requirements import mininet_network
 from dlcp.host.closing import Closing
-from dlcp.host.ip import IPV4, family_of
+from dlcp.host.ip import IPV4, IPV6, family_of
 from dlcp.host.netlab import CONGESTION_CONTROL, HOST_INTERFACE, NamedNamespace, NamespaceError
 from dlcp.host.processes import end, python_command
 from dlcp.switch import write_ports
@@ -483,10 +483,11 @@ class Network:
     def _introduce(self, host: HostLayout) -> None:
         """Set a host's address, routes and neighbours, so that no ARP or neighbour discovery crosses the switches."""
         namespace = NamedNamespace(host.namespace)
+        # Routes may name an IPv6 address as their source only once it is not tentative: with nodad it never is.
         commands = [
             f"link set {HOST_INTERFACE} down",
             f"link set {HOST_INTERFACE} address {host.mac} mtu {self._layout.mtu_bytes} up",
-            f"addr add {_host_prefix(host)} dev {HOST_INTERFACE}",
+            f"addr add {_host_prefix(host)} dev {HOST_INTERFACE}{' nodad' * (family_of(host.address) is IPV6)}",
         ]
         for other in self._layout.hosts:
             if other is not host:

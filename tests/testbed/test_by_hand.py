@@ -83,6 +83,14 @@ def test_packets_are_followed_through_what_is_broken_and_mended(needs, name, kin
 
 
 @pytest.mark.timeout(120)
+def test_all_hosts_of_an_ipv6_testbed_answer(needs, name, capsys):
+    needs("builtin")
+    assert run("up", "--ipv6", "--name", name) == 0
+    assert run("ping", "--name", name) == 0
+    assert "42 of 42 pairs answered all requests" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_link_gets_slower_while_it_is_in_use(needs, name, kind):
     needs(kind)
