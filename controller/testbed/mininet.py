@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLCP's switches in your own Mininet script, by two lines: the class of its switches, and a call after its start.
+"""DLCP's switches in your own Mininet script, by three lines: an import, the switches' class, and a call.
 
 ::
 
