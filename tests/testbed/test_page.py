@@ -34,8 +34,8 @@ def test_the_commands_of_the_page_in_their_order(needs, tmp_path):
                 continue
             # Two steps are enough to see that a training runs; what it prints is the demo's matter.
             text = re.sub(r"(testbed run.*)", rf"\1 --steps 2 --out {tmp_path}", block.text)
-            # A trace whose packets are lost says so by its status, which is the point there.
-            text = re.sub(r"(testbed trace.*)", r"\1 || [ $? = 1 ]", text)
+            # There the status must say that packets are lost.
+            text = text.replace("# loses packets", "&& exit 1 || [ $? = 1 ]")
             said = run(f'set -e; sudo() {{ "$@"; }}\n{text}\nwait', tmp_path / "log", block.place)
     finally:
         subprocess.run([ROOT / ".venv/bin/dlcp", "testbed", "down"], timeout=100)
