@@ -471,7 +471,7 @@ def examine_secret(options: Options) -> Diagnosis:
     return ok("job's secret", text, secret=given)
 
 
-def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str, family: IpFamily = IPV4) -> list[Diagnosis]:
+def examine_payload(found: Sequence[Setting], mtu_bytes: int, where: str, family: IpFamily) -> list[Diagnosis]:
     """Compare the chosen packet size with the MTU of ``where``."""
     setting = next((setting for setting in found if setting.name == "payload_bytes"), None)
     if setting is None or not isinstance(setting.value, int) or not mtu_bytes:

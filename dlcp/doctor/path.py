@@ -23,8 +23,9 @@ from typing import Final
 from dlcp import wire
 from dlcp.doctor import Diagnosis, Section, missing, note, ok
 from dlcp.host.closing import Closing
-from dlcp.host.ip import FAMILIES, IPV4, PMTUDISC_PROBE, UDP_BYTES, IpFamily, family_of, resolve
+from dlcp.host.ip import FAMILIES, PMTUDISC_PROBE, UDP_BYTES, IpFamily, family_of
 from dlcp.inputs.addresses import format_address
+from dlcp.session.addresses import route_to
 from dlcp.transport import Address
 from dlcp.transport.path_mtu import first_hop_mtu
 
@@ -259,7 +260,7 @@ class PathReport:
 
     peer: Address
     interface_mtu_bytes: int
-    family: IpFamily = IPV4
+    family: IpFamily
     sent: int = 0
     arrived_there: int = 0
     arrived_back: int = 0
@@ -305,7 +306,7 @@ class Conversation(Closing):
 
     def __init__(self, peer: Address) -> None:
         self.peer = peer
-        self.address = resolve(peer[0])[0], peer[1]
+        self.address = route_to(peer)[1], peer[1]  # in the family that ranks would choose
         self.family = family_of(self.address[0])
         self.short_bytes = SMALLEST_BYTES + before_payload(self.family)
         self.wait_s = 0.5

@@ -96,7 +96,7 @@ def own_place(options: Options, toward: Address) -> RankPlace:
     """
     if options.bind:
         return RankPlace(resolve(parse_address(options.bind, 0)[0])[0], settled=True)
-    source, destination = _route(toward)
+    source, destination = route_to(toward)
     if is_link_local(source):
         raise OSError(f"this machine reaches {destination} from {source}, which {LINK_LOCAL}")
     # A parameter server's workers send only to the server.
@@ -141,7 +141,7 @@ def family_clash(hosts: Mapping[int, str]) -> str:
 def source_toward(host: str, otherwise: str) -> str:
     """Return the address from which the kernel sends to a host, or ``otherwise`` if there is no route."""
     with suppress(OSError):
-        return _route((host, 0))[0]
+        return route_to((host, 0))[0]
     return otherwise
 
 
@@ -185,10 +185,15 @@ def advertised(options: Options, addresses: OwnAddresses, port: int) -> tuple[Ad
     return (resolve(host, family_of(addresses.main))[0], port), {}
 
 
-def _route(toward: Address) -> tuple[str, str]:
+def route_to(toward: Address) -> tuple[str, str]:
     """Return the address from which the kernel sends to a host, and the host's numeric address.
 
     Of several addresses it is the one that this process is connected to at the port, else the first with a route.
+
+    Raises
+    ------
+    OSError
+        The host is unknown, or there is no route to it.
     """
     host, port = toward
     found, failures = resolve(host), []

@@ -48,7 +48,7 @@ def routes(monkeypatch):
         known = {"10.71.": "10.71.0.1", "10.72.": "10.72.0.1", "127.": "127.0.0.1"}
         return next(own for prefix, own in known.items() if destination.startswith(prefix)), destination
 
-    monkeypatch.setattr(addresses, "_route", route)
+    monkeypatch.setattr(addresses, "route_to", route)
 
 
 def test_a_place_is_what_the_options_say_or_the_route(routes):
@@ -61,7 +61,7 @@ def test_a_place_is_what_the_options_say_or_the_route(routes):
 
 
 def test_a_link_local_address_is_no_place(monkeypatch):
-    monkeypatch.setattr(addresses, "_route", lambda toward: ("fe80::2%eth0", toward[0]))
+    monkeypatch.setattr(addresses, "route_to", lambda toward: ("fe80::2%eth0", toward[0]))
     with pytest.raises(OSError, match="reaches fd00::1 from fe80::2%eth0, which is link-local"):
         own_place(Options(), ("fd00::1", 0))
 

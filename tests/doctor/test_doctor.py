@@ -16,6 +16,7 @@ from dlcp.cli import main
 from dlcp.doctor import Diagnosis, Section, Status, examination
 from dlcp.doctor.examination import examine_path, examine_payload, safely
 from dlcp.doctor.path import open_socket
+from dlcp.host.ip import IPV4
 from dlcp.inputs.configuration import Setting
 from tests.doctor.pathway import Pathway, listening
 
@@ -138,7 +139,7 @@ def test_the_path_to_a_peer_is_part_of_the_page(capsys, monkeypatch, healthy):
     ],
 )
 def test_the_packet_size_that_was_chosen_is_compared_with_the_path(chosen, status, words):
-    (finding,) = examine_payload([Setting("payload_bytes", chosen, "dlcp.toml")], 1500, "this path")
+    (finding,) = examine_payload([Setting("payload_bytes", chosen, "dlcp.toml")], 1500, "this path", IPV4)
     assert finding.status is status
     assert words in finding.text
 

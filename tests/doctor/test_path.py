@@ -9,6 +9,7 @@ from dlcp import wire
 from dlcp.doctor import Status
 from dlcp.doctor.path import PROBES, SMALLEST_BYTES, PeerError, Probe, decode, describe, open_socket, try_path
 from dlcp.host.ip import IPV4, IPV6
+from dlcp.session import addresses
 from tests.doctor.pathway import Pathway, listening
 from tests.families import both_families, needs_ipv6
 
@@ -95,6 +96,12 @@ def test_a_path_that_marks_congestion_is_no_fault():
     with Pathway(tag=lambda way, tos: tos | 3 if tos & 3 else tos) as path:
         report = try_path(path.address, 20)
     assert findings(report)["ECN"].status is Status.OK
+
+
+def test_of_a_peers_addresses_the_first_with_a_route_is_probed(monkeypatch):
+    monkeypatch.setattr(addresses, "resolve", lambda host: ["255.255.255.255", IPV4.loopback])
+    with Pathway() as path:
+        assert try_path(("both", path.address[1]), 20).arrived_back == 20
 
 
 def test_nobody_listens():
