@@ -2,17 +2,17 @@
 """The settings with which Sphinx builds the documentation for `make docs`.
 
 Sources are the Markdown pages of the whole repository. Each is in the folder that it describes, and its links also work
-on a code host. ``reference.py`` replaces ``<!-- of: NAME -->`` in a page with text generated from the code.
+on a code host. ``reference.py`` generates parts of them from the code.
 """
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from sphinx.application import Sphinx
 
 sys.path.append(str(Path(__file__).parent))
+from reference import MISSING
 
 _FIELD = type(NamedTuple("_Tuple", [("field", int)]).field)
 
@@ -41,10 +41,7 @@ napoleon_use_rtype = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
-# Frameworks have environments of their own; their adapters' docstrings are read without them.
-autodoc_mock_imports = [
-    name for name in ("jax", "keras", "mxnet", "optax", "tensorflow", "torch") if find_spec(name) is None
-]
+autodoc_mock_imports = MISSING
 
 # The theme takes its fonts from the reader's system. No page loads anything from elsewhere.
 html_theme = "furo"

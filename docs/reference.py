@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate parts of pages from the code: the function NAME below replaces ``<!-- of: NAME -->`` with its result.
+"""Generate parts of pages from the code: ``python docs/reference.py``.
 
-A fact is then stated only in the code, and not in a page too.
+The function NAME below writes what stands between ``<!-- of: NAME -->`` and ``<!-- end -->``. So a fact is stated only in
+the code, but pages are complete on a code host, too; a test compares them. On the site, Sphinx replaces tables of public
+names by their docstrings.
 """
 
 import argparse
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from textwrap import dedent
 from typing import Any, Final
 
@@ -25,7 +29,10 @@ from dlcp.transport import TransportOptions
 from dlcp.wire.dissector import LABELS
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
 
-_PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->$", re.MULTILINE)
+MISSING: Final = [name for name in ("jax", "keras", "mxnet", "optax", "tensorflow", "torch") if find_spec(name) is None]
+"""Frameworks have environments of their own; their adapters' docstrings are read without them."""
+_PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+_ROLE: Final = re.compile(r":\w+:`~?([^`<]+?)(?: <[^`>]+>)?`")
 _ANNOTATED: Final = "Annotated["
 _ARRAY_LIKE: Final = [stringify_annotation(ArrayLike, mode) for mode in ("smart", "fully-qualified")]
 _COLUMNS: Final = 100
@@ -59,7 +66,7 @@ def options() -> str:
     for name, option in options_of(Options).items():
         shown = "none" if option.default in ("", None) else f"`{option.default}`"
         line = "; ".join(filter(None, [f"`{PREFIX}{name.upper()}`, default {shown}", option.describe()]))
-        written.append(f"## {name}\n\n{line}\n\n{_rst(meanings[name])}")
+        written.append(f"## {name}\n\n{line}\n\n{_markdown(meanings[name])}")
     return "\n\n".join(written)
 
 
@@ -73,6 +80,11 @@ def _parameters(cls: type) -> dict[str, str]:
         for name in names.split(", ")
         if not meaning.strip().startswith("See :class:`dlcp.transport")
     }
+
+
+def _markdown(text: str) -> str:
+    """Return text in reStructuredText as Markdown: references become code."""
+    return _ROLE.sub(r"`\1`", text.replace("``", "`"))
 
 
 def _rst(text: str) -> str:
@@ -117,23 +129,53 @@ def ports() -> str:
     return f"UDP destination ports {wire.UDP_PORT_BASE}-{last}, version {wire.VERSION}, {wire.HEADER_BYTES} bytes."
 
 
-def public(module_name: str) -> str:
-    """Return the names that a module exports (without ``__all__``, defines), each with its docstring."""
+def _exported(module_name: str) -> list[str]:
+    """Return the names that a module exports; without ``__all__``, those that it defines."""
     module = importlib.import_module(module_name)
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-    lines = [f".. automodule:: {module_name}", "   :no-members:", ""]
-    for name in getattr(module, "__all__", None) or [name for name in own if not name.startswith("_")]:
-        lines += _entry(f"{module_name}.{name}", getattr(module, name))
-    return _rst("\n".join(lines))
+    return list(getattr(module, "__all__", None) or [name for name in own if not name.startswith("_")])
+
+
+def public(module_name: str) -> str:
+    """Return a table of the names that a module exports."""
+    return _table([f"{module_name}.{name}" for name in _exported(module_name)])
 
 
 def name(full_name: str) -> str:
-    """Return one public name of a module, with its docstring."""
+    """Return a table of one public name of a module."""
+    return _table([full_name])
+
+
+def _table(full_names: Iterable[str]) -> str:
+    lines = ["| Name | |", "|---|---|"]
+    for full_name in full_names:
+        value = _value(full_name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            first, _, _ = (inspect.getdoc(value) or "").partition("\n\n")
+            lines.append(f"| `{full_name}` | {_markdown(' '.join(first.split()))} |")
+    return "\n".join(lines)
+
+
+def _value(full_name: str) -> Any:
     module, _, own = full_name.rpartition(".")
-    return _rst("\n".join(_entry(full_name, getattr(importlib.import_module(module), own))))
+    return getattr(importlib.import_module(module), own)
 
 
-def _entry(full_name: str, value: Any) -> list[str]:
+def _public_docstrings(module_name: str) -> str:
+    """Return the names that a module exports with their docstrings, for Sphinx."""
+    lines = [f".. automodule:: {module_name}", "   :no-members:", ""]
+    for name in _exported(module_name):
+        lines += _entry(f"{module_name}.{name}")
+    return _rst("\n".join(lines))
+
+
+def _docstring(full_name: str) -> str:
+    """Return one public name with its docstring, for Sphinx."""
+    return _rst("\n".join(_entry(full_name)))
+
+
+def _entry(full_name: str) -> list[str]:
+    value = _value(full_name)
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return []
     first = _documented.setdefault(value, full_name)
@@ -162,22 +204,34 @@ def readable(signature: str) -> str:
     return signature
 
 
-_WRITERS: Final[Mapping[str, Any]] = {
+_WRITERS: Final[Mapping[str, Callable[..., str]]] = {
     function.__name__: function for function in (commands, options, header, coding, members, ports, public, name)
 }
+_FOR_SPHINX: Final[Mapping[str, Callable[..., str]]] = {"public": _public_docstrings, "name": _docstring}
 
 
 def fill(text: str) -> str:
-    """Return a page with its placeholders replaced."""
-    return _PLACE.sub(lambda place: _WRITERS[place[1]](*filter(None, [place[2]])), text)
+    """Return a page with its generated parts as they should be now."""
+
+    def write(place: re.Match[str]) -> str:
+        head = place[0].partition("\n")[0]
+        return f"{head}\n\n{_written(_WRITERS, place)}\n\n<!-- end -->"
+
+    return _PLACE.sub(write, text)
+
+
+def _written(writers: Mapping[str, Callable[..., str]], place: re.Match[str]) -> str:
+    return writers[place[1]](*filter(None, [place[2]])).strip()
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Make Sphinx fill each page as it reads it."""
 
     def read(app: Sphinx, _page: str, source: list[str]) -> None:
-        with mock(app.config.autodoc_mock_imports):
-            source[0] = fill(source[0])
+        with mock(MISSING):
+            source[0] = _PLACE.sub(
+                lambda place: _written(_FOR_SPHINX, place) if place[1] in _FOR_SPHINX else place[0], source[0]
+            )
 
     def shorten(*about: Any) -> tuple[str, str] | None:
         signature, returns = about[-2:]
@@ -186,3 +240,17 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", read)
     app.connect("autodoc-process-signature", shorten)
     return {"parallel_read_safe": True}
+
+
+def main() -> None:
+    """Write the generated parts of all pages."""
+    with mock(MISSING):
+        for page in Path(__file__).parent.glob("*.md"):
+            text = page.read_text()
+            if (filled := fill(text)) != text:
+                page.write_text(filled)
+                print(page)
+
+
+if __name__ == "__main__":
+    main()

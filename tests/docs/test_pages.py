@@ -81,7 +81,8 @@ def check_files(words):
 
 CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
 CHECKS |= dict.fromkeys(("docker", "kubectl", "sbatch", "sh", "tshark"), check_files)
-CHECKS |= {"apt-get": lambda words: None, "mkdir": lambda words: None, "-m": check_script}
+CHECKS |= dict.fromkeys(("apt-get", "install", "mkdir"), lambda words: None)
+CHECKS |= {"-m": check_script}
 
 
 @pytest.mark.parametrize(("line", "place"), [pytest.param(*each, id=f"{each[1]} {each[0]}") for each in commands()])
@@ -143,6 +144,17 @@ def test_the_site_builds_without_a_warning_and_with_readable_signatures(tmp_path
     ):
         assert signature in written
     assert not re.search(r"Annotated|Meta\(|_SupportsArray", written)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse words help differently in other versions")
+def test_generated_parts_of_pages_are_as_the_code_has_them(tmp_path):
+    pytest.importorskip("sphinx", reason="the site is built with Sphinx: pip install 'dlcp[docs]'")
+    pytest.importorskip("torch")
+    pytest.importorskip("msgspec")
+    copy = shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    command = [sys.executable, str(copy / "reference.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, ""), f"run: python docs/reference.py\n{done.stdout}{done.stderr}"
 
 
 def test_messages_on_the_page_about_diagnosis_are_said_somewhere():
