@@ -162,7 +162,7 @@ def test_ledgers_of_several_ranks_add_up():
         "lost": 1,
         "retransmitted": 0,
         "violations": 0,
-        "probes": 2,
+        "extra": 2,
         "max_message_ratio": 0.2,
     }
     one |= {"by_class": [[5, 1, 3]] + [[0, 0, 0]] * 7, "by_layer": {"0": [5, 1, 3]}}

@@ -418,12 +418,12 @@ def _sent(hosts: list[HostLayout], accounts: Accounts) -> Comparison:
 
 
 def _gradients(hosts: list[HostLayout], accounts: Accounts, ledgers: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Compare the data packets of the ledgers with those of the switches.
+    """Compare the packets in the gradients' queues: of the ledgers, and of the switches.
 
     Each packet is counted once: as forwarded to a host, or as dropped by policy or at a full queue anywhere on its way.
-    A switch distinguishes data from control packets by the queue in their tag: only control packets use the most urgent
-    one. Of them, only probes for missing packets use others, and the ledgers count these. A packet beyond its job's
-    share is moved to the lowest queue, and OVER_SHARE is counted under its tagged queue.
+    Control packets use the most urgent queue, except for probes for missing packets. The ledgers count these, and the
+    ranks' reports on a step. A packet beyond its job's share is moved to the lowest queue, and OVER_SHARE is counted
+    under its tagged queue.
     """
     at: dict[str, list[int]] = {}
     for host in hosts:
@@ -434,8 +434,8 @@ def _gradients(hosts: list[HostLayout], accounts: Accounts, ledgers: Sequence[Ma
         seen += account.count("FORWARDED", ports=ports, queues=GRADIENT_QUEUES) + account.count("POLICY_DROP")
         seen -= account.count("OVER_SHARE", ports=ports, queues=[Queue.CONTROL])
         doubtful += _moved_between_switches(account, ports)
-    sent = sum(ledger["sent"] + ledger["probes"] for ledger in ledgers)
-    what = "Gradient packets and their probes, sent by hosts and seen by switches"
+    sent = sum(ledger["sent"] + ledger["extra"] for ledger in ledgers)
+    what = "Packets in the gradients' queues, sent by hosts and seen by switches"
     full = _tails(accounts, GRADIENT_QUEUES)
     if full is None:
         rest = sent - seen

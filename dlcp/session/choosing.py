@@ -21,6 +21,7 @@ from dlcp.policies.arms import Arm, ArmChooser, Route, StepReport, arms_over_dlc
 from dlcp.session.averager import BucketTable
 from dlcp.session.options import AUTO_ROUTE, FRAMEWORK_ROUTE, Options
 from dlcp.transport import RELIABLE, Arrival, Endpoint, MessageKey, ReceiveRequest, SendRequest, TransportError
+from dlcp.transport.ledger import Ledger
 from dlcp.values.planes import FULL_BITS
 from dlcp.values.tags import plain_tags
 
@@ -80,12 +81,12 @@ class ReportExchange:
     ----------
     endpoint, ranks
         This rank's endpoint, and all ranks.
-    options
-        The session's options.
+    options, ledger
+        The session's.
     """
 
-    def __init__(self, endpoint: Endpoint, ranks: Sequence[int], options: Options) -> None:
-        self._connection, self._deadline_s = endpoint.connection, options.deadline_s
+    def __init__(self, endpoint: Endpoint, ranks: Sequence[int], options: Options, ledger: Ledger) -> None:
+        self._connection, self._deadline_s, self._ledger = endpoint.connection, options.deadline_s, ledger
         self._rank, self._peers = endpoint.connection.rank, [each for each in ranks if each != endpoint.connection.rank]
         self._ranks, self._shared = max(ranks) + 1, options.collective in (AUTO, RING)
 
@@ -139,9 +140,8 @@ class ReportExchange:
                 receive = ReceiveRequest(peer, self._key(step, self._rank), len(into), RELIABLE, LABEL, into=into)
                 connection.receive(receive, partial(arrived, peer), fail)
                 payload = mine.view(np.uint8).data
-                connection.send(
-                    SendRequest(peer, self._key(step, peer), payload, tags, RELIABLE, LABEL), lambda _: None, fail
-                )
+                request = SendRequest(peer, self._key(step, peer), payload, tags, RELIABLE, LABEL)
+                connection.send(request, self._ledger.note_report, fail)
         except TransportError as error:
             fail(error)
 

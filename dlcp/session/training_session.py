@@ -355,7 +355,7 @@ class TrainingSession:
         framework, endpoint, ranks = self.fallback.route, joined.endpoint, joined.membership.ranks
         remote = joined.remote and len(ranks) > 1
         arms = arms_of(self.options, framework is not None, remote=remote)
-        exchange = ReportExchange(endpoint, ranks, self.options) if len(arms) > 1 else None
+        exchange = ReportExchange(endpoint, ranks, self.options, self.averager.ledger) if len(arms) > 1 else None
         # The numbers must not change with the ranks: a step in progress goes on with others.
         self.averager.number_buckets(beside_reports=exchange is not None or self.options.elastic > 0)
         return StepChooser(arms, framework, exchange, self.table, endpoint, remote=remote)

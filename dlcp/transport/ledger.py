@@ -67,8 +67,8 @@ class Ledger:
         self.job = job
         self.records: deque[MessageRecord] = deque(maxlen=keep)
         self.violations = 0
-        self.probes = 0
-        """Probes for missing packets that took the packets' own queue: switches count them as the packets."""
+        self.extra = 0
+        """Packets in the gradients' queues without any: probes for missing packets, and ranks' reports on a step."""
         self.max_message_ratio = 0.0
         self._sink = sink
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class Ledger:
             self.records.append(entry)
             totals = self._totals.setdefault(receiver, [0] * len(COUNTS))
             totals[:] = map(add, totals, (delivery.sent, arrived, lost, delivery.resent))
-            self.probes += delivery.probes
+            self.extra += delivery.probes
             self._uncounted[bits < FULL_BITS].append((tags.layer, tags.drop_class))
             self._uncounted_packets += packets
             if self._uncounted_packets >= COUNTED_TOGETHER:
@@ -139,6 +139,11 @@ class Ledger:
         if error:
             raise error
         return entry
+
+    def note_report(self, delivery: Delivery) -> None:
+        """Count the packets of a report on a step."""
+        with self._lock:
+            self.extra += delivery.sent + delivery.probes
 
     def _note_lost(
         self, entry: MessageRecord, tags: PacketTags, bound: LossBound, delivery: Delivery
@@ -184,7 +189,7 @@ class Ledger:
                 **{name: sum(totals[place] for totals in self._totals.values()) for place, name in enumerate(COUNTS)},
                 "max_message_ratio": self.max_message_ratio,
                 "violations": self.violations,
-                "probes": self.probes,
+                "extra": self.extra,
                 "by_bits": {str(bits): counts for bits, counts in sorted(self._by_bits.items())},
                 "by_class": self._by_class.tolist(),
                 "by_layer": {str(position): row for position, row in enumerate(self._by_layer.tolist()) if row[0]},
@@ -202,7 +207,7 @@ class Ledger:
 
 def add_up(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the summaries of different ranks' ledgers."""
-    counts = (*COUNTS, "violations", "probes")
+    counts = (*COUNTS, "violations", "extra")
     return {
         **{name: sum(each[name] for each in summaries) for name in counts},
         "max_message_ratio": max((each["max_message_ratio"] for each in summaries), default=0.0),

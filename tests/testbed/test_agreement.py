@@ -18,7 +18,7 @@ from dlcp.switch.event_counters import Place, SwitchAccount
 
 RATE_BPS = 32_000_000
 LAYOUT = lay_out(star(3, ports="packet", queueing=PortQueueing(rate_bps=RATE_BPS)), "builtin", "t")
-LEDGER = {"sent": 110, "lost": 8, "retransmitted": 2, "probes": 0}
+LEDGER = {"sent": 110, "lost": 8, "retransmitted": 2, "extra": 0}
 
 
 def account(tails=True):
@@ -119,12 +119,12 @@ def test_what_a_server_sends_is_in_its_own_ledger():
     toward_workers = account()
     toward_workers.events[Place("FORWARDED", 1, 2, 0)] += 33
     assert check(accounts(toward_workers))[2]["agree"] is False
-    gradients = check(accounts(toward_workers), LEDGER, {"sent": 33, "lost": 0, "retransmitted": 0, "probes": 0})[2]
+    gradients = check(accounts(toward_workers), LEDGER, {"sent": 33, "lost": 0, "retransmitted": 0, "extra": 0})[2]
     assert gradients["agree"], gradients
 
 
 def test_probes_in_the_packets_queue_count_as_packets():
-    assert agreed(check(accounts(account()), LEDGER | {"sent": 106, "probes": 4})) == [True] * 5
+    assert agreed(check(accounts(account()), LEDGER | {"sent": 106, "extra": 4})) == [True] * 5
 
 
 LEAF_SPINE = lay_out(leaf_spine(2, 2, 2, queueing=PortQueueing(rate_bps=RATE_BPS)), "builtin", "t")
@@ -146,7 +146,7 @@ def over_two_leaves():
         "sent": 100,
         "lost": 3,
         "retransmitted": 0,
-        "probes": 0,
+        "extra": 0,
     }
 
 

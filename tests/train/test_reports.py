@@ -15,7 +15,7 @@ def ledger(sent=1000, lost=0, violations=0, worst=0.0, by_bits=None):
         "delivered": sent - lost,
         "lost": lost,
         "retransmitted": 5,
-        "probes": 0,
+        "extra": 0,
         "max_message_ratio": worst,
         "violations": violations,
         "by_bits": by_bits or {"32": [sent, lost]},
