@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A P4Runtime connection to one switch: compare its state with the wanted state, write the difference, read counters.
 
-Every wait has a deadline, and every error names the switch. P4Runtime cannot set the depth of BMv2's queues; BMv2's own
-command-line tool can, over Thrift.
+Every wait has a deadline, and every error names the switch. P4Runtime cannot set the depth of BMv2's queues, or tell
+their number; BMv2's own command-line tool can set it, over Thrift.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ from finsy.proto import U128, p4r
 
 from dlcp.controller.compiled_program import KINDS, CompiledProgram, Difference, difference
 from dlcp.controller.entries import entries
-from dlcp.controller.fabric import Fabric, FabricSwitch, Port
+from dlcp.controller.fabric import PORT_MAX, Fabric, FabricSwitch, Port
 from dlcp.inputs.addresses import parse_address
 from dlcp.switch import (
     EVENT_COUNTERS,
@@ -45,7 +45,7 @@ from dlcp.switch import (
     decode_events,
     event_index,
 )
-from dlcp.wire import DROP_CLASSES
+from dlcp.wire import DROP_CLASSES, Queue
 
 _T = TypeVar("_T")
 
@@ -243,6 +243,10 @@ class Session:
         self.writes += 1
         await self._within(self._client.request(request), f"writing {len(changes)} changes", changes)
 
+    async def send_packet(self, frame: bytes) -> None:
+        """Send a frame into the switch through its CPU port. A switch without one ignores it."""
+        await self._client.send(p4r.StreamMessageRequest(packet=p4r.PacketOut(payload=frame)))
+
     def _credentials(self) -> GRPCCredentialsTLS | None:
         tls = self.switch.tls
         if tls is None:
@@ -385,11 +389,14 @@ class Outcome:
         Number of write requests sent.
     elapsed_s
         Time from the first read to the last write, in seconds.
+    unset
+        What `set_up_queues` could not set or check, and why; empty if nothing.
     """
 
     plan: Plan
     writes: int
     elapsed_s: float
+    unset: str = ""
 
 
 def wanted(fabric: Fabric, switch: FabricSwitch, pipeline: CompiledProgram) -> list[p4r.Entity]:
@@ -437,10 +444,17 @@ async def reconcile(session: Session, should_hold: list[p4r.Entity]) -> Outcome:
 _CLI: Final = "simple_switch_CLI"
 _CLI_DEADLINE_S: Final = 20.0
 """Deadline for that command. It needs a second to start on a busy machine."""
+_OUT_OF_RANGE: Final = "range_check"
+"""In BMv2's answer to a command for a queue that it does not have; the rest depends on its C++ library."""
+_PROBE: Final = bytes.fromhex("020000000000 88b5") + bytes(46)
+"""A frame after its destination: source, and IEEE 802's type for local experiments, which hosts ignore."""
+_PROBE_DEADLINE_S: Final = 1.0
+"""How long a probe may wait behind other packets. An idle BMv2 takes milliseconds."""
+_PROBE_EVERY_S: Final = 0.05
 
 
-class QueueDepthError(RuntimeError):
-    """The queue depths could not be set; the message names the switch and the reason."""
+class QueueError(RuntimeError):
+    """A switch has too few queues, or their depths could not be set; the message names the switch and the reason."""
 
 
 def queue_depths_unavailable(switch: FabricSwitch) -> str:
@@ -454,13 +468,73 @@ def queue_depths_unavailable(switch: FabricSwitch) -> str:
     return ""
 
 
+async def set_up_queues(session: Session, fabric: Fabric) -> str:
+    """Set the depths of BMv2's queues, and check that there are eight for each port; other switches need neither.
+
+    Without Thrift, the depths stay, and the check sends a frame to a host, through the CPU port.
+
+    Returns
+    -------
+    What could not be set or checked, and why; empty if nothing.
+
+    Raises
+    ------
+    QueueError
+        The switch has too few queues, or refuses a depth.
+    """
+    switch = session.switch
+    if switch.kind != "bmv2":
+        return ""
+    reason = queue_depths_unavailable(switch)
+    if not reason:
+        await set_queue_depths(switch, entries(fabric, switch.name).ports)
+        return ""
+    forwards = await _forwards_a_probe(session, fabric)
+    if forwards is None:
+        return f"{reason}; it has no CPU port either, so make sure that it was started with -- --priority-queues 8"
+    if not forwards:
+        raise _too_few_queues(switch)
+    return reason
+
+
+def _too_few_queues(switch: FabricSwitch) -> QueueError:
+    return QueueError(
+        f"switch {switch.name}: BMv2 has fewer than {QUEUES} queues per port, so it drops nearly all packets without "
+        f"counting them; restart it with -- --priority-queues {QUEUES}"
+    )
+
+
+async def _forwards_a_probe(session: Session, fabric: Fabric) -> bool | None:
+    """Return whether a frame for a host leaves from the queue of ordinary traffic; None if there is no CPU port for it.
+
+    It has left once egress counts it, even if its port is down. Other traffic of the queue proves the same. The CPU
+    port's arrivals are counted where no link's are.
+    """
+    used = fabric.neighbours[session.switch.name]
+    arrivals = [P4CounterEntry("arrivals", index=port) for port in range(PORT_MAX + 1) if port not in used]
+    places = [event_index(port, Queue.ORDINARY, 0, EgressEvent.FORWARDED) for port in used]
+    departures = [P4CounterEntry("egress_events", index=place) for place in places]
+
+    async def packets(counters: list[P4CounterEntry]) -> int:
+        return sum(entity.counter_entry.data.packet_count for entity in await session.read(counters))
+
+    arrived, departed = await packets(arrivals), await packets(departures)
+    await session.send_packet(bytes.fromhex(fabric.hosts[0].mac.replace(":", "")) + _PROBE)
+    give_up_s = time.monotonic() + _PROBE_DEADLINE_S
+    while await packets(departures) == departed:
+        if time.monotonic() > give_up_s:
+            return False if await packets(arrivals) > arrived else None
+        await asyncio.sleep(_PROBE_EVERY_S)
+    return True
+
+
 async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueueing]) -> None:
     """Set the depth of all queues of a switch. The rate is not set: BMv2 has rates per queue, not per port.
 
     Raises
     ------
-    QueueDepthError
-        The command is missing or failed.
+    QueueError
+        The command is missing or failed, or the switch has too few queues.
     """
     host, port = parse_address(switch.thrift)
     try:
@@ -469,11 +543,11 @@ async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueuein
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
     except OSError as error:
-        raise QueueDepthError(f"switch {switch.name}: {_CLI}: {error.strerror}") from None
+        raise QueueError(f"switch {switch.name}: {_CLI}: {error.strerror}") from None
     try:
         answer, _ = await within(process.communicate("\n".join(_commands(ports)).encode()), _CLI_DEADLINE_S)
     except asyncio.TimeoutError:
-        raise QueueDepthError(
+        raise QueueError(
             f"switch {switch.name}: {_CLI}: no answer from {switch.thrift} within {_CLI_DEADLINE_S:g} s"
         ) from None
     finally:
@@ -481,18 +555,23 @@ async def set_queue_depths(switch: FabricSwitch, ports: Mapping[int, PortQueuein
             process.kill()
             await process.wait()
     said = answer.decode(errors="replace")
+    if _OUT_OF_RANGE in said:
+        raise _too_few_queues(switch)
     if process.returncode or "Error" in said:
         last = "; ".join(said.strip().splitlines()[-2:]) or f"exit status {process.returncode}"
-        raise QueueDepthError(f"switch {switch.name}: {_CLI} at {switch.thrift}: {last}")
+        raise QueueError(f"switch {switch.name}: {_CLI} at {switch.thrift}: {last}")
 
 
 def _commands(ports: Mapping[int, PortQueueing]) -> list[str]:
-    """Return the commands for BMv2: one for a port whose queues are equally deep, else one for each queue."""
+    """Return the commands for BMv2: one for a port whose queues are equally deep, else one for each queue.
+
+    The last queue of each port is named in any case: BMv2 refuses the command if it has too few.
+    """
     lines = []
     for port, queueing in ports.items():
         depths = queueing.depths()
         if len(set(depths)) == 1:
-            lines.append(f"set_queue_depth {depths[0]} {port}")
+            lines += [f"set_queue_depth {depths[0]} {port}", f"set_queue_depth {depths[-1]} {port} {QUEUES - 1}"]
         else:
             lines += [f"set_queue_depth {depth} {port} {queue}" for queue, depth in enumerate(depths)]
     return [*lines, ""]
@@ -505,15 +584,13 @@ async def program(session: Session, fabric: Fabric) -> Outcome:
     ------
     ControlError
         Another controller is primary, or the switch does not answer or refuses a change.
-    QueueDepthError
-        BMv2's queue depths cannot be set. Without its tool or a Thrift address, they are left as they are.
+    QueueError
+        BMv2 has too few queues, or their depths cannot be set. Without its tool or a Thrift address, they are left as
+        they are.
     """
-    switch = session.switch
     await session.become_primary()
-    outcome = await reconcile(session, wanted(fabric, switch, session.pipeline))
-    if switch.kind == "bmv2" and not queue_depths_unavailable(switch):
-        await set_queue_depths(switch, entries(fabric, switch.name).ports)
-    return outcome
+    outcome = await reconcile(session, wanted(fabric, session.switch, session.pipeline))
+    return replace(outcome, unset=await set_up_queues(session, fabric))
 
 
 async def ask_all(
@@ -540,7 +617,7 @@ async def ask_all(
         try:
             async with Session(switch, pipeline, **options) as session:
                 return await ask(session)
-        except (ControlError, QueueDepthError) as error:
+        except (ControlError, QueueError) as error:
             return str(error)
 
     switches = [switch for switch in fabric.switches if switch.grpc]

@@ -25,14 +25,13 @@ from dlcp.controller.switch_client import (
     LOGGER,
     ControlError,
     Outcome,
-    QueueDepthError,
+    QueueError,
     Readings,
     Session,
-    queue_depths_unavailable,
     read_counters,
     read_ports,
     reconcile,
-    set_queue_depths,
+    set_up_queues,
 )
 from dlcp.inputs.addresses import parse_address
 from dlcp.switch import EventCount
@@ -315,7 +314,7 @@ class Watcher:
                 async with Session(switch, self._pipeline, election_id=self._election_id) as session:
                     await session.become_primary(stand_by=True)
                     await self._hold(session, state, was_lost=bool(said))
-            except (ControlError, QueueDepthError) as error:
+            except (ControlError, QueueError) as error:
                 state.failures += 1
                 if state.reconciles > before or str(error) != said:  # do not repeat the same warning
                     LOGGER.warning("%s", error)
@@ -336,7 +335,7 @@ class Watcher:
             outcome = await reconcile(session, self._wanted[session.switch.name])
             self._note(outcome, state)
             if first or outcome.plan.install:
-                await self._set_depths(session.switch)
+                await self._set_up_queues(session)
             if first and was_lost:
                 LOGGER.info(
                     "switch %s at %s: answers again and holds the wanted state",
@@ -358,15 +357,11 @@ class Watcher:
             for each in done:
                 each.result()
 
-    async def _set_depths(self, switch: FabricSwitch) -> None:
-        """Set BMv2's queue depths: a restart resets them, and P4Runtime cannot set them."""
-        if switch.kind != "bmv2":
-            return
-        reason = queue_depths_unavailable(switch)
-        if reason:
-            LOGGER.warning("%s", reason)
-        else:
-            await set_queue_depths(switch, entries(self._fabric, switch.name).ports)
+    async def _set_up_queues(self, session: Session) -> None:
+        """Set up BMv2's queues: a restart resets them, and P4Runtime cannot set them."""
+        unset = await set_up_queues(session, self._fabric)
+        if unset:
+            LOGGER.warning("%s", unset)
 
     def _note(self, outcome: Outcome, state: SwitchStatus) -> None:
         plan = outcome.plan

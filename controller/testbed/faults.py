@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dlcp.controller.compiled_program import CompiledProgram
 from dlcp.controller.fabric import Fabric
-from dlcp.controller.switch_client import ELECTION_ID, ControlError, QueueDepthError, Session, plan, program, wanted
+from dlcp.controller.switch_client import ELECTION_ID, ControlError, QueueError, Session, plan, program, wanted
 from dlcp.controller.testbed import TestbedError, came_true
 from dlcp.controller.testbed.keeper import limit_port
 from dlcp.controller.testbed.layout import StateFile, TestbedState, WireEnd
@@ -125,7 +125,7 @@ async def _program(fabric: Fabric, name: str) -> None:
                     if not await plan(session, wanted(fabric, session.switch, pipeline)):
                         return
                     raise
-        except (ControlError, QueueDepthError) as error:
+        except (ControlError, QueueError) as error:
             if time.monotonic() > give_up_s:
                 raise TestbedError(
                     f"switch {name} is not programmed after {PROGRAM_DEADLINE_S:.0f} s: {error}"

@@ -117,18 +117,17 @@ def _plan(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledPr
 
 def _apply(arguments: argparse.Namespace, fabric: "Fabric", pipeline: "CompiledProgram") -> int:
     from dlcp.controller.display import outcome_line
-    from dlcp.controller.switch_client import ask_all, program, queue_depths_unavailable
+    from dlcp.controller.switch_client import ask_all, program
 
     async def write(session: "Session") -> "Outcome":
         return await program(session, fabric)
 
     found = asyncio.run(ask_all(fabric, pipeline, write, election_id=arguments.election_id))
-    for name, answer in found.items():
+    for answer in found.values():
         if not isinstance(answer, str):
             console().print(outcome_line(answer))
-            reason = queue_depths_unavailable(fabric.switch(name))
-            if reason:
-                console().print(reason, style="yellow")
+            if answer.unset:
+                console().print(answer.unset, style="yellow")
     return _print_errors(found)
 
 

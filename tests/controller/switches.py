@@ -59,11 +59,12 @@ class Builtin:
 
 
 class Bmv2:
-    """simple_switch_grpc without interfaces."""
+    """simple_switch_grpc without interfaces; ``options`` are those of its target."""
 
     kind = "bmv2"
 
-    def __init__(self, tls=None):
+    def __init__(self, tls=None, options=("--priority-queues", "8")):
+        self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="dlcp-bmv2-")
         self.address = f"127.0.0.1:{free_port()}"
         self.thrift = f"127.0.0.1:{free_port()}"
@@ -84,7 +85,7 @@ class Bmv2:
         notifications = f"ipc://{self._folder.name}/notifications.ipc"
         thrift = self.thrift.rpartition(":")[2]
         argv = ["simple_switch_grpc", "--no-p4", "--device-id", "1", "-L", "off", "--thrift-port", thrift]
-        argv += ["--notifications-addr", notifications, "--", "--priority-queues", "8"]
+        argv += ["--notifications-addr", notifications, "--", *self._options]
         argv += ["--grpc-server-addr", self.address]
         if self._tls is not None:
             argv += ["--grpc-server-ssl", "--grpc-server-with-client-auth"]
@@ -97,11 +98,11 @@ class Bmv2:
 
 
 @contextmanager
-def running(kind, tls=None):
+def running(kind, tls=None, **more):
     """Start a switch of a kind, or skip the test and say why not."""
     if kind == "bmv2" and shutil.which("simple_switch_grpc") is None:
         pytest.skip("simple_switch_grpc is not on PATH; p4lang's package p4lang-bmv2 brings it")
-    switch = {"builtin": Builtin, "bmv2": Bmv2}[kind](tls)
+    switch = {"builtin": Builtin, "bmv2": Bmv2}[kind](tls, **more)
     try:
         yield switch
     finally:

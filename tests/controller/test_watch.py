@@ -17,7 +17,7 @@ from dlcp.controller.entries import entries
 from dlcp.controller.fabric import FabricSwitch, Port, leaf_spine, star
 from dlcp.controller.switch_client import (
     COUNTER_EVENTS,
-    QueueDepthError,
+    QueueError,
     Readings,
     Session,
     _commands,
@@ -348,9 +348,9 @@ def test_the_depth_of_bmv2s_queues_is_set_and_refusals_are_named(pipeline):
             pytest.skip(reason)
         one = {1: PortQueueing(depth_packets=20), 2: PortQueueing(depth_packets=tuple(range(1, 9)))}
         run(set_queue_depths(described(switch, thrift=switch.thrift), one))
-        assert _commands(one)[:3] == ["set_queue_depth 20 1", "set_queue_depth 1 2 0", "set_queue_depth 2 2 1"]
+        assert _commands(one)[:3] == ["set_queue_depth 20 1", "set_queue_depth 20 1 7", "set_queue_depth 1 2 0"]
         nowhere = described(switch, thrift=f"127.0.0.1:{free_port()}")
-        with pytest.raises(QueueDepthError, match=r"switch s1: simple_switch_CLI at 127.0.0.1:\d+: .*connect"):
+        with pytest.raises(QueueError, match=r"switch s1: simple_switch_CLI at 127.0.0.1:\d+: .*connect"):
             run(set_queue_depths(nowhere, one))
 
 
