@@ -41,13 +41,20 @@ def test_members_take_actions_of_their_tables_only(control):
     assert control.read(p4r.Entity(action_profile_member=p4r.ActionProfileMember())) == []
 
 
+UNCHECKED = "simple_switch_grpc refuses @defaultonly actions in entries, but not in members"
+
+
 def test_what_is_a_default_only_is_no_member(kinds):
+    if not kinds.strict:
+        pytest.skip(UNCHECKED)
     nothing = kinds.words.member("plain_profile", 1, kinds.words.action("NoAction"))
     kinds.refuses(INSERT, nothing, Code.PERMISSION_DENIED, saying="NoAction cannot be a member")
 
 
 def test_no_member_does_nothing(members):
     """It would send whatever chooses it to port 0."""
+    if not members.strict:
+        pytest.skip(UNCHECKED)
     words = members.words
     for kind, number in ((INSERT, 9), (MODIFY, 1)):
         nothing = words.member("route_selector", number, words.action("NoAction"))
