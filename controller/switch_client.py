@@ -223,6 +223,8 @@ class Session:
 
     async def read(self, entities: Sequence[P4EntityList]) -> list[p4r.Entity]:
         """Return the entities that match ``entities``; a field left out matches anything, as P4Runtime specifies."""
+        if self.lost.cancelled():
+            raise self._error("the connection is closed")
         encoded = encode_entities(entities, self.pipeline.schema)
         request = p4r.ReadRequest(device_id=self.switch.device_id, entities=encoded)
         return await self._within(_collect(self._client.request_iter(request)), "reading its state")

@@ -298,8 +298,8 @@ class Watcher:
         """Read a counter of all switches that answer; one that does not is missing."""
         asked = [read_ports(session, counter, self._links.ports[name]) for name, session in self._sessions.items()]
         found = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in found:
-            if isinstance(answer, BaseException) and not isinstance(answer, ControlError):
+        for answer in found:  # the end of a session cancels what it is asked
+            if isinstance(answer, BaseException) and not isinstance(answer, ControlError | asyncio.CancelledError):
                 raise answer
         return {port: count for answer in found if isinstance(answer, dict) for port, count in answer.items()}
 

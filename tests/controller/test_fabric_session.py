@@ -250,6 +250,18 @@ def test_a_switch_that_ends_is_noticed(switch, pipeline):
     run(work())
 
 
+def test_a_closed_session_refuses_to_read(switch, pipeline):
+    """The comparison of links may still ask it."""
+
+    async def work():
+        async with Session(described(switch), pipeline) as session:
+            await session.become_primary()
+        with pytest.raises(ControlError, match="the connection is closed"):
+            await session.entities()
+
+    run(work())
+
+
 def test_nobody_there_is_an_error_that_names_the_switch(pipeline):
     async def work():
         nowhere = FabricSwitch("s7", grpc=f"127.0.0.1:{free_port()}", insecure=True)
