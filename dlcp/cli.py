@@ -174,6 +174,9 @@ where to begin:
   dlcp demo                                            see DLCP and Gloo on a congested switch
   dlcp COMMAND --help                                  options of a command
 """
+_PITCH: Final = (
+    "DLCP makes data-parallel training faster on slow, lossy or congested Ethernet, without changes to your script."
+)
 _CLOSED_PIPE: Final = 141
 """Exit status of a program killed by SIGPIPE: 128 + 13."""
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
@@ -183,7 +186,7 @@ def parser_of(wanted: Collection[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line, with the options of the ``wanted`` commands only."""
     parser = _Parser(
         prog="dlcp",
-        description="Train over congested networks: losses are bounded, and hit the gradients that matter least.",
+        description=_PITCH,
         epilog=_FIRST_STEPS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 KEPT = DOCS / "sweep.json"
 README = ROOT / "README.md"
-PAGES = {README: "docs/", DOCS / "benchmarks.md": ""}
-"""The pages with a block about the sweep, and the path from each to the plot."""
+BENCHMARKS = DOCS / "benchmarks.md"
+"""The page with a block about the sweep."""
 _BLOCK = re.compile(r"(<!-- sweep: by tests/bench/plots.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
-_ROW = re.compile(r"^\| (.*?) \|.*?\|.*?\| \**([\d.]+)x", re.MULTILINE)
+_ROW = re.compile(r"^\| (.*?) \| .*? \| \*\*([\d.]+)x", re.MULTILINE)
 _LINES = tuple(
     (COLOURS[hue][0], marker) for hue, marker in zip(("blue", "orange", "green", "purple"), "os^D", strict=True)
 )
@@ -214,24 +214,23 @@ def _figures(cell: Cell) -> str:
     return f"{cell['ratio']:.2f}x ({cell['ratio_of_means']:.2f}x): {times}"
 
 
-def block(kept: dict[str, Any], way: str, whole: bool) -> str:
-    """Return the text for the block of a page; ``whole``: with the table of all cells."""
-    picture = f"![Speed of DLCP relative to Gloo over size, ranks and loss]({way}sweep.svg)"
-    parts = [picture, textwrap.fill(sentences(kept), 120, break_long_words=False, break_on_hyphens=False)]
-    if whole:
-        runs = [cell["runs"] for cell in kept["cells"]]
-        machine = kept["machine"]
-        parts.append(
-            "Each cell: ratio of the medians (of the means), and the medians of DLCP and of Gloo. "
-            f"{min(runs)} to {max(runs)} rounds on {machine['cores']} cores of {machine['processor']}."
-        )
-        parts.append(table(kept["cells"]))
+def block(kept: dict[str, Any]) -> str:
+    """Return the text of the block about the sweep."""
+    runs = [cell["runs"] for cell in kept["cells"]]
+    machine = kept["machine"]
+    parts = [
+        "![Speed of DLCP relative to Gloo over size, ranks and loss](sweep.svg)",
+        textwrap.fill(sentences(kept), 120, break_long_words=False, break_on_hyphens=False),
+        "Each cell: ratio of the medians (of the means), and the medians of DLCP and of Gloo. "
+        f"{min(runs)} to {max(runs)} rounds on {machine['cores']} cores of {machine['processor']}.",
+        table(kept["cells"]),
+    ]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-def fill(page: Path, text: str, kept: dict[str, Any]) -> str:
-    """Return a page's text with its block replaced."""
-    words = block(kept, PAGES[page], whole=page.name == "benchmarks.md")
+def fill(text: str, kept: dict[str, Any]) -> str:
+    """Return the text of the benchmarks' page with the block replaced."""
+    words = block(kept)
     return _BLOCK.sub(lambda marks: marks[1] + words + marks[2], text)
 
 
@@ -242,6 +241,5 @@ if __name__ == "__main__":
         KEPT.write_text(json.dumps(made, indent=1) + "\n")
     made = json.loads(KEPT.read_text())
     (DOCS / "sweep.svg").write_text(draw(made["cells"]))
-    for page in PAGES:
-        page.write_text(fill(page, page.read_text(), made))
+    BENCHMARKS.write_text(fill(BENCHMARKS.read_text(), made))
     print(sentences(made))
