@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate parts of pages from the code: ``python docs/reference.py``.
 
-The function NAME below writes what stands between ``<!-- of: NAME -->`` and ``<!-- end -->``. So a fact is stated only in
-the code, but pages are complete on a code host, too; a test compares them. On the site, Sphinx replaces tables of public
-names by their docstrings.
+The function NAME below writes what stands between ``<!-- of: NAME -->`` and ``<!-- end -->``. So a fact is
+stated only in the code, but pages are complete on a code host, too; a test compares them. On the site, Sphinx
+replaces tables of public names by their docstrings.
 """
 
 import argparse
