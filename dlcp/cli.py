@@ -130,7 +130,7 @@ dlcp switch --port 1=packet:eth1 --port 2=packet:eth2 --p4runtime 127.0.0.1:9559
 """,
     ),
     "sim": Command(
-        "simulate training on a cluster you do not have, and reproduce the paper's figures",
+        "simulate training on a cluster you do not have, and repeat published experiments",
         needs="sim",
         examples="""
 dlcp sim list
@@ -147,7 +147,7 @@ dlcp fabric apply star.yaml
 """,
     ),
     "testbed": Command(
-        "train over real switches in Mininet, and compare (needs root)",
+        "train over emulated links and switches in Mininet, and compare (needs root)",
         needs="fabric,demo",
         examples="""
 dlcp testbed up

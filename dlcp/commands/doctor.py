@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp doctor``."""
     parser.usage = (
         "dlcp doctor [--json] [--all-options] [--peer HOST[:PORT] ...]\n"
-        "       dlcp doctor --listen [HOST[:PORT]] [--seconds DURATIONS]\n"
+        "       dlcp doctor --listen [HOST[:PORT]] [--seconds SECONDS]\n"
         "       dlcp doctor [--steps N] [torchrun's options] script.py [the script's arguments]"
     )
     add_json(parser)

@@ -84,7 +84,7 @@ def check_files(words):
 
 CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
 CHECKS |= dict.fromkeys(("docker", "kubectl", "sbatch", "sh", "tshark"), check_files)
-CHECKS |= dict.fromkeys(("apt-get", "install", "mkdir"), lambda words: None)
+CHECKS |= dict.fromkeys(("apt-get", "export", "install", "mkdir"), lambda words: None)
 CHECKS |= {"-m": check_script}
 
 
