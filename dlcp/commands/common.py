@@ -156,7 +156,9 @@ def add_training(parser: _Parser, steps: int, out: Path) -> None:
     """Declare the options that ``dlcp demo`` and ``dlcp testbed run`` have in common."""
     from dlcp.transport.messages import SHARE  # few commands need it
 
-    parser.add_argument("--collective", choices=["direct", "ps"], help="all-reduce or parameter server (default: direct; with BMv2: ps)")
+    parser.add_argument(
+        "--collective", choices=["direct", "ps"], help="all-reduce or parameter server (default: direct; with BMv2: ps)"
+    )
     add(parser, "--seed", "N", whole(0), "seed of everything", default=1)
     add_steps(parser, steps)
     add(parser, "--loss-bound", "SHARE", real(SHARE), "share of a message that may be lost", default=LOSS_BOUND)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask what the options leave open, and write the file."""
     from dlcp.inputs.document import DocumentError
-    from dlcp.sim.tools.guided import guided_experiment
+    from dlcp.sim.tools.guided import PACKETS_UP_TO, guided_experiment, guided_setting
 
     path: Path = arguments.file
     if path.suffix not in (".yaml", ".yml"):
@@ -55,6 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise DocumentError(str(error)) from None
     path.write_text(text, encoding="utf-8")
+    if guided_setting(answers).engine == "flows":
+        print(
+            f"More than {PACKETS_UP_TO} workers: simulated as flows, which leave out most queues and drops, with "
+            f"{answers['collective']} all-reduces; `engine` and `collective` in the file change that"
+        )
     print(f"{path}: run it with `dlcp sim run {shlex.quote(str(path))}`")
     return 0
 

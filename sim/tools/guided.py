@@ -4,7 +4,9 @@
 Names come from the records that describe a simulation, and comments from their docstrings.
 """
 
+import contextlib
 import inspect
+import math
 import re
 import shlex
 import textwrap
@@ -29,6 +31,9 @@ from dlcp.sim.network.nodes import LinkSpec
 
 Answers = Mapping[str, Any]
 """The answers so far, by the names of the questions."""
+PACKETS_UP_TO: Final = 256
+"""More workers are simulated as flows if their transport allows it, and by default reduce with fewer messages: a direct
+all-reduce of 1,024 has two million of them for each layer."""
 _WORKERS_PER_SERVER: Final = 4
 _IMAGES: Final = 32
 """Batch of a worker, as in the experiments that come with DLCP: a published throughput has larger ones, which hide all
@@ -103,11 +108,29 @@ def _default_gpu(answers: Answers) -> str:
     return usual if usual in known else known[0]
 
 
+def _default_collective(answers: Answers) -> str:
+    workers = answers["workers"]
+    if workers <= PACKETS_UP_TO:
+        return "direct"
+    if workers & (workers - 1) == 0:
+        return "halving_doubling"
+    return "hierarchical" if _group(workers) > 1 else "tree"
+
+
+def _group(workers: int) -> int:
+    """Return how many workers of many form a group: a divisor near the square root, for the fewest messages."""
+    if workers <= PACKETS_UP_TO:
+        return int(_default(TrainingJob, "group"))
+    return next(size for size in range(math.isqrt(workers), 0, -1) if workers % size == 0)
+
+
 def _collective(answer: str, answers: Answers) -> str:
     _check_name("collective", answer, _COLLECTIVES)
     collective: Any = answer
     workers = answers["workers"]
-    TrainingJob(name="job", workers=workers, servers=_servers(answer, workers), collective=collective)
+    TrainingJob(
+        name="job", workers=workers, servers=_servers(answer, workers), collective=collective, group=_group(workers)
+    )
     return answer
 
 
@@ -121,7 +144,7 @@ QUESTIONS: Final = (
     ),
     _one_of("gpu", "GPU", _default_gpu, _gpus),
     Question("workers", "Workers, one GPU each", lambda answers: _default(TrainingJob, "workers"), _workers),
-    Question("collective", "Collective", lambda answers: "direct", _collective, lambda answers: _COLLECTIVES),
+    Question("collective", "Collective", _default_collective, _collective, lambda answers: _COLLECTIVES),
     _one_of("fabric", "Fabric", "leaf_spine", lambda answers: FABRICS),
     Question("rate_gbps", "Rate of each host's link in Gbit/s", lambda answers: 25.0, _rate),
     _one_of("transport", "Transport", "dlcp", lambda answers: list(TRANSPORT_KINDS)),
@@ -155,6 +178,7 @@ def guided_setting(answers: Answers) -> RunSetting:
         workers=answers["workers"],
         servers=_servers(collective, answers["workers"]),
         collective=collective,
+        group=_group(answers["workers"]) if collective == "hierarchical" else _default(TrainingJob, "group"),
         scheduler="dlcp" if is_dlcp else "fifo",
         transport=transport,
         loss_bound=LOSS_BOUND if is_dlcp else 0.0,
@@ -163,6 +187,10 @@ def guided_setting(answers: Answers) -> RunSetting:
         answers["fabric"], answers["rate_gbps"], transport=transport, discipline=answers["discipline"]
     )
     setting = RunSetting(**network.fields(job.workers + job.servers), training=(job,))
+    if job.workers > PACKETS_UP_TO:
+        with contextlib.suppress(ValueError):  # flows cannot represent every transport
+            setting.check_engine("flows")
+            setting = msgspec.structs.replace(setting, engine="flows")
     # A struct checks the ranges of its fields only when it is converted.
     checked = msgspec.convert(msgspec.to_builtins(setting), RunSetting)
     checked.check_senders("training")

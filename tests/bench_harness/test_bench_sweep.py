@@ -286,5 +286,5 @@ def test_the_plot_and_the_text_are_of_the_same_cells():
     assert "worst: 0.50x" in picture
     assert "best: 21.50x" in picture
     assert picture == plots.draw(kept["cells"]), "the same each time"
-    whole = plots.block(kept, "", whole=True)
+    whole = plots.block(kept)
     assert "| 5 % | 4 kB | 11.50x (0.90x): 1.74 ms, 20 ms | 21.50x" in whole

@@ -68,6 +68,26 @@ def test_every_collective_gets_the_ranks_that_it_needs(tmp_path, collective):
 
 
 @pytest.mark.parametrize(
+    ("workers", "engine", "collective", "group"),
+    [
+        (256, "packets", "direct", 8),
+        (1000, "flows", "hierarchical", 25),
+        (1024, "flows", "halving_doubling", 8),
+        (1021, "flows", "tree", 8),
+    ],
+)
+def test_many_workers_are_flows_with_few_messages(tmp_path, capsys, workers, engine, collective, group):
+    setting = written(tmp_path / "a.yaml", "--workers", str(workers))
+    (job,) = setting.training
+    assert (setting.engine, job.collective, job.group) == (engine, collective, group)
+    assert ("simulated as flows" in capsys.readouterr().out) == (engine == "flows")
+
+
+def test_many_workers_over_a_transport_that_flows_cannot_represent_are_packets(tmp_path):
+    assert written(tmp_path / "a.yaml", "--workers", "300", "--transport", "pfabric").engine == "packets"
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--model resnet5", "--model: there is no model 'resnet5'; did you mean resnet50 or resnet101?"),
