@@ -7,6 +7,7 @@ those under way, compared with the second, too few by those that came meanwhile.
 interval brings the two estimates closer together; it ends when they lead to the same conclusion.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ _LOSSY: Final = 0.01
 _LOSSIER: Final = 2.0
 """The share must also exceed this many times what most other links lose: switches that are short of processor time lose
 packets at all ports."""
+_DEAD: Final = 0.5
+"""A link that loses more is bad, whatever others lose."""
 _CERTAIN: Final = 4.0
 """An interval ends once the estimates differ by less than this part of the limit, even if the limit is in between."""
 _LOST_MIN: Final = 10
@@ -28,7 +31,8 @@ _SENT_MIN: Final = 200
 """Fewest packets for the conclusion that a link is bad, or that it is good. Not tuned."""
 _PATIENCE_S: Final = 10.0
 _PATIENCE_MAX_S: Final = 600.0
-"""Time until an avoided link is tried again; it doubles each time that the link is found bad, up to the second."""
+"""Time until an avoided link is tried again. It doubles each time that the link is found bad, up to the second, and
+starts anew if the link has been good for as long."""
 
 Counts = Mapping[Port, int]
 """Packets at each port, as read from the switches that answer."""
@@ -61,7 +65,7 @@ class _Span(NamedTuple):
         if self.least > allowed and self.least >= _LOST_MIN:
             return True
         is_certain = self.most <= allowed or (self.most - self.least) * _CERTAIN < allowed
-        return False if self.sent >= _SENT_MIN and is_certain else None
+        return False if self.sent >= _SENT_MIN and self.least <= allowed and is_certain else None
 
 
 @dataclass
@@ -69,7 +73,6 @@ class _Suspect:
     """A link that has been found bad: the directions (ports of departure) that were, and when to try it again."""
 
     bad: set[Port]
-    patience_s: float
     again_s: float
     on_trial: bool = False
     good: set[Port] = field(default_factory=set)
@@ -91,7 +94,8 @@ class LinkLosses:
     _began: dict[Port, _Reading] = field(default_factory=dict)
     _suspects: dict[Port, _Suspect] = field(default_factory=dict)
     """By the link's lesser port."""
-    _patience_s: dict[Port, float] = field(default_factory=dict)
+    _patience_s: dict[Port, tuple[float, float]] = field(default_factory=dict)
+    """How long to avoid a link when it is found bad again, and when to forget that it was."""
 
     def __post_init__(self) -> None:
         """Find the directions of all links."""
@@ -111,9 +115,9 @@ class LinkLosses:
         return found
 
     @property
-    def avoided(self) -> list[tuple[Port, Port]]:
-        """The links that packets should avoid, the worst first."""
-        found = [self._ends(link) for link, suspect in self._suspects.items() if not suspect.on_trial]
+    def suspects(self) -> list[tuple[Port, Port]]:
+        """The links that have been found bad and not yet good again, the worst first."""
+        found = [self._ends(link) for link in self._suspects]
         return sorted(found, key=lambda ends: -max(self.shares.get(end, 0) for end in ends))
 
     @property
@@ -125,7 +129,8 @@ class LinkLosses:
         """Note arrivals, then departures, then arrivals again; return what has changed, one line per link."""
         spans = {}
         for start, end in self._directions.items():
-            if end in before and start in sent and end in after:
+            is_read = end in before and start in sent and end in after
+            if is_read and after[end] >= before[end]:  # else a switch has restarted in between
                 spans[start] = self._span(start, _Reading(sent[start], before[end], after[end]))
             else:
                 self._began.pop(start, None)
@@ -138,7 +143,7 @@ class LinkLosses:
                     for end, each in spans.items()
                     if each.sent and end not in (start, self._directions[start])
                 ]
-                bad = span.conclusion(_LOSSY + _LOSSIER * median_low([0.0, *others]))
+                bad = span.conclusion(min(_DEAD, _LOSSY + _LOSSIER * median_low([0.0, *others])))
             if bad is not None:
                 self.shares[start] = span.lost
                 self._began[start] = span.end
@@ -170,9 +175,13 @@ class LinkLosses:
         link = min(start, self._directions[start])
         suspect = self._suspects.get(link)
         if bad and (suspect is None or suspect.on_trial):
-            patience_s = self._patience_s.get(link, _PATIENCE_S)
-            self._patience_s[link] = min(2 * patience_s, _PATIENCE_MAX_S)
-            self._suspects[link] = _Suspect({start}, patience_s, time.monotonic() + patience_s)
+            now_s = time.monotonic()
+            patience_s, forget_s = self._patience_s.get(link, (_PATIENCE_S, math.inf))
+            if now_s > forget_s:
+                patience_s = _PATIENCE_S
+            again_s = now_s + patience_s
+            self._patience_s[link] = min(2 * patience_s, _PATIENCE_MAX_S), again_s + _PATIENCE_MAX_S
+            self._suspects[link] = _Suspect({start, *(suspect.bad if suspect else ())}, again_s)
             return [f"link {self._name(link)} loses {self.shares[start]:.1%} of the packets from {start}"]
         if bad and suspect is not None:
             suspect.bad.add(start)

@@ -155,6 +155,7 @@ class Session:
         self._deadline_s = deadline_s
         self._client = P4Client(switch.grpc, self._credentials(), wait_for_ready=False)
         self._listener: asyncio.Task[None] | None = None
+        self._closed = False
 
     async def __aenter__(self) -> "Session":
         await self._client.open()
@@ -167,6 +168,7 @@ class Session:
 
     async def close(self) -> None:
         """End the connection. The switch keeps its program and entries."""
+        self._closed = True
         if self._listener is not None:
             await stopped(self._listener)
         if self.lost.done() and not self.lost.cancelled():
@@ -223,11 +225,14 @@ class Session:
 
     async def read(self, entities: Sequence[P4EntityList]) -> list[p4r.Entity]:
         """Return the entities that match ``entities``; a field left out matches anything, as P4Runtime specifies."""
-        if self.lost.cancelled():
-            raise self._error("the connection is closed")
         encoded = encode_entities(entities, self.pipeline.schema)
         request = p4r.ReadRequest(device_id=self.switch.device_id, entities=encoded)
-        return await self._within(_collect(self._client.request_iter(request)), "reading its state")
+        return await self._within(self._collected(request), "reading its state")
+
+    async def _collected(self, request: p4r.ReadRequest) -> list[p4r.Entity]:
+        if self._closed:
+            raise self._error("the connection is closed")
+        return await _collect(self._client.request_iter(request))
 
     async def write(self, changes: Sequence[p4r.Update]) -> None:
         """Write changes in one request.
@@ -247,7 +252,8 @@ class Session:
 
     async def send_packet(self, frame: bytes) -> None:
         """Send a frame into the switch through its CPU port. A switch without one ignores it."""
-        await self._client.send(p4r.StreamMessageRequest(packet=p4r.PacketOut(payload=frame)))
+        message = p4r.StreamMessageRequest(packet=p4r.PacketOut(payload=frame))
+        await self._within(self._client.send(message), "sending a packet")
 
     def _credentials(self) -> GRPCCredentialsTLS | None:
         tls = self.switch.tls
@@ -318,6 +324,10 @@ class Session:
         except P4ClientError as error:
             refused = self._refused_changes(error, changes) if changes and error.details else self._refused(error, what)
             raise refused from None
+        except AssertionError:
+            if not self._closed:
+                raise
+            raise self._error("the connection is closed") from None  # meanwhile
         except RuntimeError as error:
             if "EOF" not in str(error):
                 raise
@@ -509,12 +519,13 @@ def _too_few_queues(switch: FabricSwitch) -> QueueError:
 async def _forwards_a_probe(session: Session, fabric: Fabric) -> bool | None:
     """Return whether a frame for a host leaves from the queue of ordinary traffic; None if there is no CPU port for it.
 
-    It has left once egress counts it, even if its port is down. Other traffic of the queue proves the same. The CPU
-    port's arrivals are counted where no link's are.
+    It has left once egress counts it, even if its port is down. Other traffic of any queue but the lowest proves the
+    same, and may go first. The CPU port's arrivals are counted where no link's are.
     """
     used = fabric.neighbours[session.switch.name]
     arrivals = [P4CounterEntry("arrivals", index=port) for port in range(PORT_MAX + 1) if port not in used]
-    places = [event_index(port, Queue.ORDINARY, 0, EgressEvent.FORWARDED) for port in used]
+    others = product(used, range(Queue.ORDINARY, QUEUES), range(DROP_CLASSES))
+    places = [event_index(*place, EgressEvent.FORWARDED) for place in others]
     departures = [P4CounterEntry("egress_events", index=place) for place in places]
 
     async def packets(counters: list[P4CounterEntry]) -> int:

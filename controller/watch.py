@@ -65,7 +65,7 @@ class SwitchStatus:
     lost
         Share of the packets to another switch that did not arrive there, as last measured; by port.
     avoided
-        Ports whose link routes avoid.
+        Ports whose link routes avoid, or use for few packets, on trial.
     """
 
     ports: frozenset[int]
@@ -264,17 +264,19 @@ class Watcher:
 
     def _reroute(self) -> None:
         """Change the routes of all switches if other switches or links are bad than before."""
-        avoided, on_trial = dispensable(self._fabric, self._down, self._links.avoided), self._links.on_trial
+        on_trial = self._links.on_trial
+        avoided = dispensable(self._fabric, self._down, self._links.suspects) - on_trial
         if (avoided, on_trial) == (self._avoided, self._on_trial):
             return
         if avoided != self._avoided:
             parts = sorted(str(part) for part in avoided)
             LOGGER.info("routes avoid %s", ", ".join(parts) or "nothing any more")
         self._avoided, self._on_trial = avoided, on_trial
+        wanted = self._encoded()
         for name, state in self.states.items():
-            state.reroutes += 1
-            state.avoided = frozenset(port for port in state.ports if Port(name, port) in avoided)
-        self._wanted = self._encoded()
+            state.reroutes += wanted[name] != self._wanted[name]
+            state.avoided = frozenset(port for port in state.ports if Port(name, port) in avoided | on_trial)
+        self._wanted = wanted
         self._rerouted.set()
         self._rerouted = asyncio.Event()
 
@@ -309,14 +311,15 @@ class Watcher:
         retry_s = RETRY_S
         said = ""
         while True:
-            before = state.reconciles
+            held = False
             try:
                 async with Session(switch, self._pipeline, election_id=self._election_id) as session:
                     await session.become_primary(stand_by=True)
                     await self._hold(session, state, was_lost=bool(said))
             except (ControlError, QueueError) as error:
+                held = state.connected
                 state.failures += 1
-                if state.reconciles > before or str(error) != said:  # do not repeat the same warning
+                if held or str(error) != said:  # do not repeat the same warning
                     LOGGER.warning("%s", error)
                 said = str(error)
             finally:
@@ -324,7 +327,7 @@ class Watcher:
                 self._sessions.pop(switch.name, None)
             self._down.add(switch.name)
             self._reroute()
-            retry_s = RETRY_S if state.reconciles > before else min(2 * retry_s, RETRY_MAX_S)
+            retry_s = RETRY_S if held else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s)
 
     async def _hold(self, session: Session, state: SwitchStatus, *, was_lost: bool) -> None:

@@ -134,7 +134,7 @@ def _end_with(pipe: int) -> None:
     """End this process once the other end of a pipe closes: with SIGTERM, so that it can clean up, then with SIGKILL.
 
     The kernel sends SIGTERM, because a thread cannot while the main thread is in C code that keeps the GIL: PyTorch's
-    ``FileStore`` keeps it for minutes if its folder is gone.
+    ``FileStore`` keeps it for minutes if its folder is gone. Where Python handles SIGTERM, that has to end first.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGTERM)

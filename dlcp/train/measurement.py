@@ -8,6 +8,7 @@ the script ends after the last step.
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,9 +79,18 @@ class Measurement:
         self._began_s = self._now_s()
 
     def _combine(self) -> None:
-        """Replace the time of each step by that of its slowest rank, so that all machines report the same."""
+        """Replace the time of each step by that of its slowest rank, so that all machines report the same.
+
+        If another rank has ended, this one's times are left.
+        """
         found: list[Any] = [None] * dist.get_world_size(self.model.process_group)
-        dist.all_gather_object(found, self.seconds, self.model.process_group)
+        device = next(self.model.parameters()).device
+        try:
+            # Objects travel through the current device, which a script need not have set.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                dist.all_gather_object(found, self.seconds, self.model.process_group)
+        except RuntimeError:
+            return
         self.seconds = {
             way: [max(step) for step in zip(*(each[way] for each in found), strict=True)] for way in found[0]
         }

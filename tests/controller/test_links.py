@@ -89,7 +89,7 @@ def test_a_link_that_begins_to_lose_is_avoided_within_ten_seconds(clock, seed, l
     said = rounds(counters, links, clock, 9)
     assert len(said) == 1
     assert said.popitem()[1][0].startswith(f"link {BAD} - {FAR} loses ")
-    assert links.avoided == [(BAD, FAR)]
+    assert links.suspects == [(BAD, FAR)]
 
 
 def test_an_avoided_link_is_tried_again_less_and_less_often_until_it_is_good(clock):
@@ -102,7 +102,35 @@ def test_an_avoided_link_is_tried_again_less_and_less_often_until_it_is_good(clo
     assert all(later > 1.5 * sooner for sooner, later in pairwise(pauses))
     counters.losses.clear()
     assert rounds(counters, links, clock, 100).popitem()[1] == [f"link {BAD} - {FAR} is good again"]
-    assert (links.avoided, links.on_trial) == ([], frozenset())
+    assert (links.suspects, links.on_trial) == ([], frozenset())
+
+
+def test_few_packets_are_enough_in_the_end(clock):
+    counters, links = Counters(3, reading_s=0.0, rate_pps=250), LinkLosses(FABRIC)
+    assert rounds(counters, links, clock, 60) == {}
+    counters.losses[BAD] = 0.03
+    assert any("loses" in line for lines in rounds(counters, links, clock, 20).values() for line in lines)
+
+
+def test_a_switch_that_restarts_between_two_readings_is_no_loss(clock):
+    counters, links = Counters(4), LinkLosses(FABRIC)
+    rounds(counters, links, clock, 20)
+    before, sent = counters._read(counters._arrived), counters._read(counters._sent)
+    counters.restart("spine1")
+    assert links.note(before, sent, counters._read(counters._arrived)) == []
+
+
+def test_three_dead_switches_of_four_are_found():
+    fabric = leaf_spine(3, 4, 1)
+    links = LinkLosses(fabric)
+    zeros = dict.fromkeys(links._directions, 0)
+    links.note(zeros, zeros, zeros)
+    sent = dict.fromkeys(links._directions, 1000)
+    ends = links._directions.items()
+    arrived = {end: 1000 if "spine4" in (start.switch, end.switch) else 0 for start, end in ends}
+    assert len(links.note(arrived, sent, arrived)) == 9
+    avoided = dispensable(fabric, (), links.suspects)
+    assert {port.switch for port in avoided} - {"leaf1", "leaf2", "leaf3"} == {"spine1", "spine2", "spine3"}
 
 
 def test_losses_at_all_ports_are_no_links_fault(clock):
@@ -115,8 +143,8 @@ def test_a_switch_that_forwards_nothing_is_avoided(clock):
     counters, links = Counters(9), LinkLosses(FABRIC)
     counters.losses = {port: 1 for port, end in links._directions.items() if "spine1" in (port.switch, end.switch)}
     rounds(counters, links, clock, 5)
-    spines = {end.switch for ends in links.avoided for end in ends} - {"leaf1", "leaf2"}
-    assert (len(links.avoided), spines) == (2, {"spine1"})
+    spines = {end.switch for ends in links.suspects for end in ends} - {"leaf1", "leaf2"}
+    assert (len(links.suspects), spines) == (2, {"spine1"})
 
 
 def test_a_restart_sets_counters_back_and_is_no_loss(clock):

@@ -26,9 +26,9 @@ OTHERS = {"sudo", "torchrun"}
 """Programs that are not ours, and whose arguments are."""
 STAND_INS = {"script.py", "my.module:model"}
 """Names that a reader replaces by a file of their own."""
-README_BYTES = 7 * 1024
+README_BYTES = 7500
 SHOWN_METHODS = "gloo", "default"
-SHOWN_NETWORKS = "clean", "100mbit", "loss1", "bursts1", "20ms", "slow-port"
+SHOWN_NETWORKS = "clean", "1gbit", "100mbit", "loss1", "bursts1", "20ms", "slow-port"
 """What the table of README.md compares, and where, in its order."""
 BUILD_S = 200
 
