@@ -21,7 +21,7 @@ from dlcp.session.joining import NotJoinedError
 from dlcp.session.store import StoreError
 from dlcp.torch import Options
 from tests.torch.workers import launch, values
-from tests.transport.free_ports import free_port
+from tests.transport.free_ports import free_ports
 
 OURS, OTHER = "the secret of this job, 1", "the secret of another job"
 REMEDY = "give all ranks the same DLCP_SECRET_FILE"
@@ -141,7 +141,8 @@ def meet(worker, way, folder, ports):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.timeout(110)
 def test_ranks_meet_only_with_the_same_secret(way, tmp_path):
-    ports = {which: free_port() for which in product(LAYERS, THEIRS)}
+    meetings = list(product(LAYERS, THEIRS))
+    ports = dict(zip(meetings, free_ports(len(meetings)), strict=True))  # drawn one by one, two may be the same
     for found in values(launch(2, meet, way, str(tmp_path), ports, limit_s=100)):
         assert found == {which: which[1] == "equal" for which in found}
         assert len(found) == 2 * len(LAYERS) + 1
