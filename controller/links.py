@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find links between switches that lose packets without a word, by the counters at both ends.
+"""Find links between switches that lose packets without reporting it, by the counters at both ends.
 
 What has left one port and not arrived at the other was lost on the link. The two counters cannot be read at the same
 moment. So arrivals are read twice, before and after departures: compared with the first, too many packets seem lost by
@@ -183,9 +183,9 @@ class LinkLosses:
             self._patience_s[link] = min(2 * patience_s, _PATIENCE_MAX_S), again_s + _PATIENCE_MAX_S
             self._suspects[link] = _Suspect({start, *(suspect.bad if suspect else ())}, again_s)
             return [f"link {self._name(link)} loses {self.shares[start]:.1%} of the packets from {start}"]
-        if bad and suspect is not None:
+        if bad and suspect:
             suspect.bad.add(start)
-        if not bad and suspect is not None and suspect.on_trial:
+        elif suspect and suspect.on_trial:
             suspect.good.add(start)
             if suspect.good >= suspect.bad:
                 del self._suspects[link]

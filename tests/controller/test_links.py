@@ -63,7 +63,7 @@ def clock(monkeypatch):
 
 
 def rounds(counters, links, clock, count):
-    """Return what is said in so many rounds of a second, by round."""
+    """Compare the links once a second for ``count`` seconds; return the messages of each second that has any."""
     said = {}
     for number in range(1, count + 1):
         clock[0] += 1
