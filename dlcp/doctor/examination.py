@@ -33,7 +33,7 @@ from dlcp.transport.sockets import SO_RCVBUFFORCE, UDP_GRO, UDP_SEGMENT
 
 _MEET_S: Final = 2.0
 OLDEST_PYTHON: Final = (3, 10)
-OLDEST_TORCH: Final = (2, 7)
+OLDEST_TORCH: Final = (2, 9)
 OLDEST_KERNEL: Final = (5, 0)
 """The first Linux with both UDP_SEGMENT (4.18) and UDP_GRO (5.0)."""
 

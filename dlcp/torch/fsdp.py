@@ -9,12 +9,13 @@ rounded-off values are residual of the parameter, wherever its shards are, and g
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
@@ -27,11 +28,6 @@ from dlcp.torch.framework import framework_route, scale_of
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
 from dlcp.values.tags import Layer, Segment, layers_in_order
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-else:
-    ReduceScatter = object  # PyTorch calls its methods, whatever its class; before 2.9, it has no such class
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""
@@ -292,8 +288,6 @@ def _check_options(options: Options) -> None:
 
 def groups_of(module: FSDPModule) -> Sequence[Any]:
     """Return a module's parameter groups, which PyTorch does not expose; none without parameters of its own."""
-    if not hasattr(module, "set_custom_reduce_scatter"):
-        raise ValueError(f"FSDP2 of PyTorch {torch.__version__} cannot use DLCP's reduce-scatter: install 2.9 or newer")
     state: Any = module._get_fsdp_state()
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before PyTorch 2.13
