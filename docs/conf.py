@@ -30,6 +30,7 @@ include_patterns = [
     "dlcp/**README.md",
     "p4/**README.md",
     "sim/**README.md",
+    "sim/experiments/RESULTS.md",
 ]
 exclude_patterns = ["dlcp/controller", "dlcp/sim", "dlcp/switch/p4"]  # links to what is listed
 

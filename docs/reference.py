@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate parts of pages from the code: ``python docs/reference.py``.
+"""Generate parts of pages, from the code and from recorded results: ``python docs/reference.py``.
 
 The function NAME below writes what stands between ``<!-- of: NAME -->`` and ``<!-- end -->``. So a fact is
 stated only in the code, but pages are complete on a code host, too; a test compares them. On the site, Sphinx
@@ -9,12 +9,15 @@ replaces tables of public names by their docstrings.
 import argparse
 import importlib
 import inspect
+import json
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from numpy.typing import ArrayLike
 from sphinx.application import Sphinx
@@ -23,14 +26,25 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 from dlcp import cli, wire
+from dlcp.commands.common import own_experiments
+from dlcp.convergence import curve
 from dlcp.inputs.configuration import PREFIX, options_of
 from dlcp.session import Options
+from dlcp.sim.experiments.experiment import read
+from dlcp.sim.graphs import collectives
+from dlcp.sim.jobs.models import MODELS, THROUGHPUTS
+from dlcp.sim.network.topology import TopologySpec
+from dlcp.sim.tools.report import signed, words_of
+from dlcp.sim.transports.specs import TransportSpec
 from dlcp.transport import TransportOptions
+from dlcp.values.planes import CODED_BITS, FULL_BITS
 from dlcp.wire.dissector import LABELS
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
 
 MISSING: Final = [name for name in ("jax", "keras", "mxnet", "optax", "tensorflow", "torch") if find_spec(name) is None]
 """Frameworks have environments of their own; their adapters' docstrings are read without them."""
+RESULTS: Final = Path(__file__).parent / "gallery" / "results.json"
+"""The results of all experiments that the gallery shows."""
 _PLACE: Final = re.compile(r"^<!-- of: (\w+)(?: ([\w.]+))? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 _ROLE: Final = re.compile(r":\w+:`~?([^`<]+?)(?: <[^`>]+>)?`")
 _ANNOTATED: Final = "Annotated["
@@ -129,6 +143,74 @@ def ports() -> str:
     return f"UDP destination ports {wire.UDP_PORT_BASE}-{last}, version {wire.VERSION}, {wire.HEADER_BYTES} bytes."
 
 
+def simulated() -> str:
+    """Return what the simulator has: models, fabrics, collectives and transports, by the names in experiments."""
+    models = ["| Model | Parameters | Batches of | Published throughput for |", "|---|---:|---|---|"]
+    for name, model in MODELS.items():
+        gpus = dict.fromkeys(each.gpu for each in THROUGHPUTS if each.model == name)
+        parameters = f"{sum(layer.parameters for layer in model.layers) / 1e6:,.1f} M"
+        models.append(f"| `{name}` | {parameters} | {model.sample}s | {', '.join(map(str.upper, gpus))} |")
+    described = {
+        "Fabric": {str(kind.__struct_config__.tag): kind for kind in get_args(TopologySpec)},
+        "Collective": {name: getattr(collectives, name) for name in get_args(collectives.CollectiveName)},
+        "Transport": {str(kind.__struct_config__.tag): kind for kind in get_args(TransportSpec)},
+    }
+    tables = ["\n".join(models)]
+    for title, choices in described.items():
+        rows = [f"| `{name}` | {_first_sentence(value).removeprefix('Add ')} |" for name, value in choices.items()]
+        tables.append("\n".join([f"| {title} | |", "|---|---|", *rows]))
+    return "\n\n".join(tables)
+
+
+def _first_sentence(value: Any) -> str:
+    return _markdown(" ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split()))
+
+
+def precision_costs() -> str:
+    """Return the steps that fewer bits cost, from the curves that the simulator and DLCP's choice use."""
+    curves = {name: dict(curve(f"precision_{name}").points) for name in ("sgd", "adamw")}
+    lines = ["| Bits per value | SGD with momentum | AdamW |", "|---:|---:|---:|"]
+    for bits in CODED_BITS:
+        sgd, adamw = (costs[1 - bits / FULL_BITS] for costs in curves.values())
+        lines += [f"| {bits} | {sgd:.2f} | {adamw:.2f} |"]
+    return "\n".join(lines)
+
+
+def experiment(name: str) -> str:
+    """Return the first plot of an experiment, its question, and its published figures next to the simulated ones."""
+    described = read(own_experiments()[name], quick=True).experiment
+    lines = [
+        f"![{described.figures[0].title}](gallery/{name}_1.svg)",
+        f"{described.question.strip()} `dlcp sim all {name} --quick`",
+    ]
+    rows = []
+    for figure in json.loads(RESULTS.read_text())["figures"]:
+        whole, _, claim = figure["name"].partition(".")
+        if whole == name and figure["measured"] is not None:
+            least, most = figure["spread"]
+            shown = signed(figure["measured"], figure["unit"])
+            spread = f" ({signed(least, figure['unit'])} to {signed(most, figure['unit'])})" if least != most else ""
+            published = signed(figure["paper"], figure["unit"])
+            rows.append(f"| {words_of(claim)} | {published} | {shown}{spread} |")
+    if rows:
+        lines.append("\n".join(["| Figure | Published | Simulated |", "|---|---:|---:|", *rows]))
+    return "\n\n".join(lines)
+
+
+def speed_ups() -> str:
+    """Return how much faster than Gloo each method of DLCP trains to the same loss, from the table of alternatives."""
+    page = (Path(__file__).parent / "alternatives.md").read_text()
+    table = page.split("## Time to the same loss")[1].split("\n\n|")[1]
+    networks, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    seconds = {row[0]: [float(cell.strip("*").split()[0].strip("*")) for cell in row[1:]] for row in rows if row[0]}
+    shown = {"dlcp:8": "8 bits", "dlcp:4": "4 bits", "dlcp-local": "`LocalSGD`"}
+    lines = ["| Network | " + " | ".join(shown.values()) + " |", "|---|---:|---:|---:|"]
+    for column, network in enumerate(networks[1:]):
+        gains = (f"{seconds['gloo'][column] / seconds[name][column]:.2g}x" for name in shown)
+        lines.append(f"| *{network}* | " + " | ".join(gains) + " |")
+    return "\n".join(lines)
+
+
 def _exported(module_name: str) -> list[str]:
     """Return the names that a module exports; without ``__all__``, those that it defines."""
     module = importlib.import_module(module_name)
@@ -151,8 +233,7 @@ def _table(full_names: Iterable[str]) -> str:
     for full_name in full_names:
         value = _value(full_name)
         if inspect.isclass(value) or inspect.isroutine(value):
-            first, _, _ = (inspect.getdoc(value) or "").partition("\n\n")
-            lines.append(f"| `{full_name}` | {_markdown(' '.join(first.split()))} |")
+            lines.append(f"| `{full_name}` | {_first_sentence(value)} |")
     return "\n".join(lines)
 
 
@@ -205,7 +286,21 @@ def readable(signature: str) -> str:
 
 
 _WRITERS: Final[Mapping[str, Callable[..., str]]] = {
-    function.__name__: function for function in (commands, options, header, coding, members, ports, public, name)
+    function.__name__: function
+    for function in (
+        commands,
+        options,
+        header,
+        coding,
+        members,
+        ports,
+        public,
+        name,
+        simulated,
+        experiment,
+        precision_costs,
+        speed_ups,
+    )
 }
 _FOR_SPHINX: Final[Mapping[str, Callable[..., str]]] = {"public": _public_docstrings, "name": _docstring}
 
@@ -242,8 +337,17 @@ def setup(app: Sphinx) -> dict[str, bool]:
     return {"parallel_read_safe": True}
 
 
+def keep(folder: Path) -> None:
+    """Copy what the gallery shows from the results of ``dlcp sim all --quick``."""
+    shutil.copy(folder / "summary.json", RESULTS)
+    for plot in (folder / "figures").glob("*_1.svg"):
+        shutil.copy(plot, RESULTS.parent)
+
+
 def main() -> None:
-    """Write the generated parts of all pages."""
+    """Write the generated parts of all pages; given a folder of ``dlcp sim all --quick``, keep its results first."""
+    for folder in sys.argv[1:]:
+        keep(Path(folder))
     with mock(MISSING):
         for page in Path(__file__).parent.glob("*.md"):
             text = page.read_text()

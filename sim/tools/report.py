@@ -103,7 +103,7 @@ def page_of(sections: Sequence[ExperimentSection], empty: Sequence[Results] = ()
     findings = [each for section in sections for each in section.findings]
     return render(
         Path(__file__).parent / "experiments.html",
-        {"number": _cell, "signed": _signed, "range": _range, "words": _words},
+        {"number": _cell, "signed": signed, "range": _range, "words": words_of},
         sections=sections,
         empty=empty,
         version=__version__,
@@ -201,7 +201,8 @@ def _cell(value: float | None, name: str = "") -> str:
     return number(value * scale)
 
 
-def _signed(value: float | None, unit: str) -> str:
+def signed(value: float | None, unit: str) -> str:
+    """Return the value of a claim as text."""
     if value is None:
         return "-"
     if unit == "s":
@@ -213,10 +214,10 @@ def _range(value: Spread | None, unit: str) -> str:
     """Return the range over seeds as text; empty for a single seed."""
     if value is None or value.seeds < 2:
         return ""
-    return f"{_signed(value.least, unit)} to {_signed(value.most, unit)}"
+    return f"{signed(value.least, unit)} to {signed(value.most, unit)}"
 
 
-def _words(name: str) -> str:
+def words_of(name: str) -> str:
     """Return a claim's name as words, with proper names in their own spelling."""
     words = [_NAMES.get(word, word) for word in name.split("_")]
     return " ".join([words[0][0].upper() + words[0][1:] if words[0] not in _NAMES.values() else words[0], *words[1:]])

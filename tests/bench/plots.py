@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the plots of README.md and docs/benchmarks.md, and write the text about the sweep, from measurements.
+"""Draw the plots of README.md and docs/measurements.md, and write the text about the sweep, from measurements.
 
 ``python -m tests.bench.plots [FILE...]`` does all of it.
 ``results.svg`` shows the table in README.md. ``sweep.svg`` and the text come from ``sweep.json``. Given files are
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 KEPT = DOCS / "sweep.json"
 README = ROOT / "README.md"
-BENCHMARKS = DOCS / "benchmarks.md"
+MEASUREMENTS = DOCS / "measurements.md"
 """The page with a block about the sweep."""
 _BLOCK = re.compile(r"(<!-- sweep: by tests/bench/plots.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
 _ROW = re.compile(r"^\| (.*?) \| .*? \| \*\*([\d.]+)x", re.MULTILINE)
@@ -241,5 +241,5 @@ if __name__ == "__main__":
         KEPT.write_text(json.dumps(made, indent=1) + "\n")
     made = json.loads(KEPT.read_text())
     (DOCS / "sweep.svg").write_text(draw(made["cells"]))
-    BENCHMARKS.write_text(fill(BENCHMARKS.read_text(), made))
+    MEASUREMENTS.write_text(fill(MEASUREMENTS.read_text(), made))
     print(sentences(made))

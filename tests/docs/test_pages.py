@@ -160,8 +160,8 @@ def test_generated_parts_of_pages_are_as_the_code_has_them(tmp_path):
     assert (done.returncode, done.stdout) == (0, ""), f"run: python docs/reference.py\n{done.stdout}{done.stderr}"
 
 
-def test_messages_on_the_page_about_diagnosis_are_said_somewhere():
-    table = (ROOT / "docs" / "diagnosis.md").read_text().split("## What warnings mean")[1]
+def test_messages_on_the_page_about_troubleshooting_are_said_somewhere():
+    table = (ROOT / "docs" / "troubleshooting.md").read_text().split("## What warnings mean")[1]
     told = [
         part for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for part in re.findall(r"`([^`]+)`", row)
     ]
@@ -187,6 +187,17 @@ def test_the_readme_is_short_and_its_figures_are_those_of_the_alternatives():
     assert shown == [float(f"{gains[network]:.2g}") for network in SHOWN_NETWORKS]
 
 
+def test_the_ten_results_are_those_of_their_measurements():
+    page, measurements = ((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "measurements.md"))
+    sections = {
+        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-"): text
+        for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", measurements, re.MULTILINE)
+    }
+    rows = re.findall(r"^\|.*\| \**([\d.]+)x\** \| \[.*\]\(measurements\.md#(.*)\) \|", page, re.MULTILINE)
+    assert len(rows) == 10
+    assert [(figure, place) for figure, place in rows if f"{figure}x" not in sections[place].replace("**", "x")] == []
+
+
 def test_there_is_one_pitch():
     (pitch,) = re.findall(r"^DLCP makes .*\.$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert cli.parser_of(()).description == pitch
@@ -203,7 +214,7 @@ def test_the_picture_in_the_readme_shows_its_table():
 
 def test_the_sweep_on_the_page_is_the_one_that_is_kept():
     pytest.importorskip("matplotlib")
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "measurements.md").read_text()
     assert page.count("<!-- sweep: by tests/bench/plots.py -->") == 1
     plot = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))
     kept = json.loads(plot["KEPT"].read_text())
