@@ -59,8 +59,8 @@ def read(folder: str) -> Sources:
 
 
 def differences() -> dict[str, str]:
-    """Return the rows of the table of differences in ``p4/README.md``: each name in the first column, and its row."""
-    text = (P4 / "README.md").read_text()
+    """Return the rows of the table of differences in ``p4/tna/README.md``, by each name in their first column."""
+    text = (P4 / "tna" / "README.md").read_text()
     rows = text.split("| v1model, and here |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
 

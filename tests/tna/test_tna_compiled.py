@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of p4c's back end for Tofino, against the figures in p4/README.md."""
+"""The output of p4c's back end for Tofino, against the figures in p4/README.md and p4/tna/README.md."""
 
 import importlib.util
 import json
@@ -56,7 +56,7 @@ def test_it_fits_the_chip(resources):
 
 
 def test_the_readme_has_the_figures_of_the_compiler(resources):
-    text = (P4 / "README.md").read_text().split("### Resources on the chip")[1].split("### Setting")[0]
+    text = (P4 / "tna" / "README.md").read_text().split("## Resources on the chip")[1].split("\n## ")[0]
     rows = {name.strip(): (int(used), int(of)) for name, used, of in re.findall(r"\| (.+?) \| (\d+) \| (\d+) \|", text)}
     assert rows.pop("stages") == (resources["stages"]["used"], resources["stages"]["of"])
     for width, containers in resources["phv_containers"].items():

@@ -2,7 +2,7 @@
 """The Tofino program packet by packet: the tests of the program for v1model, p4testgen's cases and random packets.
 
 There is no free model of the chip, so ``p4machine`` runs the sources themselves. What comes out may differ from what
-the program for v1model makes of a packet only where ``p4/README.md`` says so.
+the program for v1model makes of a packet only where ``p4/tna/README.md`` says so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,12 +35,12 @@ NOT_HERE = {
     "depth.stf": "A burst that arrives before any packet leaves is not coloured",
     "excess.stf": "No budget is charged, and only the traffic manager counts these drops",
 }
-"""Files of which not all holds here, and what p4/README.md says of it."""
+"""Files of which not all holds here, and what p4/tna/README.md says of it."""
 DIFFERENT = {
     "route.stf": (SENT_AGAIN, {"sent again"}),
     "trim.stf": (NOT_TRIMMED, {"of a job that is trimmed"}),
 }
-"""By file: the row of p4/README.md, and what all packets are that are answered otherwise."""
+"""By file: the row of p4/tna/README.md, and what all packets are that are answered otherwise."""
 SEQUENCES, PACKETS = 6, 320
 TAGS = 44
 """The byte of a frame that holds queue and drop class."""
@@ -85,7 +85,7 @@ def test_packet_tests_come_out_as_with_v1model_or_as_the_readme_says(path, tna):
     at = _answers(script)
     assert {tna.differs(at[line]) for line in differing} == kinds, outcome.failures[:3]
     if row:
-        assert row in (ROOT / "p4" / "README.md").read_text()
+        assert row in (ROOT / "p4" / "tna" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "passes"), [("depth.stf", True), ("excess.stf", False)])
@@ -94,7 +94,7 @@ def test_what_is_different_here_is_so_as_the_readme_says(name, passes, tna):
     packets = [line for line in outcome.failures if "register" not in line and "counter" not in line]
     assert bool(packets) == passes, packets
     assert outcome.failures
-    assert NOT_HERE[name] in (ROOT / "p4" / "README.md").read_text()
+    assert NOT_HERE[name] in (ROOT / "p4" / "tna" / "README.md").read_text()
 
 
 def _line(failure: str) -> int:

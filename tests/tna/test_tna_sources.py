@@ -36,13 +36,13 @@ def test_the_files_have_the_same_names():
 @pytest.mark.parametrize("part", ["blocks", "tables", "actions", "arrays"])
 def test_what_v1model_has_is_here_or_among_the_differences(part):
     missing = set(getattr(V1MODEL, part)) - set(getattr(TNA, part)) - set(differences())
-    assert not missing, f"{part} that p4/tna lacks and p4/README.md does not explain: {sorted(missing)}"
+    assert not missing, f"{part} that p4/tna lacks and p4/tna/README.md does not explain: {sorted(missing)}"
 
 
 @pytest.mark.parametrize("part", ["blocks", "tables", "actions", "arrays"])
 def test_what_is_only_here_is_among_the_differences(part):
     extra = set(getattr(TNA, part)) - set(getattr(V1MODEL, part)) - set(differences())
-    assert not extra, f"{part} that only p4/tna has and p4/README.md does not explain: {sorted(extra)}"
+    assert not extra, f"{part} that only p4/tna has and p4/tna/README.md does not explain: {sorted(extra)}"
 
 
 def test_each_difference_names_something_and_says_why_and_with_what_effect():
@@ -58,7 +58,7 @@ def test_each_difference_names_something_and_says_why_and_with_what_effect():
 @pytest.mark.parametrize("name", sorted(set(V1MODEL.tables) & set(TNA.tables)))
 def test_tables_have_the_same_keys_actions_and_sizes(name):
     ours, theirs = TNA.tables[name], V1MODEL.tables[name]
-    # What selects among equal ports is another matter: p4/README.md has it among the differences.
+    # What selects among equal ports is another matter: p4/tna/README.md has it among the differences.
     assert {key for key in ours.keys if key[1] != "selector"} == {key for key in theirs.keys if key[1] != "selector"}
     assert ours.actions ^ theirs.actions <= set(differences())
     assert ours.size == theirs.size or ours.size in differences()

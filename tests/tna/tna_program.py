@@ -149,7 +149,7 @@ class TnaProgram:
         return (*found, out.data + source.data[source.at :])  # type: ignore[return-value]
 
     def differs(self, data: bytes) -> str:
-        """Return which of the differences in ``p4/README.md`` a packet meets; empty if none."""
+        """Return which of the differences in ``p4/tna/README.md`` a packet meets; empty if none."""
         machine = self.machine
         names = ("headers_t", "metadata_t", "ingress_intrinsic_metadata_t")
         headers, meta, ig = _structs(machine, *names)
