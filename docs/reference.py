@@ -203,10 +203,14 @@ def speed_ups() -> str:
     table = page.split("## Time to the same loss")[1].split("\n\n|")[1]
     networks, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     seconds = {row[0]: [float(cell.strip("*").split()[0].strip("*")) for cell in row[1:]] for row in rows if row[0]}
-    shown = {"dlcp:8": "8 bits", "dlcp:4": "4 bits", "dlcp-local": "`LocalSGD`"}
+    shown = {
+        "DLCP, `precision=8`": "8 bits",
+        "DLCP, `precision=4`": "4 bits",
+        "`LocalSGD` (period, bits)": "`LocalSGD`",
+    }
     lines = ["| Network | " + " | ".join(shown.values()) + " |", "|---|---:|---:|---:|"]
     for column, network in enumerate(networks[1:]):
-        gains = (f"{seconds['gloo'][column] / seconds[name][column]:.2g}x" for name in shown)
+        gains = (f"{seconds['Gloo'][column] / seconds[name][column]:.2g}x" for name in shown)
         lines.append(f"| *{network}* | " + " | ".join(gains) + " |")
     return "\n".join(lines)
 

@@ -340,15 +340,18 @@ class StepTimes:
 
 
 class CellFile:
-    """A file of cells, each a line of JSON, which is written as soon as it is measured."""
+    """A file of cells, each a line of JSON, which is written as soon as it is measured.
 
-    def __init__(self, path: Path) -> None:
+    Times of other machines than ``machine`` are ignored, or those of none if it is None.
+    """
+
+    def __init__(self, path: Path, machine: str | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._path = path
         self.trainings: dict[tuple[str, str, int], Training] = {}
         self.times: dict[tuple[str, str, str], StepTimes] = {}
-        self._machine = machine()
+        self._machine = machine
         for line in path.read_text(encoding="utf-8").splitlines():
             cell = json.loads(line)
             self._keep(Training(**cell) if "losses" in cell else StepTimes(**cell))
@@ -362,7 +365,7 @@ class CellFile:
     def _keep(self, cell: Training | StepTimes) -> None:
         if isinstance(cell, Training):
             self.trainings[cell.task, cell.method, cell.seed] = cell
-        elif cell.machine == self._machine:
+        elif self._machine in (None, cell.machine):
             self.times[cell.setting, cell.task, cell.method] = cell
 
 
@@ -548,7 +551,7 @@ def _alternatives(arguments: argparse.Namespace) -> list[BenchResult]:
                 raise BenchError(f"there is no {kind} {name!r}{nearest(name, known)}")
     if not set(arguments.settings) <= _WITHOUT_ROOT:
         become_root()
-    cells = CellFile(arguments.cells)
+    cells = CellFile(arguments.cells, machine())
     names = list(dict.fromkeys((PLAIN, *arguments.methods)))
     seeds = range(_FIRST_SEED, _FIRST_SEED + arguments.seeds)
     failed = train_all(cells, arguments.tasks, trained_by(names), seeds)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the plots of README.md and docs/measurements.md, and write the text about the sweep, from measurements.
+"""Draw the plots of README.md and docs/measurements.md, and write parts of pages, from measurements.
 
-``python -m tests.bench.plots [FILE...]`` does all of it.
-``results.svg`` shows the table in README.md. ``sweep.svg`` and the text come from ``sweep.json``. Given files are
-documents of ``python -m tests.bench loss --sweep``, which replace ``sweep.json``; if a cell is in several files, the
-last one counts.
+``python -m tests.bench.plots [FILE...]`` does all of it. ``results.svg`` shows the table in README.md. The first table
+of docs/alternatives.md comes from ``alternatives.jsonl``; ``sweep.svg`` and the text about it from ``sweep.json``.
+Given files are documents of ``python -m tests.bench loss --sweep``, which replace ``sweep.json``; if a cell is in
+several files, the last one counts.
 """
 
 import json
@@ -22,6 +22,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 
 from dlcp.report.drawing import INK, SOFT, WIDE_PX, blank, finish, legend, look
 from dlcp.report.style import COLOURS
+from tests.bench.alternatives import SETTINGS, CellFile, compare
+from tests.bench.alternatives import table as alternatives_table
 from tests.bench.sweep import ratios, size_words, time_words
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,21 @@ KEPT = DOCS / "sweep.json"
 README = ROOT / "README.md"
 MEASUREMENTS = DOCS / "measurements.md"
 """The page with a block about the sweep."""
-_BLOCK = re.compile(r"(<!-- sweep: by tests/bench/plots.py -->\n).*?(<!-- end of sweep -->)", re.DOTALL)
+ALTERNATIVES = DOCS / "alternatives.md"
+CELLS = DOCS / "alternatives.jsonl"
+_METHODS = {
+    "gloo": "Gloo",
+    "bf16": "bf16 hook",
+    "powersgd": "PowerSGD's hook (rank)",
+    "local": "model averaging over Gloo (period)",
+    "dlcp:32": "DLCP, `precision=32`",
+    "dlcp:8": "DLCP, `precision=8`",
+    "dlcp:4": "DLCP, `precision=4`",
+    "dlcp-powersgd": "DLCP, `compression=powersgd:4` (bits)",
+    "dlcp-local": "`LocalSGD` (period, bits)",
+}
+"""What readers call the rows of the table of alternatives."""
+_BLOCK = re.compile(r"(<!-- (\w+): by tests/bench/plots.py -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _ROW = re.compile(r"^\| (.*?) \| .*? \| \*\*([\d.]+)x", re.MULTILINE)
 _LINES = tuple(
     (COLOURS[hue][0], marker) for hue, marker in zip(("blue", "orange", "green", "purple"), "os^D", strict=True)
@@ -228,10 +244,30 @@ def block(kept: dict[str, Any]) -> str:
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-def fill(text: str, kept: dict[str, Any]) -> str:
-    """Return the text of the benchmarks' page with the block replaced."""
-    words = block(kept)
-    return _BLOCK.sub(lambda marks: marks[1] + words + marks[2], text)
+def alternatives(page: str) -> str:
+    """Return the table of seconds to the same loss, of the methods in the page's command; the fastest are bold."""
+    cells = CellFile(CELLS, machine=None)
+    command = re.search(r"bench alternatives --tasks digits --methods (.*)", page)
+    assert command, "the page has no command for its first table"
+    names = ["gloo", *command[1].split()]
+    seeds = sorted({seed for _, _, seed in cells.trainings})
+    found = [compare(cells, setting, "digits", name, seeds) for setting in SETTINGS for name in names]
+    heading, line, *rows = alternatives_table([each for each in found if each], "digits")
+    shown = []
+    for row in rows:
+        name, *figures = (cell.strip() for cell in row.strip("|").split("|"))
+        # The name says already what these parameters are: no initial steps, rank 4.
+        shown.append([_METHODS[name], *(figure.replace(":0)", ")").replace("(4, ", "(") for figure in figures)])
+    for number in range(1, len(shown[0])):
+        best = min(shown, key=lambda row, number=number: float(row[number].split()[0]))
+        best[number] = re.sub(r"^\S+", r"**\g<0>**", best[number])
+    table = [heading.replace("digits", ""), line, *("| " + " | ".join(row) + " |" for row in shown)]
+    return "\n" + "\n".join(table) + "\n\n"
+
+
+def fill(text: str, words: str) -> str:
+    """Return the text of a page with its block replaced."""
+    return _BLOCK.sub(lambda marks: marks[1] + words + marks[3], text)
 
 
 if __name__ == "__main__":
@@ -241,5 +277,7 @@ if __name__ == "__main__":
         KEPT.write_text(json.dumps(made, indent=1) + "\n")
     made = json.loads(KEPT.read_text())
     (DOCS / "sweep.svg").write_text(draw(made["cells"]))
-    MEASUREMENTS.write_text(fill(MEASUREMENTS.read_text(), made))
+    MEASUREMENTS.write_text(fill(MEASUREMENTS.read_text(), block(made)))
+    page = ALTERNATIVES.read_text()
+    ALTERNATIVES.write_text(fill(page, alternatives(page)))
     print(sentences(made))

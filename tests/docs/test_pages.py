@@ -27,7 +27,7 @@ OTHERS = {"sudo", "torchrun"}
 STAND_INS = {"script.py", "my.module:model"}
 """Names that a reader replaces by a file of their own."""
 README_BYTES = 7500
-SHOWN_METHODS = "gloo", "default"
+SHOWN_METHODS = "Gloo", "default"
 SHOWN_NETWORKS = "clean", "1gbit", "100mbit", "loss1", "bursts1", "20ms", "slow-port"
 """What the table of README.md compares, and where, in its order."""
 BUILD_S = 200
@@ -176,7 +176,7 @@ def test_messages_on_the_page_about_troubleshooting_are_said_somewhere():
 def test_the_readme_is_short_and_its_figures_are_those_of_the_alternatives():
     readme, alternatives = (ROOT / "README.md").read_text(), (ROOT / "docs" / "alternatives.md").read_text()
     assert len(readme.encode()) <= README_BYTES
-    table = alternatives.split("## As it comes")[1].split("\n## ")[0]
+    table = alternatives.split("## With default settings")[1].split("\n## ")[0]
     rows = [re.findall(r"[^|\s*]+", line) for line in re.findall(r"^\|.*", table, re.MULTILINE)]
     networks, milliseconds = rows[0], {name: list(map(float, row)) for name, *row in rows[2:] if name in SHOWN_METHODS}
     gains = {
@@ -212,14 +212,18 @@ def test_the_picture_in_the_readme_shows_its_table():
     assert drawn == (ROOT / "docs" / "results.svg").read_text(), "run: python -m tests.bench.plots"
 
 
-def test_the_sweep_on_the_page_is_the_one_that_is_kept():
+def test_tables_of_measurements_are_those_that_are_kept():
     pytest.importorskip("matplotlib")
     page = (ROOT / "docs" / "measurements.md").read_text()
     assert page.count("<!-- sweep: by tests/bench/plots.py -->") == 1
     plot = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))
     kept = json.loads(plot["KEPT"].read_text())
     assert plot["draw"](kept["cells"]) == (ROOT / "docs" / "sweep.svg").read_text(), "run: python -m tests.bench.plots"
-    assert plot["fill"](page, kept) == page, "run: python -m tests.bench.plots"
+    assert plot["fill"](page, plot["block"](kept)) == page, "run: python -m tests.bench.plots"
+    alternatives = (ROOT / "docs" / "alternatives.md").read_text()
+    assert plot["fill"](alternatives, plot["alternatives"](alternatives)) == alternatives, (
+        "run: python -m tests.bench.plots"
+    )
 
 
 def test_tshark_shows_what_the_page_promises():
