@@ -262,8 +262,9 @@ def _simulate(item: Any, arguments: argparse.Namespace, title: str) -> int:
         print(f"  approximate: {skipped:,} of {sum(len(job['step_s']) for job in document['jobs']):,} steps skipped")
     for note in filter(None, (job.get("note") for job in document["jobs"])):
         print(f"  simplified: {note}")
+    width = max(map(len, document["metrics"]), default=0)
     for name, value in document["metrics"].items():
-        print(f"  {name:20} {value:.6g}")
+        print(f"  {name:{width}} {value:.6g}")
     if output is not None:
         write(document, output)
     if recorder is not None:

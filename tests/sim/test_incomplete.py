@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from dlcp.cli import main
+from dlcp.sim import CollectiveJob, Scenario, simulate
+from dlcp.sim.engines.flows import flow_engine, fluid
+from dlcp.sim.engines.kernel import arrays, kernel_engine
 from dlcp.sim.experiments.experiment import read
 from dlcp.sim.experiments.running import run, write
+from dlcp.sim.network.topology import Star
+from dlcp.sim.transports.specs import DctcpTransport
 
 STOPPED = """\
 name: stop
@@ -155,3 +160,22 @@ def test_results_that_cannot_be_written_are_refused_before_the_run(stopped, plac
     monkeypatch.setattr("dlcp.commands.sim._watched_run", lambda *_: pytest.fail("it ran"))
     assert main(["sim", "run", str(stopped), "--output", str(stopped.parent / place)]) == 2
     assert "--output: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "engine", "most", "hosts", "size_bytes"),
+    [
+        (kernel_engine, "kernel", arrays.EVENTS_PER_CALL, 8, 400_000_000),
+        (flow_engine, "flows", fluid.EVENTS_PER_CALL, 64, 1_000_000),
+    ],
+)
+def test_compiled_loops_return_often_enough_for_signals(module, engine, most, hosts, size_bytes, monkeypatch) -> None:
+    calls = []
+    loop = module.run
+    monkeypatch.setattr(module, "run", lambda *arguments: calls.append(0) or loop(*arguments))
+    job = CollectiveJob(
+        name="job", hosts=tuple(range(hosts)), size_bytes=size_bytes, collective="direct", transport="t"
+    )
+    scenario = Scenario(topology=Star(hosts=hosts), transports={"t": DctcpTransport()}, jobs=(job,))
+    events = simulate(scenario, engine=engine).counts["events"]
+    assert most < events <= len(calls) * most

@@ -62,7 +62,8 @@ class FlowEngine(CompiledEngine):
 
     def run(self, limit_ps: int) -> list[Completion]:
         """Run to the end of the first instant with a completion, at most to ``limit_ps``."""
-        run(self._state, limit_ps)
+        while not run(self._state, limit_ps):
+            pass
         found = self._completions(int(self._n["completed"]))
         self._n["completed"] = 0
         return found

@@ -63,6 +63,8 @@ STATE_RECEIVED: Final = 0x40
 STATE_DELIVERED: Final = 0x80
 
 
+EVENTS_PER_CALL: Final = 1 << 22
+"""Events after which the compiled loop returns to Python, which only then handles signals: less than a second."""
 SPARE_ROWS: Final = 16
 """Rows of each array that one event may need, in addition to a stream's packets in flight and a node's followers."""
 

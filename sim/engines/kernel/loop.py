@@ -92,8 +92,8 @@ def send_packet(w: Row, port: int, packet: int, now: int) -> None:
 def run(world: NDArray[Any], limit: int) -> int:  # noqa: C901  # one branch for each kind of event, compiled as one
     """Run to the end of the first instant with a completion, at most to ``limit``.
 
-    Returns True when that is reached. Otherwise an array is full, or the event numbers are used up: Python has to make
-    room and call again. The next event has not begun then.
+    Returns True when that is reached. Otherwise an array is full, the event numbers are used up, or many events have
+    passed: Python has to make room, and call again. The next event has not begun then.
     """
     w = world[0]
     times = k.times_of(w)
@@ -107,6 +107,7 @@ def run(world: NDArray[Any], limit: int) -> int:  # noqa: C901  # one branch for
     route_row = k.route_row_of(w)
     counts = k.counts_of(w)
     host_count = w.hosts
+    left = k.EVENTS_PER_CALL
     while True:
         if w.heap_length == 0 and advance(w) == 0:
             return True
@@ -117,13 +118,15 @@ def run(world: NDArray[Any], limit: int) -> int:  # noqa: C901  # one branch for
         # timeout may probe for every packet in flight of a stream, and a node may start all of its followers.
         spare = k.SPARE_ROWS + w.in_flight_max
         if (
-            w.free_packets < spare
+            left == 0
+            or w.free_packets < spare
             or w.free_transmissions < k.SPARE_ROWS
             or w.events_waiting + spare + w.followers_max > times.shape[0]
             or 2 * (w.completed + spare) > completions.shape[0]
             or w.sequence > k.SEQUENCE_MAX
         ):
             return False
+        left -= 1
         key = keys[0]
         w.events_waiting -= 1
         w.heap_length -= 1
