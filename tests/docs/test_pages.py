@@ -187,15 +187,25 @@ def test_the_readme_is_short_and_its_figures_are_those_of_the_alternatives():
     assert shown == [float(f"{gains[network]:.2g}") for network in SHOWN_NETWORKS]
 
 
-def test_the_ten_results_are_those_of_their_measurements():
-    page, measurements = ((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "measurements.md"))
-    sections = {
-        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-"): text
-        for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", measurements, re.MULTILINE)
-    }
-    rows = re.findall(r"^\|.*\| \**([\d.]+)x\** \| \[.*\]\(measurements\.md#(.*)\) \|", page, re.MULTILINE)
-    assert len(rows) == 10
-    assert [(figure, place) for figure, place in rows if f"{figure}x" not in sections[place].replace("**", "x")] == []
+def sections(page):
+    """Return the text of each section of a page, by its anchor."""
+    found = re.findall(r"^#+ (.*)\n((?:(?!## ).*\n)*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-"): text for title, text in found}
+
+
+def test_a_figure_that_is_a_link_stands_where_it_leads():
+    links = [
+        (page, *link)
+        for page in pages()
+        for link in re.findall(r"\[([\d.,]+(?:x| ?%| s| min| GB))\]\(([^)#]+)#([^)]+)\)", page.read_text())
+    ]
+    assert len(links) > 12
+    wrong = [
+        f"{page.relative_to(ROOT)}: {figure}"
+        for page, figure, target, anchor in links
+        if figure.strip("x") not in sections(page.parent / target)[anchor]
+    ]
+    assert wrong == []
 
 
 def test_there_is_one_pitch():
