@@ -48,8 +48,8 @@ class Preloaded:
 
 
 def write_programs(words, folder):
-    """Write ``python``, ``dlcp`` and ``torchrun`` to a folder, as programs that run with the words for ``python``."""
-    for name, module in (("python", ""), ("dlcp", "-m dlcp.cli"), ("torchrun", "-m torch.distributed.run")):
+    """Write ``python`` and ``dlcp`` to a folder, as programs that run with the words which stand for ``python``."""
+    for name, module in (("python", ""), ("dlcp", "-m dlcp.cli")):
         program = Path(folder, name)
         program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} {module} "$@"\n')
         program.chmod(0o755)
