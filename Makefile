@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo docs check fast test prove sim dist test-testbed test-mxnet test-tensorflow test-jax test-integrations lint bench p4 clean
+.PHONY: help demo docs check fast test prove sim dist test-testbed test-pages test-mxnet test-tensorflow test-jax test-integrations lint bench p4 clean
 
 # Python keeps compiled modules even if the user's environment says no: else each process of the tests compiles all that
 # it imports, TensorFlow for 5 s.
@@ -65,6 +65,10 @@ sim: $(STAMP) ## simulate a selection of the published experiments, and write a 
 test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train over them; takes root and minutes
 	@.ci/packages ip tc mnexec ifconfig ping
 	@$(UNSET); DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
+
+test-pages: $(STAMP) ## follow every page's commands in order, as a new reader; takes root and half an hour
+	@.ci/packages ip
+	@$(UNSET); FOLLOW_EVERYTHING=1 $(BIN)/python -m pytest tests/docs/test_followed_pages.py
 
 prove: $(STAMP) ## prove what the switch program promises, for all packets, and that faults in it are found; minutes
 	@$(BIN)/python p4/proof/prove.py

@@ -19,10 +19,11 @@ _FIELD = type(NamedTuple("_Tuple", [("field", int)]).field)
 project = "DLCP"
 html_title = "DLCP"
 author = copyright = "the authors of DLCP"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "reference"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "reference"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/**.md",
+    "docs/notebooks/*.ipynb",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
@@ -36,6 +37,7 @@ exclude_patterns = ["dlcp/controller", "dlcp/sim", "dlcp/switch/p4"]  # links to
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks keep their outputs
 highlight_language = "none"
 napoleon_google_docstring = False
 napoleon_use_rtype = False

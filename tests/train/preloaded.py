@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import struct
@@ -44,6 +45,14 @@ class Preloaded:
         self._process.kill()
         self._process.join(30)
         self._folder.cleanup()
+
+
+def write_programs(words, folder):
+    """Write ``python`` and ``dlcp`` to a folder, as programs that run with the words which stand for ``python``."""
+    for name, module in (("python", ""), ("dlcp", "-m dlcp.cli")):
+        program = Path(folder, name)
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} {module} "$@"\n')
+        program.chmod(0o755)
 
 
 def _serve(path):
