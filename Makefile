@@ -66,7 +66,7 @@ test-testbed: $(STAMP) ## bring testbeds up, with BMv2 if it is there, and train
 	@.ci/packages ip tc mnexec ifconfig ping
 	@$(UNSET); DLCP_TESTBED=1 $(BIN)/python -m pytest tests/testbed
 
-test-pages: $(STAMP) ## follow every page's commands in order, as a new reader; takes root and half an hour
+test-pages: $(STAMP) ## follow every page's commands in order, as a new reader; takes root and most of an hour
 	@.ci/packages ip
 	@$(UNSET); FOLLOW_EVERYTHING=1 $(BIN)/python -m pytest tests/docs/test_followed_pages.py
 
