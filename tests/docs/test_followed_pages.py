@@ -99,7 +99,7 @@ PAGES = {
     "docs/simulate-1000.md": Page(long=ALL),
     "docs/simulation-guide.md": Page(
         {
-            "": "for t in dlcp dctcp; do dlcp sim new $t.yaml --yes --workers 4 --transport $t; done; mv dlcp.yaml job.yaml",
+            "": "dlcp sim new job.yaml --yes --workers 4 && dlcp sim new dctcp.yaml --yes --workers 4 --transport dctcp",
             "out/old": "cp -r out/sim out/old",
         },
         long=ALL,
