@@ -99,7 +99,7 @@ PAGES = {
     "docs/simulate-1000.md": Page(long=ALL),
     "docs/simulation-guide.md": Page(
         {
-            "": "dlcp sim new job.yaml --yes --workers 4 && dlcp sim new dctcp.yaml --yes --workers 4 --transport dctcp",
+            "": "dlcp sim new job.yaml --yes --workers 4; dlcp sim new dctcp.yaml --yes --workers 4 --transport dctcp",
             "out/old": "cp -r out/sim out/old",
         },
         long=ALL,

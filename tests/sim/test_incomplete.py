@@ -166,7 +166,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_run(stopped, plac
     ("module", "engine", "most", "hosts", "size_bytes"),
     [
         (kernel_engine, "kernel", arrays.EVENTS_PER_CALL, 8, 400_000_000),
-        (flow_engine, "flows", fluid.EVENTS_PER_CALL, 64, 1_000_000),
+        (flow_engine, "flows", fluid.FLOW_EVENTS_PER_CALL, 64, 1_000_000),
     ],
 )
 def test_compiled_loops_return_often_enough_for_signals(module, engine, most, hosts, size_bytes, monkeypatch) -> None:

@@ -24,7 +24,7 @@ RATES_DELAY: Final = 1 / 128
 SHARE_SPREAD: Final = 0.12
 """Standard deviation of a message's share of a port, relative to an equal share. When 4 to 32 senders send 1 or 4 MB to
 one, the packets of DCTCP and of DLCP without loss spread by 0.05 to 0.17, in the median by 0.11."""
-EVENTS_PER_CALL: Final = 1 << 12
+FLOW_EVENTS_PER_CALL: Final = 1 << 12
 """Events after which `run` returns to Python, which only then handles signals such as Ctrl-C; with rates for thousands
 of flows, an event may take a fraction of a millisecond."""
 BEGIN, ARRIVE = 0, 1
@@ -352,10 +352,10 @@ def count_message(w: r.FlowState, flow: int) -> None:
 def run(w: r.FlowState, limit: int) -> bool:
     """Run to the end of the first instant with a completion, at most to ``limit``.
 
-    Returns True when that is reached, otherwise False after `EVENTS_PER_CALL`: Python has to call again.
+    Returns True when that is reached, otherwise False after `FLOW_EVENTS_PER_CALL`: Python has to call again.
     """
     n = w.numbers[0]
-    for _ in range(EVENTS_PER_CALL):
+    for _ in range(FLOW_EVENTS_PER_CALL):
         if n.due_count > 0:
             w.counts[EngineCounter.EVENTS] += 1
             begin_node(w, take_due(w))
