@@ -38,6 +38,7 @@ from dlcp.sim.tools.report import signed, words_of
 from dlcp.sim.transports.specs import TransportSpec
 from dlcp.transport import TransportOptions
 from dlcp.values.planes import CODED_BITS, FULL_BITS
+from dlcp.wire import dscp
 from dlcp.wire.dissector import LABELS
 from dlcp.wire.payloads import PLANE_BLOCK_VALUES, PLANE_DIGIT_BITS
 
@@ -135,6 +136,14 @@ def members(name: str) -> str:
         number = f"0x{value:02x}" if name == "Flag" else int(value)
         lines.append(f"| {number} | {member} | {meaning} |")
     return "\n".join(lines)
+
+
+def dscps() -> str:
+    """Return the DSCP of each queue, in decimal."""
+    lines = ["| Queue | DSCP | DSCP if droppable |", "|---:|---:|---:|"]
+    return "\n".join(
+        [*lines, *(f"| {queue} | {dscp(queue, False)} | {dscp(queue, True)} |" for queue in range(7, -1, -1))]
+    )
 
 
 def ports() -> str:
@@ -297,6 +306,7 @@ _WRITERS: Final[Mapping[str, Callable[..., str]]] = {
         header,
         coding,
         members,
+        dscps,
         ports,
         public,
         name,

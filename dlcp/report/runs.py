@@ -343,7 +343,7 @@ def check_complete(runs: Mapping[str, Run]) -> None:
     """Raise RunFileError if a run that the page compares is missing; it names all that are."""
     if missing := [name for name in RUN_NAMES if name not in {*runs, *OPTIONAL_RUNS}]:
         raise RunFileError(
-            f"run {missing[0]!r} is missing; the page needs all but gloo: dlcp demo --only {' '.join(missing)}"
+            f"run {missing[0]!r} is missing; the page needs all but gloo: make them with --only {' '.join(missing)}"
         )
 
 

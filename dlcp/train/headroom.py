@@ -92,6 +92,8 @@ def as_lines(found: dict[str, Any]) -> list[str]:
     elif "chosen" in found:
         chosen = f"leaves averaging to {backend}" if found["chosen"] == UNCHANGED else f"uses {found['chosen']}"
         lines.append(f"  With these options, DLCP {chosen} here.")
+    else:
+        lines.append("  The script ended before DLCP was measured: train longer, or pass fewer --steps.")
     lines.append(f"  {_verdict(found, possible_s, noise_s)}")
     return [*lines, "  This was a measurement: the model was not trained properly. Discard what the script saved."]
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,10 @@ _RENDEZVOUS: Final = ("nnodes", "node-rank", "rdzv", "master", "standalone", "lo
 _FRESH_STORE: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Makes rank 0 serve a new store at every start. By default torchrun keeps one store over restarts, and Gloo's ranks
 then try to connect to killed ranks whose entries they find there."""
+_RENDEZVOUS_PORT: Final = 29400
+"""That of torchrun, for an endpoint without one."""
+_ANSWER_S: Final = 1.0
+"""This machine answers itself at once."""
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 _REFUSED: Final = {
     "no_python": "DLCP is switched on from within Python",
@@ -151,7 +156,7 @@ def launch(
     Raises
     ------
     UsageError
-        The arguments are invalid, or PyTorch is missing.
+        The arguments are invalid, PyTorch is missing, or the machines did not meet.
     """
     check_torch()
     settings = torchrun_settings(torchrun, script)
@@ -160,6 +165,7 @@ def launch(
         os.environ.setdefault(name, value)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
     from torch.distributed.run import run
 
     status, failed, stopped_by = 0, None, None
@@ -169,6 +175,11 @@ def launch(
             record(run)(settings)
         except ChildFailedError as error:
             failed = error
+        except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+            raise UsageError(
+                f"the machines did not meet at {_endpoint(settings)}: {error} Start the job on all of them with the "
+                "same endpoint, open its TCP port, and allow more time, if needed, with --rdzv-conf read_timeout=600"
+            ) from None
         except SignalException as caught:  # Ctrl-C, or a scheduler's signal
             status, stopped_by = 128 + caught.sigval, caught.sigval.name
         reports = read_reports(Path(folder))
@@ -325,13 +336,12 @@ def _use_route(settings: argparse.Namespace) -> None:
     from dlcp.session.addresses import listening_host, own_place  # loads the transport, which --help does not need
     from dlcp.session.options import Options
 
-    # PyTorch's static rendezvous has separate options for its host.
-    endpoint = settings.rdzv_endpoint or format_host(settings.master_addr)
     try:
-        host, port = parse_address(endpoint, 0)
+        host, port = parse_address(_endpoint(settings), 0)
         place = own_place(Options(bind=""), (host, port))
     except (OSError, ValueError):  # torchrun reports this error
         return
+    _serve_store(settings, host, port)
     named = listening_host(host) != host
     interface = only_way_out() if named else interface_of(place.address)
     if interface is None:
@@ -339,6 +349,33 @@ def _use_route(settings: argparse.Namespace) -> None:
     if not interface.loopback:
         os.environ.setdefault(_GLOO_INTERFACE, interface.name)
     settings.local_addr = settings.local_addr or interface.address
+
+
+def _endpoint(settings: argparse.Namespace) -> str:
+    # PyTorch's static rendezvous has separate options for its host.
+    return str(settings.rdzv_endpoint or format_host(settings.master_addr))
+
+
+def _serve_store(settings: argparse.Namespace, host: str, port: int) -> None:
+    """Make torchrun serve its store if the rendezvous is at an address of this machine.
+
+    By itself, torchrun compares the address with those of this host's name, which is often 127.0.1.1 alone: then no
+    machine serves, and all wait for each other. Overrides neither the user's choice nor another launcher that serves.
+    """
+    if settings.rdzv_backend != "c10d" or "is_host" in settings.rdzv_conf:
+        return
+    found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}
+    own = [interface for address in found if (interface := interface_of(address)) and not interface.loopback]
+    if own and not _is_served(host, port or _RENDEZVOUS_PORT):
+        settings.rdzv_conf = ",".join(filter(None, [settings.rdzv_conf, "is_host=1"]))
+
+
+def _is_served(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def set_options(words: Sequence[str]) -> None:

@@ -204,10 +204,7 @@ def test_the_network_of_the_rendezvous_is_used_where_names_lead_to_another(tmp_p
         words = [*python, "-m", "dlcp.cli", "train", "--option", "precision=32", "--nnodes", "2"]
         words += ["--nproc-per-node", "1"]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", format_address((f"{fast}1", PORT)), "--rdzv-id", "x"]
-        running = [
-            nodes.popen(name, [*words, "--rdzv-conf", f"is_host={name == 'node-a'}", "--", tmp_path / "script.py"])
-            for name in interfaces
-        ]
+        running = [nodes.popen(name, [*words, "--", tmp_path / "script.py"]) for name in interfaces]
         told = finished(running, 400)
         sent = {(name, side): nodes.sent_bytes(name, side) for name in interfaces for side in ("slow", "fast")}
     assert all("none, all steps went over DLCP" in text for text in told)

@@ -198,7 +198,7 @@ def test_runs_without_a_common_accuracy_show_their_figures_too(timed, tmp_path):
     report(console, tmp_path, ["dlcp"])
     assert "no accuracy in common" in said.getvalue()
     assert "s per step, final accuracy" in said.getvalue()
-    with pytest.raises(RunFileError, match="dlcp demo --only plain dlcp_priority"):
+    with pytest.raises(RunFileError, match="make them with --only plain dlcp_priority"):
         report(console, tmp_path, None)
 
 

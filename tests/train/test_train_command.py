@@ -6,6 +6,7 @@ Those of the first test are started as a user's are, the others forked.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from dlcp.cli import main
 from dlcp.commands import train as command
 from dlcp.host.interfaces import only_way_out
+from dlcp.inputs.addresses import format_host
 from dlcp.train import launcher
 from dlcp.train.launcher import WorkerTask
 from tests.train import forked
@@ -243,6 +245,25 @@ def test_torchrun_and_gloo_are_told_the_address_that_leads_to_the_rendezvous(mon
     if outward:
         assert address("--nnodes=2", f"--master-addr={outward.address}") == outward.address
         assert os.environ["GLOO_SOCKET_IFNAME"] == outward.name
+
+
+def test_the_machine_with_the_address_of_the_rendezvous_serves_it(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    outward = only_way_out()
+    if not outward:
+        pytest.skip("needs an interface with a route out")
+
+    def configured(address, *words):
+        meet = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", *words]
+        return launcher.torchrun_settings(meet, [__file__]).rdzv_conf
+
+    own = format_host(outward.address)
+    assert configured(own) == "is_host=1"
+    assert configured(own, "--rdzv-conf=read_timeout=9") == "read_timeout=9,is_host=1"
+    assert configured(own, "--rdzv-conf=is_host=0") == "is_host=0", "the user has chosen"
+    assert configured("127.0.0.1") == configured("192.0.2.1") == ""
+    with socket.create_server((outward.address, 0)) as other:
+        assert configured(f"{own}:{other.getsockname()[1]}") == "", "another launcher serves"
 
 
 @pytest.mark.parametrize(
