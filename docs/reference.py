@@ -353,6 +353,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 def keep(folder: Path) -> None:
     """Copy what the gallery shows from the results of ``dlcp sim all --quick``."""
+    for old in RESULTS.parent.glob("*_1.svg"):
+        old.unlink()
     shutil.copy(folder / "summary.json", RESULTS)
     for plot in (folder / "figures").glob("*_1.svg"):
         shutil.copy(plot, RESULTS.parent)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``dlcp fabric``."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="fabric_command")
     for name, purpose in {
-        "check": "report what is wrong with a description, or count what each switch gets",
+        "check": "check a fabric file: print its errors, or the number of table entries of each switch",
         "plan": f"show what differs between switches and description (exit status {DIFFERS}), and change nothing",
         "apply": "write what differs",
         "watch": "write what differs whenever it differs, and serve metrics to Prometheus",

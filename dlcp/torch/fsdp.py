@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from dlcp.collectives import Bucket
 from dlcp.collectives.choice import AUTO, DIRECT
@@ -28,6 +27,13 @@ from dlcp.torch.framework import framework_route, scale_of
 from dlcp.torch.state import VALUE_TYPES, State, as_array
 from dlcp.transport import DeadlineError
 from dlcp.values.tags import Layer, Segment, layers_in_order
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+except ImportError:
+    raise ImportError(
+        f"DLCP requires PyTorch 2.9 or newer, and this is {torch.__version__}: pip install --upgrade torch"
+    ) from None
 
 Reduce = Callable[[], object]
 """Performs FSDP2's own reduce-scatter."""

@@ -168,7 +168,7 @@ def launch(
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
     from torch.distributed.run import run
 
-    status, failed, stopped_by = 0, None, None
+    status, failed, stopped_by, lost = 0, None, None, None
     with temporary_folder("dlcp-train-") as folder:
         os.environ.update(replace(task, reports=folder).as_environment())
         try:
@@ -176,13 +176,18 @@ def launch(
         except ChildFailedError as error:
             failed = error
         except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-            raise UsageError(
-                f"the machines did not meet at {_endpoint(settings)}: {error} Start the job on all of them with the "
-                "same endpoint, open its TCP port, and allow more time, if needed, with --rdzv-conf read_timeout=600"
-            ) from None
+            status, lost = 1, error
         except SignalException as caught:  # Ctrl-C, or a scheduler's signal
             status, stopped_by = 128 + caught.sigval, caught.sigval.name
         reports = read_reports(Path(folder))
+    if lost:
+        if not reports:
+            raise UsageError(
+                f"the machines did not meet at {_endpoint(settings)}: {lost} Start the job on all of them with the "
+                "same endpoint, open its TCP port, and allow more time, if needed, with --rdzv-conf "
+                "read_timeout=600,join_timeout=1200"
+            )
+        print(f"dlcp train: lost the rendezvous at {_endpoint(settings)}: {lost}", file=sys.stderr)
     _note_ends(reports, failed.failures if failed else {}, stopped_by)
     if failed is None:
         return status, reports
@@ -361,13 +366,23 @@ def _serve_store(settings: argparse.Namespace, host: str, port: int) -> None:
 
     By itself, torchrun compares the address with those of this host's name, which is often 127.0.1.1 alone: then no
     machine serves, and all wait for each other. Overrides neither the user's choice nor another launcher that serves.
+    Where torchrun finds out by itself, it also becomes a client if another launcher serves first.
     """
-    if settings.rdzv_backend != "c10d" or "is_host" in settings.rdzv_conf:
+    if settings.rdzv_backend != "c10d" or "is_host" in settings.rdzv_conf or _torchrun_serves(host):
         return
     found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}
     own = [interface for address in found if (interface := interface_of(address)) and not interface.loopback]
     if own and not _is_served(host, port or _RENDEZVOUS_PORT):
         settings.rdzv_conf = ",".join(filter(None, [settings.rdzv_conf, "is_host=1"]))
+
+
+def _torchrun_serves(host: str) -> bool:
+    from torch.distributed.elastic.rendezvous import utils
+
+    try:
+        return bool(utils._matches_machine_hostname(host))
+    except OSError:  # this host's name has no address
+        return False
 
 
 def _is_served(host: str, port: int) -> bool:

@@ -342,7 +342,7 @@ class StepTimes:
 class CellFile:
     """A file of cells, each a line of JSON, which is written as soon as it is measured.
 
-    Times of other machines than ``machine`` are ignored, or those of none if it is None.
+    Times of other machines than ``machine`` are ignored; None accepts all machines.
     """
 
     def __init__(self, path: Path, machine: str | None) -> None:

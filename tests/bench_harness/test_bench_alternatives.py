@@ -20,7 +20,7 @@ LATE = [12.0, 12.0, *FALLING[:-2]]
 
 @pytest.fixture
 def cells(tmp_path):
-    return CellFile(tmp_path / "deep" / "cells.jsonl")
+    return CellFile(tmp_path / "deep" / "cells.jsonl", alternatives.machine())
 
 
 def times(method, first_s, step_s, bits=(32,), machine=None, setting="clean"):
@@ -91,7 +91,7 @@ def test_cells_are_kept_but_not_times_of_another_machine(cells, tmp_path):
     train(cells, "gloo", FALLING[:4])
     cells.add(times("gloo", [1.0], [1.0]))
     cells.add(times("bf16", [1.0], [1.0], machine="another"))
-    again = CellFile(tmp_path / "deep" / "cells.jsonl")
+    again = CellFile(tmp_path / "deep" / "cells.jsonl", alternatives.machine())
     assert again.trainings == cells.trainings
     assert list(again.times) == [("clean", "table", "gloo")]
 

@@ -26,7 +26,7 @@ OTHERS = {"sudo", "torchrun"}
 """Programs that are not ours, and whose arguments are."""
 STAND_INS = {"script.py", "my.module:model"}
 """Names that a reader replaces by a file of their own."""
-README_BYTES = 7700
+README_BYTES = 7800
 SHOWN_METHODS = "Gloo", "default"
 SHOWN_NETWORKS = "clean", "1gbit", "100mbit", "loss1", "bursts1", "20ms", "slow-port"
 """What the table of README.md compares, and where, in its order."""
@@ -83,7 +83,7 @@ def check_files(words):
 
 
 CHECKS = {"dlcp": check_dlcp, "make": check_make, "pip": check_pip, "python": check_script, "python3": check_script}
-CHECKS |= dict.fromkeys(("docker", "kubectl", "sbatch", "sh", "tshark"), check_files)
+CHECKS |= dict.fromkeys(("docker", "kubectl", "p4c-bm2-ss", "sbatch", "sh", "tshark"), check_files)
 CHECKS |= dict.fromkeys(("apt-get", "export", "install", "mkdir"), lambda words: None)
 CHECKS |= {"-m": check_script}
 
@@ -203,7 +203,9 @@ def test_a_figure_that_is_a_link_stands_where_it_leads():
     wrong = [
         f"{page.relative_to(ROOT)}: {figure}"
         for page, figure, target, anchor in links
-        if figure.strip("x") not in sections(page.parent / target)[anchor]
+        if not re.search(
+            rf"(?<![\d.]){re.escape(figure.strip('x'))}(?![\d.]*\d)", sections(page.parent / target)[anchor]
+        )
     ]
     assert wrong == []
 
@@ -217,6 +219,7 @@ def test_there_is_one_pitch():
 
 def test_the_picture_in_the_readme_shows_its_table():
     pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
     plots = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))
     drawn = plots["draw_results"]((ROOT / "README.md").read_text())
     assert drawn == (ROOT / "docs" / "results.svg").read_text(), "run: python -m tests.bench.plots"
@@ -224,6 +227,7 @@ def test_the_picture_in_the_readme_shows_its_table():
 
 def test_tables_of_measurements_are_those_that_are_kept():
     pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
     page = (ROOT / "docs" / "measurements.md").read_text()
     assert page.count("<!-- sweep: by tests/bench/plots.py -->") == 1
     plot = runpy.run_path(str(ROOT / "tests" / "bench" / "plots.py"))

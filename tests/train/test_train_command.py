@@ -22,6 +22,8 @@ from dlcp.train.launcher import WorkerTask
 from tests.train import forked
 
 pytest.importorskip("torch")
+from torch.distributed.elastic.rendezvous import utils
+
 pytestmark = pytest.mark.timeout(115)
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -253,17 +255,22 @@ def test_the_machine_with_the_address_of_the_rendezvous_serves_it(monkeypatch):
     if not outward:
         pytest.skip("needs an interface with a route out")
 
+    monkeypatch.setattr(utils, "_matches_machine_hostname", lambda host: host == "127.0.0.1")
+
     def configured(address, *words):
         meet = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", *words]
         return launcher.torchrun_settings(meet, [__file__]).rdzv_conf
 
-    own = format_host(outward.address)
+    with socket.create_server((outward.address, 0)) as free:
+        own = f"{format_host(outward.address)}:{free.getsockname()[1]}"
     assert configured(own) == "is_host=1"
     assert configured(own, "--rdzv-conf=read_timeout=9") == "read_timeout=9,is_host=1"
     assert configured(own, "--rdzv-conf=is_host=0") == "is_host=0", "the user has chosen"
     assert configured("127.0.0.1") == configured("192.0.2.1") == ""
     with socket.create_server((outward.address, 0)) as other:
-        assert configured(f"{own}:{other.getsockname()[1]}") == "", "another launcher serves"
+        assert configured(f"{format_host(outward.address)}:{other.getsockname()[1]}") == "", "another launcher serves"
+    monkeypatch.setattr(utils, "_matches_machine_hostname", lambda host: True)
+    assert configured(own) == "", "torchrun finds out by itself"
 
 
 @pytest.mark.parametrize(
