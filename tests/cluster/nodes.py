@@ -63,7 +63,8 @@ class Nodes:
                     f"link add {port} type veth peer name {interface} netns {node.path}",
                     f"link set {port} master {bridge} up",
                 )
-                node.ip(f"addr add {address}/{bits} dev {interface}", f"link set {interface} up")
+                dad = " nodad" * (family is IPV6)  # else the address cannot be used at once
+                node.ip(f"addr add {address}/{bits} dev {interface}{dad}", f"link set {interface} up")
             (self.folder / f"hosts-{name}").write_text(f"{family.loopback} localhost\n" + self.hosts(name))
             # The namespace of mounts is for /etc/hosts, that of names for the host's own.
             enter = f"nsenter --net={node.path} unshare --mount --uts sh -c"

@@ -151,7 +151,7 @@ def test_bursts_larger_than_the_kernels_path_mtu_arrive(family):
     with closing(near), closing(far):
         near.ip(f"link add eth0 type veth peer name eth0 netns {far.path}")
         for host, address in zip(hosts, addresses, strict=True):
-            host.ip("link set eth0 up", f"addr add {address}/{bits} dev eth0")
+            host.ip("link set eth0 up", f"addr add {address}/{bits} dev eth0{' nodad' * (family is IPV6)}")
         near.ip(f"route add {addresses[1]} dev eth0 mtu 1300")
         sockets = [
             host.call(partial(bind_socket, address, [0])) for host, address in zip(hosts, addresses, strict=True)
