@@ -153,7 +153,7 @@ def ports() -> str:
 
 
 def simulated() -> str:
-    """Return what the simulator has: models, fabrics, collectives and transports, by the names in experiments."""
+    """List the simulator's models, fabrics, collectives and transports, by their names in experiment files."""
     models = ["| Model | Parameters | Batches of | Published throughput for |", "|---|---:|---|---|"]
     for name, model in MODELS.items():
         gpus = dict.fromkeys(each.gpu for each in THROUGHPUTS if each.model == name)
@@ -176,7 +176,7 @@ def _first_sentence(value: Any) -> str:
 
 
 def precision_costs() -> str:
-    """Return the steps that fewer bits cost, from the curves that the simulator and DLCP's choice use."""
+    """Return the steps that fewer bits cost, relative to 32 bits, from the simulator's curves."""
     curves = {name: dict(curve(f"precision_{name}").points) for name in ("sgd", "adamw")}
     lines = ["| Bits per value | SGD with momentum | AdamW |", "|---:|---:|---:|"]
     for bits in CODED_BITS:
@@ -211,7 +211,7 @@ def speed_ups() -> str:
     page = (Path(__file__).parent / "alternatives.md").read_text()
     table = page.split("## Time to the same loss")[1].split("\n\n|")[1]
     networks, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    seconds = {row[0]: [float(cell.strip("*").split()[0].strip("*")) for cell in row[1:]] for row in rows if row[0]}
+    seconds = {name: [float(cell.replace("*", "").split()[0]) for cell in cells] for name, *cells in rows}
     shown = {
         "DLCP, `precision=8`": "8 bits",
         "DLCP, `precision=4`": "4 bits",

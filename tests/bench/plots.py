@@ -256,7 +256,7 @@ def alternatives(page: str) -> str:
     shown = []
     for row in rows:
         name, *figures = (cell.strip() for cell in row.strip("|").split("|"))
-        # The name says already what these parameters are: no initial steps, rank 4.
+        # Omit parameters that are the same in the whole row: no initial steps, rank 4.
         shown.append([_METHODS[name], *(figure.replace(":0)", ")").replace("(4, ", "(") for figure in figures)])
     for number in range(1, len(shown[0])):
         best = min(shown, key=lambda row, number=number: float(row[number].split()[0]))

@@ -18,7 +18,7 @@ from tests.train.preloaded import write_programs
 from tests.waiting import until
 
 LEFT_BEHIND = (".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "out", "dist")
-"""What a new checkout does not have. The compiled engine stays: installing DLCP has made it."""
+"""Files that a new checkout lacks. The compiled engine is copied, because installing DLCP would build it."""
 READER = Path(__file__).with_name("reader")
 """Files of a reader's own."""
 HOSTS = "10.0.0.1 page node1 node2 node9\n"
@@ -47,7 +47,7 @@ class Shell(contextlib.ExitStack):
         super().__init__()
         self.log = folder / "log"
         self._folder, self._python, self._serving = folder, python, set()
-        # What these tests or others have compiled need not be compiled again.
+        # Share Numba's cache, so that each page does not compile the kernels again.
         self._cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache") if python else ""
 
     def __enter__(self):

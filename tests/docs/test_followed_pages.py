@@ -40,8 +40,8 @@ class Page(NamedTuple):
     Parameters
     ----------
     before
-        What the reader has done before commands that begin so, and for ``""`` before the page: commands that make the
-        reader's own files, for example.
+        Set-up commands, such as those that make the reader's own files, by a part of the command that they precede;
+        ``""`` means before the page.
     long
         What only `make test-pages` runs: a pattern of commands.
     testbed
